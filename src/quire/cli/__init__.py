@@ -18,6 +18,7 @@ from quire.cli.config_file import TakesFile
 from quire.cli.convert import convert
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
+from quire.cli.hub import list_models, pull, remove
 from quire.cli.info import info
 from quire.cli.interrupts import said_interrupts
 from quire.cli.models import models
@@ -42,6 +43,9 @@ app = typer.Typer(
 )
 app.command(short_help="Talk to a model in the terminal.")(chat)
 app.command("run", short_help="The same as chat.")(chat)
+app.command(short_help="Download a model from the hub.")(pull)
+app.command("list", short_help="List the models that were downloaded.")(list_models)
+app.command("rm", short_help="Remove downloaded models.")(remove)
 app.command(short_help="Continue texts.")(generate)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
 app.command(cls=TakesFile, short_help="Serve a fleet's replicas under one address.")(fleet)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire.cli.options import fail, field_option, row
+from quire.cli.options import complete_model, fail, field_option, row
 from quire.config import EngineConfig
 from quire.errors import QuireError
 
@@ -23,6 +23,7 @@ def info(
             "-m",
             help="Directory, GGUF file or hub name of a model: show what computes it and what it needs here, or why it "
             "cannot be served. Weights of a directory are not downloaded.",
+            autocompletion=complete_model,
         ),
     ] = None,
     gguf_file: Annotated[str | None, field_option(EngineConfig, "gguf_file")] = None,

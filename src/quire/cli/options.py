@@ -54,7 +54,12 @@ def _parameter(config: Config, name: str) -> inspect.Parameter:
         kind, default = str | None if default is None else str, f"{default:.0%}" if default else None
     about = options_of(config)[name]
     made = typer.Option(
-        default, *_names(config, name), help=about.help, show_default=default != [], envvar=about.variable
+        default,
+        *_names(config, name),
+        help=about.help,
+        show_default=default != [],
+        envvar=about.variable,
+        autocompletion=complete_model if name == "model" else None,
     )
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=made, annotation=kind)
 
@@ -68,7 +73,8 @@ def _names(config: Config, name: str) -> tuple[str, ...]:
 
 def field_option(config: Config, name: str) -> Any:
     """A field's names and help, for a command that has a default of its own."""
-    return typer.Option(*_names(config, name), help=options_of(config)[name].help)
+    completion = complete_model if name == "model" else None
+    return typer.Option(*_names(config, name), help=options_of(config)[name].help, autocompletion=completion)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from quire.errors import ModelError
@@ -64,15 +65,13 @@ def _locate_gguf(model: str | None, name: str) -> Path:
         raise ModelError(f"gguf_file is {name!r}, and no model is given; it is a file of a directory or a repository")
     if not name.endswith(GGUF):
         raise ModelError(f"gguf_file is {name!r}; it must be the name of a {GGUF} file")
-    match = ONE_OF_SEVERAL.fullmatch(name)
-    pattern = name if match is None else f"{match[1]}-*-of-{match[3]}{GGUF}"
     local = _local(model)
     if local is not None and local.is_file():
         raise ModelError(f"gguf_file is {name!r}, and {model!r} is a file already; leave one of them out")
     if (directory := local or _cached(model)) is not None and (directory / name).is_file():
         return directory / name
     if directory is None or local is None:
-        directory = _downloaded(model, (pattern,), (name,) if directory is not None else (), excluded=())
+        directory = _downloaded(model, (_parts_of(name),), (name,) if directory is not None else (), excluded=())
     if not (directory / name).is_file():
         found = ", ".join(sorted(path.name for path in directory.glob(f"*{GGUF}"))) or "none"
         raise ModelError(f"{model!r} has no {name!r}; of its GGUF files there are here: {found}")
@@ -122,15 +121,65 @@ def _cached(model: str) -> Path | None:
         ) from error
 
 
+def pull(model: str, revision: str | None = None, gguf_file: str | None = None) -> Path:
+    """Download a repository's model into the hub's cache, as far as it is not there, and return where it is.
+
+    revision: a branch, tag or commit; None: main. gguf_file: take that file alone, with those that belong to it.
+    Raises ModelError where the hub has no such repository, revision or file, where the repository holds GGUF files
+    alone and none is named, and where it cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    with _asking(model, "could not be looked up on the hub"):
+        names = [file.rfilename for file in HfApi().model_info(model, revision=revision).siblings or ()]
+    gguf = sorted(name for name in names if name.endswith(GGUF))
+    if gguf_file is not None:
+        if gguf_file not in gguf:
+            raise ModelError(f"{model!r} has no GGUF file {gguf_file!r}; it has {', '.join(gguf) or 'none'}")
+        directory = _downloaded(model, (_parts_of(gguf_file),), (), excluded=(), revision=revision)
+        return directory / gguf_file
+    if "config.json" not in names:
+        if not gguf:
+            raise ModelError(f"{model!r} has no config.json and no GGUF file, so it is no model that can be served")
+        raise ModelError(f"{model!r} has GGUF files alone; name one with --gguf-file: {', '.join(gguf)}")
+    return _downloaded(model, (*DESCRIPTION, *WEIGHTS), (), revision=revision)
+
+
+def _parts_of(gguf_file: str) -> str:
+    """What the names of a GGUF file look like that may be in several parts."""
+    match = ONE_OF_SEVERAL.fullmatch(gguf_file)
+    return gguf_file if match is None else f"{match[1]}-*-of-{match[3]}{GGUF}"
+
+
 def _downloaded(
-    model: str, patterns: Sequence[str], lacking: Sequence[str], excluded: Sequence[str] = NOT_THESE
+    model: str,
+    patterns: Sequence[str],
+    lacking: Sequence[str],
+    excluded: Sequence[str] = NOT_THESE,
+    revision: str | None = None,
 ) -> Path:
     """The repository's files, after the hub was asked for those that are not there. lacking: of these, for an error."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+    state = (
+        f"its copy in the hub's cache lacks {', '.join(lacking[:SHOWN])}{more}"
+        if lacking
+        else "it is not in the hub's cache"
+    )
+    with _asking(model, f"is not a directory, {state}, and it could not be downloaded"):
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(excluded))
+        )
+
+
+@contextmanager
+def _asking(model: str, state: str) -> Iterator[None]:
+    """Within it the hub is asked; whatever goes wrong is a ModelError. state: what is said where it is not reached."""
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(excluded)))
+        yield
     except GatedRepoError as error:
         raise ModelError(
             f"{model!r} is a repository that wants to know its users: ask at https://huggingface.co/{model}, then run "
@@ -141,17 +190,15 @@ def _downloaded(
             f"{model!r} is not a directory, and the hub has no such repository, or a private one: check the name, or "
             f"run `hf auth login`"
         ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{model!r} has no such revision; give one of its branches, tags or commits") from error
+    except HFValidationError as error:
+        raise ModelError(f"{model!r} is not the name of a Hugging Face repository, which is OWNER/NAME") from error
     except Exception as error:  # a network's ways to fail are many
         cause = error
         while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
-        more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
-        state = (
-            f"its copy in the hub's cache lacks {', '.join(lacking[:SHOWN])}{more}"
-            if lacking
-            else ("it is not in the hub's cache")
-        )
         raise ModelError(
-            f"{model!r} is not a directory, {state}, and it could not be downloaded ({type(cause).__name__}). Give a "
-            f"directory, set HF_ENDPOINT to a mirror of the hub, or give no model for the one that comes with Quire"
+            f"{model!r} {state} ({type(cause).__name__}). Give a directory, set HF_ENDPOINT to a "
+            f"mirror of the hub, or give no model for the one that comes with Quire"
         ) from error

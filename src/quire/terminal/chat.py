@@ -168,8 +168,10 @@ class Chat:
             self.note("Nothing was answered yet.")
             return
         self.note(f"last answer  {usage}")
-        self.note(f"in all       {self.num_answers:,} answers with {self.num_new_tokens:,} tokens; "
-                  f"{len(self.messages):,} messages are in the conversation")
+        self.note(
+            f"in all       {self.num_answers:,} answers with {self.num_new_tokens:,} tokens; "
+            f"{len(self.messages):,} messages are in the conversation"
+        )
 
     def _help(self, _: str) -> None:
         for name, (follows, what) in self.COMMANDS.items():

@@ -83,7 +83,9 @@ class Client:
                     yield line[5:].strip().decode("utf-8", "replace")
         except (OSError, HTTPException) as error:
             if not self.is_stopped:
-                raise QuireError(f"the server at {self.url} ended in the middle of an answer ({_name(error)})") from error
+                raise QuireError(
+                    f"the server at {self.url} ended in the middle of an answer ({_name(error)})"
+                ) from error
         finally:
             self._connection = None
             connection.close()
@@ -98,9 +100,7 @@ class Client:
             except OSError:
                 return  # it has ended by itself
 
-    def _ask(
-        self, method: str, path: str, body: str | None, seconds: float
-    ) -> tuple[HTTPConnection, HTTPResponse]:
+    def _ask(self, method: str, path: str, body: str | None, seconds: float) -> tuple[HTTPConnection, HTTPResponse]:
         connection = self._kind(self._host or "", self._port, timeout=CONNECT)
         try:
             connection.connect()
@@ -134,8 +134,9 @@ class Client:
                 code,
             )
         said = message or answer.reason
-        return Refused(f"the server at {self.url} answers {path} with HTTP status {answer.status}: {said}",
-                       answer.status, code)
+        return Refused(
+            f"the server at {self.url} answers {path} with HTTP status {answer.status}: {said}", answer.status, code
+        )
 
 
 def _name(error: Exception) -> str:

@@ -274,5 +274,3 @@ def _count(usage: Usage, event: Mapping[str, Any]) -> None:
         usage.prompt_tokens = counted.get("prompt_tokens") or 0
         usage.new_tokens = counted.get("completion_tokens") or 0
         usage.cached_tokens = (counted.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-

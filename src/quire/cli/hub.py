@@ -1,0 +1,110 @@
+"""quire pull, list and rm: the models of the hub's cache."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from quire.cli.options import AsJson, complete_model, fail, field_option
+from quire.config import EngineConfig
+from quire.errors import QuireError
+
+UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def pull(
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Its name on the hub: OWNER/NAME.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: main.")] = None,
+    gguf_file: Annotated[str | None, field_option(EngineConfig, "gguf_file")] = None,
+) -> None:
+    """Download a model from the Hugging Face hub into its cache, and print where it is.
+
+    What is there already is not downloaded again. A revision other than main is served by that directory.
+    """
+    from quire.models.hub import pull as download
+
+    try:
+        path = download(repository, revision, gguf_file)
+    except QuireError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        print("the same command goes on from here", file=sys.stderr)
+        raise
+    print(path)
+
+
+def list_models(as_json: AsJson = False) -> None:
+    """List the models of the hub's cache, with their sizes on disk."""
+    from quire.models.cached import SHORT, cached_models
+
+    models, unread = cached_models()
+    if as_json:
+        print(json.dumps([asdict(model) | {"path": str(model.path)} for model in models]))
+        return
+    for warning in unread:
+        print(f"a part of the cache cannot be read: {warning}", file=sys.stderr)
+    if not models:
+        print("There are none. quire pull OWNER/NAME downloads one.")
+        return
+    rows = [("NAME", "REVISION", "SIZE", "MODIFIED", "")]
+    for model in models:
+        note = f"lacks {', '.join(model.missing[:3])}" if model.missing else ", ".join(model.gguf_files)
+        named = ", ".join(model.refs) or model.commit[:SHORT]
+        rows.append((model.name, named, size_of(model.size), since(time.time() - model.modified), note))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def remove(
+    repositories: Annotated[
+        list[str], typer.Argument(metavar="REPO", help="Their names, as in quire list.", autocompletion=complete_model)
+    ],
+    revision: Annotated[
+        str | None, typer.Option(help="Remove only this commit, or the one of this branch. Default: all.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove models from the hub's cache."""
+    from quire.models.cached import SHORT, Removal
+
+    try:
+        removal = Removal(repositories, revision)
+    except QuireError as error:
+        fail(error)
+    named = ", ".join(f"{model.name} ({', '.join(model.refs) or model.commit[:SHORT]})" for model in removal.models)
+    what = f"{named}, {size_of(removal.nbytes)}"
+    if not yes:
+        if not _can_ask():
+            fail(f"{what} would be removed, and there is no terminal to ask at; --yes does not ask")
+        if not typer.confirm(f"Remove {what}?"):
+            print("Nothing was removed.")
+            return
+    removal.run()
+    print(f"removed {what}")
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty()
+
+
+def size_of(count: int) -> str:
+    """A number of bytes, as people read it."""
+    for unit, name in UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def since(seconds: float) -> str:
+    """A time that has passed, as people say it."""
+    for unit, name in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= unit:
+            count = int(seconds // unit)
+            return f"{count} {name}{'s' * (count != 1)} ago"
+    return "just now"
