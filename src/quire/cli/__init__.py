@@ -1,5 +1,4 @@
-"""The command line: `quire generate`, `serve`, `fleet`, `bench`, `simulate`, `convert`, `models`,
-`info`.
+"""The command line: one module for each command, or for a few that go together.
 
 Everything heavy is imported inside the commands, so that `quire --help` answers at once.
 """
@@ -25,6 +24,7 @@ from quire.cli.models import models
 from quire.cli.options import fail
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
+from quire.cli.top import top
 from quire.cli.vllm_flags import PastedFlags
 
 MEASURING = "quire_bench"  # a distribution of its own, which imports Quire: nothing else of Quire knows its name
@@ -48,6 +48,7 @@ app.command("list", short_help="List the models that were downloaded.")(list_mod
 app.command("rm", short_help="Remove downloaded models.")(remove)
 app.command(short_help="Continue texts.")(generate)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
+app.command(short_help="Show what a running server does.")(top)
 app.command(cls=TakesFile, short_help="Serve a fleet's replicas under one address.")(fleet)
 
 

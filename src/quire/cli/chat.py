@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.options import ENGINE, complete_model, fail, taken_model, with_options
+from quire.cli.options import ENGINE, ApiKey, complete_model, fail, taken_model, with_options
 from quire.config import parse_loras
 from quire.errors import QuireError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Of many requests at a time: here there is one, in steps short enough that Ctrl-C is soon heard.
 OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
-ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
+ONE: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
 
 
 @with_options(*ENGINE, without=OF_MANY)
@@ -32,9 +32,7 @@ def chat(
     url: Annotated[
         str | None, typer.Option(help="Talk to the OpenAI-compatible server there, and load no model here.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="Key of that server. Better kept in the environment.", envvar="QUIRE_API_KEY")
-    ] = None,
+    api_key: ApiKey = None,
     system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer at most. Default: the model's own, else what fits.")

@@ -77,6 +77,9 @@ def field_option(config: Config, name: str) -> Any:
     return typer.Option(*_names(config, name), help=options_of(config)[name].help, autocompletion=completion)
 
 
+ApiKey = Annotated[
+    str | None, typer.Option(help="Key of that server. Better kept in the environment.", envvar="QUIRE_API_KEY")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

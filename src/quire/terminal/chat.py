@@ -56,11 +56,11 @@ class Chat:
                 try:
                     text = reader.read()
                 except EOFError:
-                    print()
+                    self.notes.print()
                     return
                 except KeyboardInterrupt:
                     if was_interrupted:
-                        print()
+                        self.notes.print()
                         return
                     was_interrupted = True
                     self.note("\nCtrl-C again, Ctrl-D or /exit ends the chat.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -30,7 +30,7 @@ class Client:
     """Asks one server, one request at a time."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """url: of the server, with or without /v1. key: sent as a bearer token. Raises ConfigError for what is no URL."""
+        """url: of the server, with or without /v1. key: sent as a bearer token. Raises ConfigError for a bad one."""
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             self._host, port = parts.hostname, parts.port
@@ -66,7 +66,7 @@ class Client:
         except ValueError as error:
             raise QuireError(f"{self.url}{path} does not answer JSON; is it an OpenAI-compatible server?") from error
 
-    def events(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[str]:
+    def events(self, path: str, body: Mapping[str, Any] | None = None) -> Generator[str, None, None]:
         """The data of server-sent events, as they come. body: it is posted.
 
         Ends early after `stop`. Raises what `get` raises, and QuireError where the server ends in the middle of a line.

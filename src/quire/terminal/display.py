@@ -1,4 +1,4 @@
-"""How an answer is shown while it grows: as text, or as rendered markdown where there is a terminal that can show it."""
+"""How an answer is shown while it grows: as text, or as rendered markdown where the terminal can show that."""
 
 from __future__ import annotations
 

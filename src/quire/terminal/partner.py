@@ -253,8 +253,8 @@ def _event(data: str, url: str) -> dict[str, Any]:
         raise QuireError(f"the server at {url} sends an event that is no JSON: {data[:80]!r}") from error
     if not isinstance(event, dict):
         raise QuireError(f"the server at {url} sends an event that is no object: {data[:80]!r}")
-    if error := event.get("error"):
-        raise QuireError(f"the server says: {error.get('message', error) if isinstance(error, dict) else error}")
+    if failed := event.get("error"):
+        raise QuireError(f"the server says: {failed.get('message', failed) if isinstance(failed, dict) else failed}")
     return event
 
 

@@ -1,0 +1,37 @@
+"""quire top: a running server in the terminal."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated
+
+import typer
+
+from quire.cli.options import ApiKey, fail
+from quire.errors import QuireError
+
+
+def top(
+    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds from one view to the next.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view, and end.")] = False,
+) -> None:
+    """Show what a running server does: throughput, queue, cache, steps, and who waits for what. q ends it."""
+    from rich.console import Console
+
+    from quire.terminal.client import Client
+    from quire.terminal.top import Top, show_always, show_once
+
+    console = Console()
+    try:
+        looks = Top(Client(url, api_key))
+        if once or not console.is_terminal or console.is_dumb_terminal:
+            show_once(looks, interval, print)
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it ends it as q does, and nothing need be said
+        show_always(looks, interval, console)
+    except QuireError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None

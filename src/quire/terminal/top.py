@@ -1,0 +1,117 @@
+"""A running server in a terminal, looked at again and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from quire.errors import QuireError
+from quire.terminal.client import Client, Refused
+from quire.terminal.metrics import Change, Scrape
+from quire.terminal.top_view import Snapshot, fleet_view, view
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ENDINGS = (b"q", b"Q", b"\x04")  # keys that end it
+BELOW = 2  # lines under a view
+
+
+class Top:
+    """Looks at a server."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._last: Scrape | None = None
+
+    def look(self) -> list[str]:
+        """The lines of now, with what has happened since the last call. Raises QuireError where no server answers."""
+        now = Scrape.of(self._client.get("/metrics"))
+        snapshot = self._snapshot()
+        if snapshot is not None and "replicas" in snapshot:
+            return fleet_view(self._client.url, snapshot)
+        if not now.values:
+            raise QuireError(f"{self._client.url}/metrics has no numbers of a server of models")
+        change = Change(self._last or now, now)
+        self._last = now
+        return view(self._client.url, change, snapshot)
+
+    def _snapshot(self) -> Snapshot | None:
+        """What the inspector knows; None: this server has none."""
+        events = self._client.events("/inspector/events")
+        try:
+            found = json.loads(next(events, ""))
+        except Refused as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return None
+            raise
+        except ValueError as error:
+            if isinstance(error, QuireError):
+                raise
+            raise QuireError(f"{self._client.url}/inspector/events says nothing; is the server stopping?") from error
+        finally:
+            self._client.stop()
+            events.close()
+        if not isinstance(found, dict):
+            raise QuireError(f"{self._client.url}/inspector/events sends what is no object")
+        return found
+
+
+def show_once(top: Top, interval: float, show: Callable[[str], None]) -> None:
+    """Show one view, of what happens in that many seconds."""
+    top.look()
+    time.sleep(interval)
+    for line in top.look():
+        show(line)
+
+
+def show_always(top: Top, interval: float, console: Console) -> None:
+    """Show view after view, until q or Ctrl-C. Raises QuireError where the server ends."""
+    from rich.live import Live
+    from rich.text import Text
+
+    def picture() -> Text:
+        lines = top.look()
+        room = max(1, console.height - BELOW)
+        if len(lines) > room:
+            lines = [*lines[: room - 1], f"... and {len(lines) - room + 1} more"]
+        return Text("\n".join([*lines, "", f"every {interval:g} s; q ends"]), no_wrap=True, overflow="ellipsis")
+
+    first = picture()  # what is wrong is said on the terminal, not on the screen that is gone at the end
+    with _keys() as key, Live(first, console=console, screen=True, auto_refresh=False) as live:
+        while key(interval) not in ENDINGS:
+            live.update(picture(), refresh=True)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bytes]]:
+    """Yields what waits so many seconds for a key, and returns it; empty: none came."""
+    if sys.platform == "win32" or not sys.stdin.isatty():
+        yield _no_key
+        return
+    import select
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+
+    def key(seconds: float) -> bytes:
+        return os.read(terminal, 1) if select.select([terminal], [], [], seconds)[0] else b""
+
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield key
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _no_key(seconds: float) -> bytes:
+    time.sleep(seconds)
+    return b""
