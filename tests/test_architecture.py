@@ -38,6 +38,7 @@ MAY_IMPORT = {
         *("embedding", "importing", "loglikelihood", "chat", "prompts"),
     },
 }
+MAY_IMPORT["chosen"] = {"cache", "llm"}
 FACES = {"cli", "fleet", "ray", "server", "terminal", "__init__", "__main__"}  # may import everything
 
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",

@@ -17,6 +17,7 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "ki
          "tib": 2**40}  # fmt: skip
 MAX_SPECULATIVE_TOKENS = 7  # with the token before them, as many rows as take hardly longer than one
 MOST_TOKENS = 2048  # query tokens of a step
+EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
 OPTION = "option"  # where a field's metadata has its Option
 
 

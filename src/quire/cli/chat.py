@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.options import ENGINE, ApiKey, complete_model, fail, taken_model, with_options
+from quire.cli.options import ENGINE, ApiKey, complete_model, fail, no_model, taken_model, with_options
 from quire.config import parse_loras
 from quire.errors import QuireError
 
@@ -68,7 +68,10 @@ def chat(
         if text is not None:
             conversation.answer(text)
             return
-        conversation.note(f"{partner.name}. {_hint(partner)}")
+        if url is None and options["model"] is None:
+            conversation.note(no_model("quire chat"))
+        conversation.note(f"{partner.name}{f', {partner.chosen}' if partner.chosen else ''}")
+        conversation.note(_hint(partner))
         conversation.run()
     except QuireError as error:
         fail(error)

@@ -10,9 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli.config_file import read_config_file
-from quire.cli.options import fail, taken, with_options
+from quire.cli.options import fail, fail_in, taken, with_options
 from quire.errors import QuireError
 from quire.fleet.config import GatewayConfig
+from quire.server.logs import JSON, set_up_logs
+
+
+log = logging.getLogger("quire.fleet")
 
 
 @with_options(GatewayConfig)
@@ -29,12 +33,20 @@ def fleet(
 
         obey_as_first_process()
         config = GatewayConfig(**taken(GatewayConfig, options))
+    except QuireError as error:
+        fail(error)
+    set_up_logs(config.log_format)
+    try:
         from quire.fleet.gateway import FleetServer  # all that is heavy
         from quire.fleet.membership import parse_members
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         members = parse_members(config.replicas)
-        FleetServer(members, config, lambda line: print(line, file=sys.stderr, flush=True)).run()
+        FleetServer(
+            members, config, logging.getLogger("quire.fleet").info if config.log_format == JSON else _print
+        ).run()
     except QuireError as error:
-        fail(error)
+        fail_in(config.log_format, error)
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -11,6 +12,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from quire.config import CacheConfig, EngineConfig, options_of
+from quire.server.logs import JSON
 
 Config = type[Any]  # a dataclass with options
 ENGINE = (EngineConfig, CacheConfig)  # their fields are what `quire.LLM` takes
@@ -103,6 +105,22 @@ def complete_model(incomplete: str) -> list[str]:
     from quire.models.cached import cached_names
 
     return [name for name in cached_names() if name.startswith(incomplete)]
+
+
+def no_model(command: str) -> str:
+    """What is said where a command has no model to go by."""
+    return (
+        "No model was named, so this is the small one that comes with Quire, which writes Python. "
+        f"{command} MODEL takes a directory, a GGUF file or a name on the hub."
+    )
+
+
+def fail_in(log_format: str, reason: object) -> NoReturn:
+    """Say what is wrong in the log's format, and end with status 1."""
+    if log_format == JSON:
+        logging.getLogger("quire").error("%s", reason)
+        raise typer.Exit(1)
+    fail(reason)
 
 
 def fail(reason: object) -> NoReturn:

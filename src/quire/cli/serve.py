@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quire.cli.config_file import read_config_file
-from quire.cli.options import ENGINE, complete_model, fail, taken, taken_model, with_options
+from quire.cli.options import ENGINE, complete_model, fail, fail_in, no_model, taken, taken_model, with_options
 from quire.errors import QuireError
 from quire.importing import uncollected
+from quire.server.logs import JSON, fields, set_up_logs
 from quire.server.server_config import ServerConfig
+
+log = logging.getLogger("quire.server")
 
 
 @with_options(ServerConfig, *ENGINE)
@@ -37,12 +42,26 @@ def serve(
 
         obey_as_first_process()
         server = ServerConfig(**taken(ServerConfig, options))
+    except QuireError as error:
+        fail(error)
+    set_up_logs(server.log_format)
+    note = None if options["model"] is not None else no_model("quire serve")
+    try:
         with uncollected():
             from quire.server.run import serve as run  # all that is heavy
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        status = run(options, server, began, lambda line: print(line, file=sys.stderr, flush=True))
+        status = run(options, server, began, partial(_log if server.log_format == JSON else _print, note))
     except QuireError as error:
-        fail(error)
+        fail_in(server.log_format, error)
     raise typer.Exit(status)
+
+
+def _print(note: str | None, where: str, chosen: Mapping[str, str]) -> None:
+    rows = [f"  {what:8s} {how}" for what, how in chosen.items()]
+    print("\n".join([where, *([] if note is None else [note]), *rows]), file=sys.stderr, flush=True)
+
+
+def _log(note: str | None, where: str, chosen: Mapping[str, str]) -> None:
+    log.info(where, extra=fields(**chosen))
+    if note is not None:
+        log.info(note)

@@ -27,7 +27,8 @@ def top(
     try:
         looks = Top(Client(url, api_key))
         if once or not console.is_terminal or console.is_dumb_terminal:
-            show_once(looks, interval, print)
+            width = console.width if console.is_terminal else None
+            show_once(looks, interval, lambda line: print(line[:width]))
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)  # it ends it as q does, and nothing need be said
         show_always(looks, interval, console)

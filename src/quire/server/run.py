@@ -23,9 +23,9 @@ from fastapi import FastAPI
 
 from quire import __version__
 from quire.aio import AsyncLLM
-from quire.cache.groups import CacheGroup
-from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
-from quire.config import parse_loras
+from quire.cache.storage import cache_dtype
+from quire.chosen import chosen
+from quire.config import EMBEDDED_NAME, parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
@@ -57,16 +57,17 @@ log = logging.getLogger("quire.server")
 REPORT_EVERY = 10.0  # seconds between two lines of statistics, while there is work
 FAREWELL = 5  # seconds in which those that did not end in time get an error
 KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
-EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
 
 
-def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: Callable[[str], None]) -> int:
+def serve(
+    options: Mapping[str, Any], config: ServerConfig, began: float, tell: Callable[[str, Mapping[str, str]], None]
+) -> int:
     """Serve a model until the engine fails. Returns the process's exit status.
 
     A signal that stops the server ends the process.
 
-    options: those of `LLM`. began: time.monotonic() at the start of it all. tell: is given the lines that say what was
-    chosen, when the server listens.
+    options: those of `LLM`. began: time.monotonic() at the start of it all. tell: is called when the server listens,
+    with a sentence that says where, and with what was chosen, by its name.
     Raises QuireError where an option cannot be honoured; nothing was served then.
     """
     listening = listen(config.host, config.port)  # before a model is loaded for nothing
@@ -76,8 +77,7 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
         template = parts.service.model.template
 
         def ready() -> None:
-            for line in listening_lines(parts, listening, time.monotonic() - began):
-                tell(line)
+            tell(listening_sentence(parts, listening, time.monotonic() - began), chosen_by(parts))
             if template is not None:
                 with contextlib.suppress(SandboxFailed):  # it is logged, and the first chat tries again
                     template.start()
@@ -261,9 +261,13 @@ class Listening(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
-        if self.signal is not None and (count := len(self.server_state.tasks)):
+        if self.signal is not None:
+            count = len(self.server_state.tasks)
             again = "Ctrl-C again ends them now" if self.signal == signal.SIGINT else "a SIGINT ends them now"
-            log.warning("stopping: %d open requests have %g s to end; %s", count, self._shutdown_timeout, again)
+            if count:
+                log.warning("stopping: %d open requests have %g s to end; %s", count, self._shutdown_timeout, again)
+            else:
+                log.warning("stopping: no request is open")
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -349,49 +353,22 @@ def listen(host: str, port: int) -> socket.socket:
 # ----------------------------------------------------------------------------------- what was chosen, and why
 
 
-def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> list[str]:
-    """Where it listens, what it serves, and why so."""
+def listening_sentence(parts: Parts, listening: socket.socket, seconds: float) -> str:
+    """Where it listens, and what it serves."""
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    chosen = {
-        "model": _model,
-        "backend": _backend,
-        "dtype": _dtype,
-        "weights": _weights,
-        "cache": _cache,
-        "longest": _longest,
-        "sampling": _sampling,
-        "limits": _limits,
-    }
-    if parts.llm.engine.loras is not None:
-        chosen["adapters"] = _adapters
-    if parts.publisher is not None:
-        chosen["events"] = lambda parts: str(parts.publisher)
     name = parts.service.model.names[0]
-    lines = [f"Quire {__version__} serves {name} at http://{address}:{port} (ready in {seconds:.1f} s)"]
-    return lines + [f"  {what:8s} {tell(parts)}" for what, tell in chosen.items()]
+    return f"Quire {__version__} serves {name} at http://{address}:{port} (ready in {seconds:.1f} s)"
 
 
-def _model(parts: Parts) -> str:
-    return parts.llm.decoder.origin
-
-
-def _backend(parts: Parts) -> str:
-    config, backend = parts.llm.config, parts.llm.backend
-    isa = "" if backend.instruction_set is None else f", {backend.instruction_set} kernels"
-    why = "the fastest that runs here" if config.attention_backend == "auto" else "as asked for"
-    return f"{backend.name} on {config.device}{isa} ({why})"
-
-
-def _dtype(parts: Parts) -> str:
-    why = "the checkpoint's" if parts.llm.config.dtype == "auto" else "as asked for"
-    return f"{str(parts.llm.decoder.dtype).removeprefix('torch.')} ({why})"
-
-
-def _weights(parts: Parts) -> str:
-    decoder = parts.llm.decoder
-    size = f"{decoder.weight_bytes.total / 2**20:,.0f} MiB"
-    return f"{size}, {decoder.quantisation or 'not quantised'}"
+def chosen_by(parts: Parts) -> dict[str, str]:
+    """What was chosen, and why, by its name."""
+    said = {**chosen(parts.llm), "sampling": _sampling(parts), "limits": _limits(parts)}
+    if parts.llm.engine.loras is not None:
+        said["adapters"] = _adapters(parts)
+    if parts.publisher is not None:
+        said["events"] = str(parts.publisher)
+    return said
 
 
 def _model_info(llm: LLM) -> dict[str, str]:
@@ -405,53 +382,19 @@ def _model_info(llm: LLM) -> dict[str, str]:
     }
 
 
-def _cache(parts: Parts) -> str:
-    decoder, config, manager = parts.llm.decoder, parts.llm.config, parts.worker.engine.scheduler.manager
-    groups, dtype = manager.groups, cache_dtype(config.cache, decoder.dtype)
-    size = bytes_per_block(groups, manager.block_size, dtype)
-    growth = config.most_tokens
-    attention = [group for group in groups if isinstance(group, CacheGroup)]
-    a_sequence = max((group.most(decoder.max_model_len, growth, manager.block_size) for group in attention), default=0)
-    if config.cache.num_blocks is not None:
-        why = "as asked for"
-    elif manager.num_blocks == a_sequence * config.max_num_seqs:
-        why = f"all that {config.max_num_seqs} sequences could use"
-    else:
-        why = f"kv_cache_memory={config.cache.kv_cache_memory!r}"
-    memory = manager.num_blocks * size / 2**20
-    held = "" if dtype == decoder.dtype else f" in {str(dtype).removeprefix('torch.')}"
-    blocks = f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
-    if manager.num_blocks < a_sequence:
-        blocks += (
-            f"; too few for {decoder.max_model_len:,} tokens, which take {a_sequence:,}: longer requests are refused"
-        )
-    if not manager.state_groups:
-        return blocks
-    pools = manager.state_pools
-    state, rows = bytes_of_states(groups, decoder.dtype)
-    memory = (pools.states * state + pools.rows * rows) / 2**20
-    return f"{blocks}; {pools.states:,} states, {pools.rows:,} pieces in progress, {memory:,.0f} MiB"
-
-
 def _adapters(parts: Parts) -> str:
     limits, loaded = parts.llm.engine.known_loras().limits, parts.service.model.loras
     names = ", ".join(loaded) or "none"
     return f"{names}; up to {limits.max_loras} of rank {limits.max_rank} at most"
 
 
-def _longest(parts: Parts) -> str:
-    asked = parts.llm.config.max_model_len
-    why = "what the model was made for" if asked is None else "as asked for"
-    return f"{parts.service.model.max_model_len:,} tokens ({why})"
-
-
 def _sampling(parts: Parts) -> str:
-    chosen = parts.service.model.default_sampling
+    defaults = parts.service.model.default_sampling
     source = parts.llm.config.generation_config
-    if not chosen:
+    if not defaults:
         return "OpenAI's defaults" + (f" (--generation-config {source})" if source != "auto" else "")
     where = GENERATION if source == "auto" else f"{source}/{GENERATION}"
-    values = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
     return f"{values}, where a request does not say ({where}; --generation-config none leaves it out)"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from quire.config import check_options, option, parse_loras
 from quire.errors import ConfigError
 from quire.server.http.hosts import check_allowed
+from quire.server.logs import FORMATS
 
 MAX_WAIT = 86_400.0  # seconds
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -83,6 +84,7 @@ class HttpConfig:
         lower=0.0,
         upper=MAX_WAIT,
     )
+    log_format: str = option("text", "Lines of the log: text, or json, an object a line.", choices=FORMATS)
     access_log: bool = option(True, "Log a line for each request: its id, status, seconds and tokens.")
     enable_log_requests: bool = option(False, "Log each request, its prompt included.")
 

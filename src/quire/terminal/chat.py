@@ -35,7 +35,6 @@ class Chat:
     markdown: bool  # whether answers are rendered as such, where the terminal can show it
     system: str = ""  # what the model is told first; empty: nothing
     messages: list[Message] = field(default_factory=list)  # what was said, the system's message aside
-    num_answers: int = 0
     num_new_tokens: int = 0
 
     COMMANDS: ClassVar[dict[str, tuple[str, str]]] = {  # what follows each, and what it does
@@ -126,7 +125,6 @@ class Chat:
                     display.say(piece.text)
                     parts.append(piece.text)
         usage = partner.usage
-        self.num_answers += 1
         self.num_new_tokens += 0 if usage is None else usage.new_tokens
         if stopped:
             self.note("(stopped)")
@@ -169,8 +167,7 @@ class Chat:
             return
         self.note(f"last answer  {usage}")
         self.note(
-            f"in all       {self.num_answers:,} answers with {self.num_new_tokens:,} tokens; "
-            f"{len(self.messages):,} messages are in the conversation"
+            f"in all       {self.num_new_tokens:,} new tokens; the conversation has {len(self.messages):,} messages"
         )
 
     def _help(self, _: str) -> None:

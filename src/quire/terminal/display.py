@@ -98,14 +98,10 @@ class MarkdownDisplay:
         self._is_thinking = False
         self._next = 0.0  # when the next picture may be drawn, of time.monotonic()
         self._live: Live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._live.start()
 
     def think(self, text: str) -> None:
         """Add to the model's thoughts."""
-        if not self._is_thinking:
-            self._live.update("", refresh=True)
-            self._live.stop()
-            self._is_thinking = True
+        self._is_thinking = True
         self._console.print(text, style=DIM, end="", markup=False, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
@@ -113,7 +109,6 @@ class MarkdownDisplay:
         if self._is_thinking:
             self._is_thinking = False
             self._console.print("\n")
-            self._live.start()
         self._text += text
         now = time.monotonic()
         if now >= self._next:
@@ -125,9 +120,9 @@ class MarkdownDisplay:
         """Print what is left."""
         if self._is_thinking:
             self._console.print()
-            return
-        self._live.update("", refresh=True)
-        self._live.stop()
+        if self._live.is_started:
+            self._live.update("", refresh=True)
+            self._live.stop()
         if self._text.strip():
             self._console.print(_rendered(self._text))
         self._text = ""
@@ -135,6 +130,7 @@ class MarkdownDisplay:
     def _draw(self) -> None:
         from rich.text import Text
 
+        self._live.start()
         complete = self._complete()
         if complete:
             self._live.update("")

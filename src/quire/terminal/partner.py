@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from quire.config import EMBEDDED_NAME
 from quire.errors import QuireError
 from quire.terminal.client import Client, Refused
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from quire.server.tools.parser import AnswerParser
 
 Message = dict[str, str]  # with a role and a content
-EMBEDDED_NAME = "quire-embedded"  # what servers call the model that comes with Quire
 LEAST_ROOM = 256  # tokens that an answer should have room for, or a quarter of the longest sequence
 TOO_LONG = "context_length_exceeded"  # an error's code
 
@@ -53,6 +53,8 @@ class Usage:
         self.first = self.ended if self.first is None else self.first
 
     def __str__(self) -> str:
+        if not self.prompt_tokens:
+            return "the server has not counted its tokens, since it was stopped"
         parts = [f"{self.prompt_tokens:,} prompt tokens ({self.cached_tokens:,} from the prefix cache)"]
         if self.first is not None and self.ended is not None:
             parts.append(f"the first new token after {self.first - self.began:.2f} s")
@@ -66,6 +68,7 @@ class Partner(Protocol):
     """Answers conversations, one at a time."""
 
     name: str
+    chosen: str  # how it is computed, and why so; empty: that is the server's to say
     writes_code: bool  # answers are Python, not markdown
     has_template: bool  # else a text is continued as it stands
     usage: Usage | None  # of the last answer
@@ -88,6 +91,7 @@ class OwnModel:
 
         Raises QuireError for a template that is none, and for a model without a tokenizer.
         """
+        from quire.chosen import chosen
         from quire.request import SamplingParams
         from quire.sandbox.chat_template import ChatTemplate
         from quire.server.tools.dialect import Dialect
@@ -102,7 +106,9 @@ class OwnModel:
             own["skip_special_tokens"] = False  # they may be what thoughts begin and end with
         self._sampling = SamplingParams(**own)
         self._is_stopped = False
-        self.name = llm.config.model or "the model that comes with Quire"
+        self.name = llm.config.model or EMBEDDED_NAME
+        said = chosen(llm)
+        self.chosen = "; ".join(said[what] for what in ("backend", "dtype", "weights", "longest"))
         self.writes_code = llm.config.model is None
         self.has_template = self._template is not None
         self.usage: Usage | None = None
@@ -184,6 +190,7 @@ class ServedModel:
         self._client = client
         self._sampling = dict(sampling)
         self.name = model or names[0]
+        self.chosen = ""
         self.writes_code = self.name == EMBEDDED_NAME
         self.has_template = True  # else the server says so
         self.usage: Usage | None = None

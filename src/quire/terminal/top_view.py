@@ -117,13 +117,13 @@ def _waits_for(request: Mapping[str, Any], now: Scrape, snapshot: Snapshot) -> s
     running = int(now.get("num_requests_running"))
     again = "preempted; " if request["times"][1] is not None else ""
     if running >= config["max_num_seqs"]:
-        return f"{again}a seat: {running:,} run, as many as may"
+        return f"{again}a seat ({running:,} taken)"
     size = config["block_size"]
     needed = -(-(request["prompt"] + request["generated"]) // size)
     free = int(now.get("kv_blocks/free") + now.get("kv_blocks/cached"))
     if needed > free:
-        return f"{again}blocks: {needed:,} are needed, {free:,} are free"
-    return f"{again}the next step"
+        return f"{again}{needed:,} blocks ({free:,} free)"
+    return f"{again}a step"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.http.api_error import ApiError, cut
+from quire.server.logs import fields
 
 log = logging.getLogger("quire.access")
 
@@ -80,7 +81,12 @@ class Access:
         prompt, new = state[TOKENS]() if TOKENS in state else (0, 0)
         tokens = f", {prompt} prompt tokens, {new} new" if prompt or new else ""
         reason = f", {state[REASON]}" if REASON in state else ""
-        log.info("%s %s %s %d in %.3f s%s%s", state[ID], scope["method"], path, status, seconds, tokens, reason)
+        about: dict[str, Any] = {"request_id": state[ID], "method": scope["method"], "path": path}
+        about |= {"status": int(status), "seconds": round(seconds, 6), "prompt_tokens": prompt, "new_tokens": new}
+        if REASON in state:
+            about["reason"] = state[REASON]
+        form = "%s %s %s %d in %.3f s%s%s"
+        log.info(form, state[ID], scope["method"], path, status, seconds, tokens, reason, extra=fields(**about))
 
 
 def note_refusal(scope: Scope, error: ApiError) -> None:

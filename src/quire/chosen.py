@@ -1,0 +1,68 @@
+"""What was chosen for a model that is loaded, and why: what commands say at their start."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.cache.groups import CacheGroup
+from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
+from quire.llm import LLM
+
+
+def chosen(llm: LLM) -> dict[str, str]:
+    """Each thing that was chosen, in words, by its name."""
+    return {
+        "model": llm.decoder.origin,
+        "backend": _backend(llm),
+        "threads": str(torch.get_num_threads()),
+        "dtype": _dtype(llm),
+        "weights": f"{llm.decoder.weight_bytes.total / 2**20:,.0f} MiB, {llm.decoder.quantisation or 'not quantised'}",
+        "cache": _cache(llm),
+        "longest": _longest(llm),
+    }
+
+
+def _backend(llm: LLM) -> str:
+    config, backend = llm.config, llm.backend
+    isa = "" if backend.instruction_set is None else f", {backend.instruction_set} kernels"
+    why = "the fastest that runs here" if config.attention_backend == "auto" else "as asked for"
+    return f"{backend.name} on {config.device}{isa} ({why})"
+
+
+def _dtype(llm: LLM) -> str:
+    why = "the checkpoint's" if llm.config.dtype == "auto" else "as asked for"
+    return f"{str(llm.decoder.dtype).removeprefix('torch.')} ({why})"
+
+
+def _cache(llm: LLM) -> str:
+    decoder, config, manager = llm.decoder, llm.config, llm.engine.scheduler.manager
+    groups, dtype = manager.groups, cache_dtype(config.cache, decoder.dtype)
+    size = bytes_per_block(groups, manager.block_size, dtype)
+    growth = config.most_tokens
+    attention = [group for group in groups if isinstance(group, CacheGroup)]
+    a_sequence = max((group.most(decoder.max_model_len, growth, manager.block_size) for group in attention), default=0)
+    if config.cache.num_blocks is not None:
+        why = "as asked for"
+    elif manager.num_blocks == a_sequence * config.max_num_seqs:
+        who = "one sequence" if config.max_num_seqs == 1 else f"{config.max_num_seqs} sequences"
+        why = f"all that {who} could use"
+    else:
+        why = f"kv_cache_memory={config.cache.kv_cache_memory!r}"
+    memory = manager.num_blocks * size / 2**20
+    held = "" if dtype == decoder.dtype else f" in {str(dtype).removeprefix('torch.')}"
+    blocks = f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
+    if manager.num_blocks < a_sequence:
+        blocks += (
+            f"; too few for {decoder.max_model_len:,} tokens, which take {a_sequence:,}: longer requests are refused"
+        )
+    if not manager.state_groups:
+        return blocks
+    pools = manager.state_pools
+    state, rows = bytes_of_states(groups, decoder.dtype)
+    memory = (pools.states * state + pools.rows * rows) / 2**20
+    return f"{blocks}; {pools.states:,} states, {pools.rows:,} pieces in progress, {memory:,.0f} MiB"
+
+
+def _longest(llm: LLM) -> str:
+    why = "what the model was made for" if llm.config.max_model_len is None else "as asked for"
+    return f"{llm.engine.scheduler.max_model_len:,} tokens ({why})"

@@ -1,0 +1,48 @@
+"""Logs: lines for people, or one JSON object a line for what collects them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+TEXT, JSON = "text", "json"
+FORMATS = (TEXT, JSON)
+FIELDS = "fields"  # of a record: what stands in its JSON besides
+
+
+def fields(**values: Any) -> dict[str, Mapping[str, Any]]:
+    """What a call of a logger takes as `extra`, so that these are fields of the line's JSON."""
+    return {FIELDS: values}
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one line of JSON: time, level, logger, message, its fields, and the exception's traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in getattr(record, FIELDS, {}).items() if name not in line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logs(log_format: str) -> None:
+    """Let the process's logs go to standard error in that format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter() if log_format == JSON else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if log_format == JSON:
+        logging.captureWarnings(True)
