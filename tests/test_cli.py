@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cli import app
 from quire.errors import ConfigError
+from tests.forks import Spawner
 from tests.models.checkpoints import save
 
 
@@ -262,16 +264,113 @@ def test_version_and_short_help() -> None:
         assert CliRunner().invoke(app, arguments).stdout.startswith("Usage:")
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "fleet", "simulate"])
-def test_help_shows_each_name_as_a_whole_at_80_columns(command: str) -> None:
+def commands() -> dict[str, Any]:
+    """All commands, those of quire bench among them, by what is typed for them."""
     from typer.main import get_command
 
-    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
-    for option in get_command(app).commands[command].params:
+    from quire_bench.cli import app as bench
+
+    found = {name: command for name, command in get_command(app).commands.items() if name != "bench"}
+    return found | {f"bench {name}": command for name, command in get_command(bench).commands.items() if name != "gpu"}
+
+
+@pytest.mark.parametrize("command", commands())
+def test_help_shows_each_name_as_a_whole_at_80_columns(command: str) -> None:
+    environment = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], env=environment).stdout
+    for option in commands()[command].params:
         for name in (*option.opts, *option.secondary_opts):
             if name.startswith("-"):
                 assert re.search(rf"(^|[ /,]){name}($|[ ,])", shown, re.MULTILINE), name
     assert max(map(len, shown.splitlines())) <= 80
+    assert "..." not in re.sub(r"\w\.\.\.|\[ARGS\]\.\.\.|\]\.\.\.|\}\.\.\.|\.\.\. <", "", shown)
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["bench", "gpu"]])
+def test_lists_of_commands_are_whole_at_80_columns(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # of bench gpu, which argparse reads
+    shown = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    for line in shown.splitlines():
+        assert "..." not in line or "[ARGS]..." in line, line
+
+
+def test_run_is_chat() -> None:
+    shown = [CliRunner().invoke(app, [name, "--help"]).stdout for name in ("run", "chat")]
+    assert shown[0].replace("quire run", "quire chat") == shown[1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_shown_for_a_shell(shell: str) -> None:
+    shown = CliRunner().invoke(
+        app, ["--show-completion", shell], prog_name="quire", env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "_QUIRE_COMPLETE" in shown.stdout
+
+
+INTERRUPTED = """
+import sys
+import time
+from quire.cli import main
+from quire.engine.runner import Runner
+
+compute = Runner.run
+
+def run(self, batch):
+    print("in a step", file=sys.stderr, flush=True)
+    time.sleep(0.05)
+    return compute(self, batch)
+
+Runner.run = run
+main()
+"""
+LINGERING = "import atexit, time; atexit.register(time.sleep, 3600)\n"  # as where a last step is long
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ["generate x --max-tokens 900", "chat"])
+def test_the_first_interrupt_says_what_happens(forks: Spawner, arguments: str) -> None:
+    process = forks.start(*arguments.replace("chat", "chat --max-tokens 900").split(), program=ASKED + INTERRUPTED)
+    process.said("in a step")
+    process.send(signal.SIGINT)
+    if arguments == "chat":  # it stops the answer, after which this chat has no more to do
+        assert process.wait() == 0
+        process.said(r"\(stopped\)")
+    else:
+        assert process.wait() == 130
+        process.said("stopping as soon as the present step is done; Ctrl-C again ends it at once\n")
+    assert "Traceback" not in process.log.read_text()
+
+
+ASKED = "import io, sys; sys.stdin = io.StringIO('a stack')\n"
+
+
+@pytest.mark.slow
+def test_the_second_interrupt_ends_it_at_once_without_a_traceback(forks: Spawner) -> None:
+    process = forks.start("generate", "x", "--max-tokens", "900", program=LINGERING + INTERRUPTED)
+    process.said("in a step")
+    process.send(signal.SIGINT)
+    process.said("stopping as soon as")
+    assert process.is_alive
+    process.send(signal.SIGINT)
+    assert process.wait() == 130
+    assert "Traceback" not in process.log.read_text()
+
+
+@pytest.mark.slow
+def test_interrupts_of_bench_and_of_loading(forks: Spawner) -> None:
+    waiting = (
+        "import sys, time, quire.llm\ndef load(*_): print('loading', file=sys.stderr, flush=True); time.sleep(3600)\n"
+    )
+    waiting += "quire.llm.load_model = load\n"
+    for arguments in ("bench throughput single --runs 1", "generate x", "serve --port 0", "chat"):
+        process = forks.start(*arguments.split(), program=ASKED + waiting + "from quire.cli import main; main()")
+        process.said("loading")
+        process.send(signal.SIGINT)
+        assert process.wait() == 130, arguments
+        process.said("Ctrl-C again ends it at once")
+        assert "Traceback" not in process.log.read_text()
 
 
 def served(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[dict[str, Any], Any, Any]:

@@ -59,11 +59,10 @@ def chat(
             partner = _served_model(context, url, api_key, options, sampling)
     except QuireError as error:
         fail(error)
-    from rich.console import Console
-
     from quire.terminal.chat import Chat
+    from quire.terminal.display import console_at
 
-    conversation = Chat(partner, Console(), Console(stderr=True), markdown, system)
+    conversation = Chat(partner, console_at(), console_at(stderr=True), markdown, system)
     try:
         if text is not None:
             conversation.answer(text)

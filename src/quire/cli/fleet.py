@@ -15,7 +15,6 @@ from quire.errors import QuireError
 from quire.fleet.config import GatewayConfig
 from quire.server.logs import JSON, set_up_logs
 
-
 log = logging.getLogger("quire.fleet")
 
 

@@ -18,12 +18,11 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one view, and end.")] = False,
 ) -> None:
     """Show what a running server does: throughput, queue, cache, steps, and who waits for what. q ends it."""
-    from rich.console import Console
-
     from quire.terminal.client import Client
+    from quire.terminal.display import console_at
     from quire.terminal.top import Top, show_always, show_once
 
-    console = Console()
+    console = console_at()
     try:
         looks = Top(Client(url, api_key))
         if once or not console.is_terminal or console.is_dumb_terminal:

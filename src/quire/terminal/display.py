@@ -17,6 +17,15 @@ SHORTEST = 0.08  # seconds from one picture of an answer to the next
 SHARE = 10  # a picture may take one part in so many of the time: the model may need the same processor
 CODE = "ansi_dark"  # the terminal's own colours, so that they suit its ground
 DIM = "dim"
+NARROWEST, USUAL = 8, 80  # columns
+
+
+def console_at(*, stderr: bool = False) -> Console:
+    """The terminal of this process. One without a width counts as one of the usual width: it says nothing of itself."""
+    from rich.console import Console
+
+    found = Console(stderr=stderr)
+    return found if found.width >= NARROWEST else Console(stderr=stderr, width=USUAL)
 
 
 class Display(Protocol):

@@ -1,0 +1,52 @@
+"""An OpenAI-compatible server whose answers are written byte by byte, and may end anywhere."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def chunk(text: str | None = None, thought: str | None = None, reason: str | None = None) -> bytes:
+    delta = {"content": text} if thought is None else {"reasoning_content": thought}
+    return b"data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": reason}]}).encode() + b"\n\n"
+
+
+USAGE = (b'data: {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2, '
+         b'"prompt_tokens_details": {"cached_tokens": 4}}}\n\n')  # fmt: skip
+DONE = b"data: [DONE]\n\n"
+
+
+@contextmanager
+def fake_server(parts: Sequence[bytes], status: int = 200, models: bytes | None = None) -> Iterator[str]:
+    """The URL of one that answers a chat with these parts, and then hangs up."""
+    listed = json.dumps({"data": [{"id": "fake"}]}).encode() if models is None else models
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(listed)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", "1000000")  # so that an early end is one
+            self.end_headers()
+            for part in parts:
+                self.wfile.write(part)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
