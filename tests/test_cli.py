@@ -358,6 +358,21 @@ def test_the_second_interrupt_ends_it_at_once_without_a_traceback(forks: Spawner
     assert "Traceback" not in process.log.read_text()
 
 
+LOADING = """
+import sys
+import time
+import quire.llm
+from quire.cli import main
+
+def load(*_):
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep(3600)
+
+quire.llm.load_model = load
+main()
+"""
+
+
 @pytest.mark.slow
 def test_interrupts_of_bench_and_of_loading(forks: Spawner) -> None:
     waiting = (
@@ -365,7 +380,7 @@ def test_interrupts_of_bench_and_of_loading(forks: Spawner) -> None:
     )
     waiting += "quire.llm.load_model = load\n"
     for arguments in ("bench throughput single --runs 1", "generate x", "serve --port 0", "chat"):
-        process = forks.start(*arguments.split(), program=ASKED + waiting + "from quire.cli import main; main()")
+        process = forks.start(*arguments.split(), program=ASKED + LOADING)
         process.said("loading")
         process.send(signal.SIGINT)
         assert process.wait() == 130, arguments

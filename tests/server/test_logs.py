@@ -69,7 +69,7 @@ def test_a_server_logs_json_alone(forks: Spawner) -> None:
 def test_what_ends_a_server_or_a_gateway_is_json_too(forks: Spawner) -> None:
     for arguments, words in (
         (["serve", "--dtype", "int3"], "dtype is 'int3'"),
-        (["fleet", "--replicas", "x", "--fleet-secret", "s"], "replicas"),
+        (["fleet", "--replicas", "x", "--fleet-secret", "s"], "replica 'x' has no scheme"),
     ):
         process = forks.start(*arguments, "--port", "0", "--log-format", "json")
         assert process.wait() == 1

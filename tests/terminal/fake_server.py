@@ -33,7 +33,8 @@ def fake_server(parts: Sequence[bytes], status: int = 200, models: bytes | None 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(status)
-            self.send_header("Content-Length", "1000000")  # so that an early end is one
+            size = 1_000_000 if status == 200 else sum(map(len, parts))  # so that an early end is one
+            self.send_header("Content-Length", str(size))
             self.end_headers()
             for part in parts:
                 self.wfile.write(part)

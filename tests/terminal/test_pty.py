@@ -136,20 +136,20 @@ def test_ctrl_d_ends_a_chat_and_lines_pasted_at_once_are_one_message(forks: Spaw
 
 
 def test_a_server_that_dies_is_a_sentence_and_the_chat_goes_on(forks: Spawner) -> None:
-    with forks.running("serve", "--port", "0", "--num-blocks", "64") as server:
-        with terminal(forks, "chat", "--url", server.url) as at:
-            at.shows("quire-embedded\n")
-            at.shows(">>> ")
-            at.type("a stack\n")
-            at.shows(r"\n.*\w+.*\n")
-            server.kill()
-            at.shows("error: the server at .* ended in the")
-            at.shows(">>> ")
-            at.type("again\n")
-            at.shows(r"error: no server answers at .* \(Connection refused\)")
-            at.shows(">>> ")
-            at.type("/exit\n")
-            assert at.status() == 0
+    serve = ("serve", "--port", "0", "--num-blocks", "64")
+    with forks.running(*serve) as server, terminal(forks, "chat", "--url", server.url) as at:
+        at.shows("quire-embedded\n")
+        at.shows(">>> ")
+        at.type("a stack\n")
+        at.shows(r"\n.*\w+.*\n")
+        server.kill()
+        at.shows("error: the server at .* ended in the")
+        at.shows(">>> ")
+        at.type("again\n")
+        at.shows(r"error: no server answers at .* \(Connection refused\)")
+        at.shows(">>> ")
+        at.type("/exit\n")
+        assert at.status() == 0
 
 
 def test_top_is_ended_by_q_and_by_ctrl_c(forks: Spawner) -> None:

@@ -11,6 +11,7 @@ import math
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ def serve(
 
 def run_until_stopped(server: Listening, listening: socket.socket) -> None:
     """Serve there. A signal that stops the server ends the process."""
+    if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+        # From here on `Listening` says what an interrupt does, which uvicorn raises again at its end.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # as which uvicorn raises an interrupt again that it has obeyed

@@ -118,7 +118,10 @@ class Client:
         return connection, answer
 
     def _refused(self, path: str, answer: HTTPResponse) -> Refused:
-        text = answer.read().decode("utf-8", "replace")
+        try:
+            text = answer.read().decode("utf-8", "replace")
+        except (OSError, HTTPException):
+            text = ""
         message, code = text.strip()[:SHOWN], None
         try:
             error = json.loads(text)["error"]
