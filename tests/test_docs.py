@@ -11,13 +11,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import quire
 from quire import ops
 from quire.cli import app
+from quire.models.hub import EMBEDDED, pull
 from quire.ops.cpu import native
 from tests.forks import Process, Spawner
+from tests.models.fake_hub import fake_hub
 from tests.models.gguf.writer import write_model
 from tests.server.test_serve_command import running
 
@@ -31,6 +34,7 @@ DOCUMENTS = [
     if path.name not in SERVED and path.parent != WALKTHROUGHS
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TYPER = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # the shell is named: --show-completion bash
 ADDRESS = "http://127.0.0.1:8000"  # of the server that a document speaks of
 
 
@@ -57,6 +61,19 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub with the repository that documents speak of, and a cache that has it."""
+    with fake_hub(
+        {"Qwen/Qwen3-0.6B": {path.name: path.read_bytes() for path in EMBEDDED.iterdir() if path.is_file()}}
+    ) as url:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        pull("Qwen/Qwen3-0.6B")
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[f"{n}: {c}" for n, c in COMMANDS])
 def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +81,16 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
     if command == ".venv/bin/quire serve":
         assert request.getfixturevalue("server").url
         return
-    program, *arguments = shlex.split(command.removeprefix(".venv/bin/"))
+    piped, _, last = command.rpartition(" | ")
+    program, *arguments = shlex.split(last.removeprefix(".venv/bin/"))
+    if arguments[0] in ("chat", "run"):  # what a user would type
+        piped = piped.removeprefix("echo ") or "a stack"
+    if arguments[0] in ("pull", "list", "rm"):
+        request.getfixturevalue("hub")
+    if arguments[0] == "top" or "--url" in arguments:
+        url = request.getfixturevalue("server").url
+        arguments = [word.replace(ADDRESS, url) for word in arguments]
+        arguments += ["--url", url] if url not in arguments else []
     if "model.gguf" in arguments:
         path = str(request.getfixturevalue("gguf_file"))
         arguments = [path if word == "model.gguf" else word for word in arguments]
@@ -86,7 +112,7 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
         assert '"error"' not in answer
         return
     assert program == "quire"
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, arguments, input=piped, prog_name="quire", env=TYPER)
     assert result.exit_code == 0, result.output
     assert result.stdout
 
