@@ -34,7 +34,6 @@ DOCUMENTS = [
     if path.name not in SERVED and path.parent != WALKTHROUGHS
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-TYPER = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # the shell is named: --show-completion bash
 ADDRESS = "http://127.0.0.1:8000"  # of the server that a document speaks of
 
 
@@ -85,6 +84,7 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
     program, *arguments = shlex.split(last.removeprefix(".venv/bin/"))
     if arguments[0] in ("chat", "run"):  # what a user would type
         piped = piped.removeprefix("echo ") or "a stack"
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # of who asks for completion
     if arguments[0] in ("pull", "list", "rm"):
         request.getfixturevalue("hub")
     if arguments[0] == "top" or "--url" in arguments:
@@ -112,7 +112,7 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
         assert '"error"' not in answer
         return
     assert program == "quire"
-    result = CliRunner().invoke(app, arguments, input=piped, prog_name="quire", env=TYPER)
+    result = CliRunner().invoke(app, arguments, input=piped, prog_name="quire")
     assert result.exit_code == 0, result.output
     assert result.stdout
 
