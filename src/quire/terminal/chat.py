@@ -69,6 +69,8 @@ class Chat:
                     self.take(text)
                 except Ended:
                     return
+                except KeyboardInterrupt:  # before the answer has begun, or where it does not stop
+                    self.note("(stopped)")
                 except QuireError as error:
                     self.note(f"error: {error}", "red")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -45,7 +46,7 @@ class Client:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._connection: HTTPConnection | None = None  # of the stream that is being read
+        self._socket: socket.socket | None = None  # of the request that is open
         self.is_stopped = False  # by `stop`
 
     def get(self, path: str) -> str:
@@ -56,6 +57,7 @@ class Client:
         except (OSError, HTTPException) as error:
             raise QuireError(f"the server at {self.url} ended while it answered {path} ({_name(error)})") from error
         finally:
+            self._socket = None
             connection.close()
 
     def get_json(self, path: str) -> Any:
@@ -73,8 +75,12 @@ class Client:
         """
         self.is_stopped = False  # by `stop`
         text = None if body is None else json.dumps(body)
-        connection, answer = self._ask("GET" if body is None else "POST", path, text, ANSWER)
-        self._connection = connection
+        try:
+            connection, answer = self._ask("GET" if body is None else "POST", path, text, ANSWER)
+        except QuireError:
+            if self.is_stopped:
+                return
+            raise
         try:
             for line in answer:
                 if self.is_stopped:
@@ -87,23 +93,22 @@ class Client:
                     f"the server at {self.url} ended in the middle of an answer ({_name(error)})"
                 ) from error
         finally:
-            self._connection = None
+            self._socket = None
             connection.close()
 
     def stop(self) -> None:
         """End the stream that is being read. A handler of signals may call it, or another thread."""
         self.is_stopped = True
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            try:
-                connection.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # it has ended by itself
+        opened = self._socket
+        if opened is not None:
+            with suppress(OSError):  # it has ended by itself
+                opened.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, method: str, path: str, body: str | None, seconds: float) -> tuple[HTTPConnection, HTTPResponse]:
         connection = self._kind(self._host or "", self._port, timeout=CONNECT)
         try:
             connection.connect()
+            self._socket = connection.sock
             connection.sock.settimeout(seconds)
             connection.request(method, self._path + path, body, self._headers)
             answer = connection.getresponse()
