@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,27 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(tmp_path: Path, monkeypatch:
     result = quire("pull", "someone/tiny")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: 'someone/tiny' could not be looked up on the hub (")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_a_terminal", [False, True])
+def test_progress_is_shown_at_a_terminal_alone(tmp_path: Path, at_a_terminal: bool) -> None:
+    ours, theirs = os.openpty()
+    with fake_hub(REPOSITORIES) as url:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", "pull", "someone/tiny"],
+            env=os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=theirs if at_a_terminal else subprocess.PIPE,
+            check=True,
+        )
+    os.close(theirs)
+    assert Path(done.stdout.decode().strip()).is_dir()
+    if at_a_terminal:
+        assert b"100%" in os.read(ours, 65536)
+    else:
+        assert done.stderr == b""
+    os.close(ours)
 
 
 def test_the_shell_completes_models_of_the_cache(cache: Path) -> None:

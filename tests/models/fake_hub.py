@@ -32,6 +32,9 @@ def fake_hub(repositories: Repositories) -> Iterator[str]:
             if path.startswith("api/models/"):
                 self._describe(*path.removeprefix("api/models/").split("/"))
                 return
+            if path.count("/") < 4:  # something that this hub does not have
+                self._answer(404, b"{}")
+                return
             owner, name, _, revision, file = path.split("/", 4)
             data = repositories.get(f"{owner}/{name}", {}).get(file)
             if data is None or not _known(f"{owner}/{name}", revision):

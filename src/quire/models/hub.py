@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,10 +168,25 @@ def _downloaded(
         if lacking
         else "it is not in the hub's cache"
     )
-    with _asking(model, f"is not a directory, {state}, and it could not be downloaded"):
+    with _asking(model, f"is not a directory, {state}, and it could not be downloaded"), _bars_at_terminals():
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(excluded))
         )
+
+
+@contextmanager
+def _bars_at_terminals() -> Iterator[None]:
+    """Within it the hub's library draws its progress bars only where standard error is a terminal."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 @contextmanager
