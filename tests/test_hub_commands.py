@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +151,7 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("at_a_terminal", [False, True])
 def test_progress_is_shown_at_a_terminal_alone(tmp_path: Path, at_a_terminal: bool) -> None:
     ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with fake_hub(REPOSITORIES) as url:
         done = subprocess.run(
             [sys.executable, "-m", "quire", "pull", "someone/tiny"],
