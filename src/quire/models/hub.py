@@ -177,7 +177,7 @@ def _downloaded(
 @contextmanager
 def _bars_at_terminals() -> Iterator[None]:
     """Within it the hub's library draws its progress bars only where standard error is a terminal."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():
         yield
