@@ -46,7 +46,7 @@ NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/
             "engine/scheduler.py", "engine/plan.py", "engine/order.py", "engine/queue.py", "engine/sharing.py",
             "engine/beam.py", "engine/trace.py", "fleet/__init__.py", "fleet/state.py", "fleet/index.py",
             "fleet/score.py", "fleet/rates.py", "fleet/membership.py", "fleet/process.py", "ray/membership.py",
-            "ray/scaling.py")  # fmt: skip
+            "ray/scaling.py", "fleet/scaling.py", "fleet/averages.py")  # fmt: skip
 
 SHAPED = ("batch.py", "ops/backend.py", "ops/program.py")
 

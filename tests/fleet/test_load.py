@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.ray.scaling import Meter
+from quire.fleet.scaling import Meter
 from tests.server.serving import serving
 
 SECRET = {"Authorization": "Bearer s3cret"}

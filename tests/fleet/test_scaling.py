@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import BadValue
-from quire.ray.scaling import BACKLOG_SECONDS, DOWN_AFTER, TARGET_BATCH, UTILISATION, Load, Meter, Target, target
+from quire.fleet.scaling import BACKLOG_SECONDS, DOWN_AFTER, TARGET_BATCH, UTILISATION, Load, Meter, Target, target
 
 IDLE = Load(
     prompt_tokens_a_second=0.0,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from quire.fleet.scaling import Load
 from quire.ray.membership import MEMBERS, URL
-from quire.ray.scaling import Load, policy
+from quire.ray.scaling import policy
 from tests.helm import CHART, render
 
 pytest.importorskip("ray", reason="ray is not installed; it comes with quire[ray]")

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from quire.fleet.scaling import Load
 from quire.ray.app import REPLICA, FleetConfig, build, replicas
 from quire.ray.membership import MEMBERS
-from quire.ray.scaling import Load
 from tests.ray.head import free_port, serving
 
 pytestmark = pytest.mark.slow

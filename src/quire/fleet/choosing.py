@@ -10,15 +10,15 @@ from functools import partial
 from typing import NamedTuple
 
 from quire.errors import NoReplica
+from quire.fleet.averages import Averages
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.roster import Roster
-from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
+from quire.fleet.score import Candidate, Choice, Demand, choose, eligible, step_age
 from quire.fleet.search import FleetSearch
 from quire.fleet.wire import Hello, read_cached
 from quire.fleet.work import Assignment, Work
 
 MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
-MEMORY = 0.05  # weight of the latest request in what is expected of the next one
 
 
 class Chosen(NamedTuple):
@@ -36,8 +36,7 @@ class Chooser:
         self._roster = roster
         self._secret = secret.encode()
         self._assignments = assignments
-        self._new_tokens = 128.0  # that a request generates, on the average
-        self._hit_rate = 0.5  # share of the prompts' tokens that were cached, lately
+        self.averages = Averages()
 
     def check_health(self) -> None:
         """Raise NoReplica if no replica serves."""
@@ -51,28 +50,18 @@ class Chooser:
             asked = await self._asked(work, samples, candidates)
             # Another prompt of the same stream may have begun meanwhile.
             candidates = eligible(asked, work.needed_fingerprint, self._others(passed_over))
-        most = work.sampling.max_tokens
-        expected = self._new_tokens if most is None else min(most, self._new_tokens)
+        expected = self.averages.new_tokens(work.sampling.max_tokens) * len(samples)
         name, num_tokens = work.output.request_id, len(work.tokens(samples))
-        return self._cheapest(name, num_tokens, expected * len(samples), candidates)
+        return self._cheapest(self.averages.demand(name, num_tokens, expected), candidates)
 
     def for_search(self, job: FleetSearch, passed_over: Collection[Link]) -> Chosen:
         """Where a beam search goes. Raises NoReplica."""
         found = self._candidates(passed_over, lambda hello: job.digests(hello, self._secret))
         candidates = eligible(found, others=self._others(passed_over))
         expected = float(job.call.max_tokens * job.num_samples)
-        return self._cheapest(job.call.name, len(job.call.prompt), expected, candidates)
+        return self._cheapest(self.averages.demand(job.call.name, len(job.call.prompt), expected), candidates)
 
-    def ended(self, num_tokens: int) -> None:
-        """A sample has ended with so many tokens."""
-        self._new_tokens += MEMORY * (num_tokens - self._new_tokens)
-
-    def began(self, num_cached: int, num_prompt: int) -> None:
-        """A replica has found so many of a prompt's tokens in its cache."""
-        self._hit_rate += MEMORY * (num_cached / max(1, num_prompt) - self._hit_rate)
-
-    def _cheapest(self, name: str, num_tokens: int, new_tokens: float, candidates: Sequence[Candidate]) -> Chosen:
-        demand = Demand(request_id=name, num_tokens=num_tokens, new_tokens=new_tokens, hit_rate=self._hit_rate)
+    def _cheapest(self, demand: Demand, candidates: Sequence[Candidate]) -> Chosen:
         choice = choose(demand, candidates)
         link = self._roster.at(choice.best.candidate.slot)
         if link is None:
@@ -92,14 +81,13 @@ class Chooser:
             if kind not in runs:
                 runs[kind] = self._roster.index.runs(digests(link.hello))
             uncached, requests, since = unseen.get(link, (0, 0, now))
-            is_idle = link.state.num_running + link.state.num_waiting == 0
             found.append(
                 Candidate(
                     slot=link.slot,
                     name=link.url,
                     fingerprint=link.fingerprint.digest,
                     state=link.state,
-                    step_age=max(0.0, now - (since if is_idle else link.state_time)),
+                    step_age=step_age(link.state, link.state_time, since, now),
                     num_blocks=runs[kind].get(link.slot, 0),
                     unseen_tokens=uncached,
                     unseen_requests=requests,

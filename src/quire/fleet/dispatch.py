@@ -382,7 +382,7 @@ class Fleet:
             if is_new:
                 work.output.num_running -= 1
                 work.job.num_open -= work.output.finished
-                self._chooser.ended(len(ledger.tokens))
+                self._chooser.averages.ended(len(ledger.tokens))
         if frame.more is None:
             return is_new
         if count := frame.more.get("differences", 0):
@@ -391,7 +391,7 @@ class Fleet:
             log.error("replica %s draws other tokens than those that were delivered before it took over", url)
         if "cached" in frame.more:
             cached, num_prompt = frame.more["cached"], len(work.output.prompt_token_ids)
-            self._chooser.began(cached, num_prompt)
+            self._chooser.averages.began(cached, num_prompt)
             self._metrics.cached(cached, num_prompt)
         return True
 

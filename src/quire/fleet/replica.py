@@ -23,7 +23,7 @@ from quire.embedding import embedding_request
 from quire.engine.beam import BeamSearchParams
 from quire.errors import RequestError
 from quire.fleet.identity import lora_digests, replica_fingerprint
-from quire.fleet.rates import StepRates
+from quire.fleet.report import Report
 from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
@@ -65,9 +65,7 @@ class Replica:
         self._manager = llm.engine.scheduler.manager
         self._events: list[list[Any]] = []  # of blocks, in this step
         self._next_event = 0
-        self._rates = StepRates()
-        self._uncached: dict[str, int] = {}  # tokens that a request is expected to compute, until it ends
-        self._num_planned = self._num_computed = self._num_decoded = 0
+        self._reporter = Report(llm.engine.scheduler)
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
         llm.engine.listen(self._hear)
         worker.llm.observers.append(self._observe)
@@ -142,7 +140,7 @@ class Replica:
         prompts = await self._made(call)
         self._check_open()  # that takes its time
         uncached = {} if call.uncached is None else {one.id: call.uncached for _, found in prompts for one in found}
-        flow = Flow(session, call.flow, prompts, partial(self._uncached.update, uncached))
+        flow = Flow(session, call.flow, prompts, partial(self._reporter.uncached.update, uncached))
         self._num_resumed += bool(call.delivered)
         with self._under(call.trace):
             await self._worker.submit(flow)
@@ -192,7 +190,8 @@ class Replica:
     async def _report(self, _: HttpRequest) -> Response:
         """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
         found = asdict(await self._worker.llm.call(self._state))
-        return JsonBody(found | {"prompt_tokens": self._num_computed, "decoded_tokens": self._num_decoded})
+        report = self._reporter
+        return JsonBody(found | {"prompt_tokens": report.prompt_tokens, "decoded_tokens": report.decoded_tokens})
 
     async def _drain(self, _: HttpRequest) -> Response:
         self.drain()
@@ -349,17 +348,8 @@ class Replica:
 
     def _observe(self, step: Step) -> None:
         """A step was computed."""
-        num_planned = self._llm.engine.scheduler.num_planned
-        rows, self._num_planned = num_planned - self._num_planned, num_planned
         self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in step.events)
-        for event in step.events:
-            if event.finish_reason is not None:
-                self._uncached.pop(event.request_id, None)
-        drawn = len({event.request_id for event in step.events if event.token is not None})
-        computed, decoded = max(0, rows - drawn), min(rows, drawn)
-        self._num_computed += computed
-        self._num_decoded += decoded
-        self._rates.observe(computed, decoded, step.seconds)
+        self._reporter.observe(step.events, step.seconds)
         self._flush(self._state())
 
     def _flush(self, state: ReplicaState) -> None:
@@ -375,27 +365,4 @@ class Replica:
         return wire_digest(digest, self._secret)
 
     def _state(self) -> ReplicaState:
-        scheduler, rates = self._llm.engine.scheduler, self._rates
-        pools, indexes = self._manager.pools, self._manager.indexes
-        fewest = min(range(len(pools)), key=lambda g: pools[g].num_free)
-        waiting = sum(max(0, request.num_missing - 1) for request in scheduler.running)
-        waiting += sum(  # what one of them computes, others that wait may find in the cache
-            min(request.num_missing, self._uncached.get(request.id, request.num_missing))
-            for request in (*scheduler.waiting, *scheduler.swapped)
-            if request.group is None or request.group.members[0] is request
-        )
-        return ReplicaState(
-            waiting_tokens=waiting,
-            num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
-            num_running=len(scheduler.running),
-            max_running=scheduler.max_num_seqs,
-            free_blocks=pools[fewest].num_free,
-            # Some of the index's blocks may be owned; to count these takes longer than a step may wait.
-            cached_blocks=min(pools[fewest].num_free, len(indexes[fewest])),
-            num_blocks=self._manager.num_blocks,
-            block_size=self._manager.block_size,
-            seconds_a_step=rates.seconds_a_step,
-            seconds_a_prompt_token=rates.seconds_a_prompt_token,
-            seconds_a_sequence=rates.seconds_a_sequence,
-            draining=self.draining,
-        )
+        return self._reporter.state(draining=self.draining)

@@ -158,6 +158,15 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
     return Choice(tuple(one for _, one in sorted(ranked, key=order)), tied)
 
 
+def step_age(state: ReplicaState, state_time: float, sent: float, now: float) -> float:
+    """Seconds since a replica began a step, as Candidate has it.
+
+    state_time: when its last state came. sent: when a request was sent there that this state does not count.
+    """
+    is_idle = state.num_running + state.num_waiting == 0
+    return max(0.0, now - (sent if is_idle else state_time))
+
+
 def uncached_tokens(demand: Demand, candidate: Candidate) -> int:
     """Tokens that the candidate would compute for the request. The last one is always among them."""
     return max(1, demand.num_tokens - candidate.num_blocks * candidate.state.block_size)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.fleet.report import STATE_EVERY, load_differs
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import Frame, Hello, dumps
 from quire.jobs import Generation
@@ -15,8 +16,6 @@ from quire.request import Request
 from quire.server.http.api_error import api_error
 from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
-# s, while nothing but tokens of the same requests is drawn: with each step it would cost more than the step's tokens
-STATE_EVERY = 0.05
 MAX_UNSENT = 2**16  # frames and events: a gateway that reads so slowly is dropped
 
 
@@ -63,7 +62,7 @@ class Session:
         self._bound()
         self._state = state
         self._started += started
-        if events or self._load_differs():
+        if events or load_differs(self._state, self._sent_state):
             self.wake()
 
     def report(self, frames: list[Frame]) -> None:
@@ -83,10 +82,6 @@ class Session:
         if self._gone or len(self._frames) + len(self._events) > MAX_UNSENT:
             self.close()
             self._frames, self._events = [], []
-
-    def _load_differs(self) -> bool:
-        """Whether a request began or ended, or a part of a prompt was computed, since a state was sent."""
-        return _load(self._state) != _load(self._sent_state)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """What is sent."""
@@ -112,16 +107,12 @@ class Session:
             self._first_event += len(self._events)
             self._events = []
         now, state = time.monotonic(), self._state
-        is_new = state is not self._sent_state and (now >= self._next_state or self._load_differs())
+        is_new = state is not self._sent_state and (now >= self._next_state or load_differs(state, self._sent_state))
         if state is not None and (is_new or self.draining != self._sent_draining):
             message["state"] = replace(state, draining=self.draining)
             message["started"], self._started = self._started, []
             self._next_state, self._sent_state, self._sent_draining = now + STATE_EVERY, state, self.draining
         return message
-
-
-def _load(state: ReplicaState | None) -> tuple[int, ...] | None:
-    return None if state is None else (state.waiting_tokens, state.num_waiting, state.num_running)
 
 
 class Flow(Generation):

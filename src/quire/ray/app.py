@@ -23,8 +23,9 @@ from quire.config import CacheConfig, EngineConfig, check_options, option, optio
 from quire.errors import ConfigError, QuireError
 from quire.fleet.config import GatewayConfig
 from quire.fleet.process import ServerProcess
+from quire.fleet.scaling import Meter
 from quire.ray.membership import MEMBERS, URL
-from quire.ray.scaling import Meter, stats
+from quire.ray.scaling import stats
 from quire.server.server_config import ServerConfig
 
 if TYPE_CHECKING:

@@ -1,0 +1,72 @@
+"""Report: what a replica says of itself, from its scheduler and the steps that it made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.scheduler import Scheduler
+from quire.fleet.rates import StepRates
+from quire.fleet.state import ReplicaState
+from quire.request import Event
+
+STATE_EVERY = 0.05  # s: while the load stays the same, a state costs more than a step's tokens
+
+
+class Report:
+    """The engine thread's."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.rates = StepRates()
+        self.uncached: dict[str, int] = {}  # tokens that a request is expected to compute, until it ends
+        self.prompt_tokens = self.decoded_tokens = 0  # that were computed since it began
+        self._scheduler = scheduler
+        self._num_planned = 0
+
+    def observe(self, events: Sequence[Event], seconds: float) -> None:
+        """A step was computed and committed. events: what came of it."""
+        num_planned = self._scheduler.num_planned
+        rows, self._num_planned = num_planned - self._num_planned, num_planned
+        for event in events:
+            if event.finish_reason is not None:
+                self.uncached.pop(event.request_id, None)
+        drawn = len({event.request_id for event in events if event.token is not None})
+        computed, decoded = max(0, rows - drawn), min(rows, drawn)
+        self.prompt_tokens += computed
+        self.decoded_tokens += decoded
+        self.rates.observe(computed, decoded, seconds)
+
+    def state(self, *, draining: bool) -> ReplicaState:
+        """The replica at this moment."""
+        scheduler, manager, rates = self._scheduler, self._scheduler.manager, self.rates
+        pools, indexes = manager.pools, manager.indexes
+        fewest = min(range(len(pools)), key=lambda g: pools[g].num_free)
+        waiting = sum(max(0, request.num_missing - 1) for request in scheduler.running)
+        waiting += sum(  # what one of them computes, others that wait may find in the cache
+            min(request.num_missing, self.uncached.get(request.id, request.num_missing))
+            for request in (*scheduler.waiting, *scheduler.swapped)
+            if request.group is None or request.group.members[0] is request
+        )
+        return ReplicaState(
+            waiting_tokens=waiting,
+            num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
+            num_running=len(scheduler.running),
+            max_running=scheduler.max_num_seqs,
+            free_blocks=pools[fewest].num_free,
+            # Some of the index's blocks may be owned; to count these takes longer than a step may wait.
+            cached_blocks=min(pools[fewest].num_free, len(indexes[fewest])),
+            num_blocks=manager.num_blocks,
+            block_size=manager.block_size,
+            seconds_a_step=rates.seconds_a_step,
+            seconds_a_prompt_token=rates.seconds_a_prompt_token,
+            seconds_a_sequence=rates.seconds_a_sequence,
+            draining=draining,
+        )
+
+
+def load_differs(state: ReplicaState | None, sent: ReplicaState | None) -> bool:
+    """Whether a request began or ended, or a part of a prompt was computed, between two states of a replica."""
+    return _load(state) != _load(sent)
+
+
+def _load(state: ReplicaState | None) -> tuple[int, ...] | None:
+    return None if state is None else (state.waiting_tokens, state.num_waiting, state.num_running)
