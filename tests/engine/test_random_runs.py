@@ -22,10 +22,10 @@ from quire.engine.flatten import Buffers, flatten
 from quire.engine.order import by_priority
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.sharing import unforked
-from quire.engine.simulate import Simulation
 from quire.engine.speculation import PromptLookup
 from quire.models.model import WeightBytes
 from quire.request import Event, FinishReason, Group, Request, SamplingParams, Task, TokenLogprobs
+from quire.simulate.simulation import Simulation
 from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, digest, forget_free_blocks, logprobs_after
 from tests.engine.test_cache_events import Replay
 

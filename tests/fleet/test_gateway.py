@@ -297,8 +297,8 @@ class Rates:
 
 def get_the_request(first: Serving, other: Serving) -> None:
     """Let the first one compute prompts faster than the other."""
-    replica_of(first)._rates = Rates(1e-9)  # type: ignore[assignment]
-    replica_of(other)._rates = Rates(1e-2)  # type: ignore[assignment]
+    replica_of(first)._reporter.rates = Rates(1e-9)  # type: ignore[assignment]
+    replica_of(other)._reporter.rates = Rates(1e-2)  # type: ignore[assignment]
 
 
 def test_equal_prompts_at_once_cost_one_prefill() -> None:
@@ -307,7 +307,7 @@ def test_equal_prompts_at_once_cost_one_prefill() -> None:
     options = {"num_blocks": 512, "max_num_seqs": 40}
     with serving(options, fleet_secret=SECRET) as one, serving(options, fleet_secret=SECRET) as other:
         for each in (one, other):
-            replica_of(each)._rates = Rates(1e-2)  # type: ignore[assignment]
+            replica_of(each)._reporter.rates = Rates(1e-2)  # type: ignore[assignment]
         with fronting(one.url, other.url) as fleet:
             num_prompt = fleet.post("/tokenize", prompt=prompt).json()["count"]
             with ThreadPoolExecutor(32) as pool:
@@ -673,14 +673,14 @@ def test_a_call_that_is_lost_alone_is_sent_again(
 
 def test_calls_that_are_refused_leave_nothing(two: list[Serving], monkeypatch: pytest.MonkeyPatch) -> None:
     with fronting(two[0].url) as fleet:
-        until(lambda: not replica_of(two[0])._uncached)
+        until(lambda: not replica_of(two[0])._reporter.uncached)
 
         async def refuse(job: Any) -> None:
             raise ApiError("not this one")
 
         monkeypatch.setattr(two[0].service.worker, "submit", refuse)
         assert fleet.ask("POST", COMPLETIONS, BODY).status == 400
-    assert not replica_of(two[0])._uncached
+    assert not replica_of(two[0])._reporter.uncached
 
 
 def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(

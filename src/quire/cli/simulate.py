@@ -15,8 +15,8 @@ from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
 
 if TYPE_CHECKING:
-    from quire.engine.simulate import SimulationResult
     from quire.engine.trace import TraceRow
+    from quire.simulate.simulation import SimulationResult
 
 
 # The fields of EngineConfig and CacheConfig that the scheduler reads.
@@ -53,9 +53,9 @@ def simulate(
     """Run the real scheduler over a load with a virtual clock. What a step takes is computed, not measured."""
     from quire.config import engine_config
     from quire.engine.cost import DEVICES, model_cost
-    from quire.engine.simulate import Simulation
     from quire.engine.trace import poisson, read_trace
     from quire.models import EMBEDDED, expected_weight_bytes, read_config
+    from quire.simulate.simulation import Simulation
 
     try:
         if [trace, workload, requests].count(None) != 2:

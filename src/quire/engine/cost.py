@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -137,6 +138,19 @@ def cost_of(model: Model) -> ModelCost:
     )
 
 
+class StepWork(NamedTuple):
+    """What a step reads and multiplies."""
+
+    num_tokens: int  # rows of the linears
+    num_drawn: int  # of these, rows that draw a token
+    num_sequences: int
+    weight_bytes: float
+    cache_bytes: float  # keys, values and states, read and written
+    linear_flops: float
+    attention_flops: float
+    moved_bytes: float  # to the host and back
+
+
 class CostModel:
     """Seconds of a step: what it reads over the memory's rate, or what it multiplies over the arithmetic units'.
 
@@ -149,25 +163,69 @@ class CostModel:
         self.model = model
         self.device = device
         self.block_bytes = [model.block_bytes(group, block_size) for group in model.groups]
+        attention = [group for group in model.groups if isinstance(group, CacheGroup)]
+        self._kv_bytes = sum(map(model.kv_bytes, attention))
+        self._pair_flops = sum(map(model.attention_flops, attention))
+        self._decode: dict[int, tuple[float, float]] = {}  # by sequences: bytes of weights and operations of linears
 
     def seconds(self, plan: Plan, num_drawn: int) -> float:
         """How long the plan takes, if that many of its requests draw a token. To be asked before its commit."""
-        model, device = self.model, self.device
+        return self.time_of(self.work_of(plan, num_drawn))
+
+    def time_of(self, work: StepWork) -> float:
+        """Seconds of a step with that much work."""
+        size, flops = work.weight_bytes + work.cache_bytes, work.linear_flops + work.attention_flops
+        seconds = max(size / self.device.bytes_per_second, flops / self.device.flops_per_second)
+        return seconds + work.moved_bytes / self.device.link_bytes_per_second
+
+    def work_of(self, plan: Plan, num_drawn: int) -> StepWork:
+        """What the plan reads and multiplies."""
+        model, num_tokens = self.model, plan.num_tokens
         size: float = 2 * self._moved(plan.copies)
-        flops: float = 0
-        if plan.items:
-            size += model.weight_bytes(plan.num_tokens)
-            flops = model.linear_flops(plan.num_tokens, num_drawn)
+        flops = 0
         for group, block_bytes in zip(model.groups, self.block_bytes, strict=True):
             if isinstance(group, CacheGroup):
                 keys, pairs = attended(plan.items, group.window)
-                size += (keys + plan.num_tokens) * model.kv_bytes(group)
+                size += (keys + num_tokens) * model.kv_bytes(group)
                 flops += pairs * model.attention_flops(group)
             else:
                 size += recalled(plan.items, group) * block_bytes
-                flops += plan.num_tokens * model.state_flops(group) if isinstance(group, StateGroup) else 0
-        seconds = max(size / device.bytes_per_second, flops / device.flops_per_second)
-        return seconds + (self._moved(plan.swap_out) + self._moved(plan.swap_in)) / device.link_bytes_per_second
+                flops += num_tokens * model.state_flops(group) if isinstance(group, StateGroup) else 0
+        return StepWork(
+            num_tokens,
+            num_drawn,
+            len(plan.items),
+            model.weight_bytes(num_tokens) if plan.items else 0,
+            size,
+            model.linear_flops(num_tokens, num_drawn) if plan.items else 0,
+            flops,
+            self._moved(plan.swap_out) + self._moved(plan.swap_in),
+        )
+
+    def decode_seconds(self, num_sequences: int, keys: int) -> float:
+        """How long a step takes in which so many sequences decode, which see so many keys; as `seconds` of its plan.
+
+        Only for models all of whose layers attend to all tokens.
+        """
+        model = self.model
+        if num_sequences not in self._decode:
+            self._decode[num_sequences] = (
+                model.weight_bytes(num_sequences),
+                model.linear_flops(num_sequences, num_sequences),
+            )
+        weight_bytes, linear_flops = self._decode[num_sequences]
+        return self.time_of(
+            StepWork(
+                num_sequences,
+                num_sequences,
+                num_sequences,
+                weight_bytes,
+                (keys + num_sequences) * self._kv_bytes,
+                linear_flops,
+                keys * self._pair_flops,
+                0,
+            )
+        )
 
     @property
     def seconds_a_prompt_token(self) -> float:

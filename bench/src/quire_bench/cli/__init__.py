@@ -11,6 +11,7 @@ import typer
 
 from quire_bench.cli.attention import attention
 from quire_bench.cli.blocks import blocks
+from quire_bench.cli.calibrate import calibrate
 from quire_bench.cli.cascade import cascade
 from quire_bench.cli.constraints import constraints
 from quire_bench.cli.fleet import fleet
@@ -40,6 +41,7 @@ COMMANDS = (
     fleet,
     throughput,
     attention,
+    calibrate,
     cascade,
     recurrent,
     machine,

@@ -6,10 +6,11 @@ Nothing is drawn from the machine's own clock or random numbers, so the same row
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +24,14 @@ from quire.engine.cost import CostModel, Device, ModelCost
 from quire.engine.order import ORDERS
 from quire.engine.plan import Plan, StepOutput
 from quire.engine.scheduler import Scheduler
-from quire.engine.trace import TraceRow, prompt_of
+from quire.engine.trace import TraceRow
 from quire.errors import BadValue, ConfigError, RequestError
 from quire.request import Event, FinishReason, Request, SamplingParams
+from quire.simulate.figures import Histogram, SimulationResult
+from quire.simulate.leap import Leap, can_leap, fake_token
+from quire.simulate.prompts import named_prompt
 
-NUM_FAKE_TOKENS = 65_521  # a prime, so that requests of neighbouring ordinals draw different tokens
 SAMPLE_EVERY = 61  # steps between two looks at all blocks; a prime, so that equal requests are not seen equally full
-RESOLUTION = math.log(1.01)  # of a Histogram: its classes are 1 % wide
-SHORTEST = 1e-9  # seconds that a Histogram tells from none
 
 
 class VirtualClock:
@@ -44,72 +45,12 @@ class VirtualClock:
         return self.now
 
 
-# --------------------------------------------------------------------------------------------------------- figures
+class Step(NamedTuple):
+    """A step that has begun."""
 
-
-class Histogram:
-    """How often which duration occurred, to 1 %: room for any number of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum = 0.0
-        self.max = 0.0
-        self._classes: Counter[int] = Counter()
-
-    def add(self, value: float, count: int = 1) -> None:
-        """Take in a duration that occurred so often."""
-        self.count += count
-        self.sum += value * count
-        self.max = max(self.max, value)
-        self._classes[math.floor(math.log(max(value, SHORTEST)) / RESOLUTION)] += count
-
-    def percentile(self, percent: float) -> float:
-        """The duration that so many percent do not exceed; 0 where there is none."""
-        rank, seen = percent / 100 * self.count, 0
-        for number in sorted(self._classes):
-            seen += self._classes[number]
-            if seen >= rank:
-                return min(self.max, math.exp((number + 0.5) * RESOLUTION))
-        return self.max
-
-    def as_dict(self) -> dict[str, float]:
-        """Mean, percentiles and maximum."""
-        shown = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
-        return {"mean": self.sum / self.count if self.count else 0.0, **shown, "max": self.max}
-
-
-@dataclass(frozen=True)
-class SimulationResult:
-    """What a simulated run came to. Seconds are those of the virtual clock."""
-
-    requests: int
-    finished: int  # with all of their tokens
-    refused: int  # could never run
-    ended_early: int  # aborted, or failed
-    first_refusal: str | None
-    steps: int
-    seconds: float  # from the first arrival to the last step
-    prompt_tokens: int  # of all requests but the refused ones
-    new_tokens: int  # drawn
-    computed_tokens: int  # those of preempted requests each time
-    new_tokens_per_second: float
-    total_tokens_per_second: float  # prompt tokens and new ones
-    ttft: dict[str, float]  # seconds from arrival to the first token
-    itl: dict[str, float]  # seconds from a token to the next
-    preemptions: int
-    swapped_blocks: int  # both ways
-    copied_blocks: int
-    evicted_blocks: int  # were reusable, and somebody needed the memory
-    hit_rate: float  # share of the prompt tokens that were found in the prefix cache
-    waste: float  # share of the owned slots of attention that hold nothing, over the looks at the cache
-    most_used_blocks: int  # of attention, between two steps
-    row_waste: float  # of layers that keep a state: the same share of the rows of pieces in progress
-    most_used_states: int  # between two steps
-    trace_hash: str | None  # of every plan; None if not asked for
-
-    def as_dict(self) -> dict[str, object]:
-        """The figures, for JSON."""
-        return asdict(self)
+    plan: Plan
+    output: StepOutput
+    seconds: float  # that it takes
 
 
 # ------------------------------------------------------------------------------------------------------ simulation
@@ -128,10 +69,14 @@ class Simulation:
         seed: int = 0,
         hashed: bool = False,
         sample_every: int = SAMPLE_EVERY,
+        leaps: bool = True,
+        cost: CostModel | None = None,
     ) -> None:
         """num_host_blocks: room for swapped requests, for preemption="swap"; seed: of the prompts' tokens.
 
-        hashed: compute the result's trace_hash. sample_every: steps between two looks at the cache.
+        hashed: compute the result's trace_hash. sample_every: steps between two looks at the cache; 0: none.
+        leaps: go through steps that only decode without planning each of them; the result is the same.
+        cost: how long steps take; None: as long as the device needs to read and to multiply.
         Raises ConfigError where the config does not say how many blocks there are, or its sequences are too long.
         """
         cache, longest = config.cache, config.max_model_len or model.max_model_len
@@ -164,12 +109,13 @@ class Simulation:
             order=ORDERS[config.scheduling_policy],
             clock=self.clock,
         )
-        self.cost = CostModel(model, device, cache.block_size)
+        self.cost = cost or CostModel(model, device, cache.block_size)
         self.ttft, self.itl = Histogram(), Histogram()
         self.first_refusal: str | None = None
         self.num_steps = 0
         self._started: float | None = None  # when the first request arrived
-        self._sample_every = sample_every
+        self.sample_every = sample_every
+        self._leaps = leaps
         self._hash = blake2b(digest_size=16) if hashed else None
         self._params: dict[int, SamplingParams] = {}  # by max_tokens
         self._arrivals: dict[str, float] = {}  # of requests without a token yet
@@ -178,6 +124,11 @@ class Simulation:
         self._owned_slots = self._wasted_slots = self._most_used = 0
         self._owned_rows = self._wasted_rows = self._most_states = 0
         self.scheduler.manager.listeners.append(self._hear)
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self.clock.now
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, BlockRemoved):
@@ -194,17 +145,35 @@ class Simulation:
                 if not self.add(self._request(number, row), row.arrival):
                     advance()
             if self.scheduler.has_work:
-                for event in self.step():
+                for event in self.go_on(pending[0][1].arrival if pending else math.inf):
                     if event.finish_reason is not None:
                         advance()
         return self.result()
+
+    def go_on(self, until: float) -> list[Event]:
+        """A step; or several that only decode, to the one that ends at that time or later, of which only ends are told.
+
+        Raises BadValue if nobody can go on.
+        """
+        if not self._leaps or not can_leap(self.scheduler):
+            return self.step()
+        leap, ends = Leap(self), []
+        while leap.plan_ahead():
+            ends += leap.apply(leap.num_until(until))
+            if leap.is_cut_at(until):
+                break
+        if not leap.num_applied:
+            return self.step()
+        leap.close()
+        return ends
 
     def _request(self, number: int, row: TraceRow) -> Request:
         count = max(1, row.new_tokens)  # one that was aborted before its first token cannot be asked for
         params = self._params.get(count)
         if params is None:
             params = self._params[count] = SamplingParams(max_tokens=count, ignore_eos=True)
-        return Request(str(number), prompt_of(row, number, self.seed), row.prompt_tokens, params)
+        tokens = cast("array[int]", named_prompt(row, number, self.seed))
+        return Request(str(number), tokens, row.prompt_tokens, params)
 
     def add(self, request: Request, arrival: float | None = None) -> bool:
         """Queue a request, which arrived now or at that time. False, and it is counted, if it could never run."""
@@ -223,10 +192,20 @@ class Simulation:
 
     def step(self) -> list[Event]:
         """One step of the engine. Raises BadValue if nobody can go on."""
+        step = self.begin()
+        self.clock.now += step.seconds
+        return self.finish(step)
+
+    def begin(self) -> Step:
+        """Plan a step, which begins now."""
         plan = self.scheduler.plan()
         output = self.compute(plan)
-        self.clock.now += self.cost.seconds(plan, len(output.tokens))
-        ending = self.scheduler.commit(plan, output)
+        return Step(plan, output, self.cost.seconds(plan, len(output.tokens)))
+
+    def finish(self, step: Step) -> list[Event]:
+        """Commit a step, which ends now. Raises BadValue if nobody can go on."""
+        plan = step.plan
+        ending = self.scheduler.commit(plan, step.output)
         if plan.is_empty and not (ending or plan.preempted):
             running, swapped, waiting = self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
             raise BadValue(
@@ -241,7 +220,7 @@ class Simulation:
         for item in plan.items:
             request, length = item.request, len(item.request.tokens)
             if item.samples:
-                tokens[request.id] = (40_503 * request.schedule.ordinal + 30_011 * length) % NUM_FAKE_TOKENS
+                tokens[request.id] = fake_token(request, length)
         states: dict[str, NDArray[np.float32] | None] = {
             item.request.id: np.empty(0, np.float32) for item in plan.items if item.embeds
         }
@@ -263,9 +242,7 @@ class Simulation:
                 else:
                     before[last] = before.get(last, 0) + 1
             if event.finish_reason is not None:
-                arrivals.pop(name, None)
-                latest.pop(name, None)
-                self._counts["finished" if event.finish_reason is FinishReason.LENGTH else "ended early"] += 1
+                self.ended(event)
         for last, count in before.items():
             self.itl.add(now - last, count)
         counts = self._counts
@@ -275,17 +252,57 @@ class Simulation:
         counts["copied"] += len(plan.copies)
         if self._hash is not None:
             self._hash.update(_written(plan, now).encode())
-        if self.num_steps % self._sample_every == 0:
-            usage = self.scheduler.usage()
-            self._owned_slots += usage.used_slots
-            self._wasted_slots += usage.wasted_slots
-            _, rows = self.scheduler.state_usage()
-            self._owned_rows += rows.used_slots
-            self._wasted_rows += rows.wasted_slots
+        if self.sample_every and self.num_steps % self.sample_every == 0:
+            self.look()
+        self.note_blocks()
+        self.num_steps += 1
+
+    def look(self) -> None:
+        """Look at how much of the cache is wasted."""
+        usage = self.scheduler.usage()
+        self._owned_slots += usage.used_slots
+        self._wasted_slots += usage.wasted_slots
+        _, rows = self.scheduler.state_usage()
+        self._owned_rows += rows.used_slots
+        self._wasted_rows += rows.wasted_slots
+
+    def note_blocks(self) -> None:
+        """Note how many blocks are used after a step."""
         manager = self.scheduler.manager
         self._most_used = max(self._most_used, sum(manager.pools[g].num_used for g in manager.attention_groups))
         self._most_states = max(self._most_states, sum(manager.pools[g].num_used for g in manager.state_groups))
-        self.num_steps += 1
+
+    # ----------------------------------------------------------------------------------------- what a leap tells
+
+    def decoded(self, times: Sequence[float], start: int, stop: int, count: int) -> None:
+        """So many requests got a token in each of the steps that end at times[start + 1 .. stop]."""
+        if start == 0:
+            before: dict[float, int] = {}
+            for request in self.scheduler.running:
+                last = self._latest[request.id]
+                before[last] = before.get(last, 0) + 1
+            for last, number in before.items():
+                self.itl.add(times[1] - last, number)
+        for i in range(max(start, 1), stop):
+            self.itl.add(times[i + 1] - times[i], count)
+        self._counts["new"] += count * (stop - start)
+        self._counts["computed"] += count * (stop - start)
+        self.num_steps += stop - start
+        if self._hash is not None:
+            for i in range(start + 1, stop + 1):
+                self._hash.update(_decode_written(count, times[i]).encode())
+
+    def ended(self, event: Event) -> None:
+        """A request has ended."""
+        self._arrivals.pop(event.request_id, None)
+        self._latest.pop(event.request_id, None)
+        self._counts["finished" if event.finish_reason is FinishReason.LENGTH else "ended early"] += 1
+
+    def leapt(self, now: float) -> None:
+        """A leap is over, and all that run have got a token at this moment."""
+        self.clock.now = now
+        for request in self.scheduler.running:
+            self._latest[request.id] = now
 
     def result(self) -> SimulationResult:
         """The figures so far."""
@@ -322,7 +339,15 @@ class Simulation:
 
 def _written(plan: Plan, now: float) -> str:
     """Everything that was decided, as text."""
+    rest = (plan.swap_out, plan.swap_in, plan.copies, plan.preempted, plan.resumed, plan.failed)
+    if not any(rest) and all(item.num_new == 1 and item.start >= item.request.num_prompt for item in plan.items):
+        return _decode_written(len(plan.items), now)
     items = [(item.request.id, item.num_new) for item in plan.items]
     moves = [[(m.group, m.src, m.dst) for m in part] for part in (plan.swap_out, plan.swap_in, plan.copies)]
     named = [[request.id for request in part] for part in (plan.preempted, plan.resumed)]
     return f"{now!r} {items} {moves} {named} {[(request.id, str(error)) for request, error in plan.failed]}\n"
+
+
+def _decode_written(count: int, now: float) -> str:
+    """The same of a step in which all that run decode: who they are follows from what was decided before."""
+    return f"{now!r} {count}\n"

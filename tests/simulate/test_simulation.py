@@ -17,13 +17,14 @@ from quire.cli import app
 from quire.config import engine_config
 from quire.engine.cost import DEVICES, CostModel, Device, ModelCost, attended, cost_of, model_cost
 from quire.engine.plan import Plan, PlanItem
-from quire.engine.simulate import Histogram, Simulation, _written
 from quire.engine.trace import TraceRow, poisson, write_trace
 from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder_config import ExpertsConfig, MlpConfig, weight_shapes
 from quire.models.model import Model, WeightBytes
 from quire.request import FinishReason, Group, Request
+from quire.simulate.figures import Histogram
+from quire.simulate.simulation import Simulation, _written
 
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=8)
 TOY = ModelCost(
@@ -241,7 +242,7 @@ def test_it_plans_what_the_engine_plans() -> None:
         scheduler.plan = plan
 
     simulated, served = [], []
-    one = Simulation(model_cost(*read_config(EMBEDDED)), DEVICES["cpu"], engine_config(**options))
+    one = Simulation(model_cost(*read_config(EMBEDDED)), DEVICES["cpu"], engine_config(**options), leaps=False)
     watched(one.scheduler, simulated)
     assert one.run(rows).preemptions > 0
     llm = LLM(**options, num_speculative_tokens=0)

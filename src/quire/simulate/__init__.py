@@ -1,0 +1,1 @@
+"""The simulator: the real scheduler, router and autoscaler on a virtual clock, and steps that are not computed."""

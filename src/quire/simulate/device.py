@@ -1,0 +1,183 @@
+"""A device file: how long a model's steps and requests take on a machine, as `quire bench calibrate` measured it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from quire.engine.cost import CostModel, Device, ModelCost, StepWork
+from quire.errors import ConfigError, check_integer, check_number
+
+FORMAT = 1
+EXPONENTS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFit:
+    """Seconds of a step, fitted: a fixed part, parts for sequences, rows and draws, and reading beside multiplying.
+
+    t = step + sequence * S + token * T + drawn * R + (reading^p + multiplying^p)^(1/p) + moved, with reading =
+    weight_byte * bytes of weights + cache_byte * bytes of keys and values, and multiplying likewise. All are seconds a
+    unit. Raises ConfigError for a number that is negative or not finite.
+    """
+
+    step: float
+    sequence: float
+    token: float
+    drawn: float
+    weight_byte: float
+    cache_byte: float
+    linear_flop: float
+    attention_flop: float
+    moved_byte: float = 0.0  # to the host and back
+    exponent: int = 1
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.name != "exponent":
+                check_number(ConfigError, one.name, getattr(self, one.name), 0.0)
+        if self.exponent not in EXPONENTS:
+            raise ConfigError(f"exponent is {self.exponent!r}; it must be one of {', '.join(map(str, EXPONENTS))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFit:
+    """What a server adds to the steps of its engine, in seconds. Raises ConfigError as StepFit."""
+
+    step: float = 0.0  # to each step
+    drawn: float = 0.0  # to it, for each token that it draws
+    request: float = 0.0  # from a request's arrival to its place in the engine, and from a token to the client
+    prompt_token: float = 0.0  # the same, for each token of the prompt
+    load: float = 0.0  # taken from the engine's steps for each request that arrives
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            check_number(ConfigError, one.name, getattr(self, one.name), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFile:
+    """A machine and a model. `kind` names what was measured, for people."""
+
+    kind: str
+    model: str  # digest of what steps read and multiply
+    model_name: str
+    block_size: int  # tokens
+    bytes_per_second: float  # that one replica reads, weights and cache together
+    host_bytes_per_second: float  # that all replicas on the machine read together
+    step: StepFit
+    server: ServerFit = field(default_factory=ServerFit)
+    machine: dict[str, Any] = field(default_factory=dict)  # what was measured on, and when
+    residuals: dict[str, Any] = field(default_factory=dict)  # of the fit
+
+    def __post_init__(self) -> None:
+        check_integer(ConfigError, "block_size", self.block_size, 1)
+        for name in ("bytes_per_second", "host_bytes_per_second"):
+            check_number(ConfigError, name, getattr(self, name), 1.0)
+
+    def check_model(self, path: Path | str, model: ModelCost) -> None:
+        """Raise ConfigError where it is of another model. path: of the file."""
+        if self.model != model_digest(model):
+            raise ConfigError(
+                f"{path} was measured with another model, {self.model_name}: calibrate with the one that is simulated"
+            )
+
+
+def model_digest(model: ModelCost) -> str:
+    """A name for all that the time of a step depends on; longer or shorter sequences are the same model."""
+    parts = (model.groups, model.layer_params, model.head_params, model.number_bytes, model.weights,
+             model.expert_params, round(model.expert_share, 9))  # fmt: skip
+    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def write_device(path: Path, device: DeviceFile) -> None:
+    """Write the file. Raises ConfigError where it cannot be written."""
+    try:
+        path.write_text(json.dumps({"format": FORMAT} | asdict(device), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def read_device(path: Path) -> DeviceFile:
+    """A device file. Raises ConfigError, with the file, where it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no device file {path}; quire bench calibrate writes one") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as a device file: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no device file of format {FORMAT}; quire bench calibrate writes one")
+    try:
+        made = {name: value for name, value in found.items() if name != "format"}
+        made["step"] = StepFit(**_mapping(made, "step"))
+        made["server"] = ServerFit(**_mapping(made, "server"))
+        return DeviceFile(**made)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = found.get(name)
+    if not isinstance(part, dict):
+        raise ConfigError(f"{name} is {part!r}; it must be an object of numbers")
+    return part
+
+
+NO_DEVICE = Device("fitted", 1.0, 1.0, 1.0)  # of a cost that is fitted
+
+
+class ReplicaCost(CostModel):
+    """Seconds of a replica's steps, of which a host may slow down the reading, or all."""
+
+    def __init__(
+        self, model: ModelCost, device: Device | StepFit, block_size: int, server: ServerFit | None = None
+    ) -> None:
+        """device: its rates, of which steps take what `CostModel` says, or a fit. server: what it adds."""
+        super().__init__(model, NO_DEVICE if isinstance(device, StepFit) else device, block_size)
+        self.fit = device if isinstance(device, StepFit) else _roofline(device)
+        self.server = server or ServerFit()
+        self.reading = 1.0  # so many times as long does reading take, as others on the host read, too
+        self.slowness = 1.0  # so many times as long does everything take
+
+    def time_of(self, work: StepWork) -> float:
+        """Seconds of a step with that much work."""
+        fit, server = self.fit, self.server
+        reading = (fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes) * self.reading
+        multiplying = fit.linear_flop * work.linear_flops + fit.attention_flop * work.attention_flops
+        if fit.exponent == 1:
+            both = reading + multiplying
+        elif fit.exponent == 0:
+            both = max(reading, multiplying)
+        else:
+            both = float((reading**fit.exponent + multiplying**fit.exponent) ** (1.0 / fit.exponent))
+        own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
+        own += both + fit.moved_byte * work.moved_bytes
+        return (own + server.step + server.drawn * work.num_drawn) * self.slowness
+
+    @property
+    def seconds_a_prompt_token(self) -> float:
+        """Of a long prompt, its attention left out."""
+        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowness
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Roofline(StepFit):
+    """The longer of reading and multiplying: the exponent without end, written as 0."""
+
+    exponent: int = 0
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def _roofline(device: Device) -> StepFit:
+    byte, flop = 1.0 / device.bytes_per_second, 1.0 / device.flops_per_second
+    return _Roofline(
+        step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=byte, cache_byte=byte, linear_flop=flop,
+        attention_flop=flop, moved_byte=1.0 / device.link_bytes_per_second,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""The step-time model, fitted to steps that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.cost import StepWork
+from quire.errors import BadValue
+from quire.simulate.device import EXPONENTS, StepFit
+
+Numbers = NDArray[np.float64]
+ROUNDS = 60  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
+SMALL = 1e-12  # of the largest gradient
+
+
+def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
+    """The x >= 0 for which |a x - b| is smallest.
+
+    a: [rows, columns]. b: [rows]. Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23.
+    """
+    columns = a.shape[1]
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0
+    a = a / scale
+    x, free = np.zeros(columns), np.zeros(columns, bool)
+    for _ in range(10 * columns):
+        gradient = a.T @ (b - a @ x)
+        gradient[free] = -np.inf
+        best = int(np.argmax(gradient))
+        if not gradient[best] > SMALL * float(np.linalg.norm(b)):
+            break
+        free[best] = True
+        while True:
+            found = np.zeros(columns)
+            found[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            if (found[free] > 0).all():
+                break
+            low = free & (found <= 0)
+            step = float(np.min(x[low] / np.maximum(x[low] - found[low], 1e-300)))
+            x = x + step * (found - x)
+            free &= x > 1e-15 * max(1.0, float(np.abs(x).max()))
+            if not free.any():
+                break
+        x = np.where(free, found, 0.0) if free.any() else np.zeros(columns)
+    return np.asarray(x / scale)
+
+
+def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
+    """The fit whose relative errors are smallest, of all exponents. Raises BadValue for fewer than 12 steps."""
+    if len(works) != len(seconds) or len(works) < 12:
+        raise BadValue(f"{len(works)} steps and {len(seconds)} times; a fit needs 12 of both, or more")
+    return min((_fit(works, seconds, exponent) for exponent in EXPONENTS), key=lambda one: _error(one, works, seconds))
+
+
+def predicted(fit: StepFit, work: StepWork) -> float:
+    """Seconds of a step by that fit."""
+    reading = fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes
+    multiplying = fit.linear_flop * work.linear_flops + fit.attention_flop * work.attention_flops
+    own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
+    return float(own + (reading**fit.exponent + multiplying**fit.exponent) ** (1.0 / fit.exponent))
+
+
+def residuals(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, Any]:
+    """Relative errors of a fit: of how many steps, their median, 90th percentile and largest, without signs."""
+    errors = np.abs([predicted(fit, work) / took - 1 for work, took in zip(works, seconds, strict=True)])
+    p50, p90 = np.percentile(errors, [50, 90])
+    return {"steps": len(works), "p50": float(p50), "p90": float(p90), "max": float(errors.max())}
+
+
+def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> float:
+    return sum((predicted(fit, work) / took - 1) ** 2 for work, took in zip(works, seconds, strict=True))
+
+
+def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> StepFit:
+    """With one exponent p. (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the
+    fit before, a round is linear.
+    """
+    took = np.array(seconds)
+    table = np.array([tuple(work)[:7] for work in works], float)
+    rows, drawn, sequences = table[:, 0], table[:, 1], table[:, 2]
+    columns = np.column_stack([np.ones(len(works)), sequences, rows, drawn, table[:, 3:7]])
+    weights = np.full((len(works), 2), 2 ** (1 / exponent - 1))  # as if both took as long
+    best: StepFit | None = None
+    for _ in range(1 if exponent == 1 else ROUNDS):
+        scaled = columns.copy()
+        scaled[:, 4:6] *= weights[:, :1]
+        scaled[:, 6:8] *= weights[:, 1:]
+        x = nonnegative_least_squares(scaled / took[:, None], np.ones(len(works)))
+        fit = StepFit(
+            step=float(x[0]), sequence=float(x[1]), token=float(x[2]), drawn=float(x[3]), weight_byte=float(x[4]),
+            cache_byte=float(x[5]), linear_flop=float(x[6]), attention_flop=float(x[7]), exponent=exponent,
+        )  # fmt: skip
+        if best is None or _error(fit, works, seconds) < _error(best, works, seconds):
+            best = fit
+        reading, multiplying = columns[:, 4:6] @ x[4:6], columns[:, 6:8] @ x[6:8]
+        both = np.maximum((reading**exponent + multiplying**exponent) ** (1 / exponent), 1e-300)
+        fresh = np.column_stack([(reading / both) ** (exponent - 1), (multiplying / both) ** (exponent - 1)])
+        weights = 0.5 * weights + 0.5 * np.maximum(fresh, 1e-3)
+    if best is None:
+        raise BadValue("no round was made")
+    return best

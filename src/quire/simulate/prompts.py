@@ -1,0 +1,86 @@
+"""Tokens by the names of their parts: equal parts are equal tokens, and none of them takes memory."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from quire.engine.trace import TraceRow
+
+NAME_SIZE = 8  # bytes
+
+
+class Part:
+    """Some tokens in a row, as a block manager reads them."""
+
+    __slots__ = ("_bytes", "_count")
+
+    def __init__(self, content: bytes, count: int) -> None:
+        self._bytes = content
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def tobytes(self) -> bytes:
+        """The same for the same tokens, and for no others."""
+        return self._bytes
+
+    def tolist(self) -> list[int]:
+        """A number for each token, which says nothing."""
+        return [0] * self._count
+
+
+class NamedTokens:
+    """A request's tokens, in place of the array that a Request has: parts with names, the last of which grows.
+
+    Two of them begin alike as far as their parts have the same names and ends.
+    """
+
+    __slots__ = ("_ends", "_length", "_names")
+
+    def __init__(self, names: Sequence[bytes], ends: Sequence[int], length: int) -> None:
+        """names: of 8 bytes each. ends: of all parts but the last one, ascending. length: tokens that there are."""
+        self._names = names
+        self._ends = ends
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> Part:
+        start, stop, _ = where.indices(self._length)
+        ends, names = self._ends, self._names
+        at = bisect_right(ends, start)
+        content = names[at] + start.to_bytes(4, "little") + (stop - start).to_bytes(2, "little")
+        while at < len(ends) and ends[at] < stop:
+            content += ends[at].to_bytes(4, "little") + names[at + 1]
+            at += 1
+        return Part(content, stop - start)
+
+    def append(self, _: int) -> None:
+        """One token more. Which one it is follows from the name of the last part."""
+        self._length += 1
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """So many tokens more."""
+        self._length += len(tokens) if isinstance(tokens, (list, array, range)) else sum(1 for _ in tokens)
+
+
+def part_name(*words: object) -> bytes:
+    """A part's name: the same for the same words."""
+    return blake2b("/".join(map(str, words)).encode(), digest_size=NAME_SIZE).digest()
+
+
+def named_prompt(row: TraceRow, number: int, seed: int) -> NamedTokens:
+    """The prompt of the row of that number: in nothing but the prefix like another's, as `prompt_of` has it.
+
+    What is generated after it belongs to its last part.
+    """
+    names, ends = [], []
+    for name, end in row.prefixes():
+        names.append(part_name(seed, "prefix", name))
+        ends.append(end)
+    return NamedTokens([*names, part_name(seed, "row", number)], ends, row.prompt_tokens)
