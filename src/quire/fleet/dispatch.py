@@ -22,6 +22,7 @@ from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.placement import NEW, Cause, Placement
+from quire.fleet.resume import MOST_LOST
 from quire.fleet.roster import Roster, end_tasks
 from quire.fleet.score import Choice
 from quire.fleet.search import FleetSearch
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # its packages are an extra
 log = logging.getLogger("quire.fleet")
 
 MAX_PLACEMENTS = 256  # that are kept, so that people can see them
-MOST_LOST = 8  # replicas, as a request that kills each of them must not go through the whole fleet
 
 
 class Fleet:

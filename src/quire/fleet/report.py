@@ -24,6 +24,10 @@ class Report:
 
     def observe(self, events: Sequence[Event], seconds: float) -> None:
         """A step was computed and committed. events: what came of it."""
+        self.rates.observe(*self.count(events), seconds)
+
+    def count(self, events: Sequence[Event]) -> tuple[int, int]:
+        """Count what steps computed since the last time: tokens of prompts, and sequences that decoded."""
         num_planned = self._scheduler.num_planned
         rows, self._num_planned = num_planned - self._num_planned, num_planned
         for event in events:
@@ -33,7 +37,13 @@ class Report:
         computed, decoded = max(0, rows - drawn), min(rows, drawn)
         self.prompt_tokens += computed
         self.decoded_tokens += decoded
-        self.rates.observe(computed, decoded, seconds)
+        return computed, decoded
+
+    def count_decoded(self) -> None:
+        """Count what steps computed since the last time, all of which only decoded."""
+        num_planned = self._scheduler.num_planned
+        self.decoded_tokens += num_planned - self._num_planned
+        self._num_planned = num_planned
 
     def state(self, *, draining: bool) -> ReplicaState:
         """The replica at this moment."""

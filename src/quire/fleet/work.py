@@ -17,6 +17,7 @@ from quire.fleet.index import Expectation
 from quire.fleet.ledger import Ledger, position
 from quire.fleet.link import Link
 from quire.fleet.placement import Placement
+from quire.fleet.resume import NUM_CHECKED
 from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
 from quire.jobs import Generation
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
@@ -27,8 +28,6 @@ if TYPE_CHECKING:  # its packages are an extra
     from opentelemetry.context import Context
 
     from quire.server.watch.traces import CallSpan
-
-NUM_CHECKED = 4  # delivered tokens that another replica draws again: in one step with guesses, where these are allowed
 
 
 class FarGuide:

@@ -76,8 +76,8 @@ class Leaper(Protocol):
     def look(self) -> None:
         """Look at how much of the cache is wasted."""
 
-    def note_blocks(self) -> None:
-        """Note how many blocks are used after a step."""
+    def note_blocks(self, now: float) -> None:
+        """Note how many blocks are used after a step, which ends at that time."""
 
     def leapt(self, now: float) -> None:
         """A leap is over, and all that run have got a token at this moment."""
@@ -92,6 +92,7 @@ class Leap:
         self._scheduler = simulation.scheduler
         self._manager = simulation.scheduler.manager
         self._cost = simulation.cost
+        self.seconds = 0.0  # of the first step that was planned last
         self.times = [simulation.now]  # when it began, and the ends of the steps that are planned
         self.num_applied = 0  # steps
         every = simulation.sample_every  # of the steps from the first one on
@@ -134,6 +135,7 @@ class Leap:
         if steps < 1:
             return False
         times, keys, decode, now = self.times, self._keys, self._cost.decode_seconds, self.times[-1]
+        self.seconds = decode(count, keys + count)
         for _ in range(steps):
             keys += count
             now += decode(count, keys)
@@ -188,12 +190,12 @@ class Leap:
                 if self._ends[0][0] <= step:
                     ended += self._end(step)
                     coming = self._coming
-                simulation.note_blocks()
+                simulation.note_blocks(times[step])
         if self._scheduler.running and self._ends[0][0] <= stop:
             self._look(stop - 1)
             manager.now = times[stop - 1]
             ended += self._end(stop)
-            simulation.note_blocks()
+            simulation.note_blocks(times[stop])
         self._look(stop)
         self.num_applied = stop
         self._scheduler.num_planned += (stop - begin) * count
@@ -237,8 +239,16 @@ class Leap:
             self._simulation.ended(event)
         return events
 
-    def close(self) -> None:
-        """Let all requests have their tokens, so that the next step can be planned."""
+    def delay(self, seconds: float) -> None:
+        """Let the last planned step end so much later."""
+        self.times[-1] += seconds
+
+    def sync(self) -> None:
+        """Let all requests have the tokens of the steps that were applied."""
         for request in self._scheduler.running:
             self._tell(request, self.num_applied)
+
+    def close(self) -> None:
+        """Let all requests have their tokens, so that the next step can be planned."""
+        self.sync()
         self._simulation.leapt(self.times[self.num_applied])

@@ -29,7 +29,7 @@ from quire.errors import BadValue, ConfigError, RequestError
 from quire.request import Event, FinishReason, Request, SamplingParams
 from quire.simulate.figures import Histogram, SimulationResult
 from quire.simulate.leap import Leap, can_leap, fake_token
-from quire.simulate.prompts import named_prompt
+from quire.simulate.prompts import NamedTokens, named_prompt
 
 SAMPLE_EVERY = 61  # steps between two looks at all blocks; a prime, so that equal requests are not seen equally full
 
@@ -130,6 +130,11 @@ class Simulation:
         """The time."""
         return self.clock.now
 
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that were drawn so far."""
+        return self._counts["new"]
+
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, BlockRemoved):
             self._counts["evicted"] += event.evicted
@@ -220,7 +225,7 @@ class Simulation:
         for item in plan.items:
             request, length = item.request, len(item.request.tokens)
             if item.samples:
-                tokens[request.id] = fake_token(request, length)
+                tokens[request.id] = 0 if isinstance(request.tokens, NamedTokens) else fake_token(request, length)
         states: dict[str, NDArray[np.float32] | None] = {
             item.request.id: np.empty(0, np.float32) for item in plan.items if item.embeds
         }
@@ -254,7 +259,7 @@ class Simulation:
             self._hash.update(_written(plan, now).encode())
         if self.sample_every and self.num_steps % self.sample_every == 0:
             self.look()
-        self.note_blocks()
+        self.note_blocks(now)
         self.num_steps += 1
 
     def look(self) -> None:
@@ -266,8 +271,8 @@ class Simulation:
         self._owned_rows += rows.used_slots
         self._wasted_rows += rows.wasted_slots
 
-    def note_blocks(self) -> None:
-        """Note how many blocks are used after a step."""
+    def note_blocks(self, now: float) -> None:  # noqa: ARG002 (a replica tells others when)
+        """Note how many blocks are used after a step, which ends at that time."""
         manager = self.scheduler.manager
         self._most_used = max(self._most_used, sum(manager.pools[g].num_used for g in manager.attention_groups))
         self._most_states = max(self._most_states, sum(manager.pools[g].num_used for g in manager.state_groups))

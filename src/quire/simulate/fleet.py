@@ -1,0 +1,243 @@
+"""A simulated fleet: its cells one after the other, or some of them at a time, and how many replicas a load needs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+from quire.config import EngineConfig, engine_config
+from quire.engine.cost import DEVICES, Device, ModelCost, model_cost
+from quire.errors import ConfigError
+from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.simulate.cell import Cell
+from quire.simulate.device import DeviceFile, ReplicaCost, read_device
+from quire.simulate.loads import Load, drawn, rows_of
+from quire.simulate.outcome import Outcome
+from quire.simulate.replica import Host, Replica
+from quire.simulate.spec import FleetSpec, KindSpec
+
+MOMENTS = 240  # that a run is cut into, about
+LOOKS = 2000  # requests by which a load is judged before it is run
+MOST_REPLICAS = 4096  # that are looked for
+
+
+def no_advance() -> None:
+    """Nothing."""
+
+
+class FleetSimulation:
+    """A fleet and its load. Everything is checked when it is made; `run` it as often as you like."""
+
+    def __init__(self, spec: FleetSpec, *, leaps: bool = True) -> None:
+        """leaps: as `Simulation`. Raises ConfigError for what cannot be."""
+        self.spec = spec
+        self._leaps = leaps
+        path = spec.directory / spec.model if spec.model else EMBEDDED
+        self.model: ModelCost = model_cost(*read_config(path), expected_weight_bytes(path))
+        self._devices = {kind.kind: self._device(kind) for kind in spec.replicas}
+        self._configs = {kind.kind: self._config(kind) for kind in spec.replicas}
+        sizes = {config.cache.block_size for config in self._configs.values()}
+        if len(sizes) > 1:
+            raise ConfigError(f"block sizes are {', '.join(map(str, sorted(sizes)))}; those of a fleet must be equal")
+        names = {name for _, _, kind, host, name in self._places() for name in (kind.kind, host, name)}
+        for one in spec.events:
+            if one.target not in names:
+                example = next(name for _, _, _, _, name in self._places())
+                raise ConfigError(f"there is no replica, host or kind {one.target!r} to {one.what}; one is {example!r}")
+        self.num_cells = -(-spec.num_replicas // spec.cell)
+        if spec.autoscaling is not None and self.num_cells > 1:
+            raise ConfigError(f"a fleet of {self.num_cells} cells does not scale; it must be one, see 'cell'")
+        self._check_load()
+
+    def _device(self, kind: KindSpec) -> Device | DeviceFile:
+        if kind.device in DEVICES:
+            return DEVICES[kind.device]
+        path = self.spec.directory / kind.device
+        found = read_device(path)
+        found.check_model(path, self.model)
+        return found
+
+    def _config(self, kind: KindSpec) -> EngineConfig:
+        try:
+            return engine_config(num_blocks=kind.blocks, **kind.options)
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(f"options of {kind.kind}: {error}") from error
+
+    def _cost(self, kind: KindSpec) -> ReplicaCost:
+        device, size = self._devices[kind.kind], self._configs[kind.kind].cache.block_size
+        if isinstance(device, Device):
+            return ReplicaCost(self.model, device, size)
+        return ReplicaCost(self.model, device.step, size, device.server)
+
+    def _places(self) -> list[tuple[int, int, KindSpec, str, str]]:
+        """Of each replica: its number, its host's, its kind, and both names."""
+        found, hosts = [], 0
+        for kind in self.spec.replicas:
+            for i in range(kind.count):
+                host = hosts + i // kind.per_host
+                found.append((len(found), host, kind, f"{kind.kind}-host-{i // kind.per_host}", f"{kind.kind}-{i}"))
+            hosts += -(-kind.count // kind.per_host)
+        return found
+
+    def _check_load(self) -> None:
+        """Raise ConfigError for a load beyond what the fleet can serve, however it were batched and cached."""
+        load, spec = self.spec.load, self.spec
+        if load.arrivals == "trace":
+            rows = rows_of(load, spec.directory)
+            seconds = max(rows[-1].arrival / load.speed, 1e-9)
+            rate, unshared = len(rows) / seconds, sum(row.prompt_tokens - row.prefix_tokens for row in rows) / len(rows)
+            new = sum(max(1, row.new_tokens) for row in rows) / len(rows)
+            if len(rows) < 2 or seconds < 60.0:
+                return  # a burst, which may wait
+        else:
+            rng = random.Random("lengths")
+            pairs = [(drawn(rng, load.prompt_tokens), drawn(rng, load.new_tokens)) for _ in range(LOOKS)]
+            unshared, new = (sum(column) / LOOKS for column in zip(*pairs, strict=True))
+            rate, seconds = load.rate * load.turns, load.duration
+            if seconds < 60.0:
+                return
+        served = 0.0
+        for kind in spec.replicas:
+            count = kind.count if spec.autoscaling is None or kind is not spec.replicas[0] else spec.autoscaling.most
+            cost, most = self._cost(kind), self._configs[kind.kind].max_num_seqs
+            a_token = cost.decode_seconds(most, most) / most
+            served += count / (unshared * cost.seconds_a_prompt_token + new * a_token)
+        if rate > served:
+            raise ConfigError(
+                f"the load is {rate:,.1f} requests a second, and the fleet can serve {served:,.1f} at most, whatever "
+                f"its batches and caches; there must be more replicas, or the queue has no end"
+            )
+
+    # ---------------------------------------------------------------------------------------------------- a cell
+
+    def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
+        config = self._configs[kind.kind]
+        swaps = config.cache.preemption == "swap"
+        made = Replica(
+            number, name, kind.kind, kind.bits, host, self.model, self._cost(kind), config, kind.queue,
+            num_gateways=self.spec.gateways.count, host_blocks=kind.blocks if swaps else 0, leaps=self._leaps,
+        )  # fmt: skip
+        host.replicas.append(made)
+        return made
+
+    def _host(self, kind: KindSpec, name: str) -> Host:
+        device = self._devices[kind.kind]
+        reads = device.bytes_per_second
+        total = device.host_bytes_per_second if isinstance(device, DeviceFile) else reads * kind.per_host
+        return Host(name, reads, kind.host_bytes_per_second or total, kind.beside)
+
+    def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:
+        """Run one of the cells. Hosts are dealt out among them in turns."""
+        spec, hosts, replicas = self.spec, {}, []
+        for _, host, kind, host_name, name in self._places():
+            if host % self.num_cells == number:
+                if host not in hosts:
+                    hosts[host] = self._host(kind, host_name)
+                replicas.append(self._replica(len(replicas), kind, hosts[host], name))
+        if not replicas:
+            return Outcome()
+        first = spec.replicas[0]
+
+        def another(count: int) -> Replica:
+            return self._replica(count, first, self._host(first, f"{first.kind}-host-{count}"), f"{first.kind}-{count}")
+
+        seconds = spec.load.duration
+        if spec.load.arrivals == "trace":
+            seconds = rows_of(spec.load, spec.directory)[-1].arrival / spec.load.speed
+        outcome = Outcome(resolution=max(1.0, float(math.ceil(seconds / MOMENTS))))
+        load = Load(spec, number, self.num_cells, len(replicas) / spec.num_replicas)
+        return Cell(spec, replicas, load.jobs(), f"{spec.seed}/{number}", outcome, another).run(advance)
+
+    def run(self, processes: int = 1, advance: Callable[[], None] = no_advance) -> Outcome:
+        """Run all cells. advance: is called for each request that ends, or with several processes for each cell."""
+        found: Outcome | None = None
+        if processes > 1 and self.num_cells > 1:
+            with ProcessPoolExecutor(processes) as pool:
+                for outcome in pool.map(self.cell, range(self.num_cells)):
+                    found = _added(found, outcome)
+                    advance()
+        else:
+            for number in range(self.num_cells):
+                found = _added(found, self.cell(number, advance))
+        return found or Outcome()
+
+
+def _added(found: Outcome | None, outcome: Outcome) -> Outcome:
+    if found is None:
+        return outcome
+    found.add(outcome)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- searching
+
+
+def with_replicas(spec: FleetSpec, count: int) -> FleetSpec:
+    """The same fleet with so many replicas of its first kind."""
+    first, *others = spec.replicas
+    return replace(spec, replicas=(replace(first, count=count), *others))
+
+
+def meets(outcome: Outcome, goals: Mapping[str, float]) -> bool:
+    """Whether all requests were served, and within their goals."""
+    lost = outcome.counts["failed"] + outcome.counts["refused"]
+    return not lost and all(outcome.figure(name) <= most for name, most in goals.items())
+
+
+def least_replicas(
+    spec: FleetSpec, goals: Mapping[str, float], advance: Callable[[], None] = no_advance
+) -> tuple[int, Outcome, dict[int, bool]]:
+    """The fewest replicas of the first kind with which a load meets its goals, and what was tried.
+
+    Doubles their number until it is enough, and then halves the distance. Raises ConfigError where none is enough.
+    """
+    tried: dict[int, bool] = {}
+    best: Outcome | None = None
+
+    def is_enough(count: int) -> bool:
+        nonlocal best
+        if count not in tried:
+            try:
+                outcome = FleetSimulation(with_replicas(spec, count)).run()
+            except ConfigError as error:
+                if "the load is" not in str(error):
+                    raise
+                tried[count] = False
+            else:
+                tried[count] = meets(outcome, goals)
+                best = outcome if tried[count] else best
+            advance()
+        return tried[count]
+
+    high = 1
+    while not is_enough(high):
+        high *= 2
+        if high > MOST_REPLICAS:
+            shown = ", ".join(f"{name} <= {most:g} s" for name, most in goals.items())
+            raise ConfigError(
+                f"no number of replicas up to {MOST_REPLICAS} meets {shown}; the goal is below a request alone"
+            )
+        if high > 4 and _is_hopeless(spec, goals, high):
+            shown = ", ".join(f"{name} <= {most:g} s" for name, most in goals.items())
+            raise ConfigError(f"{shown} cannot be met: a request that is alone at a replica takes longer")
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_enough(middle):
+            high = middle
+        else:
+            low = middle
+    outcome = FleetSimulation(with_replicas(spec, high)).run()
+    return high, outcome, tried
+
+
+def _is_hopeless(spec: FleetSpec, goals: Mapping[str, float], count: int) -> bool:
+    """Whether twice as many replicas are no better, as far as one tenth of the load tells."""
+    few = replace(spec.load, rate=spec.load.rate / (10 * count)) if spec.load.arrivals != "trace" else spec.load
+    if spec.load.arrivals == "trace":
+        return False
+    outcome = FleetSimulation(with_replicas(replace(spec, load=few, events=()), 1)).run()
+    return outcome.ttft.count > 0 and not meets(outcome, goals)

@@ -1,0 +1,126 @@
+"""A gateway on a virtual clock: the real index, score and averages, and views that lag behind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from quire.fleet.averages import Averages
+from quire.fleet.index import Expectation, FleetIndex
+from quire.fleet.score import Candidate, Choice, choose, eligible, step_age
+from quire.fleet.state import ReplicaState
+from quire.simulate.replica import Replica
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A request that went to a replica."""
+
+    slot: int
+    uncached: int
+    at: float
+    expectation: Expectation
+    is_seen: bool = False  # a state that has come counts it
+
+
+class Gateway:
+    """Knows of each replica what has come from it so far."""
+
+    def __init__(self, number: int, replicas: Sequence[Replica], lag: float) -> None:
+        self.number = number
+        self.lag = lag
+        self.replicas = replicas
+        self.index = FleetIndex()
+        self.averages = Averages()
+        self.lost: set[int] = set()  # slots that do not answer
+        self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
+        self._sent: dict[int, Sent] = {}  # by flow
+        self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
+
+    def hear(self, now: float) -> None:
+        """Take in what has come."""
+        horizon = now - self.lag
+        for slot, replica in enumerate(self.replicas):
+            if slot in self.lost or not replica.is_up or replica.cut_off_until > now:
+                continue
+            replica.catch_up(horizon)
+            box = replica.boxes[self.number]
+            while box.blocks and box.blocks[0][0] <= horizon:
+                _, stored, digest = box.blocks.popleft()
+                (self.index.store if stored else self.index.remove)(slot, (digest,))
+            while box.states and box.states[0][0] <= horizon:
+                at, state, started = box.states.popleft()
+                self._states[slot] = (at + self.lag, state)
+                for flow in started:
+                    if unseen := self._unseen.get(slot):
+                        unseen.pop(flow, None)
+
+    def choose(
+        self, name: str, tokens: int, most: int, digests: Sequence[int], bits: str | None,
+        passed_over: Collection[int], now: float,
+    ) -> Choice:  # fmt: skip
+        """Where a request goes. tokens: to compute. most: that it may generate. Raises NoReplica."""
+        self.hear(now)
+        runs = self.index.runs(digests)
+        candidates = []
+        for slot, (came, state) in self._states.items():
+            if slot in self.lost or slot in passed_over:
+                continue
+            unseen = self._unseen.get(slot)
+            uncached, first = 0, now
+            if unseen:
+                uncached = sum(one.uncached for one in unseen.values())
+                first = min(one.at for one in unseen.values())
+            candidates.append(
+                Candidate(
+                    slot=slot,
+                    name=self.replicas[slot].name,
+                    fingerprint=self.replicas[slot].bits,
+                    state=state,
+                    step_age=step_age(state, came, first, now),
+                    num_blocks=runs.get(slot, 0),
+                    unseen_tokens=uncached,
+                    unseen_requests=len(unseen) if unseen else 0,
+                )
+            )
+        lost = [f"{self.replicas[slot].name} does not answer" for slot in sorted(self.lost)]
+        demand = self.averages.demand(name, tokens, self.averages.new_tokens(most))
+        return choose(demand, eligible(candidates, bits, lost))
+
+    def send(self, flow: int, choice: Choice, digests: Sequence[int], now: float) -> None:
+        """Count a request as on its way."""
+        slot = choice.best.candidate.slot
+        made = Sent(slot, choice.best.uncached_tokens, now, self.index.expect(slot, digests))
+        self._sent[flow] = made
+        self._unseen.setdefault(slot, {})[flow] = made
+
+    def settle(self, flow: int) -> None:
+        """A request has ended, or has gone elsewhere."""
+        made = self._sent.pop(flow, None)
+        if made is not None:
+            self.index.settle(made.expectation)
+            if unseen := self._unseen.get(made.slot):
+                unseen.pop(flow, None)
+
+    def lose(self, slot: int) -> None:
+        """A replica does not answer any more."""
+        self.lost.add(slot)
+        self._states.pop(slot, None)
+        self.index.clear(slot)
+
+    def find(self, slot: int, now: float) -> None:
+        """A replica answers, for the first time or again: it sends all that it holds."""
+        replica = self.replicas[slot]
+        self.lost.discard(slot)
+        box = replica.boxes[self.number]
+        box.blocks.clear()
+        box.states.clear()
+        replica.catch_up(now, last=False)
+        box.blocks.clear()
+        self.index.replace(slot, replica.held())
+        self._states[slot] = (now, replica.report.state(draining=replica.draining))
+
+    @property
+    def num_known(self) -> int:
+        """Replicas that answer."""
+        return len(self._states)

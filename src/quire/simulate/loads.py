@@ -1,0 +1,140 @@
+"""Loads: requests as they come, from a trace or drawn at random."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from quire.engine.trace import TraceRow
+from quire.simulate.prompts import NamedTokens, part_name
+from quire.simulate.spec import FleetSpec, Lengths, LoadSpec
+from quire.simulate.traces import read_rows
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request of a client."""
+
+    name: str
+    arrival: float  # seconds
+    names: Sequence[bytes]  # of its parts, the last of which it generates
+    ends: Sequence[int]  # of all parts but the last one
+    prompt_tokens: int
+    new_tokens: int
+    unshared_tokens: int  # of the prompt, that no other request before it has
+    think: float = 0.0  # seconds after its answer to the next turn
+    then: Job | None = None  # that turn
+
+    def tokens(self) -> NamedTokens:
+        """Its prompt."""
+        return NamedTokens(self.names, self.ends, self.prompt_tokens)
+
+
+class Load:
+    """The share of a fleet's load that one of its cells gets."""
+
+    def __init__(self, spec: FleetSpec, cell: int, num_cells: int, share: float) -> None:
+        """share: of the fleet's requests, for loads that are drawn. A trace's rows go to cells by chance."""
+        self._load = spec.load
+        self._seed = spec.seed
+        self._cell = cell
+        self._num_cells = num_cells
+        self._share = share
+        self._directory = spec.directory
+
+    def jobs(self) -> Iterator[Job]:
+        """In the order of their arrivals, without later turns."""
+        return self._of_trace() if self._load.arrivals == "trace" else self._drawn()
+
+    def _of_trace(self) -> Iterator[Job]:
+        rng = random.Random(f"{self._seed}/cells")
+        for number, row in enumerate(rows_of(self._load, self._directory)):
+            if rng.randrange(self._num_cells) == self._cell:
+                names = [part_name(self._seed, "prefix", name) for name, _ in row.prefixes()]
+                ends = [end for _, end in row.prefixes()]
+                yield Job(
+                    f"{number}",
+                    row.arrival / self._load.speed,
+                    [*names, part_name(self._seed, "row", number)],
+                    ends,
+                    row.prompt_tokens,
+                    max(1, row.new_tokens),
+                    row.prompt_tokens - row.prefix_tokens,
+                )
+
+    def _drawn(self) -> Iterator[Job]:
+        load, seed = self._load, f"{self._seed}/{self._cell}"
+        lengths, thoughts = random.Random(f"{seed}/lengths"), random.Random(f"{seed}/thoughts")
+        weights = list(accumulate(1 / (i + 1) for i in range(load.prefixes)))
+        for number, arrival in enumerate(_arrivals(load, load.rate * self._share, f"{seed}/arrivals")):
+            names: list[bytes] = []
+            ends: list[int] = []
+            if weights:
+                at = bisect_left(weights, lengths.random() * weights[-1])
+                names, ends = [part_name(self._seed, "prefix", at)], [load.prefix_tokens]
+            first: Job | None = None
+            last: Job | None = None
+            said = load.prefix_tokens if weights else 0
+            for turn in range(load.turns):
+                asked, new = drawn(lengths, load.prompt_tokens), drawn(lengths, load.new_tokens)
+                own = part_name(seed, number, turn)
+                name = f"{self._cell}-{number}" if load.turns == 1 else f"{self._cell}-{number}.{turn}"
+                job = Job(name, arrival, [*names, own], ends[:], said + asked, new, asked)
+                if last is None:
+                    first = job
+                else:
+                    last.then, last.think = job, thoughts.expovariate(1 / load.think) if load.think else 0.0
+                last = job
+                said += asked + new
+                names.append(own)
+                ends.append(said)
+            if first is not None:
+                yield first
+
+
+def rows_of(load: LoadSpec, directory: Path) -> list[TraceRow]:
+    """The rows of a load's trace. Raises ConfigError."""
+    return read_rows(directory / load.trace)
+
+
+def drawn(rng: random.Random, lengths: Lengths) -> int:
+    """A number of tokens."""
+    value = lengths.median if lengths.spread == 0 else rng.lognormvariate(math.log(lengths.median), lengths.spread)
+    return max(lengths.least, min(lengths.most, round(value)))
+
+
+def _arrivals(load: LoadSpec, rate: float, seed: str) -> Iterator[float]:
+    """When requests begin, up to the load's duration."""
+    rng, now = random.Random(seed), 0.0
+    if load.arrivals == "bursts":
+        yield from _bursts(load, rate, rng)
+        return
+    shape = 1 / load.variation**2
+    while True:
+        now += rng.expovariate(rate) if load.arrivals == "poisson" else rng.gammavariate(shape, 1 / (rate * shape))
+        if now >= load.duration:
+            return
+        yield now
+
+
+def _bursts(load: LoadSpec, rate: float, rng: random.Random) -> Iterator[float]:
+    """A Poisson process of two rates in turns, whose mean is the load's."""
+    share = min(1.0, load.burst_seconds / load.burst_every)
+    usual = rate / (1 + share * (load.burst_factor - 1))
+    now, in_burst = 0.0, False
+    change = rng.expovariate(1 / max(1e-9, load.burst_every - load.burst_seconds))
+    while now < load.duration:
+        step = rng.expovariate(usual * (load.burst_factor if in_burst else 1.0))
+        if now + step >= change:
+            now, in_burst = change, not in_burst
+            mean = load.burst_seconds if in_burst else max(1e-9, load.burst_every - load.burst_seconds)
+            change = now + rng.expovariate(1 / mean)
+            continue
+        now += step
+        if now < load.duration:
+            yield now

@@ -1,0 +1,311 @@
+"""A replica on a virtual clock: an engine's scheduler and cache, and what it lets gateways know."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.cache.events import BlockRemoved, BlockStored, CacheEvent
+from quire.config import EngineConfig
+from quire.engine.cost import ModelCost
+from quire.engine.pace import Pace
+from quire.errors import RequestError
+from quire.fleet.report import STATE_EVERY, Report, load_differs
+from quire.fleet.state import ReplicaState
+from quire.request import Event, FinishReason, Request
+from quire.simulate.device import NO_DEVICE, ReplicaCost
+from quire.simulate.leap import Leap, can_leap
+from quire.simulate.simulation import Simulation, Step
+
+
+@dataclass(eq=False)
+class Host:
+    """A machine, whose replicas read the same memory."""
+
+    name: str
+    reads: float  # bytes a second of one replica
+    total: float  # of all of them together
+    beside: float  # how much longer steps take for each other one that computes
+    replicas: list[Replica] = field(default_factory=list)
+    computing: set[int] = field(default_factory=set)  # their numbers
+    slowness: float = 1.0
+
+    def changed(self, cost: ReplicaCost) -> None:
+        """Let a replica's steps take as long as they do beside those that compute now."""
+        count = max(1, len(self.computing))
+        cost.reading = max(1.0, count * self.reads / self.total)
+        cost.slowness = self.slowness * (1.0 + self.beside * (count - 1))
+
+
+class Outbox:
+    """What a replica has told one gateway, which has not heard it yet."""
+
+    def __init__(self) -> None:
+        self.blocks: deque[tuple[float, bool, int]] = deque()  # when, stored or else removed, digest
+        self.states: deque[tuple[float, ReplicaState, Sequence[int]]] = deque()  # when, which, flows that it counts
+
+
+class _Engine(Simulation):
+    """A simulation that says when its blocks changed."""
+
+    replica: Replica
+
+    def note_blocks(self, now: float) -> None:
+        """Note how many blocks are used after a step, which ends at that time."""
+        super().note_blocks(now)
+        self.replica.flush(now)
+
+
+class Replica:
+    """Steps, one after the other. Its cell calls `begin` when it may compute, and `end` when a step is over."""
+
+    def __init__(
+        self, number: int, name: str, kind: str, bits: str, host: Host, model: ModelCost, cost: ReplicaCost,
+        config: EngineConfig, queue: int, *, num_gateways: int, host_blocks: int, leaps: bool,
+    ) -> None:  # fmt: skip
+        self.number, self.name, self.kind, self.bits = number, name, kind, bits
+        self.host, self.cost = host, cost
+        self.most = config.max_num_seqs + queue  # requests that it takes
+        self.leaps = leaps
+        self._model, self._config, self._host_blocks, self._num_gateways = model, config, host_blocks, num_gateways
+        self.is_up = True
+        self.draining = False
+        self.hung_until = self.cut_off_until = 0.0  # seconds
+        self.is_mute = False  # gateways have lost it, and hear no more of what it computes
+        self.incarnation = 0
+        self.version = 0  # of what is under way: an older end is none
+        self.step: Step | None = None
+        self.leap: Leap | None = None
+        self.is_cut = False  # the leap ends with its last planned step
+        self.finished_tokens = 0  # of engines that were killed
+        self.past: list[_Engine] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin with an empty cache."""
+        self.engine = _Engine(
+            self._model, NO_DEVICE, self._config, num_host_blocks=self._host_blocks, sample_every=0, cost=self.cost,
+        )  # fmt: skip
+        self.engine.replica = self
+        scheduler = self.engine.scheduler
+        if self._config.max_num_batched_tokens is None:
+            scheduler.pace = Pace(self.cost.seconds_a_prompt_token)
+        self.report = Report(scheduler)
+        self.inbox: deque[tuple[Request, float, int]] = deque()  # with when it came, and its flow
+        self.aborted: list[str] = []  # requests that are to be taken back before the next step
+        self.boxes = [Outbox() for _ in range(self._num_gateways)]
+        self._events: list[tuple[bool, int]] = []  # of blocks, in this step
+        self._started: list[int] = []  # flows that the next state counts for the first time
+        self._sent: ReplicaState | None = None
+        self._next_state = 0.0
+        self._observed = -1  # sequences that decode in the steps that are observed no more
+        self._new_segment = False
+        if self.boxes:
+            scheduler.manager.listeners.append(self._hear)
+
+    # ------------------------------------------------------------------------------------------------- computing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way."""
+        return self.step is not None or self.leap is not None
+
+    @property
+    def num_requests(self) -> int:
+        """That run or wait there."""
+        return len(self.engine.scheduler.requests) + len(self.inbox)
+
+    def begin(self, now: float) -> tuple[float | None, list[Request]]:
+        """Take what came, and begin a step or a leap. When it ends; None: there is nothing to do. What was refused."""
+        engine, refused = self.engine, []
+        engine.clock.now = max(engine.clock.now, now)
+        while self.inbox:
+            request, came, flow = self.inbox.popleft()
+            if engine.add(request, came):
+                self._started.append(flow)
+            else:
+                refused.append(request)
+        for name in self.aborted:
+            engine.scheduler.finish(name, FinishReason.ABORT)
+        self.aborted.clear()
+        if not engine.scheduler.has_work:
+            self.host.computing.discard(self.number)
+            return None, refused
+        self.host.computing.add(self.number)
+        self.host.changed(self.cost)
+        if self.leaps and can_leap(engine.scheduler):
+            leap = Leap(engine)
+            if leap.plan_ahead():
+                self.leap, self.is_cut, self._new_segment = leap, False, True
+                return leap.times[-1], refused
+        self.step = engine.begin()
+        return now + self.step.seconds, refused
+
+    def cut(self, now: float) -> float | None:
+        """Plan no further steps. When the one under way ends; None: it ends when it was to end."""
+        if self.leap is None or self.is_cut:
+            return None
+        self.is_cut = True
+        self.leap.cut(now)
+        return self.leap.times[-1]
+
+    def end(self, now: float) -> tuple[list[Event], float | None]:
+        """What came of the steps that end now, and when the leap goes on to; None: `begin` is to be called."""
+        engine = self.engine
+        if self.step is not None:
+            step, self.step = self.step, None
+            engine.clock.now = now
+            events = engine.finish(step)
+            self._observe_step(step, events)
+            self._send(now, events)
+            return events, None
+        leap = self.leap
+        if leap is None:
+            return [], None
+        self.catch_up(now, last=False)
+        self._observe_leap(leap)
+        events = leap.apply(leap.num_planned)
+        self.report.count_decoded()
+        if self.is_cut or not leap.plan_ahead():
+            leap.close()
+            self.leap = None
+            self._send(now, events)
+            return events, None
+        self._send(now, events)
+        self._new_segment = True
+        return events, leap.times[-1]
+
+    def interrupt(self, now: float) -> None:
+        """What is under way is lost: requests have what they drew until now."""
+        leap, self.step, self.leap = self.leap, None, None
+        self.version += 1
+        if leap is not None:
+            leap.apply(min(leap.num_planned - 1, leap.num_done(now)))
+            self.report.count_decoded()
+            leap.close()
+        self.host.computing.discard(self.number)
+
+    def delay(self, now: float, seconds: float) -> float | None:
+        """Let the step that is under way end so much later. When that is; None: nothing is under way."""
+        if self.leap is not None:
+            self.catch_up(now, last=False)
+            self.cut(now)
+            self.leap.delay(seconds)
+            return self.leap.times[-1]
+        return None
+
+    def num_drawn(self, request: Request, now: float) -> int:
+        """Tokens that a request has got by now."""
+        if self.leap is not None:
+            self.catch_up(now, last=False)
+            self.leap.sync()
+        return request.num_generated
+
+    def catch_up(self, now: float, *, last: bool = True) -> None:
+        """Let the steps of a leap happen that have ended by now, but the last planned one, and send their states.
+
+        last: of the states that nobody asks for in between, only the last one is made.
+        """
+        leap = self.leap
+        if leap is None:
+            return
+        done = min(leap.num_planned - 1, leap.num_done(now))
+        times, due = leap.times, []
+        at = bisect_left(times, self._next_state, leap.num_applied + 1)
+        while self.boxes and at <= done:
+            due.append(at)
+            self._next_state = times[at] + STATE_EVERY
+            at = bisect_left(times, self._next_state, at + 1)
+        for at in due[-1:] if last else due:
+            self._apply(leap, at)
+            self._put_state(times[at])
+        self._apply(leap, done)
+
+    def _apply(self, leap: Leap, stop: int) -> None:
+        if stop > leap.num_applied:
+            self._observe_leap(leap)
+            leap.apply(stop)
+            self.report.count_decoded()
+
+    # Of steps that decode the same number of sequences one after the other, the first one is observed: the others say
+    # the same again.
+
+    def _observe_step(self, step: Step, events: Sequence[Event]) -> None:
+        items = step.plan.items
+        decoding = len(items) if all(item.start >= item.request.num_prompt for item in items) else -1
+        if decoding >= 0 and decoding == self._observed:
+            self.report.count(events)
+            return
+        self._observed = decoding
+        self.report.observe(events, step.seconds)
+
+    def _observe_leap(self, leap: Leap) -> None:
+        count = len(self.engine.scheduler.running)
+        if self._new_segment and count != self._observed:
+            self._observed = count
+            self.report.rates.observe(0, count, leap.seconds)
+        self._new_segment = False
+
+    # -------------------------------------------------------------------------------------------------- reporting
+
+    def _hear(self, event: CacheEvent) -> None:
+        if isinstance(event, (BlockStored, BlockRemoved)) and event.group == 0:
+            stored = isinstance(event, BlockStored)
+            self._events += [(stored, wire_name(digest)) for digest in event.block_hashes]
+
+    def flush(self, now: float) -> None:
+        """Let gateways know what became of blocks."""
+        if self._events:
+            for box in self.boxes:
+                box.blocks.extend((now, stored, digest) for stored, digest in self._events)
+            self._events.clear()
+
+    def _send(self, now: float, events: Sequence[Event]) -> None:
+        """Let gateways know the state, if it is another one or it is time to."""
+        if not self.boxes:
+            return
+        is_decode = self._observed >= 0 and not self._started and not any(one.finish_reason for one in events)
+        if is_decode and now < self._next_state:
+            return
+        state = self.report.state(draining=self.draining)
+        if now >= self._next_state or load_differs(state, self._sent):
+            self._put_state(now, state)
+            self._next_state = now + STATE_EVERY
+
+    def _put_state(self, now: float, state: ReplicaState | None = None) -> None:
+        state = state or self.report.state(draining=self.draining)
+        self._sent = state
+        for box in self.boxes:
+            box.states.append((now, state, self._started))
+        self._started = []
+
+    def announce(self, now: float) -> None:
+        """Let gateways know the state now: it has just come, or drains."""
+        if self.boxes:
+            self._put_state(now)
+
+    def held(self) -> list[int]:
+        """The blocks that it has, as gateways name them."""
+        return [wire_name(one.digest) for one in self.engine.scheduler.manager.indexes[0].by_block.values()]
+
+    # --------------------------------------------------------------------------------------------------- figures
+
+    def check(self, request: Request) -> str | None:
+        """Why it could never run here; None: it could."""
+        try:
+            self.engine.scheduler.check(request)
+        except RequestError as error:
+            return str(error)
+        return None
+
+    def engines(self) -> list[Any]:
+        """All that it was, one for each start."""
+        return [*self.past, self.engine]
+
+
+def wire_name(digest: bytes) -> int:
+    """A block's name as gateways have it."""
+    return int.from_bytes(digest[:8], "little")
