@@ -26,7 +26,15 @@ SCHEDULING = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "schedu
 
 @with_options(*ENGINE, only=SCHEDULING)
 def simulate(
-    blocks: Annotated[int, typer.Option(help="KV blocks in the pool.")],
+    blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool. Needed, but for --fleet.")] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(help="A fleet and its load, as YAML.")
+    ] = None,
+    goal: Annotated[
+        list[str] | None, typer.Option(help="With --fleet: find how many replicas meet it, as in ttft_p90=0.5 (s).")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --fleet: draw what happens over time into this file.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="With --fleet: cells that are simulated at a time.")] = 1,
     trace: Annotated[
         Path | None, typer.Option(help="CSV: arrival, prompt_tokens, new_tokens and, if given, prefix_id, ...")
     ] = None,
@@ -50,7 +58,13 @@ def simulate(
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
-    """Run the real scheduler over a load with a virtual clock. What a step takes is computed, not measured."""
+    """Run the real scheduler, or a fleet of them, over a load with a virtual clock."""
+    if fleet is not None:
+        from quire.cli.simulate_fleet import simulate_fleet
+
+        others = (trace, workload, requests, prompt_tokens, new_tokens, rate, blocks, model_config, host_blocks)
+        simulate_fleet(fleet, goal or [], plot, processes, as_json=as_json, is_alone=others == (None,) * len(others))
+        return
     from quire.config import engine_config
     from quire.engine.cost import DEVICES, model_cost
     from quire.engine.trace import poisson, read_trace
@@ -58,6 +72,10 @@ def simulate(
     from quire.simulate.simulation import Simulation
 
     try:
+        if goal or plot is not None or processes != 1:
+            raise ConfigError("--goal, --plot and --processes are for --fleet; give a YAML file with it")
+        if blocks is None:
+            raise ConfigError("there is no --blocks, and no --fleet; give the number of KV blocks")
         if [trace, workload, requests].count(None) != 2:
             raise ConfigError("there must be a load; give one of --trace, --workload and --requests")
         if requests is None and (prompt_tokens, new_tokens, rate) != (None, None, None):

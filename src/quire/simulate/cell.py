@@ -620,7 +620,7 @@ class Cell:
                     "replicas": 1,
                     "running": len(scheduler.running),
                     "waiting": len(scheduler.waiting) + len(scheduler.swapped),
-                    "used_blocks": pool.num_used,
+                    "used_blocks": replica.used_blocks,
                     "blocks": pool.num_blocks,
                 }
             )

@@ -52,7 +52,6 @@ class ServerFit:
     drawn: float = 0.0  # to it, for each token that it draws
     request: float = 0.0  # from a request's arrival to its place in the engine, and from a token to the client
     prompt_token: float = 0.0  # the same, for each token of the prompt
-    load: float = 0.0  # taken from the engine's steps for each request that arrives
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -50,9 +50,9 @@ def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
 
 
 def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
-    """The fit whose relative errors are smallest, of all exponents. Raises BadValue for fewer than 12 steps."""
-    if len(works) != len(seconds) or len(works) < 12:
-        raise BadValue(f"{len(works)} steps and {len(seconds)} times; a fit needs 12 of both, or more")
+    """The fit whose relative errors are smallest, of all exponents. Raises BadValue for fewer than 10 steps."""
+    if len(works) != len(seconds) or len(works) < 10:
+        raise BadValue(f"{len(works)} steps and {len(seconds)} times; a fit needs 10 of both, or more")
     return min((_fit(works, seconds, exponent) for exponent in EXPONENTS), key=lambda one: _error(one, works, seconds))
 
 

@@ -47,7 +47,8 @@ class FleetSimulation:
             if one.target not in names:
                 example = next(name for _, _, _, _, name in self._places())
                 raise ConfigError(f"there is no replica, host or kind {one.target!r} to {one.what}; one is {example!r}")
-        self.num_cells = -(-spec.num_replicas // spec.cell)
+        num_hosts = len({host for _, host, _, _, _ in self._places()})
+        self.num_cells = min(num_hosts, -(-spec.num_replicas // spec.cell))
         if spec.autoscaling is not None and self.num_cells > 1:
             raise ConfigError(f"a fleet of {self.num_cells} cells does not scale; it must be one, see 'cell'")
         self._check_load()

@@ -56,6 +56,7 @@ class _Engine(Simulation):
     def note_blocks(self, now: float) -> None:
         """Note how many blocks are used after a step, which ends at that time."""
         super().note_blocks(now)
+        self.replica.used_blocks = self.scheduler.manager.pools[0].num_used
         self.replica.flush(now)
 
 
@@ -80,7 +81,6 @@ class Replica:
         self.step: Step | None = None
         self.leap: Leap | None = None
         self.is_cut = False  # the leap ends with its last planned step
-        self.finished_tokens = 0  # of engines that were killed
         self.past: list[_Engine] = []
         self.start()
 
@@ -99,6 +99,7 @@ class Replica:
         self.boxes = [Outbox() for _ in range(self._num_gateways)]
         self._events: list[tuple[bool, int]] = []  # of blocks, in this step
         self._started: list[int] = []  # flows that the next state counts for the first time
+        self.used_blocks = 0  # after the last step
         self._sent: ReplicaState | None = None
         self._next_state = 0.0
         self._observed = -1  # sequences that decode in the steps that are observed no more

@@ -1,0 +1,267 @@
+"""Simulated fleets: what goes wrong is survived, one seed gives one run, and leaps change nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from quire.cli import app
+from quire.engine.cost import DEVICES, StepWork, model_cost
+from quire.errors import ConfigError
+from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.simulate.device import (
+    DeviceFile,
+    ReplicaCost,
+    ServerFit,
+    StepFit,
+    model_digest,
+    read_device,
+    write_device,
+)
+from quire.simulate.fitting import fit_steps, predicted, residuals
+from quire.simulate.fleet import FleetSimulation, least_replicas, with_replicas
+from quire.simulate.outcome import Outcome
+from quire.simulate.spec import FleetSpec, make_spec
+
+MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
+SLOW = StepFit(step=0.01, sequence=2e-4, token=1e-4, drawn=0.0, weight_byte=1e-10, cache_byte=1e-9, linear_flop=1e-12,
+               attention_flop=1e-12, exponent=2)  # fmt: skip
+
+
+def device(path: Path, **known: Any) -> str:
+    made = {"kind": "slow", "model": model_digest(MODEL), "model_name": "embedded", "block_size": 16,
+            "bytes_per_second": 10e9, "host_bytes_per_second": 15e9, "step": SLOW,
+            "server": ServerFit(step=1e-3, drawn=1e-4, request=2e-3, prompt_token=1e-6)}  # fmt: skip
+    write_device(path / "slow.json", DeviceFile(**made | known))
+    return "slow.json"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fleet")
+    device(path)
+    return path
+
+
+def spec(directory: Path, **known: Any) -> FleetSpec:
+    replicas = [{"kind": "a", "device": "slow.json", "count": 3, "per_host": 2, "blocks": 200,
+                 "options": {"max_num_seqs": 16}}]  # fmt: skip
+    load = {"rate": 4, "duration": 20, "prompt_tokens": {"median": 150, "spread": 0.6, "most": 500},
+            "new_tokens": {"median": 40, "spread": 0.5, "most": 120}}  # fmt: skip
+    load |= known.pop("load", {})
+    return make_spec({"replicas": replicas, "load": load} | known, directory)
+
+
+def run(fleet: FleetSpec, **options: Any) -> Outcome:
+    return FleetSimulation(fleet, **options).run()
+
+
+EVENTS = [
+    {"at": 4, "kill": "a-0", "for": 3},
+    {"at": 5, "hang": "a-1", "for": 1},
+    {"at": 9, "hang": "a-1", "for": 4},
+    {"at": 10, "partition": "a-2", "for": 3},
+    {"at": 12, "slow": "a-host-0", "factor": 3, "for": 4},
+    {"at": 15, "kill": "a", "for": 2},
+]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 3), st.booleans(), st.lists(st.sampled_from(EVENTS), max_size=4))
+def test_leaps_change_nothing(directory: Path, seed: int, gateways: int, talks: bool, events: list[Any]) -> None:
+    load = {"turns": 3, "think": 1.0, "rate": 2} if talks else {"prefixes": 3, "prefix_tokens": 64}
+    fleet = spec(directory, seed=seed, gateways={"count": gateways}, load=load, events=events,
+                 network={"jitter": 0.3})  # fmt: skip
+    stepped, leapt = run(fleet, leaps=False).as_dict(), run(fleet).as_dict()
+    assert stepped == leapt
+
+
+def test_one_seed_gives_one_run(directory: Path) -> None:
+    one, same, other = (run(spec(directory, seed=seed)).as_dict() for seed in (1, 1, 2))
+    assert one == same
+    assert one["trace_hash"] != other["trace_hash"]
+
+
+def test_what_goes_wrong_is_survived(directory: Path) -> None:
+    """Every answer has all of its tokens, once: a Cell raises where a ledger says otherwise."""
+    found = run(spec(directory, events=EVENTS, seed=3, load={"rate": 6}))
+    assert found.counts["finished"] == found.counts["requests"] > 50
+    assert found.counts["resumed"] > 5
+    assert found.stalls.max > 1.5  # until a hung replica is given up
+    plain = run(spec(directory, seed=3, load={"rate": 6}))
+    assert plain.counts["resumed"] == 0
+    assert plain.ttft.percentile(99) < found.ttft.percentile(99)
+
+
+def test_without_a_gateway_clients_ask_again(directory: Path) -> None:
+    found = run(spec(directory, gateways={"count": 0}, events=EVENTS[5:], load={"rate": 10}))
+    assert found.errors["connection lost"] > 0
+    assert found.counts["finished"] + found.counts["failed"] == found.counts["requests"]
+
+
+def test_nobody_there_is_503_and_a_timeout_an_error(directory: Path) -> None:
+    found = run(spec(directory, events=[{"at": 5, "kill": "a", "for": 60}], clients={"retries": 0}))
+    assert found.errors["503"] > 0
+    found = run(spec(directory, clients={"timeout": 0.2, "retries": 1, "backoff": 0.1}))
+    assert found.errors["timeout"] > 0
+    assert found.counts["retries"] > 0
+
+
+def test_the_gateway_finds_what_is_cached(directory: Path) -> None:
+    load = {"turns": 4, "think": 0.5, "rate": 0.7}
+    routed = run(spec(directory, load=load))
+    in_turns = run(spec(directory, load=load, gateways={"count": 0}))
+    assert routed.hit_rate > 1.2 * in_turns.hit_rate > 0
+
+
+def test_replicas_come_and_go(directory: Path) -> None:
+    replicas = [{"kind": "a", "device": "slow.json", "blocks": 200, "options": {"max_num_seqs": 16}}]
+    scaling = {"least": 1, "most": 6, "every": 5, "start_seconds": 2}
+    fleet = spec(directory, replicas=replicas, autoscaling=scaling, load={"rate": 14, "duration": 60})
+    found = run(fleet)
+    counts = [moment.numbers["replicas"] for _, moment in sorted(found.moments.items())]
+    assert counts[0] == 1
+    assert max(counts) > 2
+    assert found.counts["finished"] == found.counts["requests"]
+    assert found.as_dict() == run(fleet, leaps=False).as_dict()
+
+
+def test_neighbours_share_what_a_host_reads(directory: Path) -> None:
+    reading = StepFit(step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=1e-9, cache_byte=1e-9, linear_flop=0.0,
+                      attention_flop=0.0)  # fmt: skip
+    device(directory / "..", step=reading, bytes_per_second=10e9, host_bytes_per_second=10e9)
+    replicas = [{"kind": "a", "device": "../slow.json", "count": 2, "per_host": 2, "blocks": 200}]
+    load = {"rate": 8, "duration": 10, "new_tokens": 100, "prompt_tokens": 50}
+    together = run(spec(directory, replicas=replicas, load=load))
+    apart = run(spec(directory, replicas=[replicas[0] | {"per_host": 1}], load=load))
+    assert together.itl.mean > 1.3 * apart.itl.mean
+
+
+def test_cells_are_added(directory: Path) -> None:
+    fleet = spec(directory, cell=1)
+    simulation = FleetSimulation(with_replicas(fleet, 4))
+    assert simulation.num_cells == 2  # two hosts of two
+    found = simulation.run()
+    assert found.counts["requests"] == sum(simulation.cell(i).counts["requests"] for i in range(2)) > 0
+    assert len(found.hashes) == 2
+
+
+def test_the_fewest_replicas_that_are_enough(directory: Path) -> None:
+    goals = {"ttft_p90": 0.25}
+    fleet = spec(directory, load={"rate": 12, "duration": 20})
+    count, outcome, tried = least_replicas(fleet, goals)
+    assert count > 1
+    assert outcome.figure("ttft_p90") <= 0.25
+    assert tried[count]
+    assert run(with_replicas(fleet, count - 1)).figure("ttft_p90") > 0.25
+    with pytest.raises(ConfigError, match="cannot be met: a request that is alone"):
+        least_replicas(fleet, {"ttft_p50": 0.001})
+
+
+# ---------------------------------------------------------------------------------------------------- the fit
+
+
+def test_a_fit_finds_what_steps_were_made_of() -> None:
+    works = [
+        StepWork(tokens + s, s + (tokens > 0), s + (tokens > 0), 1e8, 1e5 * s * context, 1e7 * (tokens + s), 1e4 * s, 0)
+        for s in (0, 1, 4, 16) for tokens in (0, 16, 128, 512) for context in (16, 256) if s + tokens
+    ]  # fmt: skip
+    truth = StepFit(step=1e-3, sequence=2e-5, token=3e-6, drawn=0.0, weight_byte=3e-11, cache_byte=2e-10,
+                    linear_flop=2e-12, attention_flop=0.0, exponent=3)  # fmt: skip
+    seconds = [predicted(truth, work) for work in works]
+    fit = fit_steps(works, seconds)
+    assert residuals(fit, works, seconds)["max"] < 0.05
+    with pytest.raises(ConfigError, match="exponent is 5"):
+        StepFit(**vars(truth) | {"exponent": 5})
+
+
+def test_a_device_costs_what_its_cost_model_says() -> None:
+    work = StepWork(3, 1, 2, 2e6, 3e5, 5e9, 1e7, 1e6)
+    cost = ReplicaCost(MODEL, DEVICES["cpu"], 16)
+    byte, flop = 1 / DEVICES["cpu"].bytes_per_second, 1 / DEVICES["cpu"].flops_per_second
+    assert cost.time_of(work) == pytest.approx(max(2.3e6 * byte, 5.01e9 * flop) + 1e6 / 21e9)
+    cost.slowness = 2.0
+    assert cost.time_of(work) == pytest.approx(2 * (max(2.3e6 * byte, 5.01e9 * flop) + 1e6 / 21e9))
+
+
+def test_a_device_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    device(tmp_path)
+    found = read_device(tmp_path / "slow.json")
+    assert (found.step, found.host_bytes_per_second) == (SLOW, 15e9)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        ({"load": {"rate": -1}}, "load: rate is -1.0; it must be finite and at least"),
+        ({"load": {"rate": 1e4, "duration": 600}}, "the load is 10,000.0 requests a second, and the fleet can serve"),
+        ({"load": {"arrivals": "tides"}}, "load: arrivals is 'tides'"),
+        ({"load": {"arrivals": "trace"}}, "arrivals is 'trace' and trace is ''"),
+        ({"load": {"prefixes": 3}}, "prefixes is 3 and prefix_tokens is 0"),
+        ({"load": {"prompt_tokens": {"median": 3, "spread": -1}}}, "load: prompt_tokens: spread is -1"),
+        ({"load": {"speed": 0}}, "load: speed is 0"),
+        ({"network": {"jitter": -0.1}}, "network: jitter is -0.1"),
+        ({"gateways": {"lags": 1}}, "gateways: there is no entry 'lags'; did you mean 'lag'"),
+        ({"autoscaling": {"least": 2}}, "autoscaling: most is missing"),
+        ({"autoscaling": {"least": 5, "most": 2}}, "autoscaling: most is 2"),
+        ({"events": [{"at": 1, "kill": "b-7"}]}, "there is no replica, host or kind 'b-7' to kill"),
+        ({"events": [{"at": 1}]}, r"events\[0\] has at; it must have one of kill, hang, slow, partition"),
+        ({"events": [{"at": -1, "kill": "a-0"}]}, r"events\[0\]: at is -1"),
+        ({"goal": {"ttft_p95": 1}}, "goal 'ttft_p95' is none"),
+        ({"replicas": []}, "there are no replicas"),
+        ({"replicas": [{"kind": "a"}]}, r"replicas\[0\]: device is missing"),
+        ({"replicas": [{"kind": "a", "device": "none.json"}]}, "there is no device file"),
+        ({"replicas": [{"kind": "a", "device": "cpu", "options": {"max_seats": 3}}]}, "options of a: .*max_seats"),
+        ({"replicas": [{"kind": "a", "device": "cpu", "count": 0}]}, r"replicas\[0\]: count is 0"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told(directory: Path, known: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FleetSimulation(spec(directory, **known))
+
+
+def test_a_device_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    device(tmp_path, model="another", model_name="smol135")
+    with pytest.raises(ConfigError, match=r"slow\.json was measured with another model, smol135"):
+        FleetSimulation(spec(tmp_path))
+    for content, message in (
+        ("{", "cannot be read as a device file"),
+        ("{}", "is no device file of format 1"),
+        (json.dumps({"format": 1}), "step is None; it must be an object of numbers"),
+    ):
+        (tmp_path / "slow.json").write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            FleetSimulation(spec(tmp_path))
+    with pytest.raises(ConfigError, match="sequence is -1"):
+        StepFit(**vars(SLOW) | {"sequence": -1.0})
+
+
+def test_the_command(directory: Path, tmp_path: Path) -> None:
+    path = directory / "fleet.yaml"
+    path.write_text(
+        "replicas: [{kind: a, device: slow.json, count: 2, blocks: 200}]\n"
+        "load: {rate: 3, duration: 10, prompt_tokens: 100, new_tokens: 30}\n"
+    )
+    shown = CliRunner().invoke(app, ["simulate", "--fleet", str(path), "--plot", str(tmp_path / "shown.png")])
+    assert shown.exit_code == 0, shown.output
+    assert "prefix hit rate" in shown.stdout
+    assert (tmp_path / "shown.png").stat().st_size > 1000
+    found = CliRunner().invoke(app, ["simulate", "--fleet", str(path), "--goal", "ttft_p90=0.5", "--json"])
+    assert json.loads(found.stdout)["replicas"] >= 1
+    for arguments, message in (
+        (["--goal", "speed=3"], "goal 'speed' is none"),
+        (["--goal", "ttft_p90=soon"], "goal is 'ttft_p90=soon'"),
+        (["--blocks", "3"], "a load and its options stand in the file of --fleet"),
+    ):
+        wrong = CliRunner().invoke(app, ["simulate", "--fleet", str(path), *arguments])
+        assert wrong.exit_code == 1
+        assert message in wrong.stderr

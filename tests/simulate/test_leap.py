@@ -1,0 +1,77 @@
+"""Leaps: what comes out is what stepping gives, to the last bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import engine_config
+from quire.engine.cost import DEVICES, Device
+from quire.engine.trace import TraceRow
+from quire.simulate.device import ReplicaCost, StepFit
+from quire.simulate.simulation import Simulation
+from tests.simulate.test_simulation import SLOW, TOY, TWO_GROUPS
+
+FIT = StepFit(step=0.01, sequence=1e-4, token=2e-4, drawn=1e-5, weight_byte=1e-6, cache_byte=3e-8, linear_flop=1e-9,
+              attention_flop=1e-9, exponent=3)  # fmt: skip
+
+
+def rows_of(seed: int, count: int, rate: float, longest: int) -> list[TraceRow]:
+    rng, now, rows = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate) * rng.choice([0, 1, 1])
+        prompt = rng.randint(1, longest)
+        shared = rng.choice([0, 0, min(prompt, 40)])
+        prefix = f"p{rng.randrange(3)}" if shared else ""
+        rows.append(TraceRow(now, prompt, rng.randint(0, longest), prefix, shared))
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**30),
+    st.sampled_from([12, 30, 100, 1000]),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from(["recompute", "swap"]),
+    st.booleans(),
+    st.sampled_from([0, 1, 7, 61]),
+    st.sampled_from([0.01, 0.2, 2.0]),
+)
+def test_leaps_give_what_steps_give(
+    seed: int, blocks: int, seats: int, preemption: str, caching: bool, every: int, rate: float
+) -> None:
+    rows = rows_of(seed, 25, rate, 120)
+    options = {"num_blocks": blocks, "max_num_seqs": seats, "max_num_batched_tokens": 32, "preemption": preemption}
+    config = engine_config(**options, enable_prefix_caching=caching)
+    hosts = 40 if preemption == "swap" else 0
+    found = []
+    for leaps in (False, True):
+        cost = ReplicaCost(TOY, FIT, config.cache.block_size) if seed % 2 else None
+        one = Simulation(
+            TOY, SLOW, config, num_host_blocks=hosts, hashed=True, sample_every=every, leaps=leaps, cost=cost
+        )
+        found.append(one.run(rows))
+        one.scheduler.audit()
+    assert found[0] == found[1]
+    assert found[0].finished + found[0].refused == 25
+
+
+def test_a_leap_makes_few_plans() -> None:
+    """One request alone: a plan for its prompt, and the rest in one leap."""
+    one = Simulation(TOY, SLOW, engine_config(num_blocks=100))
+    plans = []
+    real = one.scheduler.plan
+    one.scheduler.plan = lambda: plans.append(0) or real()  # type: ignore[method-assign, func-returns-value]
+    assert one.run([TraceRow(0.0, 100, 500)]).steps == 500
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("device", [SLOW, DEVICES["h200"]])
+def test_windows_are_stepped_through(device: Device) -> None:
+    rows = rows_of(5, 20, 1.0, 60)
+    config = engine_config(num_blocks=50, max_num_seqs=4)
+    one, other = (Simulation(TWO_GROUPS, device, config, hashed=True, leaps=leaps).run(rows) for leaps in (False, True))
+    assert one == other
