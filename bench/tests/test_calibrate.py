@@ -15,8 +15,8 @@ from quire_bench.engine import calibrate
 
 @pytest.mark.slow
 def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SEQUENCES": (1, 4), "CONTEXTS": (16, 64), "PROMPTS": (4, 16, 64, 128), "MIXED": ((2, 32), (4, 16)),
-                        "ROUNDS": 2, "STEPS": 3, "AGAIN": 1, "STREAMS": (1, 2), "TOKENS": 12, "ASKED": (8, 32),
+    for name, value in {"SEQUENCES": (1, 4), "CONTEXTS": (16, 64), "PROMPTS": (4, 16, 64, 128),
+                        "MIXED": ((2, 32), (4, 16)), "ROUNDS": 2, "STEPS": 3, "AGAIN": 1, "STREAMS": (1, 2), "TOKENS": 12, "ASKED": (8, 32),
                         "TIMES": 2}.items():  # fmt: skip
         monkeypatch.setattr(calibrate, name, value)
     path = tmp_path / "device.json"

@@ -16,7 +16,7 @@ from quire.progress import progress_bar
 
 if TYPE_CHECKING:
     from quire.engine.trace import TraceRow
-    from quire.simulate.simulation import SimulationResult
+    from quire.simulate.figures import SimulationResult
 
 
 # The fields of EngineConfig and CacheConfig that the scheduler reads.

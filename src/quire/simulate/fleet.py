@@ -75,7 +75,8 @@ class FleetSimulation:
 
     def _places(self) -> list[tuple[int, int, KindSpec, str, str]]:
         """Of each replica: its number, its host's, its kind, and both names."""
-        found, hosts = [], 0
+        found: list[tuple[int, int, KindSpec, str, str]] = []
+        hosts = 0
         for kind in self.spec.replicas:
             for i in range(kind.count):
                 host = hosts + i // kind.per_host
@@ -132,7 +133,9 @@ class FleetSimulation:
 
     def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run one of the cells. Hosts are dealt out among them in turns."""
-        spec, hosts, replicas = self.spec, {}, []
+        spec = self.spec
+        hosts: dict[int, Host] = {}
+        replicas: list[Replica] = []
         for _, host, kind, host_name, name in self._places():
             if host % self.num_cells == number:
                 if host not in hosts:

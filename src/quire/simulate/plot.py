@@ -29,7 +29,7 @@ def plot(outcome: Outcome, path: Path) -> None:
     width, moments = outcome.resolution, sorted(outcome.moments.items())
     times = [at * width for at, _ in moments]
     numbers = [one.numbers for _, one in moments]
-    panels = {
+    panels: dict[str, dict[str, list[float]]] = {
         "time to first token, s": {
             "mean": [one.ttft.mean for _, one in moments],
             "p90": [one.ttft.percentile(90) for _, one in moments],

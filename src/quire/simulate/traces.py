@@ -113,7 +113,7 @@ def _azure(path: Path) -> Iterator[tuple[int, TraceRow]]:
             if moment < start:
                 raise ConfigError(f"{where}: {cells[0]} is before the first row; rows must be in order")
             try:
-                yield reader.line_num, TraceRow(moment - start, *numbers)
+                yield reader.line_num, TraceRow(moment - start, numbers[0], numbers[1])
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
 
