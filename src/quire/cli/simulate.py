@@ -27,9 +27,7 @@ SCHEDULING = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "schedu
 @with_options(*ENGINE, only=SCHEDULING)
 def simulate(
     blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool. Needed, but for --fleet.")] = None,
-    fleet: Annotated[
-        Path | None, typer.Option(help="A fleet and its load, as YAML.")
-    ] = None,
+    fleet: Annotated[Path | None, typer.Option(help="A fleet and its load, as YAML.")] = None,
     goal: Annotated[
         list[str] | None, typer.Option(help="With --fleet: find how many replicas meet it, as in ttft_p90=0.5 (s).")
     ] = None,

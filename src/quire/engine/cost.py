@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -164,8 +164,8 @@ class CostModel:
         self.device = device
         self.block_bytes = [model.block_bytes(group, block_size) for group in model.groups]
         attention = [group for group in model.groups if isinstance(group, CacheGroup)]
-        self._kv_bytes = sum(map(model.kv_bytes, attention))
-        self._pair_flops = sum(map(model.attention_flops, attention))
+        self.kv_bytes = sum(map(model.kv_bytes, attention))
+        self.pair_flops = sum(map(model.attention_flops, attention))
         self._decode: dict[int, tuple[float, float]] = {}  # by sequences: bytes of weights and operations of linears
 
     def seconds(self, plan: Plan, num_drawn: int) -> float:
@@ -207,25 +207,27 @@ class CostModel:
 
         Only for models all of whose layers attend to all tokens.
         """
-        model = self.model
+        return self.decoder(num_sequences)(keys)
+
+    def decoder(self, num_sequences: int) -> Callable[[int], float]:
+        """The same for each number of keys."""
+        weight_bytes, linear_flops = self.decode_work(num_sequences)
+        kv_bytes, pair_flops, device = self.kv_bytes, self.pair_flops, self.device
+
+        def seconds(keys: int) -> float:
+            size, flops = weight_bytes + (keys + num_sequences) * kv_bytes, linear_flops + keys * pair_flops
+            return max(size / device.bytes_per_second, flops / device.flops_per_second)
+
+        return seconds
+
+    def decode_work(self, num_sequences: int) -> tuple[float, float]:
+        """Bytes of weights and operations of linears of a step in which so many sequences decode."""
         if num_sequences not in self._decode:
             self._decode[num_sequences] = (
-                model.weight_bytes(num_sequences),
-                model.linear_flops(num_sequences, num_sequences),
+                self.model.weight_bytes(num_sequences),
+                self.model.linear_flops(num_sequences, num_sequences),
             )
-        weight_bytes, linear_flops = self._decode[num_sequences]
-        return self.time_of(
-            StepWork(
-                num_sequences,
-                num_sequences,
-                num_sequences,
-                weight_bytes,
-                (keys + num_sequences) * self._kv_bytes,
-                linear_flops,
-                keys * self._pair_flops,
-                0,
-            )
-        )
+        return self._decode[num_sequences]
 
     @property
     def seconds_a_prompt_token(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -157,6 +157,28 @@ class ReplicaCost(CostModel):
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
         own += both + fit.moved_byte * work.moved_bytes
         return (own + server.step + server.drawn * work.num_drawn) * self.slowness
+
+    def decoder(self, num_sequences: int) -> Callable[[int], float]:
+        """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
+        weight_bytes, linear_flops = self.decode_work(num_sequences)
+        fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
+        fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
+        told, factor, slowness, exponent = server.drawn * num_sequences, self.reading, self.slowness, fit.exponent
+        weights, linears, step = fit.weight_byte * weight_bytes, fit.linear_flop * linear_flops, server.step
+        cache_byte, attention_flop, root = fit.cache_byte, fit.attention_flop, 1.0 / max(1, fit.exponent)
+
+        def seconds(keys: int) -> float:
+            reading = (weights + cache_byte * ((keys + num_sequences) * kv_bytes)) * factor
+            multiplying = linears + attention_flop * (keys * pair_flops)
+            if exponent == 1:
+                both = reading + multiplying
+            elif exponent == 0:
+                both = max(reading, multiplying)
+            else:
+                both = float((reading**exponent + multiplying**exponent) ** root)
+            return (fixed + both + step + told) * slowness
+
+        return seconds
 
     @property
     def seconds_a_prompt_token(self) -> float:

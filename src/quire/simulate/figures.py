@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 RESOLUTION = math.log(1.01)  # of a Histogram: its classes are 1 % wide
@@ -24,7 +25,25 @@ class Histogram:
         self.count += count
         self.sum += value * count
         self.max = max(self.max, value)
-        self._classes[math.floor(math.log(max(value, SHORTEST)) / RESOLUTION)] += count
+        self._classes[_class_of(value)] += count
+
+    def add_all(self, values: Sequence[float], count: int) -> None:
+        """Take in durations each of which occurred so often; as `add` of one after the other."""
+        if not values:
+            return
+        longest = max(values)
+        low, high = _class_of(min(values)), _class_of(longest)
+        if low != high:
+            for value in values:
+                self.add(value, count)
+            return
+        total = self.sum
+        for value in values:
+            total += value * count
+        self.sum = total
+        self.count += count * len(values)
+        self.max = max(self.max, longest)
+        self._classes[low] += count * len(values)
 
     def merge(self, other: Histogram) -> None:
         """Take in all that another one has."""
@@ -51,6 +70,11 @@ class Histogram:
         """Mean, percentiles and maximum."""
         shown = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
         return {"mean": self.mean, **shown, "max": self.max}
+
+
+def _class_of(value: float) -> int:
+    """The number of a duration's class."""
+    return math.floor(math.log(max(value, SHORTEST)) / RESOLUTION)
 
 
 @dataclass(frozen=True)

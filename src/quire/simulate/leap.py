@@ -134,11 +134,11 @@ class Leap:
         steps = min(self._ends[0][0] - self.num_planned, room, MOST_STEPS)
         if steps < 1:
             return False
-        times, keys, decode, now = self.times, self._keys, self._cost.decode_seconds, self.times[-1]
-        self.seconds = decode(count, keys + count)
+        times, keys, decode, now = self.times, self._keys, self._cost.decoder(count), self.times[-1]
+        self.seconds = decode(keys + count)
         for _ in range(steps):
             keys += count
-            now += decode(count, keys)
+            now += decode(keys)
             times.append(now)
         self._keys = keys
         return True

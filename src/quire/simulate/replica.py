@@ -52,12 +52,18 @@ class _Engine(Simulation):
     """A simulation that says when its blocks changed."""
 
     replica: Replica
+    _evicted = 0  # blocks, after the last step
 
     def note_blocks(self, now: float) -> None:
         """Note how many blocks are used after a step, which ends at that time."""
         super().note_blocks(now)
         self.replica.used_blocks = self.scheduler.manager.pools[0].num_used
         self.replica.flush(now)
+        self._evicted = self._counts["evicted"]
+
+    def lose_step(self) -> None:
+        """Count nothing of a step that has begun and never ends."""
+        self._counts["evicted"] = self._evicted
 
 
 class Replica:
@@ -181,6 +187,8 @@ class Replica:
 
     def interrupt(self, now: float) -> None:
         """What is under way is lost: requests have what they drew until now."""
+        if self.step is not None:
+            self.engine.lose_step()
         leap, self.step, self.leap = self.leap, None, None
         self.version += 1
         if leap is not None:

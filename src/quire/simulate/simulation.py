@@ -10,6 +10,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -288,8 +289,8 @@ class Simulation:
                 before[last] = before.get(last, 0) + 1
             for last, number in before.items():
                 self.itl.add(times[1] - last, number)
-        for i in range(max(start, 1), stop):
-            self.itl.add(times[i + 1] - times[i], count)
+        first = max(start, 1)
+        self.itl.add_all([after - before for before, after in pairwise(times[first : stop + 1])], count)
         self._counts["new"] += count * (stop - start)
         self._counts["computed"] += count * (stop - start)
         self.num_steps += stop - start
