@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "loglikelihood": {"errors", "request", "text"},
     "sandbox": {"errors", "request", "models"},
     "prompts": {"errors", "request", "engine", "text", "embedding", "sandbox", "chat"},
-    "simulate": {"errors", "request", "config", "cache", "models", "engine", "fleet"},
+    "simulate": {"errors", "request", "config", "cache", "models", "engine", "text", "fleet"},
     "llm": {
         *("errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"),
         *("embedding", "importing", "loglikelihood", "chat", "prompts"),
