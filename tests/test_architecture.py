@@ -24,6 +24,8 @@ MAY_IMPORT = {
     "cache": {"errors", "request", "config", "ops"},
     "models": {"errors", "request", "config", "ops", "batch", "cache", "integrations", "progress"},
     "engine": {"errors", "request", "config", "ops", "batch", "cache", "models"},
+    "bits": {"errors", "request", "config", "ops", "cache", "models", "engine"},
+    "kv_disk": {"errors", "config", "ops", "cache", "models", "engine", "bits"},
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
     "embedding": {"errors", "request", "text"},
     "infill": {"errors", "text"},
@@ -36,7 +38,7 @@ MAY_IMPORT = {
     "simulate": {"errors", "request", "config", "cache", "models", "engine", "text", "fleet"},
     "llm": {
         *("errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"),
-        *("embedding", "importing", "loglikelihood", "chat", "prompts"),
+        *("embedding", "importing", "loglikelihood", "chat", "prompts", "kv_disk"),
     },
 }
 MAY_IMPORT["chosen"] = {"cache", "llm"}

@@ -5,6 +5,7 @@ Each field says all there is to know of its option: `quire --help` and the check
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -97,6 +98,10 @@ class CacheConfig:
     swap_space: int | float | str | None = option(
         None, "Host memory for swapped blocks: bytes or a share. Default: 4GiB."
     )
+    kv_disk: str | None = option(
+        None, "Directory that keeps KV blocks for later and for the next start. Default: none. It reveals prompts."
+    )
+    kv_disk_space: int | float | str | None = option(None, "Disk space that these blocks may take. Default: 10GiB.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -105,6 +110,19 @@ class CacheConfig:
             parse_memory(self.swap_space, free=2**40, name="swap_space")
             if self.preemption != "swap":
                 raise ConfigError(f"swap_space is {self.swap_space!r}; only preemption='swap' uses it, so give both")
+        if self.kv_disk_space is not None:
+            if self.kv_disk is None:
+                raise ConfigError(f"kv_disk_space is {self.kv_disk_space!r}; only kv_disk uses it, so give both")
+            try:
+                parse_memory(self.kv_disk_space, free=None, name="kv_disk_space")
+            except ConfigError:
+                raise ConfigError(
+                    f"kv_disk_space is {self.kv_disk_space!r}; give bytes with a unit, as in '50GiB'"
+                ) from None
+        if self.kv_disk is not None and not (isinstance(self.kv_disk, str) and self.kv_disk):
+            raise ConfigError(f"kv_disk is {self.kv_disk!r}; it must be the path of a directory")
+        if self.kv_disk is not None and not self.enable_prefix_caching:
+            raise ConfigError("kv_disk keeps blocks of the prefix cache, and enable_prefix_caching is False; leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +295,8 @@ def engine_config(**options: Any) -> EngineConfig:
     known = cache_keys | {f.name for f in fields(EngineConfig)} - {"cache"}
     if "dtype" in options:  # torch.bfloat16 is as good as "bfloat16"
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+    if isinstance(options.get("kv_disk"), os.PathLike):
+        options["kv_disk"] = os.fspath(options["kv_disk"])
     asked = {name: value for name, value in options.items() if name in FOREIGN and name not in known}
     for name, value in asked.items():
         if value not in FOREIGN[name].harmless:

@@ -30,6 +30,7 @@ from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
 from quire.errors import ConfigError, QuireError, RequestError, Unsupported
 from quire.importing import uncollected
+from quire.kv_disk import attach_disk, check_disk
 from quire.loglikelihood import (
     LoglikelihoodOutput,
     check_pair,
@@ -82,9 +83,11 @@ class LLM:
             self.backend.set_prefetch(self.config.prefetch)
         if self.config.reproducible and not self.backend.limits.reproducible:  # before weights are read
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
+        check_disk(self.config, self.backend)
         self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.text_files)
         self.decoder = load_model(self.files, self.config, self.backend)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
+        attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.processor = TextEngine(self.engine, self.tokenizer)
         self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
@@ -125,6 +128,7 @@ class LLM:
         if isinstance(self.engine, Closed):
             return
         self.prompts.close()
+        self.engine.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
         for name in ("engine", "decoder", "backend", "processor", "prompts"):

@@ -20,8 +20,9 @@ from quire import LLM
 from quire.config import CacheConfig, EngineConfig
 from quire.errors import BadValue, ConfigError, ModelError
 from quire.fleet import identity
-from quire.fleet.fingerprint import MAX_PART, Fingerprint
-from quire.fleet.identity import MAX_PAGES, PAGE, replica_fingerprint, sampled_pages, weights_digest
+from quire.bits.fingerprint import MAX_PART, Fingerprint
+from quire.bits.weights import MAX_PAGES, PAGE, sampled_pages, weights_digest
+from quire.fleet.identity import replica_fingerprint
 from quire.models import EMBEDDED
 from quire.ops.cpu import fetching, native
 

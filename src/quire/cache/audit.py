@@ -23,6 +23,10 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
         index.audit()
         for request in owners:
             _audit_table(manager, request, g)
+    if manager.disk is not None:
+        for entry in manager.disk.pending():
+            if manager.indexes[entry.group].by_block.get(entry.cached.block) is not entry.cached:
+                raise BadValue(f"block {entry.cached.block} is to be written to the disk, and is not reusable")
     for request in requests:
         if request.cache.block_ids and request.cache.host_block_ids:
             raise BadValue(f"request {request.id} owns blocks both on the device and on the host")

@@ -130,6 +130,24 @@ class AllBlocksCleared:
     group: int
 
 
+@dataclass(frozen=True, slots=True)
+class DiskBlockStored:
+    """A block is on the disk from now on, wherever else it is."""
+
+    time: float
+    group: int
+    block_hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBlockRemoved:
+    """A block is no longer on the disk."""
+
+    time: float
+    group: int
+    block_hashes: list[bytes]
+
+
 CacheEvent: TypeAlias = (
     BlocksAllocated
     | BlocksShared
@@ -142,5 +160,7 @@ CacheEvent: TypeAlias = (
     | BlockStored
     | BlockRemoved
     | AllBlocksCleared
+    | DiskBlockStored
+    | DiskBlockRemoved
 )
 Listener: TypeAlias = Callable[[CacheEvent], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -11,6 +11,8 @@ from quire.cache.groups import AnyGroup, CacheGroup, StateGroup
 from quire.cache.pool import NONE
 from quire.cache.prefix import PrefixIndex, block_digest, root_digest, root_salt, why_missing
 from quire.request import Miss, PrefixReport, Request
+
+ELSEWHERE = -2  # instead of a block that can be brought into a pool
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,18 @@ class PrefixLookup:
             usable = request.next_prompt_logprob
         return usable // self.unit * self.unit // self.block_size
 
-    def match(self, request: Request) -> Match:
-        """Find the longest prefix of the request's tokens of which every block that is needed stands in every group."""
+    def match(self, request: Request, more: Callable[[int, bytes, bytes, bytes], bool] | None = None) -> Match:
+        """Find the longest prefix of the request's tokens of which every block that is needed stands in every group.
+
+        more: whether a block of a group, with that digest, parent and tokens, can be had besides those of the indexes;
+        such a one is ELSEWHERE in the match.
+        """
         count, last, size = self.num_reusable(request), len(request.tokens) - 1, self.block_size
         self.know_digests(request, count)
         found: list[array[int]] = [array("i")] * len(self.groups)
         starts: dict[int, list[int]] = {}  # of a windowed group, for each count, where the blocks begin that lead to it
         for g in self._order:
-            there = self.find(request, g, 0, count * size // self.spans[g])
+            there = self.find(request, g, 0, count * size // self.spans[g], more)
             if isinstance(self.groups[g], CacheGroup) and self.groups[g].window is None:
                 found[g] = array("i", takewhile(lambda block: block != NONE, there))
                 count = len(found[g])
@@ -116,15 +122,26 @@ class PrefixLookup:
         blocks = [those[begin:end] for those, begin, end in zip(found, begins, ends, strict=True)]
         return Match(count, reach if self.attention_groups else count, begins, blocks)
 
-    def find(self, request: Request, group: int, start: int, stop: int) -> Iterator[int]:
-        """The group's cached blocks start..stop of the request's tokens, one by one; NONE for one that is not there."""
+    def find(
+        self,
+        request: Request,
+        group: int,
+        start: int,
+        stop: int,
+        more: Callable[[int, bytes, bytes, bytes], bool] | None = None,
+    ) -> Iterator[int]:
+        """The group's cached blocks start..stop of the request's tokens, one by one; NONE for one that is not there.
+
+        more: as in `match`.
+        """
         size, span, tokens, digests = self.block_size, self.spans[group], request.tokens, request.cache.digests
         for i in range(start, stop if self.groups[group].is_reusable else start):
             at = (i + 1) * span // size - 1  # the block of tokens that it ends with names it
-            found = self.indexes[group].find(
-                digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes()
-            )
-            yield NONE if found is None else found
+            names = digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes()
+            found = self.indexes[group].find(*names)
+            if found is None:
+                found = ELSEWHERE if more is not None and more(group, *names) else NONE
+            yield found
 
     def parting(self, reach: int) -> int:
         """Tokens that keys and values for so many would save, had a state been kept. There prefixes part."""

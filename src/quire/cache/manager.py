@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.cache import events
+from quire.cache.disk.tier import DiskTier, Read
 from quire.cache.events import CacheEvent, Listener
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
 from quire.cache.lookup import Match, PrefixLookup
 from quire.cache.pool import NONE, BlockPool
-from quire.cache.prefix import HitCounts, PrefixIndex
+from quire.cache.prefix import CachedBlock, HitCounts, PrefixIndex
 from quire.errors import BadValue
 from quire.request import Request
 
@@ -85,6 +86,7 @@ class BlockManager:
         self.spans, self.unit = self.lookup.spans, self.lookup.unit
         self.attention_groups, self.state_groups = self.lookup.attention_groups, self.lookup.state_groups
         self.hits = HitCounts()
+        self.disk: DiskTier | None = None  # if set, where blocks go that are of use after their owners, and come from
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
         # Requests free blocks as they go on. How much of a prompt is cached, the blocks from the first on do not say.
@@ -184,6 +186,8 @@ class BlockManager:
             index.clear()
             if self.listeners:
                 self._tell(events.AllBlocksCleared(self.now, g))
+        if self.disk is not None:
+            self.disk.clear()
 
     # ---------------------------------------------------------------------------------------------- growing
 
@@ -291,6 +295,8 @@ class BlockManager:
         for g, (index, blocks) in enumerate(zip(self.indexes, taken, strict=True)):
             for block in blocks:
                 if block in index.by_block:
+                    if self.disk is not None:
+                        self.disk.take_back(g, block)
                     cached = index.evict(block, self.now)
                     if self.listeners:
                         self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest], evicted=True))
@@ -318,11 +324,15 @@ class BlockManager:
                 for i in range(freed, first):
                     if not self._is_kept(request, (i + 1) * span):
                         self._forget(g, cache.block_ids[g][i])
+            if self.disk is not None:
+                self._offer(self.disk, request, g, freed, first, self.disk.next_tick())
 
     def _forget(self, group: int, block: int) -> None:
         """Take a block that no request owns out of the index, so that no prefix finds it."""
         pool, index = self.pools[group], self.indexes[group]
         if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
+            if self.disk is not None:
+                self.disk.take_back(group, block)
             cached = index.withdraw(block)
             pool.drop([block])
             if self.listeners:
@@ -335,10 +345,64 @@ class BlockManager:
             if self.listeners:
                 self._tell(events.BlocksFreed(self.now, group, request.id, list(blocks)))
 
+    def _offer(self, disk: DiskTier, request: Request, group: int, start: int, stop: int, tick: int) -> None:
+        """Let those of these entries of a request's table be written to the disk that nobody owns any more.
+
+        Those of its prompt alone: what it has generated is of use to one that goes on from there, and of the prompt of
+        that one.
+        """
+        pool, index, span = self.pools[group], self.indexes[group], self.spans[group]
+        table = request.cache.block_ids[group]
+        left: list[tuple[int, CachedBlock]] = []
+        for i in range(start, min(stop, len(table), request.num_prompt // span)):
+            block = table[i]
+            if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
+                left.append((i, index.by_block[block]))
+        if left:
+            disk.offer(group, left, tick)
+
+    def restore(self, group: int, reads: Sequence[Read], request: Request) -> int:
+        """Make blocks that were read from the disk blocks of the prefix cache that nobody owns, as many as there is
+        room for. Returns their number. request: for which they were read.
+        """
+        pool, index, size = self.pools[group], self.indexes[group], self.block_size
+        new = [read for read in reads if read.name.digest not in index][: pool.num_free]
+        if self.disk is None or not new:
+            return 0
+        counts = [0] * len(self.groups)
+        counts[group] = len(new)
+        blocks = self._take(counts)[group]
+        try:
+            for read, block in zip(new, blocks, strict=True):
+                if read.payload is not None:
+                    self.disk.memory.write_block(group, block, read.payload)
+                    parent, at = read.parent, (read.depth + 1) * self.spans[group] // size - 1
+                    index.publish(block, read.name.digest, parent, read.tokens, first=at == 0)
+                    if self.listeners:
+                        names = ([block], [read.name.digest], parent if at else None)
+                        tokens = array("i", read.tokens).tolist()
+                        self._tell(events.BlockStored(self.now, group, request.id, *names, tokens, size, request.lora))
+        finally:
+            pool.release(reversed(blocks), index.by_block)
+        return len(new)
+
+    def tell_disk_changes(self) -> None:
+        """Report what was stored on the disk, and what is no longer there."""
+        changes = () if self.disk is None else self.disk.changes()
+        for name, cached in changes if self.listeners else ():
+            if cached is None:
+                self._tell(events.DiskBlockRemoved(self.now, name.group, [name.digest]))
+            else:
+                self._tell(events.DiskBlockStored(self.now, name.group, [name.digest]))
+
     def release(self, request: Request) -> None:
         """Free all blocks of the request, on the host too. What it had computed is forgotten."""
         for g in range(len(request.cache.block_ids)):
             self._free(request, g, self.owned(request, g))
+        if self.disk is not None:
+            tick = self.disk.next_tick()
+            for g, table in enumerate(request.cache.block_ids):
+                self._offer(self.disk, request, g, request.cache.num_freed[g], len(table), tick)
         for g, hosts in enumerate(request.cache.host_block_ids):
             self.host_pools[g].release(hosts)
             if self.listeners and hosts:

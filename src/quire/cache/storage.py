@@ -6,8 +6,8 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import TypeAlias
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -18,6 +18,10 @@ from quire.ops import AttentionSpec, Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
 from quire.ops.swap import HostSwap, Swap
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SCALE = torch.float32  # of a row of integers
 CACHE_LINE = 64  # bytes
@@ -116,6 +120,42 @@ class KVCache:
     def swap_in(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy the blocks `src` on the host to the blocks `dst` of the group's layers."""
         self._copy(group, self._host, src, self._memory, dst)
+
+    def widths(self) -> list[int]:
+        """Bytes of a block of each group, over all of its layers."""
+        return [sum(own.shape[1] * own.itemsize for own in by_layer.values()) for by_layer in self._memory]
+
+    def read_block(
+        self,
+        group: int,
+        block: int,
+        out: NDArray[np.uint8],  # [width of the group]
+    ) -> None:
+        """Copy a block out of the layers' memory, one layer after the other. On a CPU; any thread may call it."""
+        at = 0
+        for own in self._bytes[group]:
+            out[at : at + own.shape[1]] = own[block]
+            at += own.shape[1]
+
+    def write_block(
+        self,
+        group: int,
+        block: int,
+        data: NDArray[np.uint8],  # [width of the group]
+    ) -> None:
+        """Copy a block into the layers' memory, as `read_block` gave it. On a CPU."""
+        at = 0
+        for own in self._bytes[group]:
+            own[block] = data[at : at + own.shape[1]]
+            at += own.shape[1]
+
+    @cached_property
+    def _bytes(self) -> list[list[NDArray[np.uint8]]]:
+        """Of each group the memory of its layers, [N, bytes of a block]."""
+        return [
+            [own.view(torch.uint8).numpy() for own in by_layer.values()]  # type: ignore[no-untyped-call]
+            for by_layer in self._memory
+        ]
 
     def _copy(
         self,

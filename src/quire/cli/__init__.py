@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
+from quire.cli.cache import cache
 from quire.cli.chat import chat
 from quire.cli.config_file import TakesFile
 from quire.cli.convert import convert
@@ -82,6 +83,7 @@ def bench(context: typer.Context) -> None:
 
 app.command(short_help="What the scheduler would do with a load.")(simulate)
 app.command(short_help="Write a model with its weights rounded.")(convert)
+app.add_typer(cache, name="cache", short_help="See or remove the KV blocks on a disk.")
 app.command(short_help="List published models, and how they are served.")(models)
 app.command(short_help="What this machine has, or what a model needs.")(info)
 

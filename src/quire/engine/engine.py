@@ -183,6 +183,11 @@ class Engine:
         """Forget all reusable blocks; running requests keep theirs."""
         self.scheduler.manager.reset_prefix_cache()
 
+    def close(self) -> None:
+        """Let what is to be written to the disk be written, and give its directory free."""
+        if self.scheduler.manager.disk is not None:
+            self.scheduler.manager.disk.close()
+
     def listen(self, listener: Listener) -> None:
         """Tell this function of everything that happens to blocks, from now on."""
         self.scheduler.manager.listeners.append(listener)

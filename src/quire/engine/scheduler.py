@@ -23,6 +23,7 @@ from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.pace import Pace
 from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
+from quire.engine.prefetch import NAP, Prefetch
 from quire.engine.queue import RANK, RankedList, WaitingQueue
 from quire.engine.sharing import ComingBlocks, unforked
 from quire.engine.speculation import PromptLookup
@@ -63,6 +64,7 @@ class Scheduler:
         self.lookup = lookup  # if set, what comes next is guessed where that is worth while
         self.clock = clock
         self.pace: Pace | None = None  # if set, steps in which sequences decode are shorter
+        self.prefetch: Prefetch | None = None  # if set, requests may wait for blocks on the disk
         self.running = RankedList()
         self.swapped = RankedList()
         self.waiting = WaitingQueue()
@@ -175,10 +177,17 @@ class Scheduler:
         plan = Plan()
         self._num_plans += 1
         self.manager.now = self.clock()
+        if self.prefetch is not None:
+            self.prefetch.begin_step()
         lacking = self._keep_running(plan)
         if not plan.preempted:  # what was freed for one request is not given to another in the same step
             self._bring_back(plan, lacking)
             self._admit(plan, lacking)
+        if self.prefetch is not None:
+            self.prefetch.disk.is_computing = not plan.is_empty
+            if plan.is_empty and not (plan.failed or self._marked) and self.prefetch.is_waiting:
+                self.prefetch.disk.wait(NAP)
+                return plan
         if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
             # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
             # join the queue after it; from the host they would come back before it.
@@ -323,6 +332,8 @@ class Scheduler:
                 try:
                     if request.finish_reason is not None or self._awaits_another(request, coming):
                         passed.append(request)
+                    elif self.prefetch is not None and self._awaits_disk(request, plan, lacking):
+                        passed.append(request)
                     elif self._seat(request, plan, lacking):
                         seats -= wanted
                         coming.add(request)
@@ -337,9 +348,22 @@ class Scheduler:
             for request in passed:
                 self.waiting.add(request)
 
+    def _awaits_disk(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
+        """Whether a waiting request is to be admitted later, with blocks that are being read from the disk."""
+        if self.prefetch is None:
+            return False
+        spare = self._spare(lacking)
+        if plan.items and self._is_blocked(request, spare, self._num_plans):
+            return False
+        return self.prefetch.awaits(request, spare)
+
+    def _spare(self, lacking: list[int]) -> list[int]:
+        """Free blocks of each group beside those that running requests still lack."""
+        return [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
+
     def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
         """Let a waiting request run, if there are blocks for it and for its siblings' first tokens."""
-        spare = [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
+        spare = self._spare(lacking)
         if plan.items and self._is_blocked(request, spare, self._num_plans):  # finding its blocks again is not free
             return False
         match = self.manager.lookup.match(request)
@@ -471,6 +495,8 @@ class Scheduler:
         self.num_planned += plan.num_tokens
         if self.pace is not None:
             self.pace.observe(plan.num_tokens, self.clock() - self.manager.now)
+        if self.prefetch is not None:
+            self.prefetch.end_step(plan.num_tokens, self.clock() - self.manager.now)
         events = [self._end_failed(request, error) for request, error in plan.failed if self._goes_on(request)]
         for i, item in enumerate(plan.items):
             request = item.request

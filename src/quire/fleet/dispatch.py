@@ -17,7 +17,7 @@ from quire.errors import NoReplica
 from quire.fleet.attempts import Attempts, client_error, no_replica
 from quire.fleet.choosing import Chooser
 from quire.fleet.config import GatewayConfig
-from quire.fleet.fingerprint import Fingerprint
+from quire.bits.fingerprint import Fingerprint
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics

@@ -26,7 +26,7 @@ from quire import __version__
 from quire.errors import ConfigError
 from quire.fleet.config import GatewayConfig
 from quire.fleet.dispatch import Fleet
-from quire.fleet.fingerprint import Fingerprint
+from quire.bits.fingerprint import Fingerprint
 from quire.fleet.membership import Member, Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.stream import NumberedStream, last_event

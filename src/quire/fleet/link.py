@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import aiohttp
 
 from quire.errors import QuireError
-from quire.fleet.fingerprint import Fingerprint
+from quire.bits.fingerprint import Fingerprint
 from quire.fleet.lines import HttpRefused, read_lines
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import (

@@ -1,0 +1,77 @@
+"""What decides the bits of a model's numbers, part by part: where all of them agree, blocks and answers do."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+
+from quire.bits.fingerprint import BITS_VERSION, short_digest
+from quire.bits.probe import probe
+from quire.bits.weights import weights_digest
+from quire.cache.manager import BlockManager
+from quire.cache.storage import cache_dtype
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.models.decoder import Decoder
+from quire.models.files import Files
+from quire.models.model import Model
+from quire.ops import Backend
+
+NONE = "none"
+
+
+def bits_parts(
+    model: Model, files: Files, backend: Backend, config: EngineConfig, manager: BlockManager
+) -> dict[str, str]:
+    """The parts of a fingerprint that K, V and states depend on. Takes a part of a second.
+
+    Of weights only a part is read, see `weights_digest`. Nothing of an engine is used, so it may be running.
+
+    Raises ConfigError where a row's bits depend on its batch, and ModelError for files that cannot be read any more.
+    """
+    _check_bits_are_kept(model, files, backend, config)
+    is_own = isinstance(model, Decoder)
+    return {
+        "weights": weights_digest(files),
+        "config": short_digest(json.dumps(files.config(), sort_keys=True).encode()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantisation or NONE,
+        "kv_cache_dtype": str(cache_dtype(config.cache, model.dtype)).removeprefix("torch."),
+        "block_size": str(manager.block_size),
+        "cache groups": short_digest(repr(manager.groups).encode()),
+        "cache salt": short_digest(manager.lookup.salt.encode()),
+        "max_model_len": str(model.max_model_len),
+        "backend": backend.name,
+        "layers": "own" if is_own else "transformers",
+        "bits version": str(BITS_VERSION),
+        **{library: library_version(library) for library in ("torch", *(() if is_own else ("transformers",)))},
+        **{f"bits of {kind}": digest for kind, digest in probe(model, backend, config).items()},
+    }
+
+
+def _check_bits_are_kept(model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
+    if not model.rows_keep_bits:
+        raise ConfigError(
+            f"{files.path} has no fingerprint: with what transformers computes of it, a row's bits may depend on "
+            "the batch, so no other replica could go on with a request. A fleet needs a model of Quire's own layers "
+            "(`quire models` lists them)"
+        )
+    if config.reproducible or backend.keeps_bits(config.device):
+        return
+    if not backend.limits.reproducible:
+        raise ConfigError(
+            f"attention_backend is {backend.name!r}, which does not give the same bits in every batch, so no other "
+            "replica could go on with a request; leave it out, so that the device's own backend serves"
+        )
+    raise ConfigError(
+        f"reproducible is False; on {config.device!r} a row's bits then depend on the batch, so no other replica "
+        "could go on with a request. Set reproducible=True (--reproducible)"
+    )
+
+
+def library_version(library: str) -> str:
+    """The version that is installed. Raises ConfigError where that is not known."""
+    try:
+        return version(library)
+    except PackageNotFoundError:  # built into an application that has no list of its packages
+        raise ConfigError(f"the version of {library} is not known; install it as a package") from None

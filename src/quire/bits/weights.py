@@ -1,0 +1,56 @@
+"""Which weights a model has, by a part of its files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quire.bits.fingerprint import short_digest
+from quire.errors import ModelError
+from quire.models.files import Where, files_of
+
+PAGE = 4096  # bytes
+MAX_PAGES = 64  # of each file of weights that are read
+LENGTH = 8  # bytes at a safetensors file's start that say how long its header is
+
+
+def weights_digest(where: Where) -> str:
+    """16 hexadecimal digits for a model's weights.
+
+    Of each file its name, its size, the header that names its tensors (safetensors), and MAX_PAGES pages, evenly from
+    the first to the last; links are followed. Two trainings of a model differ in them all. A change of single bytes
+    between these pages is not seen.
+
+    Raises ModelError where there are no weights, or a file cannot be read.
+    """
+    files = files_of(where)
+    paths = files.weight_files()
+    if not paths:
+        raise ModelError(f"{files.path} holds no weights; a replica is known by the files that its model was read from")
+    return short_digest(b"".join(_sampled(path) for path in paths))
+
+
+def _sampled(path: Path) -> bytes:
+    """What of a file of weights counts, each piece with its length before it."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            found = [path.name.encode(errors="surrogateescape"), str(size).encode()]
+            if path.suffix == ".safetensors":
+                length = int.from_bytes(file.read(LENGTH), "little")
+                if length > size - LENGTH:
+                    raise ModelError(f"{path} has {size} bytes, and says that its header has {length}")
+                found.append(file.read(length))
+            for page in sampled_pages(-(-size // PAGE)):
+                file.seek(page * PAGE)
+                found.append(file.read(PAGE))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return b"".join(len(part).to_bytes(8, "little") + part for part in found)
+
+
+def sampled_pages(count: int) -> list[int]:
+    """The pages that are read of a file with so many: all, or MAX_PAGES from the first to the last."""
+    if count <= MAX_PAGES:
+        return list(range(count))
+    return [i * (count - 1) // (MAX_PAGES - 1) for i in range(MAX_PAGES)]

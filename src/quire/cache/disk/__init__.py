@@ -1,0 +1,1 @@
+"""Blocks on a disk: what a process has computed, another one finds again."""

@@ -1,0 +1,354 @@
+"""DiskStore: blocks in the files of one directory, found by their digests, also after a restart.
+
+Of each cache group there is a file of slots, a block's bytes each and nothing else. A log has a record for each block
+that was written: its name, its slot and a checksum of its bytes. Nothing is ever synced to the disk: what a crash or a
+loss of power leaves of files is checked when it is read. A record that is torn or wrong is left out, and a slot whose
+bytes are not those of its record is a miss.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FORMAT = 1  # of the files; directories of another one are not read
+LOG = "log"
+NEW_LOG = "log.new"
+SLOTS = "slots"  # and the group's number
+FIELDS = Struct("<QIIHHI16s16s")  # tick, slot, depth, group, 0, crc of the payload, masked digest, check
+CHECKSUM = Struct("<I")  # crc of the fields
+RECORD_SIZE = FIELDS.size + CHECKSUM.size
+HASH_SIZE = 16  # bytes
+MOST_RECORDS = 1024  # in the log beside two for each slot; then it is written anew
+MAX_SLOTS = 2**32 - 1
+
+
+class Name(NamedTuple):
+    """What a block is found by."""
+
+    group: int
+    digest: bytes  # 16 bytes, of its tokens and all before them
+
+
+class Fault(str, Enum):
+    """Why a block of the store could not be read."""
+
+    ABSENT = "absent"  # it is not there, or gave way meanwhile
+    CHECKSUM = "checksum"  # its bytes are not those that were written
+    IO = "io"  # the system could not read it
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A block in its slot."""
+
+    slot: int
+    depth: int  # blocks before it in its sequence
+    tick: int  # when it was last of use, in the store's own count; larger is later
+    crc: int  # of the payload
+    check: bytes  # of parent and tokens: a digest is not believed
+
+
+class DiskStore:
+    """Blocks by name, within a number of slots for each group.
+
+    Where a group has no free slot, that block gives way which was of use the longest ago, and of those of one moment the
+    one with the most blocks before it: a sequence loses its tail before its head. Any thread may call any method; `put`
+    and `clear` wait for one another.
+    """
+
+    def __init__(self, directory: Path, secret: bytes, widths: Sequence[int], capacities: Sequence[int]) -> None:
+        """Open the files, or make them.
+
+        widths: bytes of a block of each group; capacities: slots of each. secret: what names are hashed with. Raises
+        OSError where the files cannot be opened or written.
+        """
+        self.directory = directory
+        self.widths = tuple(widths)
+        self.capacities = tuple(min(count, MAX_SLOTS) for count in capacities)
+        self.tick = 0
+        self._secret = secret
+        self._lock = threading.Lock()  # of the tables
+        self._writing = threading.Lock()  # of the files' contents
+        self._entries: list[dict[bytes, Entry]] = [{} for _ in self.widths]
+        self._free: list[list[int]] = []  # slots that are not in use, below those that never were
+        self._next = [0] * len(self.widths)  # the first slot that never was in use
+        self._order: list[list[tuple[int, int, bytes]]] = [[] for _ in self.widths]  # heaps: tick, -depth, digest
+        self._num_records = 0
+        self._log = -1
+        self._files: list[int] = []
+        try:
+            for group, (width, count) in enumerate(zip(self.widths, self.capacities, strict=True)):
+                self._files.append(_open(directory / f"{SLOTS}.{group}", os.O_RDWR))
+                os.ftruncate(self._files[group], width * count)  # sparse: it takes what is written
+            self._replay()
+            self._rewrite_log()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._writing:
+            for file in (*self._files, self._log):
+                if file >= 0:
+                    with suppress(OSError):
+                        os.close(file)
+            self._files, self._log = [], -1
+
+    # ------------------------------------------------------------------------------------------------------- names
+
+    def check_of(self, parent: bytes, tokens: bytes) -> bytes:
+        """What a block's parent and tokens are compared by: 16 bytes that say nothing without the secret."""
+        return blake2b(parent + tokens, key=self._secret, digest_size=HASH_SIZE, person=b"quire check").digest()
+
+    def _mask(self, tick: int, slot: int, digest: bytes) -> bytes:
+        """The digest as the log has it, and the reverse."""
+        nonce = tick.to_bytes(8, "little") + slot.to_bytes(8, "little")
+        pad = blake2b(nonce, key=self._secret, digest_size=HASH_SIZE, person=b"quire mask").digest()
+        return (int.from_bytes(digest, "little") ^ int.from_bytes(pad, "little")).to_bytes(HASH_SIZE, "little")
+
+    # ----------------------------------------------------------------------------------------------------- reading
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(len(entries) * width for entries, width in zip(self._entries, self.widths, strict=True))
+
+    def holds_name(self, name: Name) -> bool:
+        """Whether there is a block of that name, whatever it is made of."""
+        return name.digest in self._entries[name.group]
+
+    def holds(self, name: Name, check: bytes) -> bool:
+        """Whether there is a block of that name, made of what `check` stands for."""
+        entry = self._entries[name.group].get(name.digest)
+        return entry is not None and entry.check == check
+
+    def digests(self, group: int) -> list[bytes]:
+        """Of all blocks of the group."""
+        with self._lock:
+            return list(self._entries[group])
+
+    def get(
+        self,
+        name: Name,
+        check: bytes,
+        out: NDArray[np.uint8],  # [width]; undefined where a Fault is returned
+    ) -> Fault | None:
+        """Read a block. A Fault: it is not that one; what is wrong in the store is forgotten."""
+        entry = self._entries[name.group].get(name.digest)
+        if entry is None or entry.check != check:
+            return Fault.ABSENT
+        fault: Fault | None = None
+        try:
+            if os.preadv(self._files[name.group], [memoryview(out)], entry.slot * self.widths[name.group]) != len(out):
+                fault = Fault.CHECKSUM
+            elif crc32(memoryview(out), _seed(name, check)) != entry.crc:
+                fault = Fault.CHECKSUM
+        except (OSError, IndexError):  # closed meanwhile
+            fault = Fault.IO
+        with self._lock:
+            if self._entries[name.group].get(name.digest) is not entry:  # its slot may have been written meanwhile
+                return Fault.ABSENT
+            if fault is not None:
+                self._forget(name)
+        return fault
+
+    def touch(self, names: Iterable[Name], tick: int) -> None:
+        """These blocks are of use now."""
+        with self._lock:
+            for group, digest in names:
+                entry = self._entries[group].get(digest)
+                if entry is not None and entry.tick != tick:
+                    entry.tick = tick
+                    self._push(group, digest, entry)
+
+    # ----------------------------------------------------------------------------------------------------- writing
+
+    def put(self, name: Name, check: bytes, depth: int, tick: int, payload: NDArray[np.uint8]) -> list[Name] | None:
+        """Write a block. Returns those that gave way to it; None: it would have been the first to give way itself.
+
+        Raises OSError where the system could not write it. Then it is not there.
+        """
+        with self._writing:
+            with self._lock:
+                self._forget(name)
+                found = self._slot(name.group, (tick, -depth))
+            if found is None:
+                return None
+            slot, gone = found
+            crc = crc32(memoryview(payload), _seed(name, check))
+            try:
+                _write_at(self._files[name.group], memoryview(payload), slot * self.widths[name.group])
+                entry = Entry(slot, depth, tick, crc, check)
+                if self._num_records >= 2 * sum(self.capacities) + MOST_RECORDS:
+                    self._rewrite_log()
+                _append(self._log, self._record(name, entry))
+            except BaseException:
+                with self._lock:
+                    self._free[name.group].append(slot)
+                raise
+            self._num_records += 1
+            with self._lock:
+                self._entries[name.group][name.digest] = entry
+                self._push(name.group, name.digest, entry)
+            return gone
+
+    def clear(self) -> None:
+        """Forget all blocks. Raises OSError where the system could not write that; they are forgotten all the same."""
+        with self._writing:
+            with self._lock:
+                for group, entries in enumerate(self._entries):
+                    entries.clear()
+                    self._order[group].clear()
+                    self._free[group].clear()
+                    self._next[group] = 0
+            self._rewrite_log()
+            for file, width, count in zip(self._files, self.widths, self.capacities, strict=True):
+                os.ftruncate(file, 0)
+                os.ftruncate(file, width * count)
+
+    def _slot(self, group: int, place: tuple[int, int]) -> tuple[int, list[Name]] | None:
+        """A slot for a block with that place in the order, and who gave way for it."""
+        if self._free[group]:
+            return self._free[group].pop(), []
+        if self._next[group] < self.capacities[group]:
+            self._next[group] += 1
+            return self._next[group] - 1, []
+        order, entries = self._order[group], self._entries[group]
+        while order:
+            tick, depth, digest = order[0]
+            entry = entries.get(digest)
+            if entry is None or (entry.tick, -entry.depth) != (tick, depth):  # touched, or gone
+                heapq.heappop(order)
+                continue
+            if (tick, depth) > place:
+                return None
+            heapq.heappop(order)
+            del entries[digest]
+            return entry.slot, [Name(group, digest)]
+        return None
+
+    def _forget(self, name: Name) -> None:
+        entry = self._entries[name.group].pop(name.digest, None)
+        if entry is not None:
+            self._free[name.group].append(entry.slot)
+
+    def _push(self, group: int, digest: bytes, entry: Entry) -> None:
+        order, entries = self._order[group], self._entries[group]
+        heapq.heappush(order, (entry.tick, -entry.depth, digest))
+        if len(order) > 2 * len(entries) + MOST_RECORDS:
+            order[:] = [(one.tick, -one.depth, each) for each, one in entries.items()]
+            heapq.heapify(order)
+
+    # ----------------------------------------------------------------------------------------------------- the log
+
+    def _record(self, name: Name, entry: Entry) -> bytes:
+        masked = self._mask(entry.tick, entry.slot, name.digest)
+        place = (entry.tick, entry.slot, entry.depth, name.group, 0)
+        body = FIELDS.pack(*place, entry.crc, masked, entry.check)
+        return body + CHECKSUM.pack(crc32(body))
+
+    def _replay(self) -> None:
+        """Take in what the log has. Of the records of a slot, and of a name, the last one counts."""
+        owners: list[dict[int, bytes]] = [{} for _ in self.widths]  # of each group, digests by slot
+        for name, entry in self._records():
+            entries, owner = self._entries[name.group], owners[name.group]
+            if (before := owner.pop(entry.slot, None)) is not None:
+                del entries[before]
+            if (other := entries.pop(name.digest, None)) is not None:
+                del owner[other.slot]
+            entries[name.digest], owner[entry.slot] = entry, name.digest
+            self.tick = max(self.tick, entry.tick)
+        for group, (entries, owner) in enumerate(zip(self._entries, owners, strict=True)):
+            self._next[group] = max(owner, default=-1) + 1
+            self._free.append([slot for slot in range(self._next[group]) if slot not in owner])
+            self._order[group] = [(entry.tick, -entry.depth, digest) for digest, entry in entries.items()]
+            heapq.heapify(self._order[group])
+
+    def _records(self) -> Iterator[tuple[Name, Entry]]:
+        """The log's records, those left out that cannot be."""
+        try:
+            data = memoryview((self.directory / LOG).read_bytes())
+        except FileNotFoundError:
+            return
+        for start in range(0, len(data) - RECORD_SIZE + 1, RECORD_SIZE):
+            body = data[start : start + FIELDS.size]
+            if crc32(body) != CHECKSUM.unpack_from(data, start + FIELDS.size)[0]:
+                continue
+            tick, slot, depth, group, zero, crc, masked, check = FIELDS.unpack(body)
+            if zero or group >= len(self.widths) or slot >= self.capacities[group]:  # the space may be smaller now
+                continue
+            yield Name(group, self._mask(tick, slot, masked)), Entry(slot, depth, tick, crc, check)
+
+    def _rewrite_log(self) -> None:
+        """Write a log of what there is, and put it in the old one's place."""
+        new = self.directory / NEW_LOG
+        log = _open(new, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
+        try:
+            with self._lock:
+                listed = [
+                    (Name(group, digest), entry)
+                    for group, entries in enumerate(self._entries)
+                    for digest, entry in entries.items()
+                ]
+            listed.sort(key=lambda item: item[1].tick)
+            _append(log, b"".join(self._record(name, entry) for name, entry in listed))
+            new.replace(self.directory / LOG)
+        except BaseException:
+            os.close(log)
+            raise
+        if self._log >= 0:
+            os.close(self._log)
+        self._log, self._num_records = log, len(listed)
+
+    def audit(self) -> None:
+        """Prove that each slot has one owner at most. Raises ValueError where that is not so."""
+        with self._lock:
+            for group, entries in enumerate(self._entries):
+                taken = [entry.slot for entry in entries.values()]
+                slots = sorted(taken + self._free[group])
+                if len(set(slots)) != len(slots) or (slots and slots[-1] >= self._next[group]):
+                    raise ValueError(f"slots of group {group} are taken twice, or never were given out: {slots}")
+
+
+def _seed(name: Name, check: bytes) -> int:
+    """What a payload's checksum begins with: another block's bytes have another one."""
+    return crc32(name.group.to_bytes(2, "little") + name.digest + check)
+
+
+def _open(path: Path, flags: int) -> int:
+    """A file that nobody else may read."""
+    file = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):
+        os.fchmod(file, 0o600)
+    return file
+
+
+def _write_at(file: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
+
+
+def _append(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]

@@ -1,0 +1,95 @@
+"""The option kv_disk: an engine's blocks go to a directory and come from it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+from quire.bits.fingerprint import Fingerprint
+from quire.bits.parts import bits_parts
+from quire.cache.disk.directory import make_root, take
+from quire.cache.disk.store import FORMAT, DiskStore
+from quire.cache.disk.tier import DiskTier
+from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
+from quire.config import CacheConfig, EngineConfig, parse_memory
+from quire.engine.cost import DEVICES, cost_of
+from quire.engine.engine import Engine
+from quire.engine.prefetch import Prefetch
+from quire.engine.runner import Runner
+from quire.errors import ConfigError
+from quire.models.files import Files
+from quire.models.model import Model
+from quire.ops import Backend
+
+DEFAULT_SPACE = "10GiB"
+
+
+def check_disk(config: EngineConfig, backend: Backend) -> None:
+    """Make the directory that the config names, if it names one. Called before weights are read.
+
+    Raises ConfigError where blocks cannot be kept there, or not with these options.
+    """
+    path = config.cache.kv_disk
+    if path is None:
+        return
+    if config.device != "cpu":
+        raise ConfigError(f"kv_disk is {path!r}; blocks go to a disk from a CPU's memory alone, not from {config.device!r}")
+    if not backend.keeps_bits(config.device):
+        raise ConfigError(
+            f"kv_disk is {path!r} and attention_backend {backend.name!r}, whose bits depend on the batch; blocks are kept "
+            f"only where they are the ones that would be computed, as with the backend 'cpu'"
+        )
+    make_root(Path(path))
+
+
+def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
+    """Let an engine keep blocks in the directory that its config names, if it names one.
+
+    Raises ConfigError where a process has that directory, or where it cannot be written or holds no block.
+    """
+    options = config.cache
+    if options.kv_disk is None:
+        return
+    runner = engine.runner
+    if not model.rows_keep_bits or not isinstance(runner, Runner):
+        raise ConfigError(
+            f"kv_disk is {options.kv_disk!r}; with what transformers computes of this model, bits may depend on the "
+            f"batch, and blocks are kept only where they are the ones that would be computed"
+        )
+    root, manager = Path(options.kv_disk), engine.scheduler.manager
+    widths = runner.cache.widths()
+    counts = capacities(manager.groups, widths, options)
+    parts = bits_parts(model, files, backend, config, manager) | {"format": str(FORMAT)}
+    key = Fingerprint(parts).digest
+    about = {"model": config.model or "embedded", "block_size": options.block_size, "block_bytes": widths, "parts": parts}
+    place = take(root, make_root(root), key, about)
+    try:
+        store = DiskStore(place.path, place.secret, widths, counts)
+    except OSError as error:
+        os.close(place.lock)
+        raise ConfigError(f"kv_disk is {options.kv_disk!r}: {error}; it must be a directory to write to") from error
+    tier = DiskTier(store, runner.cache, release=lambda: os.close(place.lock))
+    manager.disk = tier
+    a_token = cost_of(model).linear_flops(1, 0) / DEVICES["cpu"].flops_per_second  # until steps have shown it
+    engine.scheduler.prefetch = Prefetch(manager, tier, a_token, engine.scheduler.clock)
+    tier.start()
+    weakref.finalize(engine, tier.close)
+
+
+def capacities(groups: tuple[AnyGroup, ...], widths: list[int], options: CacheConfig) -> list[int]:
+    """Slots of each group, within the space that there is.
+
+    As many for each group of attention, and two states for the tokens of an interval between states. Rows of pieces
+    are not kept. Raises ConfigError where there is no room for one of each.
+    """
+    asked = DEFAULT_SPACE if options.kv_disk_space is None else options.kv_disk_space
+    space = parse_memory(asked, free=None, name="kv_disk_space")
+    blocks = max(1, options.state_snapshot_interval // options.block_size)
+    kinds = {CacheGroup: blocks, StateGroup: 2, RowGroup: 0}
+    shares = [kinds[type(group)] for group in groups]
+    unit = sum(share * width for share, width in zip(shares, widths, strict=True))
+    least = sum(width for share, width in zip(shares, widths, strict=True) if share)
+    if space < least:
+        raise ConfigError(f"kv_disk_space is {asked!r}, {space:,} bytes; one block of every kind takes {least:,}")
+    return [max(1, space * share // unit) if share else 0 for share in shares]
