@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import random
 from array import array
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.audit import audit
+from quire.cache.disk.store import DiskStore
+from quire.cache.disk.tier import DiskTier
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools
 from quire.cache.manager import BlockManager, Move
 from quire.cache.pool import NONE
+from quire.engine.prefetch import Prefetch
 from quire.request import Group, Request, SamplingParams
 
 GROUPS = (
@@ -57,6 +64,7 @@ class Machine:
         for span, pool, host_pool in pools:
             self.memory.append([[EMPTY] * span for _ in range(pool.num_blocks)])
             self.host.append([[EMPTY] * span for _ in range(host_pool.num_blocks)])
+        self.disk: Disk | None = None
         self.running: list[Request] = []
         self.swapped: list[list[Request]] = []  # units
         self.count = 0
@@ -79,6 +87,8 @@ class Machine:
         request.group = Group([request])
         request.schedule.rank = (self.count, self.count, self.count)
         self.count += 1
+        if self.disk is not None:
+            self.disk.fetch(request)
         match = self.manager.lookup.match(request)
         if self.manager.has_free(self.manager.needed(request, match)):
             self.manager.admit(request, match)
@@ -207,6 +217,8 @@ class Machine:
 
     def step(self, rng: random.Random) -> None:
         """One random operation."""
+        if self.disk is not None:
+            self.disk.step(rng)
         kind, running = rng.random(), self.running
         if not running or kind < 0.12:
             self.add(rng.randrange(6), rng.randint(1, 30), rng.choice(("", "", "", "other")))
@@ -250,13 +262,110 @@ def machine(seed: int) -> Machine:
     return Machine(groups, num_blocks, block_size, rng.choice([3, 10, 60]), rng.random() < 0.8, pools)
 
 
-def operate(seed: int, steps: int, audit_every: int) -> Machine:
-    """That many random operations, with an audit now and then and at the end."""
+class Disk:
+    """A disk beside a machine's memory: what its threads do happens in between, also in the middle of an operation.
+
+    Its files are damaged now and then, and opened anew as after a restart.
+    """
+
+    WIDTH = 4 * 96  # bytes of a block: its tokens, then EMPTY
+
+    def __init__(self, state: Machine, directory: Path, rng: random.Random) -> None:
+        self.state, self.directory, self.rng = state, directory, rng
+        self.slots = [rng.choice([1, 4, 15, 80]) for _ in state.manager.groups]
+        self.is_inside = False
+        state.disk = self
+        self.open()
+
+    def open(self) -> None:
+        widths = [self.WIDTH] * len(self.slots)
+        self.tier = DiskTier(DiskStore(self.directory, b"secret", widths, self.slots), self)
+        self.state.manager.disk = self.tier
+        self.prefetch = Prefetch(self.state.manager, self.tier, 1.0)
+        self.state.happened("found on the disk", len(self.tier.store))
+
+    def read_block(self, group: int, block: int, out: NDArray[np.uint8]) -> None:
+        """A copy that is not made at once: what happens meanwhile must not be in it."""
+        numbers = out.view(np.int32)
+        numbers[:] = EMPTY
+        tokens = list(self.state.memory[group][block])
+        numbers[: len(tokens) // 2] = tokens[: len(tokens) // 2]
+        if self.rng.random() < 0.5:
+            self.is_inside = True
+            for _ in range(self.rng.randrange(4)):
+                self.state.step(self.rng)
+            self.is_inside = False
+        tokens = list(self.state.memory[group][block])
+        numbers[len(tokens) // 2 : len(tokens)] = tokens[len(tokens) // 2 :]
+
+    def write_block(self, group: int, block: int, data: NDArray[np.uint8]) -> None:
+        tokens = [token for token in data.view(np.int32).tolist() if token != EMPTY]
+        self.state.memory[group][block][:] = tokens
+
+    def fetch(self, request: Request) -> None:
+        """Bring what the request needs from the disk, or half of it."""
+        self.prefetch.begin_step()
+        before = self.tier.counts.blocks_read
+        while self.prefetch.awaits(request, [pool.num_free for pool in self.state.manager.pools]):
+            self.tier.read_next()
+            if self.rng.random() < 0.5:
+                self.prefetch.begin_step()
+            if self.rng.random() < 0.02:
+                self.state.happened("not waited for")
+                break
+        self.state.happened("read", self.tier.counts.blocks_read - before)
+
+    def step(self, rng: random.Random) -> None:
+        """What threads, faults and restarts do between two operations."""
+        if self.is_inside:
+            return
+        kind = rng.random()
+        if kind < 0.3:
+            written, lost = self.tier.counts.blocks_written, self.tier.counts.unwritten["evicted"]
+            self.tier.write_next()
+            self.state.happened("written", self.tier.counts.blocks_written - written)
+            self.state.happened("given away before", self.tier.counts.unwritten["evicted"] - lost)
+        elif kind < 0.31:
+            self.damage(rng)
+        elif kind < 0.311:
+            self.state.happened("damage seen", self.tier.counts.misses["checksum"])
+            self.tier.close()
+            if rng.random() < 0.5:
+                self.damage(rng)
+            self.open()
+
+    def damage(self, rng: random.Random) -> None:
+        """Flip a bit of a file, cut its end off, or overwrite a part with another."""
+        path = rng.choice(sorted(path for path in self.directory.iterdir() if path.stat().st_size))
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            at = rng.randrange(size)
+            file.seek(at)
+            kind = rng.random()
+            if kind < 0.5:
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+            elif kind < 0.7:
+                file.truncate(at)
+            else:
+                file.seek(rng.randrange(size))
+                part = file.read(rng.randrange(1, 400))
+                file.seek(at)
+                file.write(part)
+
+
+def operate(seed: int, steps: int, audit_every: int, directory: Path | None = None) -> Machine:
+    """That many random operations, with an audit now and then and at the end. directory: with a disk there."""
     state, rng = machine(seed), random.Random(seed)
+    if directory is not None:
+        Disk(state, directory, rng)
     for i in range(steps):
         state.step(rng)
         if i % audit_every == 0:
             state.audit()
+            if state.disk is not None:
+                state.disk.tier.store.audit()
     state.end()
     return state
 

@@ -1,5 +1,7 @@
 """The block manager under random operations: every request always reads its own tokens, and every audit holds."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +13,8 @@ from tests.cache.machine import GROUPS, Machine, operate
 pytestmark = pytest.mark.slow
 
 SEEDS, STEPS, LONG_STEPS = 40, 5_000, 25_000  # the long ones make a million operations
+
+DISK_SEEDS, DISK_STEPS = 24, 4_000
 
 PICK = st.integers(0, 10_000)
 
@@ -104,3 +108,17 @@ def test_random_operations(shard: int, long: bool) -> None:
     assert seen["states kept"] > 0  # rare: they take only what no request needs
     for what in ("hit", "copied", "forked", "short", "swapped out", "host full", "swapped in", "found again", "reset"):
         assert seen[what] > 10, what
+
+
+@pytest.mark.parametrize("shard", range(2))
+def test_random_operations_beside_a_disk(shard: int, long: bool, tmp_path: Path) -> None:
+    """What comes back from a disk is what was computed, whatever its threads, faults and restarts do meanwhile."""
+    seen: dict[str, int] = {}
+    for seed in range(shard * DISK_SEEDS // 2, (shard + 1) * DISK_SEEDS // 2):
+        (directory := tmp_path / str(seed)).mkdir()
+        state = operate(seed, LONG_STEPS if long else DISK_STEPS, 500, directory)
+        for what, times in state.seen.items():
+            seen[what] = seen.get(what, 0) + times
+    for what in ("written", "read", "given away before", "found on the disk", "damage seen"):
+        assert seen[what] > 10, what
+    assert seen["not waited for"] > 0
