@@ -292,7 +292,7 @@ class Disk:
         numbers[: len(tokens) // 2] = tokens[: len(tokens) // 2]
         if self.rng.random() < 0.5:
             self.is_inside = True
-            for _ in range(self.rng.randrange(4)):
+            for _ in range(self.rng.randrange(12)):
                 self.state.step(self.rng)
             self.is_inside = False
         tokens = list(self.state.memory[group][block])

@@ -14,6 +14,7 @@ from quire_bench.cli.blocks import blocks
 from quire_bench.cli.calibrate import calibrate
 from quire_bench.cli.cascade import cascade
 from quire_bench.cli.constraints import constraints
+from quire_bench.cli.disk import disk
 from quire_bench.cli.fleet import fleet
 from quire_bench.cli.gpu import gpu
 from quire_bench.cli.http import http
@@ -52,6 +53,7 @@ COMMANDS = (
     startup,
     planning,
     memory,
+    disk,
 )
 OPTIONS_OF_ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

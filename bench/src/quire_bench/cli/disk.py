@@ -1,0 +1,45 @@
+"""quire bench disk: KV blocks that come from a disk, and decoding while they go there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from quire.cli.options import AsJson, fail
+from quire.errors import QuireError
+from quire_bench.cli.options import Model
+
+
+def disk(
+    model: Model = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where the blocks go; a directory below it is made, and removed.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Of each prompt.")] = 1088,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts; their median is reported.")] = 7,
+    steps: Annotated[int, typer.Option(min=2, help="That decode, with and without writing.")] = 200,
+    sequences: Annotated[int, typer.Option(min=1, help="That decode.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """The first token of a known prompt after a restart with --kv-disk, and decoding while blocks are written."""
+    from quire_bench.engine.disk import measure
+
+    try:
+        with TemporaryDirectory(prefix="quire-disk-", dir=directory) as made:
+            found = measure(model, Path(made) / "kv", tokens, prompts, steps, sequences)
+    except QuireError as error:
+        fail(error)
+    if as_json:
+        print(json.dumps(found.as_dict()))
+        return
+    print(f"first token of {found.tokens:,} tokens, {found.bytes / 2**20:.1f} MiB of blocks:")
+    for name in ("computed", "on_disk", "in_memory", "cached"):
+        seconds = getattr(found, name)
+        print(f"  {name.replace('_', ' '):12s} {1e3 * seconds:8.1f} ms  {seconds / found.computed:6.1%}")
+    slower = found.step_writing / found.step - 1
+    print(f"a step that decodes: {1e3 * found.step:.2f} ms, while {found.bytes_written / 2**20:.1f} MiB/s are written:")
+    print(f"  {1e3 * found.step_writing:.2f} ms  {slower:+.1%}")

@@ -1,0 +1,427 @@
+"""What a disk gives back is, bit for bit, what was computed; whatever happens to its files costs time and no token."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+from array import array
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.cache.disk import store as files
+from quire.cache.disk.store import LOG, DiskStore
+from quire.cache.disk.tier import DiskTier
+from quire.engine.engine import Engine
+from quire.engine.prefetch import Prefetch
+from quire.engine.runner import Runner
+from quire.errors import ConfigError
+from quire.models import EMBEDDED
+from quire.ops.cpu import native
+from quire.request import Request
+from tests.engine.test_cache_bits import BATCH, SHAPES, Bits, asked, bits, built, expected, model
+from tests.marks import quick
+
+assert model  # the fixture
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+SECRET = b"s" * 32
+
+
+def with_disk(engine: Engine, directory: Path, slots: int, threads: bool = True, seconds_a_token: float = 1.0) -> DiskTier:
+    """Give an engine a disk with so many slots for each group, that reads whatever is there."""
+    assert isinstance(engine.runner, Runner)
+    manager, widths = engine.scheduler.manager, engine.runner.cache.widths()
+    directory.mkdir(exist_ok=True)
+    tier = DiskTier(DiskStore(directory, SECRET, widths, [slots] * len(widths)), engine.runner.cache)
+    manager.disk = tier
+    engine.scheduler.prefetch = Prefetch(manager, tier, seconds_a_token)
+    if threads:
+        tier.start()
+    return tier
+
+
+def forget(engine: Engine) -> None:
+    """As a restart does: nothing is in memory."""
+    manager = engine.scheduler.manager
+    disk, manager.disk = manager.disk, None
+    manager.reset_prefix_cache()
+    manager.disk = disk
+
+
+def requests(count: int) -> list[Request]:
+    return [request for members in asked(count) for request in members]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SHAPES, indirect=True)
+def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path) -> None:
+    """Cold, warm, after a restart, preempted, and with a disk that is too small."""
+    directory, kv_dtype = model
+    options = {"kv_cache_dtype": kv_dtype, "block_size": 4, "max_num_batched_tokens": 64}
+    wanted = expected(directory, kv_dtype, BATCH)
+    for i, (slots, own) in enumerate(
+        [
+            (2_000, {"num_blocks": 2_000}),
+            (2_000, {"num_blocks": 2_000}),
+            (2_000, {"num_blocks": 24, "preemption": "swap", "swap_space": "8MiB"}),
+            (20, {"num_blocks": 24}),
+            (20, {"num_blocks": 24, "num_speculative_tokens": 3} if isinstance(directory, Path) else {"num_blocks": 24}),
+        ]
+    ):
+        engine = built(directory, **options, **own)
+        tier = with_disk(engine, tmp_path / "disk", slots)
+        for _ in range(2):
+            assert bits(engine, requests(BATCH)) == {r.id: wanted[r.id] for r in requests(BATCH)}, i
+            assert tier.flush(20)
+            forget(engine)
+        engine.scheduler.audit()
+        tier.store.audit()
+        # A state of a prompt is rarely there still where there are slots for 20.
+        assert tier.counts.hits > 0 or (engine.scheduler.manager.state_groups and slots == 20), i
+        assert not tier.counts.misses.keys() & {"checksum", "io"}
+        assert tier.counts.blocks_written > 0 or i in (1, 2)
+        tier.close()
+
+
+def test_a_request_waits_for_the_disk_while_others_are_served(tmp_path: Path) -> None:
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    [one], [other] = asked(2)
+    assert len(one.tokens) >= 8
+    tier = with_disk(engine, tmp_path / "disk", 100, threads=False)
+    wanted = bits(engine, [one]) | bits(engine, [other])
+    while tier.write_next():
+        pass
+    forget(engine)
+    (one,), (other,) = asked(2)
+    other.cache_salt = "another"
+    engine.add(one)
+    engine.add(other)
+    found: Bits = {one.id: [], other.id: []}
+    while engine.has_work:
+        for event in engine.step():
+            if event.logprobs is not None:
+                found[event.request_id].append((event.logprobs.token, event.logprobs.logprob, event.logprobs.top))
+        engine.scheduler.audit()
+        if len(found[other.id]) == 4:  # nothing was read until now
+            assert not found[one.id]
+            while tier.read_next():
+                pass
+    assert found == wanted
+    assert one.cache.prefix_report is not None
+    assert one.cache.prefix_report.num_cached == len(one.tokens[: one.num_prompt]) // 4 * 4
+    assert tier.counts.hits == 1
+
+
+def test_what_is_slower_than_computing_is_computed(tmp_path: Path) -> None:
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    tier = with_disk(engine, tmp_path / "disk", 100, threads=False, seconds_a_token=1e-12)
+    wanted = bits(engine, requests(1))
+    while tier.write_next():
+        pass
+    forget(engine)
+    assert bits(engine, requests(1)) == wanted
+    assert tier.counts.misses == {"slower": 1}
+    assert tier.counts.bytes_read == 0
+
+
+def test_a_disk_that_hangs_is_waited_for_as_long_as_computing_takes(tmp_path: Path) -> None:
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    tier = with_disk(engine, tmp_path / "disk", 100, threads=False, seconds_a_token=1e-3)
+    wanted = bits(engine, requests(1))
+    while tier.write_next():
+        pass
+    forget(engine)
+    assert bits(engine, requests(1)) == wanted
+    assert tier.counts.misses == {"late": 1}
+    while tier.read_next():
+        pass
+    assert tier.counts.bytes_read == 0  # nobody wants it any more
+    assert bits(engine, requests(1)) == wanted
+
+
+def test_an_abort_while_blocks_are_read_leaves_nothing(tmp_path: Path) -> None:
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    tier = with_disk(engine, tmp_path / "disk", 100, threads=False)
+    wanted = bits(engine, requests(1))
+    while tier.write_next():
+        pass
+    forget(engine)
+    [one] = requests(1)
+    engine.add(one)
+    engine.step()
+    assert engine.scheduler.prefetch is not None
+    assert engine.scheduler.prefetch.is_waiting
+    tier.read_next()
+    engine.abort(one.id)
+    while engine.has_work:
+        engine.step()
+    engine.step()
+    assert not engine.scheduler.prefetch.is_waiting
+    engine.scheduler.audit()
+    tier.start()
+    assert bits(engine, requests(1)) == wanted
+    tier.close()
+
+
+def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    tier = with_disk(engine, tmp_path / "disk", 100, threads=False)
+    wanted = bits(engine, requests(1))
+    while tier.write_next():
+        pass
+    assert len(tier.store) > 0
+    engine.reset_prefix_cache()
+    assert len(tier.store) == 0
+    assert bits(engine, requests(1)) == wanted
+    assert tier.counts.hits == 0
+
+
+def test_a_disk_that_is_full_ends_the_writing_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    tier = with_disk(engine, tmp_path / "disk", 100)
+    wanted = bits(engine, requests(1))
+    assert tier.flush(20)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "_write_at", full)
+    with caplog.at_level(logging.ERROR, "quire"):
+        found = bits(engine, requests(8))
+        assert tier.flush(20)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "No space left on device; KV blocks are no longer written there" in caplog.text
+    assert found == bits(built(EMBEDDED, num_blocks=200, block_size=4), requests(8))
+    forget(engine)
+    assert bits(engine, requests(1)) == wanted
+    assert tier.counts.hits == 1  # what is there is still read
+    tier.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- LLM
+
+
+PROMPT = {"prompt_token_ids": [7 * i % 500 for i in range(200)]}
+PARAMS = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+
+
+def answer(llm: LLM) -> tuple[object, int]:
+    [found] = llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    one = found.outputs[0]
+    return (one.token_ids, one.cumulative_logprob), found.num_cached_tokens or 0
+
+
+def test_a_prompt_is_found_after_a_restart(tmp_path: Path) -> None:
+    with LLM(num_blocks=100, kv_disk=tmp_path / "kv", kv_disk_space="16MiB") as llm:
+        first, cached = answer(llm)
+        assert cached == 0
+    with LLM(num_blocks=100, kv_disk=tmp_path / "kv", kv_disk_space="16MiB") as llm:
+        assert answer(llm) == (first, 192)
+        disk = llm.engine.scheduler.manager.disk
+        assert disk is not None
+        assert disk.counts.hits == 1
+        assert disk.counts.tokens == 192
+    # Blocks of another dtype are never read.
+    with LLM(num_blocks=100, kv_disk=tmp_path / "kv", kv_cache_dtype="int8") as llm:
+        assert answer(llm)[1] == 0
+    # A salt is another prompt.
+    with LLM(num_blocks=100, kv_disk=tmp_path / "kv") as llm:
+        [found] = llm.generate([PROMPT | {"cache_salt": "tenant"}], PARAMS, use_tqdm=False)
+        assert found.num_cached_tokens == 0
+
+
+@pytest.mark.slow
+def test_a_kill_loses_what_was_not_written_alone(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from tests.engine.test_disk import *
+llm = LLM(num_blocks=100, kv_disk={str(tmp_path / "kv")!r})
+print(repr(answer(llm)[0]), flush=True)
+disk = llm.engine.scheduler.manager.disk
+while disk.counts.blocks_written < 6:
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -9, done.stderr
+    with LLM(num_blocks=100, kv_disk=tmp_path / "kv") as llm:
+        found, cached = answer(llm)
+        assert repr(found) == done.stdout.strip()
+        assert cached >= 6 * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kv_disk_space": "1GiB"}, "only kv_disk uses it, so give both"),
+        ({"kv_disk": "", "kv_disk_space": "1GiB"}, "it must be the path of a directory"),
+        ({"kv_disk": "DIR", "kv_disk_space": "50%"}, "give bytes with a unit, as in '50GiB'"),
+        ({"kv_disk": "DIR", "kv_disk_space": "much"}, "give bytes with a unit, as in '50GiB'"),
+        ({"kv_disk": "DIR", "kv_disk_space": "1KiB"}, "1,024 bytes; one block of every kind takes 20,480"),
+        ({"kv_disk": "DIR", "enable_prefix_caching": False}, "enable_prefix_caching is False; leave one out"),
+        ({"kv_disk": "DIR", "attention_backend": "reference"}, "whose bits depend on the batch"),
+        ({"kv_disk": "FILE"}, "a file; it must be a directory"),
+        ({"kv_disk": "OTHER"}, "holds something else than a KV cache"),
+        ({"kv_disk": "FILE/below"}, "it must be a directory to"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(tmp_path: Path, options: dict[str, object], sentence: str) -> None:
+    (tmp_path / "FILE").write_text("mine")
+    (tmp_path / "OTHER").mkdir()
+    (tmp_path / "OTHER" / "mine").write_text("mine")
+    given = {key: str(tmp_path / value) if key == "kv_disk" and value else value for key, value in options.items()}
+    with pytest.raises(ConfigError) as caught:
+        LLM(num_blocks=50, **given)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "FILE").read_text() == (tmp_path / "OTHER" / "mine").read_text() == "mine"
+
+
+def test_two_engines_cannot_have_one_directory(tmp_path: Path) -> None:
+    with LLM(num_blocks=50, kv_disk=tmp_path / "kv"):
+        with pytest.raises(ConfigError, match=r"only one at a time can, so give this one a directory of its own"):
+            LLM(num_blocks=50, kv_disk=tmp_path / "kv")
+        with LLM(num_blocks=50, kv_disk=tmp_path / "kv", block_size=32):
+            pass
+    with LLM(num_blocks=50, kv_disk=tmp_path / "kv"):
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------- what breaks
+
+FAULTS, LONG_FAULTS, SHARDS = 240, 10_000, 4
+
+
+@dataclass
+class Recording:
+    """All that a tier wrote to its files, in order; and what its requests were answered."""
+
+    writes: list[tuple[str, int, bytes]] = field(default_factory=list)  # file's name, place, bytes
+    sizes: dict[str, int] = field(default_factory=dict)
+    wanted: Bits = field(default_factory=dict)
+
+
+def two() -> list[Request]:
+    """Prompts with a stem in common: [stem, one], [stem, other]."""
+    rng = random.Random(3)
+    stem = [rng.randrange(500) for _ in range(48)]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
+    tails = [[rng.randrange(500) for _ in range(16)] for _ in range(2)]
+    return [Request(f"{i}", array("i", stem + tail), 64, params) for i, tail in enumerate(tails)]
+
+
+@cache
+def faulty_engine() -> Engine:
+    return built(EMBEDDED, num_blocks=60, block_size=4)
+
+
+def answers(engine: Engine) -> Bits:
+    found: Bits = {}
+    for request in two():
+        found |= bits(engine, [request])
+    return found
+
+
+@cache
+def recording(directory: Path) -> Recording:
+    """Two tiers one after the other wrote these files: the slots are fewer than the blocks, so some were reused."""
+    made, engine = Recording(), faulty_engine()
+    places: dict[str, int] = {LOG: 0}
+    patch = pytest.MonkeyPatch()
+    real_write, real_append = files._write_at, files._append
+
+    def name_of(file: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{file}")).name
+
+    def write_at(file: int, data: memoryview, at: int) -> None:
+        made.writes.append((name_of(file), at, bytes(data)))
+        real_write(file, data, at)
+
+    def append(file: int, data: bytes) -> None:
+        if data and name_of(file) == LOG:
+            made.writes.append((LOG, places[LOG], bytes(data)))
+            places[LOG] += len(data)
+        real_append(file, data)
+
+    patch.setattr(files, "_write_at", write_at)
+    patch.setattr(files, "_append", append)
+    tier = with_disk(engine, directory, 14, threads=False)
+    forget(engine)
+    for request in two():
+        made.wanted |= bits(engine, [request])
+        while tier.write_next():
+            pass
+    tier.close()
+    patch.undo()
+    made.sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
+    shutil.rmtree(directory)
+    assert len({write[:2] for write in made.writes if write[0] != LOG}) < len(made.writes) // 2  # some were reused
+    return made
+
+
+def damaged(made: Recording, directory: Path, rng: random.Random) -> str:
+    """Files as a crash, a loss of power, or a bad disk may leave them. Returns which of these."""
+    writes, kind = list(made.writes), rng.choice(["crash", "power", "bits", "cut", "moved", "nothing"])
+    if kind == "crash":  # at a write, which is torn
+        at = rng.randrange(len(writes))
+        name, place, data = writes[at]
+        writes = [*writes[:at], (name, place, data[: rng.randrange(len(data) + 1)])]
+    elif kind == "power":  # what was written last is there or not, in any order
+        kept = [write for write in writes if rng.random() < 0.7]
+        rng.shuffle(kept)
+        writes = kept if rng.random() < 0.5 else [write for write in writes if rng.random() < 0.8]
+    contents = {name: bytearray() for name in made.sizes}
+    for name, place, data in writes:
+        content = contents[name]
+        content.extend(bytes(max(0, place + len(data) - len(content))))
+        content[place : place + len(data)] = data
+    for _ in range(rng.randrange(1, 4)):
+        content = rng.choice([content for content in contents.values() if content] or [bytearray(1)])
+        at, there = rng.randrange(len(content)), rng.randrange(len(content))
+        if kind == "bits":
+            content[at] ^= 1 << rng.randrange(8)
+        elif kind == "cut":
+            del content[at:]
+        elif kind == "moved":
+            part = content[there : there + rng.randrange(1, 2_000)]
+            content[at : at + len(part)] = part
+    directory.mkdir()
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+    return kind
+
+
+@pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
+def test_damage_never_gives_a_wrong_token(shard: int, long: bool, tmp_path: Path) -> None:
+    """Bits, ends that are cut off, pieces elsewhere, a crash at each write, writes that were lost or in another order."""
+    engine, made = faulty_engine(), recording(tmp_path / "recorded")
+    rng, counts = random.Random(shard), dict.fromkeys(["hits", "misses"], 0)
+    seen: set[str] = set()
+    for i in range((LONG_FAULTS if long else FAULTS) // SHARDS):
+        directory = tmp_path / str(i)
+        kind = damaged(made, directory, rng)
+        seen.add(kind)
+        forget(engine)
+        tier = with_disk(engine, directory, 14)
+        tier.store.audit()
+        assert answers(engine) == made.wanted, (shard, i, kind)
+        assert tier.flush(20)
+        tier.store.audit()
+        assert kind != "nothing" or tier.counts.hits > 0
+        counts["hits"] += tier.counts.hits
+        counts["misses"] += tier.counts.misses["checksum"]
+        tier.close()
+        shutil.rmtree(directory)
+    assert seen == {"crash", "power", "bits", "cut", "moved", "nothing"}
+    assert min(counts.values()) > 5, counts
