@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import quire
-from quire import ops
+from quire import LLM, SamplingParams, ops
 from quire.cli import app
 from quire.models.hub import EMBEDDED, pull
 from quire.ops.cpu import native
@@ -73,6 +73,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def kv_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory kv-blocks that documents speak of; there are blocks of a prompt in it."""
+    path = tmp_path_factory.mktemp("kv") / "kv-blocks"
+    with LLM(num_blocks=50, kv_disk=path) as llm:
+        llm.generate([[*range(100, 150)]], SamplingParams(max_tokens=1))
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[f"{n}: {c}" for n, c in COMMANDS])
 def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +103,9 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
     if "model.gguf" in arguments:
         path = str(request.getfixturevalue("gguf_file"))
         arguments = [path if word == "model.gguf" else word for word in arguments]
+    if "kv-blocks" in arguments:
+        path = str(request.getfixturevalue("kv_blocks"))
+        arguments = [path if word == "kv-blocks" else word for word in arguments]
     if arguments[0] == "serve":
         with running(request.getfixturevalue("forks"), *arguments[1:]) as process:
             assert process.url

@@ -122,7 +122,9 @@ class CacheConfig:
         if self.kv_disk is not None and not (isinstance(self.kv_disk, str) and self.kv_disk):
             raise ConfigError(f"kv_disk is {self.kv_disk!r}; it must be the path of a directory")
         if self.kv_disk is not None and not self.enable_prefix_caching:
-            raise ConfigError("kv_disk keeps blocks of the prefix cache, and enable_prefix_caching is False; leave one out")
+            raise ConfigError(
+                "kv_disk keeps blocks of the prefix cache, and enable_prefix_caching is False; leave one out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +260,9 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is taken as it stands"),
         "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN", is_secret=True),
         "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory"),
-        "kv_transfer_config": Foreign((None,), "a replica keeps its cache to itself; `quire fleet` goes to the blocks"),
+        "kv_transfer_config": Foreign(
+            (None,), "kv_disk keeps blocks on a disk; `quire fleet` sends requests to the blocks"
+        ),
         "load_format": Foreign((None, "auto", "safetensors"), "the files say what they are"),
         "logits_processors": Foreign((None, []), "SamplingParams say which tokens may be drawn"),
         "max_logprobs": Foreign((None,), "LLM reports as many as are asked for; `quire serve` takes --max-logprobs"),

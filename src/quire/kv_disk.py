@@ -34,11 +34,13 @@ def check_disk(config: EngineConfig, backend: Backend) -> None:
     if path is None:
         return
     if config.device != "cpu":
-        raise ConfigError(f"kv_disk is {path!r}; blocks go to a disk from a CPU's memory alone, not from {config.device!r}")
+        raise ConfigError(
+            f"kv_disk is {path!r}; blocks go to a disk from a CPU's memory alone, not from {config.device!r}"
+        )
     if not backend.keeps_bits(config.device):
         raise ConfigError(
-            f"kv_disk is {path!r} and attention_backend {backend.name!r}, whose bits depend on the batch; blocks are kept "
-            f"only where they are the ones that would be computed, as with the backend 'cpu'"
+            f"kv_disk is {path!r} and attention_backend {backend.name!r}, whose bits depend on the batch; blocks are "
+            f"kept only where they are the ones that would be computed, as with the backend 'cpu'"
         )
     make_root(Path(path))
 
@@ -62,7 +64,12 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
     counts = capacities(manager.groups, widths, options)
     parts = bits_parts(model, files, backend, config, manager) | {"format": str(FORMAT)}
     key = Fingerprint(parts).digest
-    about = {"model": config.model or "embedded", "block_size": options.block_size, "block_bytes": widths, "parts": parts}
+    about = {
+        "model": config.model or "embedded",
+        "block_size": options.block_size,
+        "block_bytes": widths,
+        "parts": parts,
+    }
     place = take(root, make_root(root), key, about)
     try:
         store = DiskStore(place.path, place.secret, widths, counts)

@@ -179,10 +179,12 @@ def test_a_disk_that_is_full_loses_that_block_alone(tmp_path: Path, at: int, mon
     monkeypatch.setattr(os, "pwrite", failing(real[0]))
     monkeypatch.setattr(os, "write", failing(real[1]))
     done = 0
-    with pytest.raises(OSError, match="No space"):
-        for i in range(4):
-            put(store, i)
-            done += 1
+    while done < 4:
+        try:
+            put(store, done)
+        except OSError:
+            break
+        done += 1
     monkeypatch.undo()
     assert done == at // 2
     assert [got(store, i) for i in range(4)] == [None] * done + [Fault.ABSENT] * (4 - done)
@@ -193,7 +195,7 @@ def test_a_disk_that_is_full_loses_that_block_alone(tmp_path: Path, at: int, mon
 
 
 def test_random_damage_is_a_miss(tmp_path: Path) -> None:
-    """Bits that flip, ends that are cut off, pieces that stand elsewhere: what is read is what was written, or nothing."""
+    """Bits flip, ends are cut off, pieces stand elsewhere: what is read is what was written, or nothing."""
     rng, faults = random.Random(0), 0
     for _ in range(300):
         store = opened(tmp_path)

@@ -36,7 +36,9 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{nati
 SECRET = b"s" * 32
 
 
-def with_disk(engine: Engine, directory: Path, slots: int, threads: bool = True, seconds_a_token: float = 1.0) -> DiskTier:
+def with_disk(
+    engine: Engine, directory: Path, slots: int, threads: bool = True, seconds_a_token: float = 1.0
+) -> DiskTier:
     """Give an engine a disk with so many slots for each group, that reads whatever is there."""
     assert isinstance(engine.runner, Runner)
     manager, widths = engine.scheduler.manager, engine.runner.cache.widths()
@@ -74,7 +76,10 @@ def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path) ->
             (2_000, {"num_blocks": 2_000}),
             (2_000, {"num_blocks": 24, "preemption": "swap", "swap_space": "8MiB"}),
             (20, {"num_blocks": 24}),
-            (20, {"num_blocks": 24, "num_speculative_tokens": 3} if isinstance(directory, Path) else {"num_blocks": 24}),
+            (
+                20,
+                {"num_blocks": 24, "num_speculative_tokens": 3} if isinstance(directory, Path) else {"num_blocks": 24},
+            ),
         ]
     ):
         engine = built(directory, **options, **own)
@@ -404,7 +409,7 @@ def damaged(made: Recording, directory: Path, rng: random.Random) -> str:
 
 @pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
 def test_damage_never_gives_a_wrong_token(shard: int, long: bool, tmp_path: Path) -> None:
-    """Bits, ends that are cut off, pieces elsewhere, a crash at each write, writes that were lost or in another order."""
+    """Bits, ends that are cut off, pieces elsewhere, a crash at a write, writes that are lost or in another order."""
     engine, made = faulty_engine(), recording(tmp_path / "recorded")
     rng, counts = random.Random(shard), dict.fromkeys(["hits", "misses"], 0)
     seen: set[str] = set()

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM
+from quire.bits.fingerprint import MAX_PART, Fingerprint
+from quire.bits.weights import MAX_PAGES, PAGE, sampled_pages, weights_digest
 from quire.config import CacheConfig, EngineConfig
 from quire.errors import BadValue, ConfigError, ModelError
 from quire.fleet import identity
-from quire.bits.fingerprint import MAX_PART, Fingerprint
-from quire.bits.weights import MAX_PAGES, PAGE, sampled_pages, weights_digest
 from quire.fleet.identity import replica_fingerprint
 from quire.models import EMBEDDED
 from quire.ops.cpu import fetching, native

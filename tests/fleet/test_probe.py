@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM
-from quire.config import EngineConfig, engine_config
 from quire.bits.probe import _numbers, _words, probe
+from quire.config import EngineConfig, engine_config
 from quire.models import EMBEDDED, load_model
 from quire.models.model import Model
 from quire.ops import Backend, load, unavailable

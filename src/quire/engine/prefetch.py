@@ -123,9 +123,7 @@ class Prefetch:
         num_tokens = (more.num_blocks - match.num_blocks) * size
         reading = self.disk.seconds(sum(self.disk.store.widths[read.name.group] for read in reads))
         computing = num_tokens * self.seconds_a_token
-        self._loads[request.id] = load = Load(
-            request, set(), self._clock() + max(PATIENCE, computing), num_tokens
-        )
+        self._loads[request.id] = load = Load(request, set(), self._clock() + max(PATIENCE, computing), num_tokens)
         if reading > WORTH * computing:
             self.disk.refuse("slower")
             return load

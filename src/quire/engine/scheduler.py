@@ -330,9 +330,11 @@ class Scheduler:
                     break
                 self.waiting.pop()
                 try:
-                    if request.finish_reason is not None or self._awaits_another(request, coming):
-                        passed.append(request)
-                    elif self.prefetch is not None and self._awaits_disk(request, plan, lacking):
+                    if (
+                        request.finish_reason is not None
+                        or self._awaits_another(request, coming)
+                        or self._awaits_disk(request, plan, lacking)
+                    ):
                         passed.append(request)
                     elif self._seat(request, plan, lacking):
                         seats -= wanted

@@ -72,6 +72,7 @@ class Chooser:
         """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
         found, unseen, now = [], self._unseen(), time.monotonic()
         runs: dict[tuple[str, int], dict[int, int]] = {}
+        reach: dict[tuple[str, int], dict[int, int]] = {}  # with what is on disks
         for link in self._roster.links.values():
             if link in passed_over or link.state is None or link.hello is None or link.fingerprint is None:
                 continue
@@ -79,7 +80,12 @@ class Chooser:
                 continue
             kind = (link.hello.salt, link.hello.block_size)
             if kind not in runs:
-                runs[kind] = self._roster.index.runs(digests(link.hello))
+                named = digests(link.hello)
+                runs[kind] = reach[kind] = self._roster.index.runs(named)
+                if len(self._roster.disk):
+                    reach[kind] = self._roster.index.runs(named, self._roster.disk)
+            held = runs[kind].get(link.slot, 0)
+            on_disk = 0 if link.hello.has_windows else reach[kind].get(link.slot, 0) - held
             uncached, requests, since = unseen.get(link, (0, 0, now))
             found.append(
                 Candidate(
@@ -88,7 +94,8 @@ class Chooser:
                     fingerprint=link.fingerprint.digest,
                     state=link.state,
                     step_age=step_age(link.state, link.state_time, since, now),
-                    num_blocks=runs[kind].get(link.slot, 0),
+                    num_blocks=held,
+                    num_disk_blocks=on_disk,
                     unseen_tokens=uncached,
                     unseen_requests=requests,
                 )

@@ -12,12 +12,12 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from quire.bits.fingerprint import Fingerprint
 from quire.engine.beam import BeamSearchParams
 from quire.errors import NoReplica
 from quire.fleet.attempts import Attempts, client_error, no_replica
 from quire.fleet.choosing import Chooser
 from quire.fleet.config import GatewayConfig
-from quire.bits.fingerprint import Fingerprint
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics

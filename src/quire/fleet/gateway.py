@@ -23,10 +23,10 @@ from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
 
 from quire import __version__
+from quire.bits.fingerprint import Fingerprint
 from quire.errors import ConfigError
 from quire.fleet.config import GatewayConfig
 from quire.fleet.dispatch import Fleet
-from quire.bits.fingerprint import Fingerprint
 from quire.fleet.membership import Member, Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.stream import NumberedStream, last_event

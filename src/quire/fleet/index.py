@@ -107,16 +107,18 @@ class FleetIndex:
 
     # --------------------------------------------------------------------------------------------------- reading
 
-    def runs(self, digests: Iterable[int]) -> dict[int, int]:
+    def runs(self, digests: Iterable[int], besides: FleetIndex | None = None) -> dict[int, int]:
         """For each slot that holds the first block, or is expected to: how many leading blocks it holds.
 
-        digests: of a prompt's full blocks, in order. One walk serves all replicas: O(blocks + replicas).
+        digests: of a prompt's full blocks, in order. besides: what the slots hold elsewhere, which counts as well. One
+        walk serves all replicas: O(blocks + replicas).
         """
         holders, expecting = self._holders, self._expecting
+        others: dict[int, int] = {} if besides is None else besides._holders
         runs: dict[int, int] = {}
         mask, count = (1 << MAX_SLOTS) - 1, 0
         for digest in digests:
-            still = mask & (holders.get(digest, 0) | expecting.get(digest, 0))
+            still = mask & (holders.get(digest, 0) | expecting.get(digest, 0) | others.get(digest, 0))
             if still != mask:
                 if count:
                     runs.update((slot, count) for slot in _slots(mask ^ still))

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
-from quire.errors import QuireError
 from quire.bits.fingerprint import Fingerprint
+from quire.errors import QuireError
 from quire.fleet.lines import HttpRefused, read_lines
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import (
@@ -223,7 +223,7 @@ class Link:
         check_blocks(snapshot, events)
         if snapshot is not None:
             self._next_event = first
-            listener.blocks(self, snapshot, [])
+            listener.blocks(self, snapshot, events)  # these belong to it: what is on the disk
         elif events:
             if self._next_event is None or first != self._next_event:
                 raise WireError(f"block event {first} comes where {self._next_event} was expected")

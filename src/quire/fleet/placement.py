@@ -16,6 +16,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "step": "the step of its first token",
         "compute": "its tokens that are not cached",
         "delay": "what it delays for others",
+        "disk": "what it reads from its disk",
         "decode": "its new tokens",
         "room": "waiting for a seat and blocks",
         "evict": "what must be evicted for it",

@@ -18,7 +18,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.aio import Step
-from quire.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from quire.cache.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    DiskBlockRemoved,
+    DiskBlockStored,
+)
 from quire.embedding import embedding_request
 from quire.engine.beam import BeamSearchParams
 from quire.errors import RequestError
@@ -314,8 +321,10 @@ class Replica:
     def _num_calls(self) -> int:
         return sum(len(session.flows) for session in list(self._sessions.values()))
 
-    def _join(self, session: Session, digests: list[int], next_event: int, state: ReplicaState) -> None:
-        session.begin(digests, next_event, state)
+    def _join(
+        self, session: Session, digests: list[int], on_disk: list[int], next_event: int, state: ReplicaState
+    ) -> None:
+        session.begin(digests, on_disk, next_event, state)
         self._sessions[session.name] = session
 
     def _publish(
@@ -336,12 +345,18 @@ class Replica:
         """Let a session know all blocks, then every event: in this order, as both go the same way."""
         self._flush(self._state())
         digests = [self._digest(block.digest) for block in self._manager.indexes[0].by_block.values()]
-        self._post(partial(self._join, session, digests, self._next_event, self._state()))
+        disk = self._manager.disk
+        on_disk = [] if disk is None else [self._digest(digest) for digest in disk.store.digests(0)]
+        self._post(partial(self._join, session, digests, on_disk, self._next_event, self._state()))
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, (BlockStored, BlockRemoved)):
             if event.group == 0:
                 kind = "+" if isinstance(event, BlockStored) else "-"
+                self._events.append([kind, *map(self._digest, event.block_hashes)])
+        elif isinstance(event, (DiskBlockStored, DiskBlockRemoved)):
+            if event.group == 0:
+                kind = "d+" if isinstance(event, DiskBlockStored) else "d-"
                 self._events.append([kind, *map(self._digest, event.block_hashes)])
         elif isinstance(event, AllBlocksCleared) and event.group == 0:
             self._events.append(["0"])

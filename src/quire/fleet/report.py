@@ -70,6 +70,7 @@ class Report:
             seconds_a_prompt_token=rates.seconds_a_prompt_token,
             seconds_a_sequence=rates.seconds_a_sequence,
             draining=draining,
+            seconds_a_disk_block=0.0 if manager.disk is None else manager.disk.seconds_a_block,
         )
 
 

@@ -29,6 +29,7 @@ class Roster:
         """model: of the replica whose tokenizer the gateway has."""
         self.links: dict[str, Link] = {}  # by URL
         self.index = FleetIndex()
+        self.disk = FleetIndex()  # of blocks on the replicas' disks
         self.model = model
         self._membership = membership
         self._secret = secret
@@ -99,11 +100,16 @@ class Roster:
         """The blocks that a replica holds, or what happened to them."""
         if snapshot is not None:
             self.index.replace(link.slot, snapshot)
+            self.disk.clear(link.slot)
         for kind, *digests in events:
             if kind == "+":
                 self.index.store(link.slot, digests)
             elif kind == "-":
                 self.index.remove(link.slot, digests)
+            elif kind == "d+":
+                self.disk.store(link.slot, digests)
+            elif kind == "d-":
+                self.disk.remove(link.slot, digests)
             else:
                 self.index.clear(link.slot)
 
@@ -114,6 +120,7 @@ class Roster:
     def lost(self, link: Link) -> None:
         """A replica is gone, and its cache with it."""
         self.index.clear(link.slot)
+        self.disk.clear(link.slot)
         self._news.set()
 
 

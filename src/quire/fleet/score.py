@@ -10,6 +10,7 @@ from statistics import median
 from quire.errors import BadValue, NoReplica, check_integer, check_number
 from quire.fleet.state import ReplicaState
 
+WORTH = 0.5  # of the time that computing takes: a replica reads from its disk what takes no longer than that
 TIE = 1.03  # costs within this ratio of the smallest are as good: rates are not known better
 # Seconds, where no replica knows its rates yet. Only their ratios matter then.
 ASSUMED_STEP = 0.02
@@ -49,9 +50,10 @@ class Candidate:
     num_blocks: int  # leading full blocks of the request that it holds or is expected to: FleetIndex.runs
     unseen_tokens: int  # prompt tokens not expected to be cached, of requests that were sent there after that state
     unseen_requests: int
+    num_disk_blocks: int = 0  # after these, blocks that it holds in memory or on its disk
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "unseen_tokens", "unseen_requests"):
+        for name in ("num_blocks", "unseen_tokens", "unseen_requests", "num_disk_blocks"):
             check_integer(BadValue, name, getattr(self, name), 0)
         check_number(BadValue, "step_age", self.step_age, 0.0)
 
@@ -64,6 +66,7 @@ class Parts:
     step: float  # the step that draws its first token, with all sequences that decode in it
     compute: float  # its own tokens that are not cached
     delay: float  # the same once more: whatever comes next waits for them
+    disk: float  # reading what it holds on its disk; nothing else waits for that
     decode: float  # its new tokens, each step of which decodes other sequences, too
     room: float  # until enough requests have ended for it to find a seat and blocks
     evict: float  # computing again what must be evicted for it, as far as that will be asked for
@@ -71,7 +74,7 @@ class Parts:
     @property
     def total(self) -> float:
         """The cost."""
-        return self.queue + self.step + self.compute + self.delay + self.decode + self.room + self.evict
+        return self.queue + self.step + self.compute + self.delay + self.disk + self.decode + self.room + self.evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +145,9 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
     rates = _known_rates([candidate.state for candidate in candidates])
     ranked = []
     for candidate, those in zip(candidates, rates, strict=True):
-        uncached = uncached_tokens(demand, candidate)
-        parts = _cost(demand, candidate, uncached, those)
+        read = read_blocks(candidate, those.prompt_token)
+        uncached = uncached_tokens(demand, candidate, read)
+        parts = _cost(demand, candidate, uncached, read, those)
         ranked.append((parts.total, Ranked(candidate, uncached, parts)))
     limit = min(total for total, _ in ranked) * TIE
     tied = sum(total <= limit for total, _ in ranked)
@@ -167,12 +171,25 @@ def step_age(state: ReplicaState, state_time: float, sent: float, now: float) ->
     return max(0.0, now - (sent if is_idle else state_time))
 
 
-def uncached_tokens(demand: Demand, candidate: Candidate) -> int:
-    """Tokens that the candidate would compute for the request. The last one is always among them."""
-    return max(1, demand.num_tokens - candidate.num_blocks * candidate.state.block_size)
+def read_blocks(candidate: Candidate, prompt_token: float) -> int:
+    """Blocks that the candidate would read from its disk: as it decides itself, all or none.
+
+    prompt_token: seconds that it computes one. A replica that does not say what reading takes has no disk.
+    """
+    state = candidate.state
+    is_worth = 0.0 < state.seconds_a_disk_block < WORTH * state.block_size * prompt_token
+    return candidate.num_disk_blocks if is_worth else 0
 
 
-def _cost(demand: Demand, candidate: Candidate, uncached: int, rates: _Rates) -> Parts:
+def uncached_tokens(demand: Demand, candidate: Candidate, read: int = 0) -> int:
+    """Tokens that the candidate would compute for the request. The last one is always among them.
+
+    read: blocks that it reads from its disk.
+    """
+    return max(1, demand.num_tokens - (candidate.num_blocks + read) * candidate.state.block_size)
+
+
+def _cost(demand: Demand, candidate: Candidate, uncached: int, read: int, rates: _Rates) -> Parts:
     state = candidate.state
     reported = state.num_running + state.num_waiting
     ahead = reported + candidate.unseen_requests
@@ -197,6 +214,7 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, rates: _Rates) ->
         step=step,
         compute=compute,
         delay=compute,
+        disk=read * state.seconds_a_disk_block,
         # Each of those that run ends, on average, when half of it is done, and what comes then goes where least runs.
         decode=demand.new_tokens * (running / 2 + 1) * rates.sequence,
         room=max(seats, memory) * demand.new_tokens * step,

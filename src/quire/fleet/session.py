@@ -35,6 +35,7 @@ class Session:
         self._events: list[list[Any]] = []
         self._first_event = 0  # the number of the first of these
         self._snapshot: list[int] | None = None
+        self._on_disk: list[int] = []
         self._state: ReplicaState | None = None
         self._started: list[int] = []  # calls that the state counts, since the last one
         self._next_state = 0.0  # when it is to be sent again
@@ -51,9 +52,9 @@ class Session:
         self._gone = True
         self._news.set()
 
-    def begin(self, digests: list[int], next_event: int, state: ReplicaState) -> None:
-        """The blocks that the replica holds now; the next event has that number."""
-        self._snapshot, self._first_event, self._state = digests, next_event, state
+    def begin(self, digests: list[int], on_disk: list[int], next_event: int, state: ReplicaState) -> None:
+        """The blocks that the replica holds now, in memory and on its disk; the next event has that number."""
+        self._snapshot, self._on_disk, self._first_event, self._state = digests, on_disk, next_event, state
         self.wake()
 
     def add(self, events: list[list[Any]], state: ReplicaState, started: Sequence[int]) -> None:
@@ -101,7 +102,9 @@ class Session:
             message["failed"], self._failed = self._failed, []
         if self._snapshot is not None:
             message |= {"event": self._first_event, "snapshot": self._snapshot}
-            self._snapshot = None
+            if self._on_disk:
+                message["events"] = [["d+", *self._on_disk]]
+            self._snapshot, self._on_disk = None, []
         elif self._events:
             message |= {"event": self._first_event, "events": self._events}
             self._first_event += len(self._events)

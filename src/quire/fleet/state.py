@@ -29,13 +29,14 @@ class ReplicaState:
     seconds_a_prompt_token: float
     seconds_a_sequence: float  # of each sequence that decodes in a step
     draining: bool  # takes no new requests
+    seconds_a_disk_block: float = 0.0  # that is read from its disk; 0.0: it has none
 
     def __post_init__(self) -> None:
         for name in ("waiting_tokens", "num_waiting", "num_running", "cached_blocks"):
             check_integer(BadValue, name, getattr(self, name), 0)
         for name in ("max_running", "num_blocks", "block_size"):
             check_integer(BadValue, name, getattr(self, name), 1)
-        for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence"):
+        for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence", "seconds_a_disk_block"):
             check_number(BadValue, name, getattr(self, name), 0.0)
         check_integer(BadValue, "free_blocks", self.free_blocks, self.cached_blocks, self.num_blocks)
         if not isinstance(self.draining, bool):

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 from quire.errors import QuireError, RequestError, check_integer
 from quire.request import FinishReason, SamplingParams, Task
 
-PROTOCOL = 1  # both ends have to speak the same
+PROTOCOL = 2  # both ends have to speak the same
 BEAT = 0.25  # s: so often at least a replica sends a line
 SILENCE = 1.5  # s without a line after which a replica counts as hung
-EVENTS = ("+", "-", "0")  # of blocks: stored, removed, all of them gone
+# Of blocks: stored, removed, all of them gone; stored on the disk, no longer there.
+EVENTS = ("+", "-", "0", "d+", "d-")
 ENDS = tuple(reason.value for reason in FinishReason)
 DIGEST_SIZE = 8  # bytes of a block's digest on the wire
 T = TypeVar("T")

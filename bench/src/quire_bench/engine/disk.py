@@ -20,7 +20,10 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Found:
-    """In seconds: medians of prompts, means of steps. What is read comes from the system's memory, or from the disk where that was forgotten."""
+    """In seconds: medians of prompts, means of steps.
+
+    What is read comes from the system's memory, or from the disk where that was forgotten.
+    """
 
     tokens: int  # of each prompt
     bytes: int  # of its blocks

@@ -1,8 +1,8 @@
-"""The directory of a disk cache: one below it for each model, cache dtype and block size, of which one process has each.
+"""The directory of a disk cache: in it one for each model, cache dtype and block size, which one process has.
 
-    PATH/CACHEDIR.TAG     says that it is a cache, to backup programs too
-    PATH/secret           what digests are hashed with
-    PATH/<key>/           blocks of one kind: `lock`, `about.json`, and the files of `DiskStore`
+PATH/CACHEDIR.TAG     says that it is a cache, to backup programs too
+PATH/secret           what digests are hashed with
+PATH/<key>/           blocks of one kind: `lock`, `about.json`, and the files of `DiskStore`
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Entry:
 class DiskStore:
     """Blocks by name, within a number of slots for each group.
 
-    Where a group has no free slot, that block gives way which was of use the longest ago, and of those of one moment the
-    one with the most blocks before it: a sequence loses its tail before its head. Any thread may call any method; `put`
-    and `clear` wait for one another.
+    Where a group has no free slot, that block gives way which was of use the longest ago, and of those of one moment
+    the one with the most blocks before it: a sequence loses its tail before its head. Any thread may call any method;
+    `put` and `clear` wait for one another.
     """
 
     def __init__(self, directory: Path, secret: bytes, widths: Sequence[int], capacities: Sequence[int]) -> None:
@@ -158,9 +158,8 @@ class DiskStore:
             return Fault.ABSENT
         fault: Fault | None = None
         try:
-            if os.preadv(self._files[name.group], [memoryview(out)], entry.slot * self.widths[name.group]) != len(out):
-                fault = Fault.CHECKSUM
-            elif crc32(memoryview(out), _seed(name, check)) != entry.crc:
+            size = os.preadv(self._files[name.group], [memoryview(out)], entry.slot * self.widths[name.group])
+            if size != len(out) or crc32(memoryview(out), _seed(name, check)) != entry.crc:
                 fault = Fault.CHECKSUM
         except (OSError, IndexError):  # closed meanwhile
             fault = Fault.IO

@@ -189,11 +189,12 @@ class DiskTier:
             self._pending.clear()
             for read in (*self._to_read, *self._arrived):
                 read.is_wanted = False
+        gone = [Name(group, digest) for group in range(len(self.store.widths)) for digest in self.store.digests(group)]
         try:
             self.store.clear()
         except OSError as error:
             self._fail(error)
-        self._changes.clear()
+        self._changes.extend((name, None) for name in gone)
 
     def pending(self) -> list[Pending]:
         """What is to be written."""
@@ -278,6 +279,11 @@ class DiskTier:
     def seconds(self, num_bytes: int) -> float:
         """How long it will take to read so much, after all that is to be read before."""
         return (self._queued + num_bytes) / self._rate
+
+    @property
+    def seconds_a_block(self) -> float:
+        """How long it takes to read a block of every group."""
+        return sum(self.store.widths) / self._rate
 
     def refuse(self, reason: str) -> None:
         """A request is computed although blocks of it are there."""

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from quire.cache.disk.tier import DiskTier
 from quire.cache.events import BlockCopied, BlockRemoved, BlocksSwappedIn, BlocksSwappedOut, CacheEvent
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
@@ -331,6 +332,8 @@ class Metrics:
             yield self._family(CounterMetricFamily, name, message, {"": counter(engine)})
         for name, (message, read) in self._counters.items():
             yield self._family(CounterMetricFamily, name, message, {"": read()})
+        if manager.disk is not None:
+            yield from self._of_disk(manager.disk)
         for name, message, by, values in (
             ("prompt_tokens", "Tokens of prompts that are done.", "", {"": self._prompt_tokens}),
             ("generation_tokens", "Tokens that were generated.", "", {"": self._generation_tokens}),
@@ -348,6 +351,22 @@ class Metrics:
             family = HistogramMetricFamily(f"{self._prefix}:{name}", message, labels=[*self._labels])
             family.add_metric([*self._labels.values()], histogram.buckets(), histogram.total)
             yield family
+
+    def _of_disk(self, disk: DiskTier) -> Iterator[Metric]:
+        """What went to the disk and came from there."""
+        counts = disk.counts
+        blocks, size = "KV blocks on the disk.", "Bytes of KV blocks on the disk."
+        yield self._family(GaugeMetricFamily, "kv_disk_blocks", blocks, {"": len(disk.store)})
+        yield self._family(GaugeMetricFamily, "kv_disk_used_bytes", size, {"": disk.store.num_bytes})
+        for name, message, by, values in (
+            ("kv_disk_hits", "Requests for which KV blocks were read from the disk.", "", {"": counts.hits}),
+            ("kv_disk_hit_tokens", "Prompt tokens that were read instead of computed.", "", {"": counts.tokens}),
+            ("kv_disk_read_bytes", "Bytes of KV blocks read.", "", {"": counts.bytes_read}),
+            ("kv_disk_written_bytes", "Bytes of KV blocks written.", "", {"": counts.bytes_written}),
+            ("kv_disk_misses", "KV blocks and requests that the disk did not serve.", "reason", dict(counts.misses)),
+            ("kv_disk_unwritten", "KV blocks that were not written.", "reason", dict(counts.unwritten)),
+        ):
+            yield self._family(CounterMetricFamily, name, message, values, by)
 
     def _info(self, name: str, description: str, labels: Mapping[str, str]) -> Metric:
         """What is said by labels alone."""
