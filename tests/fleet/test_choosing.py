@@ -54,6 +54,7 @@ class Roster:
     def __init__(self, *links: Link) -> None:
         self.links = {link.url: link for link in links}
         self.index = SimpleNamespace(runs=lambda digests: {link.slot: 2 for link in links})
+        self.disk: tuple[int, ...] = ()
 
     def at(self, slot: int) -> Link | None:
         return next((link for link in self.links.values() if link.slot == slot), None)

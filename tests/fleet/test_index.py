@@ -251,3 +251,16 @@ def test_one_walk_serves_all_replicas(digests: list[int], data: st.DataObject) -
     for slot, depth in depths.items():
         index.store(slot, digests[:depth])
     assert index.runs(digests) == depths
+
+
+@given(st.lists(st.tuples(SLOTS, DIGESTS), max_size=6), st.lists(st.tuples(SLOTS, DIGESTS), max_size=6), DIGESTS)
+def test_a_run_goes_on_in_another_index(
+    held: list[tuple[int, list[int]]], elsewhere: list[tuple[int, list[int]]], digests: list[int]
+) -> None:
+    indexes, both = (FleetIndex(), FleetIndex()), dict[int, set[int]]()
+    for index, stored in zip(indexes, (held, elsewhere), strict=True):
+        for slot, those in stored:
+            index.store(slot, those)
+            both.setdefault(slot, set()).update(those)
+    wanted = {slot: leading(digests, those) for slot, those in both.items()}
+    assert indexes[0].runs(digests, indexes[1]) == {slot: count for slot, count in wanted.items() if count}

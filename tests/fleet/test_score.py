@@ -426,3 +426,23 @@ def test_a_slow_replica_gets_less_of_a_trace() -> None:
     fleet = Fleet(4, num_blocks, by_score(mean_new_tokens(trace)), slowness=[1.0, 1.0, 1.0, 3.0])
     routed = simulate(trace, 0.6 * sustained, fleet).num_routed
     assert routed[3] < 0.6 * min(routed[:3])
+
+
+def test_a_disk_has_a_price_between_memory_and_computing() -> None:
+    prompt, block = 1e-3, 2e-3  # s a token, s a block of BLOCK tokens
+    known = {"seconds_a_prompt_token": prompt, "seconds_a_disk_block": block}
+    in_memory, nowhere = candidate(0, 50, **known), candidate(1, 10, **known)
+    on_disk = replace(candidate(2, 10, **known), num_disk_blocks=40)
+    choice = choose(REQUEST, [nowhere, on_disk, in_memory])
+    assert [one.candidate.slot for one in choice.ranking] == [0, 2, 1]
+    one = choice.ranking[1]
+    assert one.uncached_tokens == 1_000 - 50 * BLOCK
+    assert one.parts.disk == pytest.approx(40 * block)
+    assert cost(REQUEST, on_disk) - cost(REQUEST, in_memory) == pytest.approx(40 * block, abs=1e-2)
+
+
+def test_a_disk_that_is_slower_than_computing_is_not_counted() -> None:
+    """The replica would not read there either."""
+    known = {"seconds_a_prompt_token": 1e-3, "seconds_a_disk_block": 1e-3 * BLOCK}
+    nowhere = candidate(0, 10, **known)
+    assert cost(REQUEST, replace(nowhere, num_disk_blocks=40)) == cost(REQUEST, nowhere)

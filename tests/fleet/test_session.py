@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quire.bits.fingerprint import Fingerprint
+from quire.fleet.membership import StaticMembers
+from quire.fleet.roster import Roster
 from quire.fleet.session import MAX_UNSENT, Session
 from quire.fleet.state import ReplicaState
-from quire.fleet.wire import Frame, Hello, dumps
+from quire.fleet.wire import Frame, Hello, check_blocks, dumps
 from tests.fleet.routing import state
 from tests.fleet.test_wire import HELLO
 
@@ -30,7 +34,7 @@ def begun(first: ReplicaState) -> Session:
         raise AssertionError(name)
 
     made = Session("s", hello)
-    made.begin([], 0, first)
+    made.begin([], [], 0, first)
     assert sent(made)["state"]["num_running"] == first.num_running
     return made
 
@@ -85,7 +89,7 @@ END = Frame(1, 0, 5, [9], 3, "end", None, ["stop", None, None])
 def test_a_gateway_that_reads_too_slowly_is_dropped(kind: str) -> None:
     """Whatever it leaves unread: else it takes a replica's memory."""
     one = Session("s", lambda _: HELLO)
-    one.begin([], 0, state())
+    one.begin([], [], 0, state())
     for _ in range(2):
         if kind == "events":
             one.add([["+", i] for i in range(MAX_UNSENT + 1)], state(), [])
@@ -103,7 +107,7 @@ def test_a_gateway_that_reads_too_slowly_is_dropped(kind: str) -> None:
 def test_what_comes_while_the_last_line_is_sent_is_sent_too() -> None:
     async def main() -> list[Any]:
         one = Session("s", lambda _: HELLO)
-        one.begin([], 0, state())
+        one.begin([], [], 0, state())
         one.flows[1] = None  # type: ignore[assignment]
         lines = one.lines()
         await anext(lines)
@@ -116,3 +120,25 @@ def test_what_comes_while_the_last_line_is_sent_is_sent_too() -> None:
         return [json.loads(line) async for line in lines]
 
     assert [line["frames"] for line in asyncio.run(main())] == [[list(END)]]
+
+
+def test_what_is_on_the_disk_comes_with_the_snapshot() -> None:
+    def hello(name: str) -> Hello:
+        raise AssertionError(name)
+
+    one, roster = Session("s", hello), Roster(StaticMembers(["http://127.0.0.1:1"]), Fingerprint({"a": "b"}), "s")
+    one.begin([1, 2], [2, 3], 7, state())
+    link = SimpleNamespace(slot=4)
+    roster.disk.store(4, [9])  # of the incarnation before
+    message = one._message()
+    check_blocks(message["snapshot"], message["events"])
+    roster.blocks(link, message["snapshot"], message["events"])
+    assert roster.index.runs([1, 2, 3]) == {4: 2}
+    assert roster.index.runs([1, 2, 3], roster.disk) == {4: 3}
+    assert roster.disk.num_held(4) == 2
+    one.add([["d-", 3], ["d+", 5], ["0"]], state(), [])
+    message = one._message()
+    assert message["event"] == 7
+    roster.blocks(link, None, message["events"])
+    assert (roster.index.num_held(4), roster.disk.num_held(4)) == (0, 2)
+    assert roster.disk.runs([5]) == {4: 1}
