@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ OUT: dict[str, dict[str, Any]] = {
     "enable_prefix_caching": {"enable_prefix_caching": False},
     "preemption": {"preemption": "swap", "swap_space": "8MiB"},
     "swap_space": {"preemption": "swap", "swap_space": "16MiB"},
+    "kv_disk": {"kv_disk": mkdtemp()},
+    "kv_disk_space": {"kv_disk": mkdtemp(), "kv_disk_space": "1MiB"},
 }
 
 
