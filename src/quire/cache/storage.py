@@ -152,10 +152,7 @@ class KVCache:
     @cached_property
     def _bytes(self) -> list[list[NDArray[np.uint8]]]:
         """Of each group the memory of its layers, [N, bytes of a block]."""
-        return [
-            [own.view(torch.uint8).numpy() for own in by_layer.values()]  # type: ignore[no-untyped-call]
-            for by_layer in self._memory
-        ]
+        return [[own.view(torch.uint8).numpy() for own in by_layer.values()] for by_layer in self._memory]
 
     def _copy(
         self,

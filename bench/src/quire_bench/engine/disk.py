@@ -7,6 +7,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.cache.disk.store import SLOTS
@@ -46,14 +47,18 @@ def measure(model: str | None, directory: Path, tokens: int, prompts: int, steps
     steps: to decode with, and as many without writing, of so many sequences; several times in turn.
     """
     asked = [_prompt(i, tokens) for i in range(prompts)]
-    options = {"kv_disk": str(directory), "max_num_seqs": max(1, sequences), "num_speculative_tokens": 0}
+    options: dict[str, Any] = {
+        "kv_disk": str(directory),
+        "max_num_seqs": max(1, sequences),
+        "num_speculative_tokens": 0,
+    }
     with LLM(model, **options) as llm:
         _seconds(llm, _prompt(-1, tokens))  # what the first step of a process has to do besides
         computed = [_seconds(llm, prompt) for prompt in asked]
         cached = [_seconds(llm, prompt) for prompt in asked]
         _flush(_disk(llm))
         size = _disk(llm).store.num_bytes // (prompts + 1)
-    reading = {}
+    reading: dict[str, list[float]] = {}
     for name in ("in memory", "on disk"):
         with LLM(model, **options) as llm:
             _seconds(llm, _prompt(-2, tokens))
@@ -66,8 +71,17 @@ def measure(model: str | None, directory: Path, tokens: int, prompts: int, steps
                 raise QuireError(f"{hits} of {prompts} prompts were read from the disk; the others were computed")
     with LLM(model, **options) as llm:
         idle, writing, rate = _decode(llm, steps, sequences, prompts, tokens)
-    medians = [statistics.median(those) for those in (computed, reading["in memory"], reading["on disk"], cached)]
-    return Found(tokens, size, *medians, idle, writing, rate)
+    return Found(
+        tokens=tokens,
+        bytes=size,
+        computed=statistics.median(computed),
+        in_memory=statistics.median(reading["in memory"]),
+        on_disk=statistics.median(reading["on disk"]),
+        cached=statistics.median(cached),
+        step=idle,
+        step_writing=writing,
+        bytes_written=rate,
+    )
 
 
 def _prompt(i: int, tokens: int) -> list[int]:

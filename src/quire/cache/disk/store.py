@@ -158,8 +158,8 @@ class DiskStore:
             return Fault.ABSENT
         fault: Fault | None = None
         try:
-            size = os.preadv(self._files[name.group], [memoryview(out)], entry.slot * self.widths[name.group])
-            if size != len(out) or crc32(memoryview(out), _seed(name, check)) != entry.crc:
+            size = os.preadv(self._files[name.group], [out.data], entry.slot * self.widths[name.group])
+            if size != len(out) or crc32(out.data, _seed(name, check)) != entry.crc:
                 fault = Fault.CHECKSUM
         except (OSError, IndexError):  # closed meanwhile
             fault = Fault.IO
@@ -193,9 +193,9 @@ class DiskStore:
             if found is None:
                 return None
             slot, gone = found
-            crc = crc32(memoryview(payload), _seed(name, check))
+            crc = crc32(payload.data, _seed(name, check))
             try:
-                _write_at(self._files[name.group], memoryview(payload), slot * self.widths[name.group])
+                _write_at(self._files[name.group], payload.data, slot * self.widths[name.group])
                 entry = Entry(slot, depth, tick, crc, check)
                 if self._num_records >= 2 * sum(self.capacities) + MOST_RECORDS:
                     self._rewrite_log()
