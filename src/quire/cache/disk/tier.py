@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
-BUSY_RATE = 12 * 2**20  # bytes a second that are written while the engine computes; it shares its cores with that
+BUSY_RATE = 2 * 2**20  # bytes a second that are written while the engine computes: it shares its cores with that
 IDLE_AFTER = 0.02  # s after a step; then as much is written as goes
 MOST_STAGED = 64 * 2**20  # bytes that were read and not taken over yet
 READERS = 2
