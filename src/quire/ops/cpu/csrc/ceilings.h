@@ -24,7 +24,11 @@ static float multiply_all(int64_t rounds) {
     for (int i = 0; i < 2 * ROWS; i++) sum[i] = splat((float)i);
     V a = splat(0.999f), b = splat(1e-3f);
     for (int64_t k = 0; k < rounds; k++) {
+#if defined(__x86_64__)
         asm volatile("" : "+x"(a), "+x"(b));
+#else
+        asm volatile("" : "+w"(a), "+w"(b));
+#endif
         for (int i = 0; i < 2 * ROWS; i++) sum[i] = fma(sum[i], a, b);
     }
     V total = {};

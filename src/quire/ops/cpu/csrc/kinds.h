@@ -244,7 +244,7 @@ QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) 
     } else if constexpr (K::PAIR == 2) {
 #ifdef QUIRE_BF16_PAIRS
         QUIRE_UNROLL for (int j = 0; j < N; j += 2) {
-            const int at = column + j * W, bytes = WHOLE ? 64 : (left - j * W) * 2;
+            const int at = column + j * W, bytes = WHOLE ? 4 * W : (left - j * W) * 2;
             V high;
             interleave_bf16(load_lanes(rows[0] + at, bytes), load_lanes(rows[1] + at, bytes), to + j, j + 1 < N ? to + j + 1 : &high);
         }

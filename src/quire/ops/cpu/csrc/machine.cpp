@@ -1,78 +1,15 @@
-// What this processor and its operating system run, and how its memory is fetched.
-
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+// How this machine's memory is fetched. What its processor runs stands in machine_x86.cpp and machine_arm.cpp.
 
 #include <chrono>
 #include <cstring>
 
 #include "fetching.h"
 #include "params.h"
+#include "processor.h"
 
 Fetching quire_fetching = {FETCH_FIRST, 2560, FETCH_FIRST};
 
-extern "C" __attribute__((weak)) int32_t quire_amx_adds_as_documented(void);  // of the ISA amx, if it was compiled
-
-namespace {
-
-// Why AMX is not used. quire/ops/cpu/native.py has the sentences.
-enum Refusal : int32_t { NONE, NO_AVX512_BF16, NO_PROCESSOR, NO_SYSTEM, NO_PERMISSION, OTHER_SUMS, NOT_COMPILED };
-
-bool has_tiles() {
-    unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    return (d >> 22 & 1) && (d >> 24 & 3) == 3;  // AMX-BF16, AMX-TILE, AMX-INT8
-}
-
-// Whether the system saves the tiles when threads change: bits 17 and 18 of XCR0.
-bool saves_tiles() {
-    unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE
-    unsigned low, high;
-    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (low >> 17 & 3) == 3;
-}
-
-// Of this process, once and for all of its threads. Without it the first tile instruction would end the process.
-bool is_permitted() {
-    constexpr long REQUEST = 0x1023, TILE_DATA = 18;
-    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-}
-
-}  // namespace
-
 extern "C" {
-
-QUIRE_EXPORT int32_t quire_runs_avx2(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-QUIRE_EXPORT int32_t quire_runs_avx512(void) {
-    return quire_runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
-}
-QUIRE_EXPORT int32_t quire_runs_amx_emulated(void) { return quire_runs_avx512(); }
-QUIRE_EXPORT int32_t quire_runs_avx512_bf16(void) {
-    return quire_runs_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
-
-QUIRE_EXPORT int32_t quire_amx_refusal(void) {
-    if (!quire_runs_avx512_bf16()) return NO_AVX512_BF16;
-    if (!has_tiles()) return NO_PROCESSOR;
-    if (!saves_tiles()) return NO_SYSTEM;
-    if (!is_permitted()) return NO_PERMISSION;
-    if (!quire_amx_adds_as_documented) return NOT_COMPILED;
-    return quire_amx_adds_as_documented() ? NONE : OTHER_SUMS;
-}
-QUIRE_EXPORT int32_t quire_runs_amx(void) { return quire_amx_refusal() == NONE; }
-
-// 13 bytes: its letters, and a zero.
-QUIRE_EXPORT void quire_vendor(char* to) {
-    unsigned a, b, c, d;
-    memset(to, 0, 13);
-    if (!__get_cpuid(0, &a, &b, &c, &d)) return;
-    memcpy(to, &b, 4), memcpy(to + 4, &d, 4), memcpy(to + 8, &c, 4);
-}
 
 // Not while a kernel runs.
 QUIRE_EXPORT void quire_set_fetching(int32_t weights, int32_t weights_ahead, int32_t keys) {
@@ -82,8 +19,7 @@ QUIRE_EXPORT void quire_set_fetching(int32_t weights, int32_t weights_ahead, int
 // Nanoseconds in which every line is read from memory while lines further on are fetched, as few rows read a weight.
 QUIRE_EXPORT int64_t quire_time_fetching(const char* data, int64_t bytes, int32_t kind, int32_t ahead) {
     using Clock = std::chrono::steady_clock;
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_ia32_clflush(data + at);
-    __builtin_ia32_mfence();
+    evict(data, bytes);
     const Clock::time_point start = Clock::now();
     int64_t sum = 0;
     for (int64_t at = 0; at + 64 <= bytes; at += 64) {

@@ -159,17 +159,12 @@ class Room {
 // One vector of the sums of each of W: lane i is the sum of sums[i]. A tree, the same for all of them.
 QUIRE_INLINE V sums_of_lanes(V* sums) {
     auto fold = [&]<int STEP>() __attribute__((always_inline)) {
-        I first, second;
-        for (int k = 0; k < W; k++) {
-            first[k] = (k & STEP) ? W + k - STEP : k;
-            second[k] = (k & STEP) ? W + k : k + STEP;
-        }
         QUIRE_UNROLL for (int i = 0; i < W; i += 2 * STEP)
-            sums[i] = __builtin_shuffle(sums[i], sums[i + STEP], first) + __builtin_shuffle(sums[i], sums[i + STEP], second);
+            sums[i] = pair_lanes<STEP, false>(sums[i], sums[i + STEP]) + pair_lanes<STEP, true>(sums[i], sums[i + STEP]);
     };
     fold.template operator()<1>();
     fold.template operator()<2>();
-    fold.template operator()<4>();
+    if constexpr (W >= 8) fold.template operator()<4>();
     if constexpr (W == 16) fold.template operator()<8>();
     return sums[0];
 }

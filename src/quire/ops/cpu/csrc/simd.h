@@ -4,18 +4,25 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #define QUIRE_INLINE static inline __attribute__((always_inline))
 #define QUIRE_INLINE_MEMBER inline __attribute__((always_inline))
 
 // Before a loop over an array of vectors: unrolled early, the array becomes registers; else the compiler may keep it in
 // memory and store every vector in every step.
+#if defined(__clang__)
+#define QUIRE_UNROLL _Pragma("clang loop unroll_count(16)")
+#else
 #define QUIRE_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__)
 #include "simd_avx2.h"
+#elif defined(__aarch64__)
+#include "simd_neon.h"
 #else
 #error "no vector types for this ISA"
 #endif
@@ -64,19 +71,27 @@ QUIRE_INLINE float reduce_add(V v) {
     return combine_lanes(v, [](V a, V b) __attribute__((always_inline)) { return a + b; });
 }
 
+// Of a and b, pairs of lanes whose index differs in the bit STEP side by side: those of a's and b's lanes without that bit, and
+// with UPPER those of the lanes that have it.
+template <int STEP, bool UPPER>
+QUIRE_INLINE V pair_lanes(V a, V b) {
+    return [&]<int... K>(std::integer_sequence<int, K...>) __attribute__((always_inline)) {
+#if defined(__clang__)
+        return __builtin_shufflevector(a, b, ((K & STEP ? W + K - STEP : K) + (UPPER ? STEP : 0))...);
+#else
+        return __builtin_shuffle(a, b, I{((K & STEP ? W + K - STEP : K) + (UPPER ? STEP : 0))...});
+#endif
+    }(std::make_integer_sequence<int, W>());
+}
+
 // Exchange the elements between rows i and i + STEP whose index differs in that bit: one stage of a transposition.
 template <int STEP>
 QUIRE_INLINE void exchange(V* rows) {
-    I first, second;
-    for (int k = 0; k < W; k++) {
-        first[k] = (k & STEP) ? W + k - STEP : k;
-        second[k] = (k & STEP) ? W + k : k + STEP;
-    }
     for (int i = 0; i < W; i++) {
         if (i & STEP) continue;
-        V a = rows[i], b = rows[i + STEP];
-        rows[i] = __builtin_shuffle(a, b, first);
-        rows[i + STEP] = __builtin_shuffle(a, b, second);
+        const V a = rows[i], b = rows[i + STEP];
+        rows[i] = pair_lanes<STEP, false>(a, b);
+        rows[i + STEP] = pair_lanes<STEP, true>(a, b);
     }
 }
 

@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "parallel.h"
+#include "processor.h"
 
 namespace {
 
@@ -97,7 +98,7 @@ class Team {
     }
 
     static void wait(int64_t spins) {
-        if (spins < SPINS) __builtin_ia32_pause();
+        if (spins < SPINS) pause_briefly();
         else sched_yield();
     }
 };

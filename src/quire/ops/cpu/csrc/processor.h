@@ -1,0 +1,24 @@
+// The few things for which every kind of processor has an instruction, and C++ no word.
+#pragma once
+
+#include <cstdint>
+
+// Within a loop that waits for another thread.
+static inline void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    asm volatile("yield");
+#endif
+}
+
+// Let no cache hold that memory.
+static inline void evict(const char* data, int64_t bytes) {
+#if defined(__x86_64__)
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_ia32_clflush(data + at);
+    __builtin_ia32_mfence();
+#else
+    for (int64_t at = 0; at < bytes; at += 64) asm volatile("dc civac, %0" ::"r"(data + at) : "memory");
+    asm volatile("dsb ish" ::: "memory");
+#endif
+}
