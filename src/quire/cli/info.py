@@ -12,8 +12,10 @@ from quire.cli.options import complete_model, fail, field_option, row
 from quire.config import EngineConfig
 from quire.errors import QuireError
 
-ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "asimd", "bf16")
-
+ISA_FLAGS = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16"),
+    *("asimd", "asimddp", "bf16", "i8mm"),
+)
 
 def info(
     model: Annotated[
@@ -108,7 +110,7 @@ def _show_machine() -> None:
     row("CPU", f"{torch.get_num_threads()} threads, {', '.join(_cpu_features()) or 'no vector extension known'}")
     if native.unavailable() is None:
         row("native kernels", f"{native.default().isa}, of {', '.join(native.runnable(native.library_path()))}")
-        if reason := native.amx_refusal():
+        if "avx2" in native.runnable(native.library_path()) and (reason := native.amx_refusal()):
             row("AMX", f"not used: {reason}")
         row("prefetch", str(native.default().fetching))
     row("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")

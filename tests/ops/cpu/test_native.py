@@ -22,7 +22,7 @@ def test_auto_takes_the_native_kernels_and_their_best_instruction_set(backend):
     assert served
     assert served == tuple(isa for isa in native.ISAS if isa in served)
     assert native.load().isa == served[0]
-    assert "avx2" in served
+    assert {"avx2", "neon"} & set(served)  # the least of x86-64 and of Arm
     assert served[0] != "amx_emulated"
 
 

@@ -45,7 +45,7 @@ BLOCKS = {
     "sub5-order": (5, 256, True, True),
     "sub6": (6, 256, False, False),
 }
-ISAS = native.runnable(native.library_path())
+ISAS = () if native.unavailable() else native.runnable(native.library_path())
 # Where integers are multiplied by tiles: one tile +- 1, several panels of strips, and ends of stretches of the inputs.
 TILED = [isa for isa in ISAS if isa.startswith("amx")]
 TILED_SHAPES = ((17, 63), (32, 65), (300, 1540), (100, 768), (33, 769))

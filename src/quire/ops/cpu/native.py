@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
+import sys
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ from quire.ops.activation import FUNCTIONS, Activation
 from quire.ops.choice import Choice
 from quire.ops.cpu import fetching
 
-ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "amx_emulated")  # the best first; the last one is for tests
+# Those of x86-64 and of Arm, the best first; the last one is for tests.
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "amx_emulated")
 # What machine.cpp says of AMX, by number.
 AMX_REFUSALS = (
     None,
@@ -411,8 +414,14 @@ def unavailable() -> str | None:
     path = library_path()
     if not path.exists():
         return f"the native library {path.name} was not built for this platform"
-    if not runnable(path):
-        return "this CPU lacks AVX2, which the native kernels need"
+    try:
+        served = runnable(path)
+    except OSError as error:
+        return f"the native library {path} cannot be loaded: {error}"
+    if not served:
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        needed = "AVX2, which the native kernels need" if x86 else "the instruction sets that the library was built for"
+        return f"this CPU lacks {needed}"
     if not hasattr(_torch_library(), "torch_parallel_for"):
         return f"torch {torch.__version__} does not export its thread pool; torch 2.10 or later does"
     return None
@@ -428,7 +437,8 @@ def runnable(path: Path) -> tuple[str, ...]:
 
 def amx_refusal() -> str | None:
     """Why the kernels for AMX do not run on this machine, or None where they do."""
-    return AMX_REFUSALS[ctypes.CDLL(str(library_path())).quire_amx_refusal()]
+    refusal = getattr(ctypes.CDLL(str(library_path())), "quire_amx_refusal", None)
+    return "AMX is of x86-64 alone" if refusal is None else AMX_REFUSALS[refusal()]
 
 
 @cache
@@ -488,4 +498,5 @@ def default() -> Library:
 
 @cache
 def _torch_library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))

@@ -179,7 +179,8 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         }
         for (int b = 0; b < blocks.blocks; b++) {
             const int first = blocks.first(b), count = blocks.rows(b);
-            const auto [begin, end] = seen(step, first, count);
+            const auto range = seen(step, first, count);
+            const int begin = range.begin, end = range.end;
             if (begin >= end) continue;
             with_rows(count, [&]<int R>() { add_block<R>(first, begin / QUAD, (end + QUAD - 1) / QUAD, sums + (int64_t)first * wide + column); });
         }

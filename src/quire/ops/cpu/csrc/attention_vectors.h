@@ -83,9 +83,9 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
         });
         for (int b = 0; b < blocks.blocks; b++) {
             const int first = blocks.first(b), count = blocks.rows(b);
-            auto [begin, end] = seen(step, first, count);
-            if (begin >= end) continue;
-            begin = (begin - step.begin) / K::PAIR, end = (end - step.begin + K::PAIR - 1) / K::PAIR;
+            const auto range = seen(step, first, count);
+            if (range.begin >= range.end) continue;
+            const int begin = (range.begin - step.begin) / K::PAIR, end = (range.end - step.begin + K::PAIR - 1) / K::PAIR;
             const float* w = weights + (int64_t)first * lda_weights + step.begin / K::PAIR;
             float* to = sums + (int64_t)first * wide + column;
             with_width(left, [&]<int N, bool WHOLE>() {

@@ -25,7 +25,10 @@ bool has_bf16() { return has("hw.optional.arm.FEAT_BF16") && has("hw.optional.ar
 
 #else
 
-bool has_byte_dot() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+bool has_byte_dot() {  // and what else armv8.2-a lets the compiler use
+    constexpr unsigned long ALL = HWCAP_ASIMDDP | HWCAP_ATOMICS | HWCAP_ASIMDRDM | HWCAP_CRC32;
+    return (getauxval(AT_HWCAP) & ALL) == ALL;
+}
 bool has_bf16() {
     constexpr unsigned long I8MM = 1ul << 13, BF16 = 1ul << 14;  // HWCAP2_I8MM and HWCAP2_BF16, which old headers lack
     return (getauxval(AT_HWCAP2) & (I8MM | BF16)) == (I8MM | BF16);

@@ -21,6 +21,12 @@ bool has_tiles() {
     return (d >> 22 & 1) && (d >> 24 & 3) == 3;  // AMX-BF16, AMX-TILE, AMX-INT8
 }
 
+// Not a name that every compiler's __builtin_cpu_supports knows.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
 // Whether the system saves the tiles when threads change: bits 17 and 18 of XCR0.
 bool saves_tiles() {
     unsigned a, b, c, d;
@@ -41,7 +47,7 @@ bool is_permitted() {
 extern "C" {
 
 QUIRE_EXPORT int32_t quire_runs_avx2(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 QUIRE_EXPORT int32_t quire_runs_avx512(void) {
     return quire_runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -159,13 +159,15 @@ class Room {
 // One vector of the sums of each of W: lane i is the sum of sums[i]. A tree, the same for all of them.
 QUIRE_INLINE V sums_of_lanes(V* sums) {
     auto fold = [&]<int STEP>() __attribute__((always_inline)) {
-        QUIRE_UNROLL for (int i = 0; i < W; i += 2 * STEP)
-            sums[i] = pair_lanes<STEP, false>(sums[i], sums[i + STEP]) + pair_lanes<STEP, true>(sums[i], sums[i + STEP]);
+        if constexpr (STEP < W) {
+            QUIRE_UNROLL for (int i = 0; i < W; i += 2 * STEP)
+                sums[i] = pair_lanes<STEP, false>(sums[i], sums[i + STEP]) + pair_lanes<STEP, true>(sums[i], sums[i + STEP]);
+        }
     };
     fold.template operator()<1>();
     fold.template operator()<2>();
-    if constexpr (W >= 8) fold.template operator()<4>();
-    if constexpr (W == 16) fold.template operator()<8>();
+    fold.template operator()<4>();
+    fold.template operator()<8>();
     return sums[0];
 }
 

@@ -87,19 +87,21 @@ QUIRE_INLINE V pair_lanes(V a, V b) {
 // Exchange the elements between rows i and i + STEP whose index differs in that bit: one stage of a transposition.
 template <int STEP>
 QUIRE_INLINE void exchange(V* rows) {
-    for (int i = 0; i < W; i++) {
-        if (i & STEP) continue;
-        const V a = rows[i], b = rows[i + STEP];
-        rows[i] = pair_lanes<STEP, false>(a, b);
-        rows[i + STEP] = pair_lanes<STEP, true>(a, b);
+    if constexpr (STEP < W) {
+        for (int i = 0; i < W; i++) {
+            if (i & STEP) continue;
+            const V a = rows[i], b = rows[i + STEP];
+            rows[i] = pair_lanes<STEP, false>(a, b);
+            rows[i + STEP] = pair_lanes<STEP, true>(a, b);
+        }
     }
 }
 
 QUIRE_INLINE void transpose(V* rows) {
     exchange<1>(rows);
     exchange<2>(rows);
-    if constexpr (W >= 8) exchange<4>(rows);
-    if constexpr (W >= 16) exchange<8>(rows);
+    exchange<4>(rows);
+    exchange<8>(rows);
 }
 
 }  // namespace

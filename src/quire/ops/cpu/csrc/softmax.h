@@ -17,7 +17,7 @@ struct ScoreRule {
 constexpr int VECTORS = SUBTILE / W;
 
 QUIRE_INLINE V within(V key, int low, int high, V inside, V outside) {
-    return (key >= splat((float)low)) & (key < splat((float)high)) ? inside : outside;
+    return ((key >= splat((float)low)) & (key < splat((float)high))) ? inside : outside;
 }
 
 QUIRE_INLINE float largest(V* top) {
