@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
 BUILT_FROM := pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
-.PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients formats wheel sanitize sanitize-threads clean
+.PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients formats wheel sanitize sanitize-threads emulate clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -96,6 +96,9 @@ sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threa
 	cmake --build build/sanitize-threads --parallel
 	TSAN_OPTIONS=halt_on_error=1:suppressions=tests/ops/cpu/threads.supp LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
 	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/ops/cpu/test_recurrent_program.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --timeout 1800 --native-library build/sanitize-threads/libquire_cpu.so
+
+emulate: $(INSTALLED)  ## the operators' tests on an emulated Arm processor; needs a cross compiler and QEMU, see docs/develop/arm.md
+	$(BIN)/python tools/emulate.py
 
 clean:
 	rm -rf .venv .venv-* build dist
