@@ -17,6 +17,7 @@ ISA_FLAGS = (
     *("asimd", "asimddp", "bf16", "i8mm"),
 )
 
+
 def info(
     model: Annotated[
         str | None,

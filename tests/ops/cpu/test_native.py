@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -33,14 +34,22 @@ def _without_triton(monkeypatch):
 
 
 @pytest.mark.usefixtures("_without_triton")
-def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend, monkeypatch):
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        ("x86_64", "this CPU lacks AVX2, which the native kernels need"),
+        ("aarch64", "this CPU lacks the instruction sets that the library was built for"),
+    ],
+)
+def test_a_cpu_without_instructions_gets_the_reference_and_one_line_that_says_so(backend, monkeypatch, machine, reason):
     monkeypatch.setattr(native, "runnable", lambda path: ())
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     assert ops.load("auto").name == "reference"
-    with pytest.raises(Unsupported, match="cpu: this CPU lacks AVX2"):
+    with pytest.raises(Unsupported, match=f"cpu: {reason}"):
         ops.load("cpu")
     shown = CliRunner().invoke(app, ["info"]).output.splitlines()
-    assert [line.split() for line in shown if "AVX2" in line] == [
-        "backend cpu not available: this CPU lacks AVX2, which the native kernels need".split()
+    assert [line.split() for line in shown if "this CPU lacks" in line and "AMX" not in line] == [
+        f"backend cpu not available: {reason}".split()
     ]
     assert "backend auto       reference" in shown
 

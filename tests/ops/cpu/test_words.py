@@ -1,4 +1,4 @@
-"""The words of each `simd_*.h`, lane by lane, and what the library finds on an Arm processor: compiled here, on Arm emulated.
+"""The words of each `simd_*.h`, lane by lane, and what the library finds on an Arm processor, which is emulated.
 
 `make emulate` runs the operators' tests on Arm; this is what takes seconds.
 """

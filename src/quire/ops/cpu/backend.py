@@ -37,7 +37,7 @@ from quire.ops.swap import HostSwap, Swap
 
 
 class CpuBackend(Backend):
-    """Native kernels for x86-64."""
+    """Native kernels for x86-64 and 64-bit Arm."""
 
     name = "cpu"
     limits = Limits(

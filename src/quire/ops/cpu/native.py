@@ -25,7 +25,7 @@ from quire.ops.cpu import fetching
 
 # Those of x86-64 and of Arm, the best first; the last one is for tests.
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "amx_emulated")
-# What machine.cpp says of AMX, by number.
+# What machine_x86.cpp says of AMX, by number.
 AMX_REFUSALS = (
     None,
     "this CPU lacks AVX512_BF16",
