@@ -16,6 +16,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTeleme
 
 from opentelemetry.trace import SpanKind, StatusCode
 
+from quire.fleet.placement import PARTS
 from quire.server.watch.traces import Traces
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow
 from tests.fleet.serving import SECRET, Front
@@ -85,7 +86,7 @@ def test_a_request(fleet: Any) -> None:
     assert about["quire.placement.uncached_tokens"] == 40
     assert set(about["quire.placement.candidates"]) == {server.url for server in servers}
     parts = [value for name, value in about.items() if name.startswith("quire.placement.cost.")]
-    assert len(parts) == 7
+    assert len(parts) == len(PARTS)
     assert sum(parts) == pytest.approx(about["quire.placement.costs"][0])
     assert about["quire.samples"] == (0, 1)
     assert about["quire.outcome"] == "finished"
