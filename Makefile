@@ -77,12 +77,14 @@ clients: $(INSTALLED)  ## what people use against the server: lm_eval, a load ge
 formats: $(INSTALLED)  ## checkpoints that compressed-tensors writes, in an environment of its own
 	$(BIN)/python tools/check_formats.py
 
-wheel: $(INSTALLED)  ## one wheel for every Python, and that of quire-bench: dist/*.whl
+wheel: $(INSTALLED)  ## one wheel for every Python, that of quire-bench, and both source distributions: dist/
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/plain .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl
+	$(BIN)/python tools/repair_wheel.py dist/plain/*.whl dist
 	rm -rf dist/plain
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bench
+	$(BIN)/python -m build --sdist --outdir dist .
+	$(BIN)/python -m build --sdist --outdir dist bench
 
 sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under AddressSanitizer and UBSan
 	cmake -S . -B build/sanitize -D QUIRE_SANITIZE=memory

@@ -3,6 +3,13 @@
 
 #include "simd.h"
 
+// glibc 2.29 has a second exp2, which reports errors in another way. The first one is in every glibc: see floor.cpp.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver exp2,exp2@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver exp2,exp2@GLIBC_2.17");
+#endif
+
 namespace {
 
 constexpr float LOG2E = 1.44269504088896341f;
