@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
 BUILT_FROM := pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
-.PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients formats wheel sanitize sanitize-threads emulate clean
+.PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs docs-version bench bench-peers bench-long clients formats wheel sanitize sanitize-threads emulate clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -46,6 +46,11 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 docs: $(INSTALLED)  ## the documentation: build/site/index.html
 	$(BIN)/mkdocs build --strict
 
+VERSION = dev
+docs-version: $(INSTALLED)  ## the documentation of one version beside the others, on the branch gh-pages: VERSION=0.1.0 ALIAS=latest PUSH=--push
+	$(BIN)/mike deploy --update-aliases $(PUSH) $(VERSION) $(ALIAS)
+	$(BIN)/mike set-default --allow-undefined $(PUSH) latest
+
 # GHSA-rrmf-rvhw-rf47: see SECURITY.md
 audit: $(INSTALLED)  ## known vulnerabilities of the lowest versions; asks an advisory service on the Internet
 	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet --disable-pip-version-check pip-audit; }
@@ -80,7 +85,7 @@ formats: $(INSTALLED)  ## checkpoints that compressed-tensors writes, in an envi
 wheel: $(INSTALLED)  ## one wheel for every Python, that of quire-bench, and both source distributions: dist/
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/plain .
-	$(BIN)/python tools/repair_wheel.py dist/plain/*.whl dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) --wheel-dir dist dist/plain/*.whl
 	rm -rf dist/plain
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bench
 	$(BIN)/python -m build --sdist --outdir dist .

@@ -12,11 +12,14 @@ from rich.text import Text
 from quire import LLM, SamplingParams
 
 PROMPTS = [
-    "def fibonacci(",
-    "class Stack:\n    def push(self",
-    '"""Parse the command line and return the',
-    "import json\nimport os\n\n",
+    "class Node:\n    def __init__(self",
+    'def basename(path):\n    """Return',
+    "class Version:\n    def __lt__(self, other):",
+    "class Reader:\n    def __enter__(self):",
 ]
+# So small a model repeats itself where it may: what it has written becomes less probable. A definition ends where two
+# lines stay empty.
+PARAMS = SamplingParams(max_tokens=64, temperature=0.0, repetition_penalty=1.15, stop=["\n\n\n"])
 
 
 def main() -> None:
@@ -25,7 +28,7 @@ def main() -> None:
     usage = llm.engine.scheduler.usage
     outputs, fullest = {}, usage()
     start = time.perf_counter()
-    for output in llm.stream(PROMPTS, SamplingParams(max_tokens=96, temperature=0.6, top_p=0.95)):
+    for output in llm.stream(PROMPTS, PARAMS):
         outputs[output.request_id] = output
         fullest = max(fullest, usage(), key=lambda u: u.used_blocks)
     seconds = time.perf_counter() - start

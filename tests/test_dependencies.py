@@ -114,7 +114,7 @@ def test_lowest_versions() -> None:
 
     audited, installed = printed("audit"), printed("install")
     assert "jinja2==3.1.6" in audited
-    assert 'uvloop==0.21; platform_system != "Windows"' in audited
+    assert "uvloop==0.21" in audited
     assert len(audited) == len(RUNTIME)
     assert len(installed) == len(RUNTIME) + len(DEV) + len(MEASURING)
     torch = [line for line in CONSTRAINTS if line.startswith("torch==")]

@@ -7,7 +7,11 @@ Names are imported when they are first used, so that `import quire` costs nothin
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("Quire does not run on Windows. It runs on Linux, so also in WSL 2")
 
 if TYPE_CHECKING:
     from quire import ops

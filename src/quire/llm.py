@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ from quire.text import (
     beam_sequences,
 )
 
+log = logging.getLogger("quire")
+
 
 class LLM:
     """A model, ready to continue prompts.
@@ -79,6 +82,7 @@ class LLM:
         # What SamplingParams have where a request does not say.
         self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.files)
         self.backend: ops.Backend = ops.load(self.config.attention_backend, self.config.device)
+        self._say_if_slow()
         if self.config.prefetch is not None:
             self.backend.set_prefetch(self.config.prefetch)
         if self.config.reproducible and not self.backend.limits.reproducible:  # before weights are read
@@ -92,6 +96,13 @@ class LLM:
         self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
+
+    def _say_if_slow(self) -> None:
+        """Nothing falls back silently: the reference computes every model, and is many times slower."""
+        if self.config.attention_backend == "auto" and self.backend.name == "reference":
+            fast = "cpu" if self.config.device == "cpu" else "triton"
+            reason = ops.unavailable(fast, self.config.device)
+            log.warning("the slow backend 'reference' computes, since there is no %r here: %s", fast, reason)
 
     def _find_text_files(self) -> Files:
         """What the tokenizer and the chat template are read from."""

@@ -90,5 +90,10 @@ app.command(short_help="What this machine has, or what a model needs.")(info)
 
 def main() -> None:
     """Entry point of the `quire` command."""
-    with said_interrupts():
-        app()
+    try:
+        with said_interrupts():
+            app()
+    except ImportError as error:  # torch's wheels have the same floor
+        if "GLIBC" not in str(error):
+            raise
+        sys.exit(f"error: this system is older than PyTorch's wheels and Quire's, which need glibc 2.28 or later: {error}")

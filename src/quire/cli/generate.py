@@ -33,6 +33,10 @@ def generate(
         float | None,
         typer.Option(help="0 takes the most probable token each time. Default: the checkpoint's own, else 0.7."),
     ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Above 1: tokens of the text so far become less probable. Default: the checkpoint's own, else 1."),
+    ] = None,
     lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that continues them.")] = None,
     as_json: AsJson = False,
     **options: Any,
@@ -42,7 +46,11 @@ def generate(
 
     try:
         texts = _read_prompts(prompts or [], file or [])
-        asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        asked: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "repetition_penalty": repetition_penalty,
+        }
         given = {name: value for name, value in asked.items() if value is not None}
         SamplingParams(**given)  # before a model is loaded for nothing
         loras = parse_loras([] if lora is None else [lora])

@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import resource
 import select
 import signal
 import struct
@@ -105,8 +106,6 @@ def _answer(answer: Callable[[Any], Any], seconds: float, cpu_seconds: float, me
 
 def _limit_memory(memory: int) -> None:
     """Let this process take that many bytes of address space beyond what it has."""
-    import resource  # here, so that the server can be imported on Windows, which has none
-
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # not every system can
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -8,9 +8,9 @@ import errno
 import gc
 import logging
 import math
+import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -328,10 +328,6 @@ class Server(Listening):
 
 def allow_connections() -> None:
     """Let the process have a file for each connection, as far as it may: the system's default is often 1,024."""
-    if sys.platform == "win32":
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + 256
     if hard != resource.RLIM_INFINITY:

@@ -35,6 +35,7 @@ AMX_REFUSALS = (
     "the sums of this CPU's AMX tiles are not in the documented order",
     "this library was built without the kernels for AMX",
 )
+FLOOR = "glibc 2.28 and the libstdc++ of GCC 8, or later"  # of the wheels, as of PyTorch's
 TILE_ROWS = 16
 MANY_ROWS = 2**31 - 1  # of which some must be copied, if of any number of rows
 NO_MEMORY = 1  # as plan_update returns it
@@ -417,7 +418,7 @@ def unavailable() -> str | None:
     try:
         served = runnable(path)
     except OSError as error:
-        return f"the native library {path} cannot be loaded: {error}"
+        return _refused(path, error)
     if not served:
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         needed = "AVX2, which the native kernels need" if x86 else "the instruction sets that the library was built for"
@@ -425,6 +426,17 @@ def unavailable() -> str | None:
     if not hasattr(_torch_library(), "torch_parallel_for"):
         return f"torch {torch.__version__} does not export its thread pool; torch 2.10 or later does"
     return None
+
+
+def _refused(path: Path, error: OSError) -> str:
+    """What the system's loader says of the library, and what helps."""
+    if "GLIBC" not in str(error):  # nor GLIBCXX
+        return f"the native library {path} cannot be loaded: {error}"
+    return (
+        f"the native library was built for newer system libraries than this system has ({error}). Quire's wheels need "
+        f"{FLOOR}; this system has {' '.join(platform.libc_ver()) or 'another C library'}. Install Quire from its source "
+        "here, which needs a C++ compiler, or take a newer system"
+    )
 
 
 @cache
