@@ -50,6 +50,49 @@ def test_help_imports_nothing_heavy() -> None:
     assert "info" in result.stdout
 
 
+ELSEWHERE = """
+import sys
+sys.platform = "win32"
+try:
+    import quire
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_windows_gets_a_sentence() -> None:
+    said = subprocess.check_output([sys.executable, "-c", ELSEWHERE], text=True)
+    assert said == "Quire does not run on Windows. It runs on Linux, so also in WSL 2\n"
+
+
+TOO_OLD = """
+import sys
+class Loader:  # PyTorch's own libraries, as they fail there
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            raise ImportError("/lib64/libm.so.6: version `GLIBC_2.27' not found (required by libtorch_cpu.so)")
+sys.meta_path.insert(0, Loader())
+sys.argv = ["quire", "generate", "import os"]
+from quire.cli import main
+main()
+"""
+
+
+def test_a_system_that_is_too_old_for_torch_gets_a_sentence() -> None:
+    done = subprocess.run([sys.executable, "-c", TOO_OLD], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this system is older than PyTorch's wheels and Quire's, which need glibc 2.28")
+    assert "version `GLIBC_2.27' not found" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_repetition_penalty_ends_a_loop() -> None:
+    arguments = ["def __repr__(self):", "--temperature", "0", "--max-tokens", "64"]
+    name = "self.__class__.__name__"
+    assert generated(*arguments).count(name) > 2
+    assert generated(*arguments, "--repetition-penalty", "1.25").count(name) <= 2
+
+
 WITHOUT_BENCH = """
 import sys
 sys.modules["quire_bench"] = None  # as if it were not installed

@@ -144,14 +144,45 @@ def test_python(path: Path, request: pytest.FixtureRequest) -> None:
             exec(compile("\n" * above + code, path.name, "exec"), names)
 
 
-def test_the_sample_of_the_readme_is_what_comes_out() -> None:
-    """Sampled text has the same bits on all machines of one instruction set; the sample is of the best one."""
-    [(command, shown)] = re.findall(r"^\$ \.venv/bin/(quire generate .*)\n((?:.*\n)+?)```", readme(), re.MULTILINE)
-    arguments = shlex.split(command)[1:]
-    assert shown.startswith(arguments[1])
-    if native.unavailable() or native.default().isa != "avx512_bf16":
-        pytest.skip("the sample is of AVX-512 with bf16")
-    assert CliRunner().invoke(app, arguments).stdout == shown
+def consoles(page: Path) -> list[tuple[str, str]]:
+    return [each for each in BLOCK.findall(page.read_text()) if each[0] == "console"]
+
+
+# A command of a console block with the lines below it, which are what it prints.
+TRANSCRIPT = re.compile(r"^\$ \.venv/bin/(quire .*)\n((?:(?!\$ |```).*\n)+)", re.MULTILINE)
+TRANSCRIPTS = [
+    (command, shown)
+    for page in (ROOT / "README.md", ROOT / "docs" / "get-started.md")
+    for _, body in consoles(page)
+    for command, shown in TRANSCRIPT.findall(body)
+]
+BACKENDS = ["reference"] if native.unavailable() else [*native.runnable(native.library_path()), "reference"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("command", "shown"), TRANSCRIPTS, ids=[command[:40] for command, _ in TRANSCRIPTS])
+def test_what_a_page_shows_is_what_comes_out(
+    command: str, shown: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every instruction set of this machine, and on the reference: a reader has another machine than the writer."""
+    if backend == "reference":
+        monkeypatch.setattr(native, "unavailable", lambda: "this is about the reference")
+        monkeypatch.delitem(ops.BACKENDS, "triton")  # whose interpreter serves a CPU in tests
+    else:
+        loaded = native.load(backend)
+        monkeypatch.setattr(native, "default", lambda: loaded)
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == shown
+
+
+def test_transcripts_are_found() -> None:
+    """One that nobody compares would not be noticed: all lines of output in these pages belong to one."""
+    assert {command.split()[1] for command, _ in TRANSCRIPTS} == {"generate", "--version"}
+    for page in (ROOT / "README.md", ROOT / "docs" / "get-started.md"):
+        found = sum(shown.count("\n") for _, body in consoles(page) for _, shown in TRANSCRIPT.findall(body))
+        assert found == sum(not line.startswith("$ ") for _, body in consoles(page) for line in body.splitlines())
 
 
 def readme() -> str:

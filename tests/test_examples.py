@@ -1,6 +1,7 @@
 """The examples run and say what they promise."""
 
 import importlib.util
+import re
 import runpy
 import signal
 import subprocess
@@ -44,6 +45,18 @@ def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for promise in PROMISES[name]:
         assert promise in printed
+
+
+def test_what_the_demo_writes_is_no_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the first thing that a newcomer sees. Nothing of a text is there three times, its shortest lines aside."""
+    runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    texts = [text for text in capsys.readouterr().out.split("─" * 10) if text.strip("─\n ")][:-1]
+    assert len(texts) == 4
+    for text in texts:
+        lines = [line.strip() for line in text.splitlines() if len(line.strip()) > 8]
+        assert len(lines) >= 3, text
+        assert max(map(lines.count, lines)) < 3, text
+        assert not re.search(r"(\w+\W+)\1\1", text), text
 
 
 @pytest.mark.slow

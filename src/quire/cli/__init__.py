@@ -5,6 +5,7 @@ Everything heavy is imported inside the commands, so that `quire --help` answers
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated

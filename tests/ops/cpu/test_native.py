@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from quire import ops
+from quire import LLM, ops
 from quire.cli import app
 from quire.errors import BadValue, Unsupported
 from quire.ops.cpu import native
@@ -59,6 +60,47 @@ def test_an_installation_without_the_library_says_so(backend, monkeypatch, tmp_p
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libquire_cpu.so")
     assert ops.load("auto").name == "reference"
     assert "was not built for this platform" in str(ops.unavailable("cpu"))
+
+
+@pytest.mark.usefixtures("_without_triton")
+def test_a_system_that_is_too_old_is_told_what_is_needed(backend, monkeypatch, tmp_path: Path):
+    """As if it were built for a glibc that is yet to come: the loader refuses it."""
+    path = tmp_path / "libquire_cpu.so"
+    names = native.library_path().read_bytes()
+    path.write_bytes(names.replace(b"\0GLIBC_2.27\0", b"\0GLIBC_9.27\0").replace(b"\0GLIBC_2.14\0", b"\0GLIBC_9.14\0"))
+    monkeypatch.setattr(native, "library_path", lambda: path)
+    reason = str(ops.unavailable("cpu"))
+    assert re.search(r"GLIBC_9\.\d+' not found", reason)
+    assert "need glibc 2.28 and the libstdc++ of GCC 8" in reason
+    assert "from its source here, which needs a C++ compiler, or take a newer system" in reason
+    assert ops.load("auto").name == "reference"
+    shown = CliRunner().invoke(app, ["info"])
+    assert shown.exit_code == 0
+    assert "need glibc 2.28" in shown.output
+
+
+@pytest.mark.usefixtures("_without_triton")
+def test_a_library_that_is_none_is_named(backend, monkeypatch, tmp_path: Path):
+    path = tmp_path / "libquire_cpu.so"
+    path.write_bytes(b"half a download")
+    monkeypatch.setattr(native, "library_path", lambda: path)
+    assert str(ops.unavailable("cpu")).startswith(f"the native library {path} cannot be loaded: ")
+
+
+@pytest.mark.usefixtures("_without_triton")
+def test_the_slow_backend_is_never_taken_silently(backend, monkeypatch, caplog):
+    LLM()
+    assert not caplog.messages
+    monkeypatch.setattr(native, "runnable", lambda path: ())
+    LLM(attention_backend="reference")  # as asked
+    assert not caplog.messages
+    result = CliRunner().invoke(app, ["generate", "import os", "--max-tokens", "2"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("import os")
+    assert caplog.messages == [
+        "the slow backend 'reference' computes, since there is no 'cpu' here: this CPU lacks AVX2, which the native kernels "
+        "need"
+    ]
 
 
 def test_it_serves_no_gpu(backend):

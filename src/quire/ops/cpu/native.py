@@ -441,10 +441,10 @@ def _refused(path: Path, error: OSError) -> str:
 
 @cache
 def runnable(path: Path) -> tuple[str, ...]:
-    """The instruction sets that this machine runs, the best first. Asked of the library once."""
+    """The instruction sets that this machine runs and the library has, the best first. Asked of the library once."""
     library = ctypes.CDLL(str(path))
-    asked = ((isa, getattr(library, f"quire_runs_{isa}", None)) for isa in ISAS)
-    return tuple(isa for isa, runs in asked if runs is not None and runs())
+    built = (isa for isa in ISAS if hasattr(library, f"quire_linear_{isa}"))
+    return tuple(isa for isa in built if getattr(library, f"quire_runs_{isa}")())
 
 
 def amx_refusal() -> str | None:
