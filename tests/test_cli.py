@@ -81,7 +81,9 @@ main()
 def test_a_system_that_is_too_old_for_torch_gets_a_sentence() -> None:
     done = subprocess.run([sys.executable, "-c", TOO_OLD], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: this system is older than PyTorch's wheels and Quire's, which need glibc 2.28")
+    assert done.stderr.startswith(
+        "error: this system is older than PyTorch's wheels and Quire's, which need glibc 2.28"
+    )
     assert "version `GLIBC_2.27' not found" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -23,8 +23,8 @@ def repository(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     version = release.versions(ROOT)[0][1]
-    changes = "# Changelog\n\n## [Unreleased]\n\n## [{}] - 2026-12-01\n\n### Added\n\n- Wheels.\n\n## [0.0.1] - 2026-01-01\n\n- All.\n"
-    (tmp_path / "CHANGELOG.md").write_text(changes.format(version))
+    sections = "# Changelog", "## [Unreleased]", f"## [{version}] - 2026-12-01", "### Added", "- Wheels."
+    (tmp_path / "CHANGELOG.md").write_text("\n\n".join([*sections, "## [0.0.1] - 2026-01-01", "- All.\n"]))
     return tmp_path
 
 
@@ -82,7 +82,9 @@ def test_only_what_publishes_may_write() -> None:
     """Elsewhere a step that goes wrong can neither publish nor change the repository."""
     for path in WORKFLOWS.glob("*.yml"):
         assert workflow(path.name)["permissions"] == {"contents": "read"}, path
-    granted = {name: job["permissions"] for name, job in workflow("release.yml")["jobs"].items() if "permissions" in job}
+    granted = {
+        name: job["permissions"] for name, job in workflow("release.yml")["jobs"].items() if "permissions" in job
+    }
     assert granted == {"pypi": {"id-token": "write"}, "github": {"contents": "write"}}
 
 

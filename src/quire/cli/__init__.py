@@ -97,4 +97,6 @@ def main() -> None:
     except ImportError as error:  # torch's wheels have the same floor
         if "GLIBC" not in str(error):
             raise
-        sys.exit(f"error: this system is older than PyTorch's wheels and Quire's, which need glibc 2.28 or later: {error}")
+        sys.exit(
+            f"error: this system is older than PyTorch's wheels and Quire's, which need glibc 2.28 or later: {error}"
+        )

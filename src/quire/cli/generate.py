@@ -35,7 +35,9 @@ def generate(
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 1: tokens of the text so far become less probable. Default: the checkpoint's own, else 1."),
+        typer.Option(
+            help="Above 1: tokens of the text so far become less probable. Default: the checkpoint's own, else 1."
+        ),
     ] = None,
     lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that continues them.")] = None,
     as_json: AsJson = False,

@@ -432,10 +432,11 @@ def _refused(path: Path, error: OSError) -> str:
     """What the system's loader says of the library, and what helps."""
     if "GLIBC" not in str(error):  # nor GLIBCXX
         return f"the native library {path} cannot be loaded: {error}"
+    here = " ".join(platform.libc_ver()).strip() or "another C library"
     return (
         f"the native library was built for newer system libraries than this system has ({error}). Quire's wheels need "
-        f"{FLOOR}; this system has {' '.join(platform.libc_ver()) or 'another C library'}. Install Quire from its source "
-        "here, which needs a C++ compiler, or take a newer system"
+        f"{FLOOR}; this system has {here}. Install Quire from its source here, which needs a C++ compiler, or take a "
+        "newer system"
     )
 
 
