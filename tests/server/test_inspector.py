@@ -111,7 +111,7 @@ def test_the_story_reaches_back_before_anybody_watched() -> None:
     assert ended[2:] == [0, "first", "length", 10, 3, None]
     [_, ran] = [event for event in books.history if event[0] == "ran"]
     report = engine.scheduler.requests["second"].cache.prefix_report
-    assert ran[3] == {"cached": 8, "miss": "differs", "text": str(report)}
+    assert ran[3] == {"cached": 8, "miss": "differs", "text": str(report), "differs": 9}
     assert "differs from token 9 on" in ran[3]["text"]
     assert [event[4] for event in books.history if event[0] == "shared"] == [[0, -2]]
     times = [event[1] for event in books.history]
@@ -224,7 +224,7 @@ def test_what_is_kept_is_bounded() -> None:
     books, _ = hub.watch()
     books.check(engine)
     assert hub.inspector._history_size <= inspector.MAX_HISTORY
-    assert books.history[-1][0] == "ended"
+    assert [event[0] for event in books.history[-2:]] == ["ended", "step"]
 
 
 def test_steps_are_merged_into_at_most_one_record_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,3 +471,66 @@ def test_it_watches_real_runs_to_their_end() -> None:
     hub.inspector.flush()
     books.check(engine)
     assert books.stories.keys() == results.keys()
+
+
+def test_steps_say_what_they_computed_and_why_somebody_waits() -> None:
+    engine = fake_engine(num_blocks=8, max_num_batched_tokens=8, max_model_len=32)
+    hub = Hub(engine)
+    books, _ = hub.watch()
+    engine.add(request("long", [1] * 13, max_tokens=6))
+    engine.add(request("next", [2] * 20, max_tokens=2))
+    hub.step()  # "long" takes the whole budget
+    hub.step()  # its other 5 tokens, and nothing that "next" would need fits beside it
+    hub.step()
+    hub.inspector.flush()
+    assert [step[1] for step in books.steps] == [1, 2, 3]
+    computed = [(prompt, decoded, pieces) for _, _, _, prompt, decoded, _, _, pieces in books.steps]
+    assert computed == [(8, 0, [[0, 0, 8]]), (5, 0, [[0, 8, 5]]), (0, 1, [])]
+    assert [(waiting, hold) for *_, waiting, hold, _ in books.steps] == [(1, "budget"), (1, "blocks"), (1, "blocks")]
+    assert all(seconds >= 0 for _, _, seconds, *_ in books.steps)
+    while engine.has_work:
+        hub.step()
+    hub.inspector.flush()
+    assert sum(step[3] for step in books.steps) == 33
+    assert books.steps[-1][5:7] == [0, None]
+
+    engine.scheduler.max_num_seqs = 1
+    for name in "ab":
+        engine.add(request(name, [ord(name) % 7] * 5, max_tokens=2))
+    hub.step()
+    hub.inspector.flush()
+    assert books.steps[-1][5:7] == [1, "seats"]
+
+
+def test_a_request_swapped_out_is_what_the_others_wait_for() -> None:
+    engine = fake_engine(num_blocks=8, num_host_blocks=16)
+    hub = Hub(engine)
+    books, _ = hub.watch()
+    for name in "abc":
+        engine.add(request(name, [ord(name) % 7] * 8, max_tokens=14))
+    while engine.has_work:
+        hub.step()
+    hub.inspector.flush()
+    assert "swapped" in {step[6] for step in books.steps}
+
+
+def test_siblings_have_one_number_and_blocks_know_what_stands_before_them() -> None:
+    engine = fake_engine(num_blocks=40)
+    hub = Hub(engine)
+    books, _ = hub.watch()
+    engine.add(request("alone", [9] * 5, max_tokens=2))
+    for r in siblings("s", list(range(13)), 3, max_tokens=3):
+        engine.add(r)
+    hub.step()
+    hub.inspector.flush()
+    assert [r["family"] for r in books.requests.values()] == [0, 1, 1, 1]
+    while engine.has_work:
+        hub.step()
+    hub.inspector.flush()
+    late, _ = hub.watch()
+    first = engine.scheduler.manager.indexes[0]
+    chain = [block for block in late.cached[0] if late.before[0][block]]
+    assert {late.before[0][block] - 1 for block in chain} <= late.cached[0]
+    assert late.before == books.before
+    assert all(first.block_before(block) == late.before[0][block] - 1 for block in chain)
+    assert len(chain) >= 2

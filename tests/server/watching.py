@@ -44,6 +44,7 @@ class Books:
         self.stories: dict[str, list[str]] = {}
         self.history: list[list[Any]] = []
         self.requests: dict[int, dict[str, Any]] = {}
+        self.steps: list[list[Any]] = []
 
     def hear(self, part: bytes) -> None:
         self.heard += part
@@ -58,7 +59,10 @@ class Books:
             assert self.number is not None
             assert message["id"] == self.number + 1
             for event in message["events"]:
-                self.take(*event)
+                if event[0] == "step":
+                    self.steps.append(event[1:])
+                else:
+                    self.take(*event)
             for key, generated, stored, *given in message["requests"]:
                 self.requests[key].update(generated=generated, stored=stored, given=given)
         self.number, self.gauges = message["id"], message["gauges"]
@@ -68,6 +72,10 @@ class Books:
         self.groups = range(len(self.config["windows"]))
         self.requests = {r["key"]: r for r in snapshot["requests"]}
         self.cached = [set(expand(blocks)) for blocks in snapshot["cached"]]
+        self.before = [
+            dict(zip(expand(blocks), expand(before), strict=True))
+            for blocks, before in zip(snapshot["cached"], snapshot["before"], strict=True)
+        ]
         for r in self.requests.values():
             r["tables"] = [expand(blocks) for blocks in r["tables"]] or [[] for _ in self.groups]
             r["hosts"] = [expand(blocks) for blocks in r["hosts"]] or [[] for _ in self.groups]
@@ -81,12 +89,16 @@ class Books:
         if what in ("evicted", "forgotten"):
             assert self.cached[group] >= set(expand(rest[0]))
             self.cached[group] -= set(expand(rest[0]))
+            for block, before in self.before[group].items():
+                if before - 1 in expand(rest[0]):
+                    self.before[group][block] = 0
         elif what == "cleared":
             self.cached[group].clear()
         elif what == "stored":
             assert not self.cached[group] & set(expand(rest[1]))
             assert len(expand(rest[1])) == len(rest[2])
             self.cached[group] |= set(expand(rest[1]))
+            self.before[group] |= dict(zip(expand(rest[1]), expand(rest[3]), strict=True))
         else:
             self.move(what, self.requests[rest[0]], group, *rest[1:])
 
@@ -120,9 +132,9 @@ class Books:
 
     def live(self, what: str, key: int, *rest: Any) -> None:
         if what == "arrived":
-            name, prompt, limit, sample = rest
+            name, prompt, limit, sample, family = rest
             assert key not in self.requests
-            self.requests[key] = {"key": key, "id": name, "prompt": prompt, "limit": limit, "sample": sample,
+            self.requests[key] = {"key": key, "id": name, "prompt": prompt, "limit": limit, "sample": sample, "family": family,
                                   "state": "waiting", "report": None, "tables": [[] for _ in self.groups],
                                   "hosts": [[] for _ in self.groups]}  # fmt: skip
         elif what == "ended" and key < 0:
@@ -151,9 +163,13 @@ class Books:
                 counts = Counter(block for r in self.requests.values() for block in r[name][g])
                 assert [counts[block] for block in range(books.num_blocks)] == list(books.ref_counts)
             assert self.cached[g] == set(manager.indexes[g].by_block)
+            for block in self.cached[g]:  # one whose block before was evicted is reported no more, should it come back
+                before = manager.indexes[g].block_before(block)
+                assert self.before[g][block] in (0, 0 if before is None else before + 1)
         assert {r["id"] for r in self.requests.values()} == set(scheduler.requests)
         for r in self.requests.values():
             real = scheduler.requests[r["id"]]
+            assert r["family"] == (real.group.members[0] if real.group else real).schedule.ordinal
             states = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
             assert [name for name, those in states.items() if real in those] in ([r["state"]], [])
             assert len(states[r["state"]]) == self.gauges[r["state"]]

@@ -64,6 +64,15 @@ class PrefixIndex:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._by_digest
 
+    def block_of(self, digest: bytes) -> int | None:
+        """The block with that digest."""
+        found = self._by_digest.get(digest)
+        return None if found is None else found.block
+
+    def block_before(self, block: int) -> int | None:
+        """The block whose tokens stand before this one's. None: it is a first block, or that one is gone."""
+        return self.block_of(self.by_block[block].parent)
+
     def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
         """The block with these tokens after that parent."""
         found = self._by_digest.get(digest)

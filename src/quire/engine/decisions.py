@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from operator import le
 
 from quire.engine.queue import RankedList
 from quire.request import Request
+
+
+class Hold(str, Enum):
+    """Why the first of the waiting requests does not run."""
+
+    SEATS = "seats"  # max_num_seqs requests run
+    BLOCKS = "blocks"  # there are not enough free blocks
+    SWAPPED = "swapped"  # requests whose blocks are on the host come back first, when there are blocks
+    BUDGET = "budget"  # the step's tokens are taken, or what it needs is just being computed by another request
 
 
 def num_new_tokens(num_missing: int, budget: int, num_singles: int) -> int:

@@ -11,6 +11,7 @@ from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage, cache_usage, state_usage
 from quire.engine.decisions import (
+    Hold,
     fits,
     free_seats,
     may_pass,
@@ -387,6 +388,18 @@ class Scheduler:
             return False
         who, before, when = self._blocked
         return who == request.schedule.ordinal and number < when + LOOK_AGAIN and fits(spare, before)
+
+    def hold(self) -> Hold | None:
+        """Why the first of the waiting requests was not let into the step that was planned last. None: none waits."""
+        first = self.waiting.first()
+        if first is None:
+            return Hold.SWAPPED if self.swapped else None
+        if len(self.running) >= self.max_num_seqs:
+            return Hold.SEATS
+        if not may_pass(first, self.swapped):
+            return Hold.SWAPPED
+        is_blocked = self._blocked is not None and self._blocked[0] == first.schedule.ordinal
+        return Hold.BLOCKS if is_blocked else Hold.BUDGET
 
     def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
         """Plan the first tokens of a request that was just given its blocks; without a budget, only count on them."""

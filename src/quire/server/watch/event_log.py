@@ -22,6 +22,7 @@ WAITING, RUNNING, SWAPPED = "waiting", "running", "swapped"
 # With these a request begins to run, or goes on.
 BEGINNINGS = frozenset({cache.BlocksAllocated, cache.BlocksShared, cache.BlocksForked, cache.BlocksSwappedIn})
 PLAIN = {cache.BlocksAllocated: "allocated", cache.BlocksShared: "shared", cache.BlocksFreed: "freed"}
+ONE_BLOCK_EACH = {"stored": 4, "evicted": 3, "forgotten": 3}  # lines that are joined, and how many fields must agree
 SWAPS = {cache.BlocksSwappedOut: "swapped_out", cache.BlocksSwappedIn: "swapped_in"}
 
 
@@ -36,6 +37,7 @@ class TrackedRequest:
     spoke: float | None = None  # when its first token came
     num_prompt: int = 0  # tokens of the prompt that were counted as computed, or found in the cache
     num_generated: int = 0  # tokens that were counted as generated, or taken over from a parent
+    num_in_steps: int = 0  # tokens of the prompt that were found in the cache, or reported as a step's
     reported: tuple[int, ...] = ()  # its numbers, as last reported
 
 
@@ -50,11 +52,14 @@ class EventLog:
         self.num_prompt_tokens = self.num_generated_tokens = 0  # computed and generated, so far
         self._scheduler = engine.scheduler
         self._start = engine.scheduler.clock()
-        # Events with their request's ordinal, and lines about requests.
-        self._unreported: deque[tuple[CacheEvent, int] | list[Any]] = deque(maxlen=MAX_UNREPORTED)
+        # Events with their request's ordinal and, of BlockStored, the block before; and lines about requests and steps.
+        self._unreported: deque[tuple[CacheEvent, int, int] | list[Any]] = deque(maxlen=MAX_UNREPORTED)
         self._silent: dict[str, TrackedRequest] = {}  # the requests that have run, but have no token yet
         self._states: Counter[str] = Counter()  # how many requests are in each state
         self._last_met = -1  # ordinal
+        self._num_steps = 0
+        self._num_planned = engine.scheduler.num_planned  # tokens, up to the last step that was reported
+        self._step_end: float | None = None  # of the last step, where there was work left for another one
         self._meet(self._start)
         self._reconcile(self._start)
         engine.listen(self._hear)
@@ -86,13 +91,19 @@ class EventLog:
             self.counts["evictions"] += len(event.blocks) * event.evicted
         elif isinstance(event, (cache.BlocksSwappedOut, cache.BlocksSwappedIn)):
             self.counts[SWAPS[type(event)]] += len(event.blocks)
-        self._unreported.append((event, ordinal))
+        before = -1
+        if isinstance(event, cache.BlockStored) and event.parent_block_hash is not None:
+            found = self._scheduler.manager.indexes[event.group].block_of(event.parent_block_hash)
+            before = -1 if found is None else found
+        self._unreported.append((event, ordinal, before))
 
     def observe(self, events: Sequence[Event]) -> None:
         """Take in the events of a step."""
         scheduler, silent = self._scheduler, self._silent
         now = scheduler.clock()
         self._meet(scheduler.manager.now)
+        step = self._step(events, now) if scheduler.num_planned != self._num_planned else None
+        self._step_end = now if scheduler.has_work else None
         if silent:
             for event in events:
                 # Where a beam search chooses the tokens, an event has logprobs alone.
@@ -105,6 +116,29 @@ class EventLog:
             self._end(event, now)
         if self._states[RUNNING] != len(scheduler.running) or self._states[SWAPPED] != len(scheduler.swapped):
             self._reconcile(now)
+        if step is not None:  # last: what stands before it, back to the step before, belongs to it
+            self._unreported.append(step)
+
+    def _step(self, events: Sequence[Event], now: float) -> list[Any]:
+        """A line about a step that computed something: when, how long, how many tokens, which pieces of prompts."""
+        scheduler, pieces = self._scheduler, []
+        spoke = {event.request_id for event in events if event.token is not None} if self._silent else set()
+        for tracked in self._silent.values():
+            request = tracked.request
+            is_whole = request.id in spoke or request.finish_reason is not None
+            start = max(tracked.num_in_steps, request.cache.num_cached)
+            end = request.num_prompt if is_whole else min(request.cache.num_computed, request.num_prompt)
+            if end > start:
+                pieces.append([request.schedule.ordinal, start, end - start])
+                tracked.num_in_steps = end
+        num_decoded = len(events) - (sum(event.request_id in self._silent for event in events) if self._silent else 0)
+        num_computed = scheduler.num_planned - self._num_planned
+        self._num_planned = scheduler.num_planned
+        self._num_steps += 1
+        begun = scheduler.manager.now if self._step_end is None else self._step_end
+        line = ["step", self._at(now), self._num_steps, round(now - begun, 4), max(0, num_computed - num_decoded)]
+        waiting = len(scheduler.waiting) + len(scheduler.swapped)
+        return [*line, num_decoded, waiting, scheduler.hold(), pieces]
 
     def _meet(self, now: float) -> None:
         """Find the requests that have come."""
@@ -122,7 +156,7 @@ class EventLog:
         tracked = self.requests[request.id] = TrackedRequest(request, self._at(now))
         self._states[WAITING] += 1
         limit = self._scheduler.longest(request)
-        about = [request.schedule.ordinal, request.id, request.num_prompt, limit, request.sample_index]
+        about = [request.schedule.ordinal, request.id, request.num_prompt, limit, request.sample_index, family(request)]
         self._unreported.append(["arrived", tracked.arrived, *about])
         return tracked
 
@@ -201,14 +235,14 @@ class EventLog:
                 lines.append([plain(value) for value in heard])
                 continue
             line = self._line(*heard)
-            if lines and line[0] in ("stored", "evicted", "forgotten") and lines[-1][:-2] == line[:-2]:
-                lines[-1][-2] += line[-2]  # the cache reports such events a block each
-                lines[-1][-1] += line[-1]
+            if lines and (fixed := ONE_BLOCK_EACH.get(line[0])) and lines[-1][:fixed] == line[:fixed]:
+                for whole, part in zip(lines[-1][fixed:], line[fixed:], strict=True):
+                    whole += part
             else:
                 lines.append(line)
         return [dumps([_shortened(value) for value in line]) for line in lines]
 
-    def _line(self, event: CacheEvent, ordinal: int) -> list[Any]:
+    def _line(self, event: CacheEvent, ordinal: int, before: int) -> list[Any]:
         at, group = self._at(event.time), event.group
         if isinstance(event, (cache.BlocksAllocated, cache.BlocksShared, cache.BlocksFreed)):
             return [PLAIN[type(event)], at, group, ordinal, event.blocks]
@@ -221,7 +255,8 @@ class EventLog:
         if isinstance(event, cache.HostBlocksFreed):
             return ["host_freed", at, group, ordinal, event.host_blocks]
         if isinstance(event, cache.BlockStored):
-            return ["stored", at, group, ordinal, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
+            names = [_name(digest) for digest in event.block_hashes]
+            return ["stored", at, group, ordinal, [*event.blocks], names, [before + 1]]
         if isinstance(event, cache.BlockRemoved):
             what = "evicted" if event.evicted else "forgotten"
             return [what, at, group, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
@@ -242,6 +277,12 @@ class EventLog:
                 self._count(tracked)
                 rows.append([request.schedule.ordinal, *numbers])
         return rows
+
+
+def family(request: Request) -> int:
+    """The ordinal of the first request of the same prompt, by which people know all of them."""
+    first = request.group.members[0].schedule.ordinal if request.group and request.group.members else -1
+    return request.schedule.ordinal if first < 0 else first
 
 
 def shorten(blocks: Iterable[int]) -> list[int]:
@@ -267,7 +308,8 @@ def shorten(blocks: Iterable[int]) -> list[int]:
 def plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, PrefixReport):
-        return {"cached": value.num_cached, "miss": value.miss, "text": str(value)}
+        found = {"cached": value.num_cached, "miss": value.miss, "text": str(value)}
+        return found | ({"differs": value.first_difference} if value.miss is Miss.DIFFERS else {})
     return value
 
 

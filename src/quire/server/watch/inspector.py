@@ -26,7 +26,7 @@ from quire.errors import EngineStopped
 from quire.request import Event
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
-from quire.server.watch.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, plain, shorten
+from quire.server.watch.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, family, plain, shorten
 from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, page_at
 
 log = logging.getLogger("quire.server")
@@ -181,6 +181,7 @@ class Inspector:
         self._take()
         self._log.numbers()
         scheduler, manager = self._scheduler, self._scheduler.manager
+        cached = [sorted(index.by_block) for index in manager.indexes]
         head = {
             "kind": "snapshot",
             "id": self._number,
@@ -202,7 +203,11 @@ class Inspector:
                 "prefix_caching": manager.enable_prefix_caching,
             },
             "requests": [self._books_of(tracked) for tracked in self._log.requests.values()],
-            "cached": [shorten(sorted(index.by_block)) for index in manager.indexes],
+            "cached": [shorten(blocks) for blocks in cached],
+            "before": [  # of each cached block: one more than the block before it, or 0
+                shorten([0 if (b := index.block_before(block)) is None else b + 1 for block in blocks])
+                for index, blocks in zip(manager.indexes, cached, strict=True)
+            ],
             "gauges": self._gauges(),
         }
         return self._part(head, "history", self._history)
@@ -213,6 +218,7 @@ class Inspector:
             "key": request.schedule.ordinal,
             "id": request.id,
             "sample": request.sample_index,
+            "family": family(request),
             "state": tracked.state,
             "prompt": request.num_prompt,
             "limit": self._scheduler.longest(request),
