@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter
@@ -27,7 +26,7 @@ from quire.request import Event
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
 from quire.server.watch.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, family, plain, shorten
-from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, page_at
+from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, PAGES, page_at
 
 log = logging.getLogger("quire.server")
 
@@ -243,13 +242,18 @@ class EngineThread(Protocol):
 
 
 def router(inspector: Inspector, engine: EngineThread) -> APIRouter:
-    """GET /inspector, the page, and /inspector/events, what it shows."""
+    """GET /inspector, the page, /inspector/events, what it shows, and /inspector/demo, a recording to begin with."""
     routes = APIRouter()
-    page = page_at(Path(__file__).parent / "inspector.html")
+    page = page_at(PAGES / "inspector.html")
+    demo = (PAGES / "demo.json.gz").read_bytes()
 
     @routes.get("/inspector", include_in_schema=False)
     async def inspector_page() -> Response:
         return page
+
+    @routes.get("/inspector/demo", include_in_schema=False)
+    async def inspector_demo() -> Response:
+        return Response(demo, media_type="application/json", headers={"Content-Encoding": "gzip"})
 
     @routes.get("/inspector/events", include_in_schema=False)
     async def inspector_events() -> Response:

@@ -1,21 +1,46 @@
-"""A page of the server's own: one file that runs what stands in it and loads nothing from elsewhere."""
+"""A page of the server's own: files that lie beside each other, put together to one that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from starlette.responses import HTMLResponse
 
+PAGES = Path(__file__).parent / "page"
 MAX_WATCHERS = 16  # of one page
 HEARTBEAT = 15.0  # seconds of silence after which a stream shows that it is alive
+
+PART = re.compile(r'<link rel="stylesheet" href="([\w./-]+\.css)">|<script src="([\w./-]+\.js)"></script>')
 
 
 def page_at(path: Path) -> HTMLResponse:
     """The page in a file, as it is answered."""
+    return answer(joined(path))
+
+
+def joined(path: Path, values: Mapping[str, str] | None = None) -> str:
+    """The text of a page with its styles and scripts in it, which it names by their paths from its own.
+
+    values: texts that are put in where it says {{name}}.
+    """
+
+    def part(found: re.Match[str]) -> str:
+        tag = "style" if found[1] else "script"
+        return f"<{tag}>\n{(path.parent / (found[1] or found[2])).read_text(encoding='utf-8')}</{tag}>"
+
     page = path.read_text(encoding="utf-8")
+    for name, value in (values or {}).items():
+        page = page.replace(f"{{{{{name}}}}}", html.escape(value))
+    return PART.sub(part, page)
+
+
+def answer(page: str) -> HTMLResponse:
+    """A page, with a policy that lets it run what stands in it and talk to this server, nothing else."""
     headers = {
         "Content-Security-Policy": _policy(page),
         "Cache-Control": "no-cache",
@@ -26,8 +51,6 @@ def page_at(path: Path) -> HTMLResponse:
 
 
 def _policy(page: str) -> str:
-    """The page may run what stands in it and talk to this server, nothing else."""
-
     def hashes(tag: str) -> str:
         texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
