@@ -30,7 +30,7 @@ CHAPTERS = [
     (0, "Start", "A prompt arrives. It is computed in one step, and the blocks that it needs are taken from the pool. "
      "Then each step adds a token, and when a block is full, the next one is taken."),
     (55, "Share", "Two more prompts begin as the first one does. Their common beginning is found in the cache: those "
-     "blocks turn white, with the number of requests that share them, and need not be computed again."),
+     "blocks show the number of requests that share them, and need not be computed again."),
     (115, "Fork", "One prompt, three samples. They share all of the prompt's blocks; the first to write into a shared, "
      "half-filled block gets a copy of it (copy on write)."),
     (175, "Evict", "Earlier requests have ended, and their full blocks stay reusable, hatched. Now others need memory: "
@@ -50,7 +50,7 @@ REQUESTS = [
     (74, "third", HEAD + "import tomllib\n\n\ndef read_toml(path: Path) -> dict:\n", 44, 1),
     (118, "samples", HEAD + "\n\nclass Settings:\n    def __init__(self, values: dict) -> None:\n", 46, 3),
     (176, "other", "import socket\nimport threading\n\n\nclass Server:\n    def __init__(self, port: int) -> None:\n" * 4, 40, 1),
-    (186, "another", "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n" * 5, 70, 1),
+    (186, "another", "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n" * 5, 98, 1),
     (227, "long", "class Matrix:\n    def __init__(self, rows):\n        self.rows = rows\n\n" * 5, 60, 1),
     (230, "longer", "async def fetch(session, url):\n    async with session.get(url) as answer:\n" * 5, 48, 1),
     (233, "last", HEAD + "\n\ndef read_yaml(path: Path) -> dict:\n", 30, 1),

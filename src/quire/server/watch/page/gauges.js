@@ -35,12 +35,12 @@ const COURSES = {
   swaps: { colour: "swap", isCount: true, value: point => point.swaps, say: point => plural(point.swaps, "block") + " swapped" },
 };
 
-const MARGIN = 28;               // css pixels beside a course, for its scale
+const MARGIN = 28, COUNT_MARGIN = 16;  // css pixels beside a course, for its scale
 function sparkline(canvas, series) {
   const scale = window.devicePixelRatio || 1, width = Math.round(canvas.clientWidth * scale), height = Math.round(canvas.clientHeight * scale);
   if (!width || !height) return;
   if (canvas.width !== width || canvas.height !== height) { canvas.width = width; canvas.height = height; }
-  const ctx = canvas.getContext("2d"), course = COURSES[canvas.dataset.series], span = Math.max(24, series.length), right = width - (course.isCount ? 0 : MARGIN * scale), step = right / (span - 1), from = span - series.length;
+  const ctx = canvas.getContext("2d"), course = COURSES[canvas.dataset.series], span = Math.max(24, series.length), right = width - (course.isCount ? COUNT_MARGIN : MARGIN) * scale, step = right / (span - 1), from = span - series.length;
   ctx.clearRect(0, 0, width, height);
   if (!series.length) return;
   const colour = palette[course.colour], most = course.most?.() ?? Math.max(1, ...series.map(course.value));
@@ -67,7 +67,7 @@ function sparkline(canvas, series) {
 }
 function tellSpark(canvas, series) {
   const box = canvas.getBoundingClientRect(), span = Math.max(24, series.length), [x, y] = canvas.pointer;
-  const wide = box.width - (COURSES[canvas.dataset.series].isCount ? 0 : MARGIN), i = Math.round(Math.min(1, (x - box.left) / wide) * (span - 1)) - (span - series.length), point = series[i];
+  const wide = box.width - (COURSES[canvas.dataset.series].isCount ? COUNT_MARGIN : MARGIN), i = Math.round(Math.min(1, (x - box.left) / wide) * (span - 1)) - (span - series.length), point = series[i];
   if (!point) { hideTip(canvas); return; }
   const back = series[series.length - 1].time - point.time;
   showTip(canvas, back < 0.3 ? "now" : `${duration(back)} ago`, COURSES[canvas.dataset.series].say(point), x, y);

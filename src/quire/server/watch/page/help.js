@@ -11,7 +11,7 @@ const HELP = {
   evictions: "Free blocks whose contents were given up for new ones, the longest unused first. A prompt that begins like them has to be computed again.",
   preemptions: "Requests that were stopped, as the pool was full, so that those before them could go on. They come back by themselves.",
   swaps: "Blocks that were moved to the host's memory when their request was preempted, and back.",
-  map: "Each cell is a block of the pool. Its colour is that of the request that owns it, and it fills from below as tokens come. White ones have several owners, and say how many. Of very many blocks, each tile stands for some of them.",
+  map: "Each cell is a block of the pool. Its colour is that of the request that owns it, and it fills from below as tokens come. One with a number has so many owners. Of very many blocks, each tile stands for some of them.",
   byrequest: "Each row is a request, with its blocks in the order of its text. The same block may stand in several rows: then it is shared. The blue mark is where the prompt ends.",
   prefixes: "Cached beginnings as a tree, read from left to right. A trunk is text that sequences have in common, as thick as it has users; a branch is where they begin to differ. Grey is cached and not in use, dashed was evicted.",
   time: "A row for each request: dotted is the queue, blue its prompt in pieces, its own colour is decoding, red is preempted, violet on the host. The columns are steps: prompt tokens in blue, decoded ones in green, on a logarithmic scale; a red line below means that somebody waited for blocks.",

@@ -271,7 +271,7 @@ for (const button of document.querySelectorAll("#panes button")) {
   button.addEventListener("click", () => {
     document.body.dataset.pane = button.dataset.pane;
     for (const other of document.querySelectorAll("#panes button")) other.setAttribute("aria-pressed", other === button);
-    panelsDue = 0; wake();
+    panelsDue = 0; drawGauges.theme = ""; wake();
   });
 }
 themeButton($("theme"));
