@@ -1,0 +1,169 @@
+"""How smooth the inspector's page is, and what it costs the server, with 100,000 blocks and 200 of them given out a second.
+
+python tools/inspector_speed.py: a server without a model, whose scheduler and block manager are Quire's, steps 50 times
+a second; chromium shows its page. Prints frames a second, the page's own script time a frame, and the share of a core
+that the server needs more while the page is open. Needs chromium.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+NUM_BLOCKS, BLOCK_SIZE = 100_000, 16
+NUM_RUNNING = 64
+STEPS = 50  # a second: 64 * 50 / 16 = 200 blocks a second
+PROMPT, SHARED = 25_000, 8_000  # tokens; half of the requests begin with the same ones
+SECONDS = 12.0
+VIEWS = {"pool": "1", "by request": "2", "prefix tree": "3", "timeline": "4"}
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+FRAMES = """seconds => new Promise(done => {
+  const begun = performance.now(), from = { count: frame.count, ms: frame.ms };
+  let frames = 0, worst = 0, last = begun;
+  const tick = now => {
+    frames++; worst = Math.max(worst, now - last); last = now;
+    if (now - begun < seconds * 1000) requestAnimationFrame(tick);
+    else done({ fps: frames / (now - begun) * 1000, worst, drawn: frame.count - from.count, ms: (frame.ms - from.ms) / (frame.count - from.count) });
+  };
+  requestAnimationFrame(tick);
+})"""
+
+
+class Worker:
+    """The thread that an engine without a model belongs to."""
+
+    def __init__(self) -> None:
+        from quire.cache.groups import CacheGroup
+        from quire.cache.manager import BlockManager
+        from quire.engine.scheduler import Scheduler
+        from quire.request import Request, SamplingParams
+        from quire.server.watch.inspector import Inspector
+
+        manager = BlockManager((CacheGroup((0,)),), NUM_BLOCKS, BLOCK_SIZE, NUM_RUNNING * PROMPT)
+        self.scheduler = Scheduler(
+            manager, max_model_len=10**6, max_num_seqs=NUM_RUNNING, max_num_batched_tokens=NUM_RUNNING * PROMPT
+        )
+        for i in range(NUM_RUNNING):
+            own = [i + 1] * (PROMPT - SHARED)
+            prompt = array("i", [7] * SHARED + own if i % 2 else own + [i] * SHARED)
+            sampling = SamplingParams(max_tokens=10**5, ignore_eos=True)
+            self.scheduler.add(Request(f"r{i}", prompt, len(prompt), sampling))
+        # An Inspector needs of an engine its scheduler, and what it hears of.
+        self.inspector = Inspector(cast(Any, self), {"model": "none"})
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def listen(self, listener: Callable[[Any], None]) -> None:
+        """As Engine's."""
+        self.scheduler.manager.listeners.append(listener)
+
+    def run(self) -> None:
+        """Step at an even pace, and in between do what is asked."""
+        from quire_bench.engine.no_model import sampled
+
+        due = time.monotonic()
+        while True:
+            plan = self.scheduler.plan()
+            self.inspector.observe(self.scheduler.commit(plan, sampled(plan)))
+            due = max(due + 1 / STEPS, time.monotonic())
+            while (left := due - time.monotonic()) > 0:
+                try:
+                    self.inbox.get(timeout=left)()
+                except queue.Empty:
+                    break
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the engine's thread, between two steps."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def run_it() -> None:
+            loop.call_soon_threadsafe(future.set_result, function())
+
+        self.inbox.put(run_it)
+        return await future
+
+
+def serve() -> None:
+    """The server's process: it prints its port when the pool is full."""
+    import uvicorn
+    from fastapi import FastAPI
+
+    from quire.server.watch.inspector import router
+
+    worker = Worker()
+    threading.Thread(target=worker.run, daemon=True).start()
+    app = FastAPI()
+    app.include_router(router(worker.inspector, worker))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started or worker.scheduler.waiting or not worker.scheduler.running:
+        time.sleep(0.05)
+    print(server.servers[0].sockets[0].getsockname()[1], worker.scheduler.manager.pools[0].num_used, flush=True)
+    sys.stdin.read()
+
+
+def cpu_seconds(pid: int) -> float:
+    """The CPU time that a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def share_of_a_core(pid: int, wait: Callable[[], Any]) -> tuple[float, Any]:
+    """The share of a core that a process needs while something is waited for, and what that brought."""
+    begun, before = time.monotonic(), cpu_seconds(pid)
+    found = wait()
+    return (cpu_seconds(pid) - before) / (time.monotonic() - begun), found
+
+
+def main() -> None:
+    """Measure."""
+    from playwright.sync_api import sync_playwright
+
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        port, used = map(int, server.stdout.readline().split())
+        time.sleep(2)
+        alone, _ = share_of_a_core(server.pid, lambda: time.sleep(SECONDS))
+        print(f"{used:,} of {NUM_BLOCKS:,} blocks owned; server without a page: {alone:.1%} of a core")
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
+            page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
+            page.goto(f"http://127.0.0.1:{port}/inspector")
+            while not page.evaluate("Boolean(inspector.state)"):
+                page.wait_for_timeout(50)
+            before = page.evaluate("inspector.state.pools[0].used")
+            for name, key in VIEWS.items():
+                page.keyboard.press(key)
+                page.wait_for_timeout(1500)
+                watched, found = share_of_a_core(server.pid, lambda: page.evaluate(FRAMES, SECONDS))
+                print(
+                    f"{name}: {found['fps']:.1f} frames a second (longest {found['worst']:.0f} ms), "
+                    f"{found['drawn'] / SECONDS:.0f} drawn a second, {found['ms']:.2f} ms of script each; "
+                    f"server {watched:.1%} of a core, {watched - alone:+.1%}"
+                )
+            if len(sys.argv) > 1:
+                page.keyboard.press("1")
+                page.wait_for_timeout(800)
+                page.screenshot(path=sys.argv[1])
+            given = page.evaluate("inspector.state.pools[0].used") - before
+            print(f"{given:,} blocks given out meanwhile")
+            browser.close()
+    finally:
+        server.kill()
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else main()
