@@ -23,6 +23,7 @@ WAITING, RUNNING, SWAPPED = "waiting", "running", "swapped"
 BEGINNINGS = frozenset({cache.BlocksAllocated, cache.BlocksShared, cache.BlocksForked, cache.BlocksSwappedIn})
 PLAIN = {cache.BlocksAllocated: "allocated", cache.BlocksShared: "shared", cache.BlocksFreed: "freed"}
 ONE_BLOCK_EACH = {"stored": 4, "evicted": 3, "forgotten": 3}  # lines that are joined, and how many fields must agree
+ON_DISK = (cache.DiskBlockStored, cache.DiskBlockRemoved)
 SWAPS = {cache.BlocksSwappedOut: "swapped_out", cache.BlocksSwappedIn: "swapped_in"}
 
 
@@ -79,6 +80,8 @@ class EventLog:
     # ------------------------------------------------------------------------------------------------- recording
 
     def _hear(self, event: CacheEvent) -> None:
+        if isinstance(event, ON_DISK):  # no block of a pool changes
+            return
         name, ordinal = getattr(event, "request_id", None), -1
         if name is not None:
             tracked = self.requests.get(name) or self._arrive(self._scheduler.requests[name], event.time)
