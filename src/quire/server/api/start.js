@@ -123,7 +123,9 @@ function drawCards() {
   const group = own ? Math.max(0, books.config.kinds.indexOf("attention")) : 0, size = books?.config.block_size || 16;
   if (own) {  // its table is kept for when it has ended
     shown.cached = Math.max(shown.cached, own.report?.cached || 0);
-    if (own.tables[group].length) Object.assign(shown, { table: [...own.tables[group]], given: own.given[group], label: books.label(own.key), refs: own.tables[group].map(block => books.pools[group].refs[block]), colour: ownerColour(own.key).css });
+    Object.assign(shown, { label: books.label(own.key), colour: ownerColour(own.key).css });
+    const { table, given } = own.tables[group].length ? { table: own.tables[group], given: own.given[group] } : own.left[group] || { table: [], given: 0 };
+    if (table.length) Object.assign(shown, { table: [...table], given, refs: table.map(block => books.pools[group].refs[block]) });
   }
   const tokens = [...shown.prompt, ...shown.made], count = Math.min(MAX_CARDS, Math.max(Math.ceil(tokens.length / size), (shown.table?.length || 0) + (shown.given || 0))), list = $("cards");
   while (list.children.length > count) list.lastChild.remove();

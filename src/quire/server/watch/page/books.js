@@ -108,6 +108,7 @@ class State {
     const request = {
       key, id, prompt, limit, sample, family, state: "waiting", generated: 0, stored: 0, report: null, reason: null, error: null,
       arrived: null, ran: null, spoke: null, over: null, given: groups.map(() => 0), tables: groups.map(() => []), hosts: groups.map(() => []),
+      left: [],     // {table, given} of each group: the last blocks that were freed
       phases: [],   // {kind, at}: queued, prefill, decode, preempted, swapped
       pieces: [],   // {at, seconds, from, count} of its prompt, as steps computed them
     };
@@ -225,7 +226,10 @@ class State {
       }
       case "freed": {
         const count = countOf(event[4]);
-        if (count >= table.length) { leave(); request.given[g] = 0; }
+        if (count >= table.length) {
+          request.left[g] = { table: [...table], given: request.given[g] };
+          leave(); request.given[g] = 0;
+        }
         else if (this.config.kinds[g] === "states") {  // one that was kept for others may have come after a later one
           eachBlock(event[4], block => { table.splice(table.indexOf(block), 1); pool.disown(block, key); });
         }

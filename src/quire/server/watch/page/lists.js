@@ -64,24 +64,28 @@ const ORDERS = {
   queued: (a, b) => (queuedFor(b, 0) ?? 0) - (queuedFor(a, 0) ?? 0),
   slowest: (a, b) => (speedOf(a, timeline.state.time) ?? Infinity) - (speedOf(b, timeline.state.time) ?? Infinity),
 };
+const STATES = ["running", "swapped", "waiting", "ended"];
 function drawRequests(state) {
-  const lists = { waiting: [], swapped: [], running: [], ended: [] }, order = ORDERS[$("order").value];
-  for (const request of state.requests.values()) lists[request.state].push(request);
+  const order = ORDERS[$("order").value], counts = Object.fromEntries(STATES.map(name => [name, 0])), families = new Map();
+  for (const request of state.requests.values()) {
+    counts[request.state]++;
+    if (!families.has(request.family)) families.set(request.family, []);
+    families.get(request.family).push(request);
+  }
+  const groups = [...families.values()].map(members => {  // siblings stand together, where the first of them to matter does
+    members.sort((a, b) => a.sample - b.sample || a.key - b.key);
+    const rank = Math.min(...members.map(one => STATES.indexOf(one.state)));
+    return { members, rank, lead: members.find(one => one.state === STATES[rank]), over: Math.max(...members.map(one => one.over ?? 0)) };
+  });
+  groups.sort((a, b) => a.rank - b.rank || (a.lead.state === "ended" ? b.over - a.over : order(a.lead, b.lead)) || b.lead.family - a.lead.family);
   const items = [];
-  for (const name of ["running", "swapped", "waiting", "ended"]) {
-    const families = new Map();
-    for (const request of lists[name]) { if (!families.has(request.family)) families.set(request.family, []); families.get(request.family).push(request); }
-    const groups = [...families.values()];
-    for (const group of groups) group.sort((a, b) => a.sample - b.sample || a.key - b.key);
-    groups.sort(name === "ended" ? (a, b) => Math.max(...b.map(one => one.over)) - Math.max(...a.map(one => one.over)) : (a, b) => order(a[0], b[0]) || b[0].family - a[0].family);
-    for (const group of groups) {
-      const isOne = group.length === 1;
-      if (!isOne) items.push({ family: group });
-      for (const request of group) items.push({ request, isSibling: !isOne });
-    }
+  for (const { members } of groups) {
+    const isOne = members.length === 1;
+    if (!isOne) items.push({ family: members });
+    for (const request of members) items.push({ request, isSibling: !isOne });
   }
   requestRows.show(items);
   document.querySelector("#requests .empty").hidden = state.requests.size > 0;
   document.querySelector("#requests .rows").hidden = state.requests.size === 0;
-  put($("reqsum"), ["running", "swapped", "waiting", "ended"].filter(name => lists[name].length).map(name => `${fmt(lists[name].length)} ${name}`).join(" · "));
+  put($("reqsum"), STATES.filter(name => counts[name]).map(name => `${fmt(counts[name])} ${name}`).join(" · "));
 }
