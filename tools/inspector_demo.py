@@ -1,7 +1,7 @@
 """The inspector's demo: a recording of half a minute, with chapters, that a real engine with the embedded model makes.
 
-python tools/inspector_demo.py [file]: writes src/quire/server/watch/page/demo.json.gz. The engine runs as fast as it can;
-its clock says that each step takes a tenth of a second, so that what happens can be followed.
+python tools/inspector_demo.py [file]: writes src/quire/server/watch/page/demo.json.gz. The engine runs as fast as it
+can; its clock says that each step takes a tenth of a second, so that what happens can be followed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How smooth the inspector's page is, and what it costs the server, with 100,000 blocks and 200 of them given out a second.
+"""How smooth the inspector's page is, and what it costs the server: 100,000 blocks, 200 of them given out a second.
 
 python tools/inspector_speed.py: a server without a model, whose scheduler and block manager are Quire's, steps 50 times
 a second; chromium shows its page. Prints frames a second, the page's own script time a frame, and the share of a core
@@ -33,7 +33,10 @@ FRAMES = """seconds => new Promise(done => {
   const tick = now => {
     frames++; worst = Math.max(worst, now - last); last = now;
     if (now - begun < seconds * 1000) requestAnimationFrame(tick);
-    else done({ fps: frames / (now - begun) * 1000, worst, drawn: frame.count - from.count, ms: (frame.ms - from.ms) / (frame.count - from.count) });
+    else {
+      const drawn = frame.count - from.count, ms = (frame.ms - from.ms) / drawn;
+      done({ fps: frames / (now - begun) * 1000, worst, drawn, ms });
+    }
   };
   requestAnimationFrame(tick);
 })"""

@@ -134,7 +134,8 @@ class Books:
         if what == "arrived":
             name, prompt, limit, sample, family = rest
             assert key not in self.requests
-            self.requests[key] = {"key": key, "id": name, "prompt": prompt, "limit": limit, "sample": sample, "family": family,
+            self.requests[key] = {"key": key, "id": name, "prompt": prompt, "limit": limit, "sample": sample,
+                                  "family": family,
                                   "state": "waiting", "report": None, "tables": [[] for _ in self.groups],
                                   "hosts": [[] for _ in self.groups]}  # fmt: skip
         elif what == "ended" and key < 0:

@@ -29,7 +29,7 @@ const COURSES = {
   hit: { colour: "accent", most: () => 1, value: point => point.hit, say: point => `${percent(point.hit, 1)} of all prompt tokens so far` },
   running: { colour: "accent", value: point => point.running, say: point => `${fmt(point.running)} running, ${fmt(point.waiting)} waiting` },
   rate: { colour: "good", value: point => point.rate, say: point => `${fmt(point.rate)} new tokens a second, prompts ${fmt(point.prompt)}` },
-  copies: { colour: "warn", isCount: true, value: point => point.copies, say: point => plural(point.copies, "copy").replace("copys", "copies") },
+  copies: { colour: "warn", isCount: true, value: point => point.copies, say: point => `${fmt(point.copies)} ${point.copies === 1 ? "copy" : "copies"}` },
   evictions: { colour: "bad", isCount: true, value: point => point.evictions, say: point => plural(point.evictions, "eviction") },
   preemptions: { colour: "muted", isCount: true, value: point => point.preemptions, say: point => plural(point.preemptions, "preemption") },
   swaps: { colour: "swap", isCount: true, value: point => point.swaps, say: point => plural(point.swaps, "block") + " swapped" },

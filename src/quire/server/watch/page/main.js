@@ -222,7 +222,7 @@ function backToLive() {
 function find(text) {
   const state = timeline.state, wanted = text.trim().toLowerCase();
   if (!wanted || !state) return null;
-  const block = wanted.match(/^(?:block\s*|b|#)?([\d,]+)$/), request = wanted.match(/^r(?:equest)?\s*(\d+)(?:\.(\d+))?$/);
+  const block = wanted.match(/^(?:block\s*|b|#)?([\d,]+)$/), request = wanted.match(/^(?:request|r)\s*(\d+)(?:\.(\d+))?$/);
   if (block) {
     const id = +block[1].replaceAll(",", ""), pool = state.pools[shownGroup];
     return id < pool.size ? { block: id, group: shownGroup, isHost: false } : `There is no block ${fmt(id)}: the pool has 0 to ${fmt(pool.size - 1)}`;
