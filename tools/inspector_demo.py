@@ -35,21 +35,22 @@ CHAPTERS = [
      "half-filled block gets a copy of it (copy on write)."),
     (175, "Evict", "Earlier requests have ended, and their full blocks stay reusable, hatched. Now others need memory: "
      "the longest unused blocks are given up first, and flash red."),
-    (225, "Preempt", "More is asked for than the pool can hold. The last request is preempted: its blocks are freed for "
-     "those before it, and it comes back when there is room."),
+    (225, "Preempt", "More is asked for than the pool can hold. The last request is preempted: its blocks are freed "
+     "for those before it, and it comes back when there is room."),
 ]  # fmt: skip
 HEAD = '''"""Readers of settings: each returns a dictionary, and says which file and line is wrong if it cannot."""
 
 from pathlib import Path
 import json
 '''
+SERVER = "import socket\nimport threading\n\n\nclass Server:\n    def __init__(self, port: int) -> None:\n"
 # When, in steps: a name, what its prompt is, new tokens, samples.
 REQUESTS = [
     (2, "first", HEAD + "\n\ndef read_json(path: Path) -> dict:\n", 66, 1),
     (58, "second", HEAD + "\n\ndef read_lines(path: Path) -> list[str]:\n", 40, 1),
     (74, "third", HEAD + "import tomllib\n\n\ndef read_toml(path: Path) -> dict:\n", 44, 1),
     (118, "samples", HEAD + "\n\nclass Settings:\n    def __init__(self, values: dict) -> None:\n", 46, 3),
-    (176, "other", "import socket\nimport threading\n\n\nclass Server:\n    def __init__(self, port: int) -> None:\n" * 4, 40, 1),
+    (176, "other", SERVER * 4, 40, 1),
     (186, "another", "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n" * 5, 98, 1),
     (227, "long", "class Matrix:\n    def __init__(self, rows):\n        self.rows = rows\n\n" * 5, 60, 1),
     (230, "longer", "async def fetch(session, url):\n    async with session.get(url) as answer:\n" * 5, 48, 1),
