@@ -45,7 +45,7 @@ import json
 '''
 SERVER = "import socket\nimport threading\n\n\nclass Server:\n    def __init__(self, port: int) -> None:\n"
 # When, in steps: a name, what its prompt is, new tokens, samples.
-REQUESTS = [
+REQUESTS: list[tuple[int, str, str, int, int]] = [
     (2, "first", HEAD + "\n\ndef read_json(path: Path) -> dict:\n", 66, 1),
     (58, "second", HEAD + "\n\ndef read_lines(path: Path) -> list[str]:\n", 40, 1),
     (74, "third", HEAD + "import tomllib\n\n\ndef read_toml(path: Path) -> dict:\n", 44, 1),
@@ -90,9 +90,9 @@ def record(llm: LLM) -> dict[str, Any]:
         for at, title, caption in CHAPTERS:
             if at == step:
                 chapters.append({"at": len(items) if step else 0, "title": title, "caption": caption})
-        for at, *asked in REQUESTS:
+        for at, name, prompt, max_tokens, samples in REQUESTS:
             if at == step:
-                for request in requests_of(llm, *asked):
+                for request in requests_of(llm, name, prompt, max_tokens, samples):
                     engine.add(request)
         if not engine.has_work and step > REQUESTS[-1][0]:
             break
