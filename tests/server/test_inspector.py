@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from quire.cache.events import DiskBlockRemoved, DiskBlockStored
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
 from quire.request import Event
@@ -534,3 +535,19 @@ def test_siblings_have_one_number_and_blocks_know_what_stands_before_them() -> N
     assert late.before == books.before
     assert all(first.block_before(block) == late.before[0][block] - 1 for block in chain)
     assert len(chain) >= 2
+
+
+def test_what_goes_to_the_disk_changes_no_pool() -> None:
+    engine = fake_engine(num_blocks=20)
+    hub = Hub(engine)
+    books, _ = hub.watch()
+    engine.add(request("r", [1] * 9, max_tokens=20))
+    hub.step()
+    digest = bytes(16)
+    for kind in (DiskBlockStored, DiskBlockRemoved):
+        for listener in engine.scheduler.manager.listeners:
+            listener(kind(engine.scheduler.clock(), 0, [digest]))
+    hub.step()
+    hub.inspector.flush()
+    books.check(engine)
+    assert "cleared" not in books.seen

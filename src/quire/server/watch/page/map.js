@@ -19,6 +19,7 @@ class BlockMap {
     this.needsAll = true; this.fxDirty = false;
     new ResizeObserver(() => this.layout()).observe(root);
     root.addEventListener("scroll", () => { this.needsAll = true; this.fxDirty = true; });
+    root.addEventListener("wheel", event => { if (!event.ctrlKey && !event.metaKey) this.anchor = null; }, { passive: true });
     root.addEventListener("pointermove", event => this.point(event));
     root.addEventListener("pointerleave", () => this.leave());
     root.addEventListener("click", event => { const block = this.blockAt(event); if (block >= 0) select({ block, group: this.group, isHost }); });
@@ -92,7 +93,7 @@ class BlockMap {
   zoomBy(factor, event) {
     if (!this.pool || !this.cell) return;
     const box = this.root.getBoundingClientRect(), middle = box.top + box.height / 2;
-    let y = event?.clientY ?? middle, anchor = event ? this.blockAt(event) : -1;
+    let y = event?.clientY ?? middle, anchor = event ? this.anchorAt(event) : -1;
     if (anchor < 0 && !event) anchor = selection?.block !== undefined && selection.isHost === this.isHost ? selection.block : this.lastActive;
     if (anchor < 0) anchor = this.blockAt({ clientX: box.left + box.width / 2, clientY: y });
     if (anchor < 0) anchor = 0;
@@ -102,6 +103,12 @@ class BlockMap {
     this.layout();
     this.scrollTo(anchor, (y - box.top) / box.height);
     wake();
+  }
+  /** The block that stays below the pointer: the same one for as long as it rests, though rows are laid out anew. */
+  anchorAt({ clientX, clientY }) {
+    const { x, y, block } = this.anchor || {};
+    if (x !== clientX || y !== clientY || block >= this.count) this.anchor = { x: clientX, y: clientY, block: this.blockAt({ clientX, clientY }) };
+    return this.anchor.block;
   }
   /** Scrolls so that the block stands at that share of the height. */
   scrollTo(block, share = 0.5) {
