@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -74,6 +74,7 @@ EVENTS = [
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 3), st.booleans(), st.lists(st.sampled_from(EVENTS), max_size=4))
+@example(937, 3, True, [EVENTS[1], EVENTS[2], EVENTS[4]])  # resumed, then ended by the model's longest sequence
 def test_leaps_change_nothing(directory: Path, seed: int, gateways: int, talks: bool, events: list[Any]) -> None:
     load = {"turns": 3, "think": 1.0, "rate": 2} if talks else {"prefixes": 3, "prefix_tokens": 64}
     fleet = spec(directory, seed=seed, gateways={"count": gateways}, load=load, events=events,
@@ -97,6 +98,22 @@ def test_what_goes_wrong_is_survived(directory: Path) -> None:
     plain = run(spec(directory, seed=3, load={"rate": 6}))
     assert plain.counts["resumed"] == 0
     assert plain.ttft.percentile(99) < found.ttft.percentile(99)
+
+
+def test_the_longest_sequence_ends_an_answer(directory: Path) -> None:
+    longest = {"max_model_len": 120}
+    replicas = [{"kind": "a", "device": "slow.json", "count": 2, "blocks": 200, "options": longest}]
+    load = {"prompt_tokens": 100, "new_tokens": 60}
+    found = run(spec(directory, replicas=replicas, load=load, events=[{"at": 8, "kill": "a-0", "for": 3}]))
+    assert found.counts["resumed"] > 0
+    assert found.counts["finished"] == found.counts["requests"]
+    assert found.counts["new_tokens"] == 20 * found.counts["finished"]
+
+
+def test_jitter_keeps_the_order_of_an_answer(directory: Path) -> None:
+    """A first token that came after the end would not be counted."""
+    found = run(spec(directory, load={"new_tokens": 1}, network={"jitter": 3.0}))
+    assert found.ttft.count == found.counts["finished"] == found.counts["requests"] > 50
 
 
 def test_without_a_gateway_clients_ask_again(directory: Path) -> None:

@@ -44,6 +44,7 @@ class Flow:
     ledger: Ledger | None = None  # once it went on elsewhere
     num_lost: int = 0
     lost_at: float | None = None
+    heard: float = 0.0  # when its gateway gets the last thing that was sent to it
     has_begun: bool = False  # its first token came
     is_done: bool = False
     passed_over: set[int] = field(default_factory=set)
@@ -211,17 +212,19 @@ class Cell:
             return
         flow.is_done = True
         self._open -= 1
+        # Fewer than were asked for, where the longest sequence that the replica serves ends an answer.
+        new_tokens = self.replicas[flow.replica].engine.scheduler.longest(flow.request) - flow.job.prompt_tokens
         if self.gateways:
-            self.gateways[flow.gateway].averages.ended(flow.job.new_tokens)
+            self.gateways[flow.gateway].averages.ended(new_tokens)
         self._leave(flow)
         if flow.ledger is not None:
             self._enter(flow, flow.request.num_generated)
-            if len(flow.ledger.tokens) != flow.job.new_tokens:
-                raise BadValue(f"request {flow.number} got {len(flow.ledger.tokens)} of {flow.job.new_tokens} tokens")
+            if len(flow.ledger.tokens) != new_tokens:
+                raise BadValue(f"request {flow.number} got {len(flow.ledger.tokens)} of {new_tokens} tokens")
         at = self.now + self._delay(self.spec.network.to_gateway)
         self._note("finished", flow.number, at)
         self.outcome.e2e.add(at - flow.began)
-        self.outcome.counts.update({"finished": 1, "new_tokens": flow.job.new_tokens})
+        self.outcome.counts.update({"finished": 1, "new_tokens": new_tokens})
         self.outcome.seconds = max(self.outcome.seconds, at)
         self._advance()
         if flow.job.then is not None:
@@ -408,13 +411,18 @@ class Cell:
                 continue
             if event.token is not None and not flow.has_begun:
                 flow.has_begun = True
-                self._push(start + self._delay(self.spec.network.to_replica), self._first, flow)
+                self._send(flow, start, self._first)
             if event.token is not None and flow.lost_at is not None:
                 self.outcome.stalls.add(self.now - flow.lost_at)
                 flow.lost_at = None
             if event.finish_reason is FinishReason.LENGTH:
                 self._at[replica.number].pop(flow, None)
-                self._push(start + self._delay(self.spec.network.to_replica), self._finished, flow)
+                self._send(flow, start, self._finished)
+
+    def _send(self, flow: Flow, start: float, what: Callable[[Flow], None]) -> None:
+        """Let a gateway get something of a flow, after all that was sent before: a connection keeps the order."""
+        flow.heard = max(flow.heard, start + self._delay(self.spec.network.to_replica))
+        self._push(flow.heard, what, flow)
 
     # --------------------------------------------------------------------------------------------- what goes wrong
 
