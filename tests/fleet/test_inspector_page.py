@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from quire.fleet.placement import reason_of
+from quire.fleet.placement import PARTS, reason_of
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
 from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
+from tests.server.browsing import open_browser
 from tests.server.serving import Serving
-from tests.server.test_inspector_page import ARGUMENTS, CHROMIUM, playwright
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open the page in")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +93,7 @@ def test_a_request_that_moves(browser: Any, front: Front, servers: list[Serving]
         assert page.locator("#why").inner_text() == f"{reason[0].upper()}{reason[1:]}."
         assert page.locator("#candidates tr").count() == 2
         assert page.locator("#candidates tr.best").inner_text().startswith(host(computes))
-        assert page.locator("#legend span").count() == 7
+        assert page.locator("#legend span").count() == len(PARTS)
 
         lose(computes)
         until(lambda: page.locator('#placements tr[data-reason="lost"]').count() == 1)

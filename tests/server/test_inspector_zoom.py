@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from tests.engine.fakes import fake_engine, request
-from tests.server.test_inspector_page import ARGUMENTS, CHROMIUM, playwright, shown
+from tests.server.browsing import open_browser, shown
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open the page in")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 def test_zoom_goes_to_the_pointer_and_what_was_never_used_is_hidden(browser: Any) -> None:

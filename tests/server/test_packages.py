@@ -9,7 +9,7 @@ import pytest
 
 SERVER = Path(__file__).parent.parent.parent / "src" / "quire" / "server"
 MAY_IMPORT = {
-    "http": {"http"},
+    "http": {"http", "logs"},
     "protocol": {"protocol", "http"},
     "watch": {"watch", "http"},
     "tools": {"tools"},
