@@ -33,7 +33,15 @@ COPIED = ("src", "tests", "bench", "examples", "docs", "conftest.py", "pyproject
 # Processors that QEMU knows and a wheel of torch runs on, by the best instruction set that they run.
 PROCESSORS = {"neon": "a64fx", "neon_dot": "neoverse-n1", "neon_bf16": "max"}
 SHOWN = "from quire.ops.cpu import native; print(native.default().isa)"
-TESTS = ("tests/ops", "-k", "cpu", "--numprocesses", str(os.cpu_count() or 1), "--timeout", "1800")
+TESTS = (
+    "tests/ops",
+    "-k",
+    "cpu or lora or gguf_blocks",
+    "--numprocesses",
+    str(os.cpu_count() or 1),
+    "--timeout",
+    "1800",
+)
 
 
 def main() -> int:
