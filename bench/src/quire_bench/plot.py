@@ -8,21 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.simulate.plot import check_plot
 
 
 def check_path(path: Path | None) -> None:
     """Raise ConfigError if nothing can be drawn there: to be asked before what is drawn is measured. None: no plot."""
-    if path is None:
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot is {path}; its ending must be one of {', '.join(known)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot is {path}; there is no directory {path.parent}")
+    if path is not None:
+        check_plot(path)
 
 
 @contextmanager
