@@ -243,9 +243,10 @@ class DiskTier:
             self.counts.unwritten["error"] += len(self._pending)
             self._pending.clear()
             self._to_write.clear()
+            # Reported before `flush` returns.
+            if was_writing and not self._closing:
+                log.error("%s cannot be written: %s; KV blocks are no longer written there", self.store.directory, error)
             self._lock.notify_all()
-        if was_writing and not self._closing:
-            log.error("%s cannot be written: %s; KV blocks are no longer written there", self.store.directory, error)
 
     def _write_all(self) -> None:
         """The writing thread."""
