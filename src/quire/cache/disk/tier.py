@@ -243,9 +243,9 @@ class DiskTier:
             self.counts.unwritten["error"] += len(self._pending)
             self._pending.clear()
             self._to_write.clear()
-            # Reported before `flush` returns.
-            if was_writing and not self._closing:
-                log.error("%s cannot be written: %s; KV blocks are no longer written there", self.store.directory, error)
+            if was_writing and not self._closing:  # reported before `flush` returns
+                where = self.store.directory
+                log.error("%s cannot be written: %s; KV blocks are no longer written there", where, error)
             self._lock.notify_all()
 
     def _write_all(self) -> None:
