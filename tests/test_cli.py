@@ -466,8 +466,8 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--tensor-parallel-size 2", "'2'); a model runs in one process here"),
-        ("-tp=2", "a model runs in one process here"),
+        ("--pipeline-parallel-size 2", "'2'); tensor_parallel_size divides a model"),
+        ("-pp=2", "tensor_parallel_size divides a model"),
         ("--gpu-memory-utilization 0.9", "kv_cache_memory says"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in pieces"),
         ("--enforce-eager --device cuda", "on a GPU steps are captured as graphs"),

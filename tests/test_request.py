@@ -110,8 +110,8 @@ def test_options_of_vllms_are_taken_where_they_ask_for_nothing_and_else_explaine
         shown = "" if option.is_secret else " (it is 'some')"
         with pytest.raises(ConfigError, match=re.escape(f"{name!r}{shown}; {option.sentence}")):
             engine_config(**{name: "some"})
-    with pytest.raises(ConfigError, match=r"'tensor_parallel_size' .it is 2.; a model runs in one process"):
-        engine_config(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"'pipeline_parallel_size' .it is 2.; tensor_parallel_size divides a model"):
+        engine_config(pipeline_parallel_size=2)
 
 
 def test_options_reach_their_place() -> None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,7 @@ from quire.embedding import EmbeddingRequestOutput, check_dimensions, embedding_
 from quire.errors import EngineStopped, QuireError, RequestError
 from quire.jobs import Delta, Generation, Growing, Job, Search, end
 from quire.llm import LLM, Closed
+from quire.parallel.group import Group
 from quire.prompts import Encoded, Prompt
 from quire.request import Event, SamplingParams
 from quire.text import RequestOutput
@@ -80,6 +82,8 @@ class AsyncLLM:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: float | None = None
         self._processor = llm.processor
+        if llm.group is not None:
+            llm.group.on_lost = partial(_end_lost, weakref.ref(self), llm.group)
         self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
         self._searches: dict[str, Search] = {}  # by the id of each beam
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
@@ -252,7 +256,10 @@ class AsyncLLM:
         return 0.0 if since is None else time.monotonic() - since
 
     def post(self, function: Callable[[], None]) -> None:
-        """Let the engine's thread run a function that does not fail, between two steps, in the order of these calls."""
+        """Let the engine's thread run a function between two steps, in the order of these calls.
+
+        If it raises, the engine serves no one any more.
+        """
         self._inbox.put(function)
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -438,3 +445,10 @@ def _set_result(future: asyncio.Future[T], result: T) -> None:
 def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+def _end_lost(of: weakref.ref[AsyncLLM], group: Group) -> None:
+    """Let the engine end now; else it would with the next request."""
+    here = of()
+    if here is not None:
+        here.post(group.check)

@@ -160,6 +160,9 @@ class EngineConfig:
         choices=("auto", "quire", "transformers"),
     )
     device: str = option("cpu", "Device to run on: cpu, cuda or cuda:N.")
+    tensor_parallel_size: int = option(
+        1, "Processes that compute the model together, each a part of it, on CPUs.", lower=1
+    )
     attention_backend: str = option(
         "auto", "Attention backend: auto, or a name from `quire info`.", aliases=("--attention",)
     )
@@ -226,18 +229,16 @@ class Foreign(NamedTuple):
         return f"there is no {option}{'' if self.is_secret else f' (it is {value!r})'}; {self.sentence}"
 
 
-ONE_PROCESS = "a model runs in one process here, on one device; `quire fleet` serves several replicas of it"
+ONE_DEVICE = "tensor_parallel_size divides a model among processes, and `quire fleet` serves several replicas of it"
 ONLY_TEXT = "models are served for text alone"
 # By the names of vLLM's Python interface; on the command line a dash stands for each underscore.
 FOREIGN: Mapping[str, Foreign] = MappingProxyType(
-    dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"), Foreign((1,), ONE_PROCESS)
-    )
+    dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), Foreign((1,), ONE_DEVICE))
     | dict.fromkeys(
         ("enable_expert_parallel", "disable_custom_all_reduce", "ray_workers_use_nsight"),
-        Foreign((None, False), ONE_PROCESS),
+        Foreign((None, False), ONE_DEVICE),
     )
-    | {"distributed_executor_backend": Foreign((None, "uni", "mp"), ONE_PROCESS)}
+    | {"distributed_executor_backend": Foreign((None, "uni", "mp"), ONE_DEVICE)}
     | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs"), Foreign((None, {}), ONLY_TEXT))
     | {"allowed_local_media_path": Foreign((None, ""), ONLY_TEXT)}
     | dict.fromkeys(

@@ -83,6 +83,10 @@ class EngineStopped(QuireError):
         self.why = why
 
 
+class GroupLost(QuireError):
+    """A rank of a tensor-parallel group has died or hangs, so the group computes nothing any more."""
+
+
 class NoReplica(QuireError):
     """No replica of the fleet can take a request now; the request itself may be right, and can be sent again."""
 

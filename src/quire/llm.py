@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import weakref
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
+from quire.engine.ranks import LeadingRunner
 from quire.errors import ConfigError, QuireError, RequestError, Unsupported
 from quire.importing import uncollected
 from quire.kv_disk import attach_disk, check_disk
@@ -39,11 +41,13 @@ from quire.loglikelihood import (
     loglikelihood_output,
     loglikelihood_request,
 )
-from quire.models import check_device, load_model, locate
+from quire.models import check_device, check_parallel, load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
 from quire.models.hub import locate_description
 from quire.models.lora.fitting import prepare
+from quire.parallel.group import Group, join
+from quire.parallel.worker import agree_on_model, follow
 from quire.progress import progress_bar
 from quire.prompts import Messages, Prompt, Prompts, each_lora, each_priority, list_prompts, parse_prompt
 from quire.request import Request, SamplingParams
@@ -89,13 +93,39 @@ class LLM:
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
         check_disk(self.config, self.backend)
         self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.text_files)
-        self.decoder = load_model(self.files, self.config, self.backend)
-        self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
+        self.group: Group | None = None  # of the processes that compute the model together
+        self._load()
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.processor = TextEngine(self.engine, self.tokenizer)
         self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
+
+    def _load(self) -> None:
+        """Read the weights and build the engine. The other ranks of a group do so at the same time.
+
+        In a process that a launcher has started as one of these, it ends with the group: this call raises SystemExit.
+        """
+        config = self.config
+        exchange = None
+        if config.tensor_parallel_size > 1:
+            check_parallel(self.files, config, self.backend)
+            self.group = group = join(config, self.backend)
+            exchange = group.exchange
+            if group.rank > 0:
+                follow(group, self.files, config, self.backend)
+                raise SystemExit(0)
+            weakref.finalize(self, group.close)
+        try:
+            self.decoder = load_model(self.files, config, self.backend, exchange)
+            self.engine: Engine = build_engine(self.decoder, self.backend, config)
+            if self.group is not None:
+                agree_on_model(self.group, self.decoder, self.files, config, self.backend)
+        except BaseException as error:
+            if self.group is not None:
+                self.group.fail(error)
+                self.group.close()
+            raise
 
     def _say_if_slow(self) -> None:
         """Nothing falls back silently: the reference computes every model, and is many times slower."""
@@ -139,6 +169,9 @@ class LLM:
         if isinstance(self.engine, Closed):
             return
         self.prompts.close()
+        if self.group is not None:
+            cast(LeadingRunner, self.engine.runner).end()
+            self.group.close()
         self.engine.close()
         if self.tokenizer is not None:
             self.tokenizer.close()

@@ -30,6 +30,14 @@ def bits_parts(
     Raises ConfigError where a row's bits depend on its batch, and ModelError for files that cannot be read any more.
     """
     _check_bits_are_kept(model, files, backend, config)
+    return model_parts(model, files, backend, config) | {
+        "block_size": str(manager.block_size),
+        "cache salt": short_digest(manager.lookup.salt.encode()),
+    }
+
+
+def model_parts(model: Model, files: Files, backend: Backend, config: EngineConfig) -> dict[str, str]:
+    """Those that a model has by itself, without a cache. Raises ModelError for files that cannot be read any more."""
     is_own = isinstance(model, Decoder)
     return {
         "weights": weights_digest(files),
@@ -37,9 +45,7 @@ def bits_parts(
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantisation or NONE,
         "kv_cache_dtype": str(cache_dtype(config.cache, model.dtype)).removeprefix("torch."),
-        "block_size": str(manager.block_size),
-        "cache groups": short_digest(repr(manager.groups).encode()),
-        "cache salt": short_digest(manager.lookup.salt.encode()),
+        "cache groups": short_digest(repr(model.whole.groups).encode()),
         "max_model_len": str(model.max_model_len),
         "backend": backend.name,
         "layers": "own" if is_own else "transformers",

@@ -83,9 +83,9 @@ def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str
     }
     if model.quantisation is not None and config.quantization_activations == "int8":
         kinds["integer linear"] = _integer_linears
-    if isinstance(model.config, DecoderConfig) and model.config.experts:
+    if isinstance(model.whole, DecoderConfig) and model.whole.experts:
         kinds["experts"] = _experts
-    mixers = [layer.mixer for layer in model.config.layers] if isinstance(model.config, DecoderConfig) else []
+    mixers = [layer.mixer for layer in model.whole.layers] if isinstance(model.whole, DecoderConfig) else []
     # One of each kind: a family's layers that keep a state have the same sizes.
     for mixer in {type(mixer): mixer for mixer in mixers if isinstance(mixer, StateConfig)}.values():
         kinds |= _state_kinds(mixer)
@@ -104,7 +104,7 @@ class _Case:
 
     @classmethod
     def of(cls, model: Model, backend: Backend, config: EngineConfig) -> _Case:
-        block_size, groups = config.cache.block_size, model.config.groups
+        block_size, groups = config.cache.block_size, model.whole.groups
         attention = [group for group in groups if isinstance(group, CacheGroup)]
         heads = attention[0].heads if attention else Heads(4, 4, 64)
         kv_heads = min(2, heads.num_kv_heads)

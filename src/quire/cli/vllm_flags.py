@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.cli.config_file import TakesFile
 from quire.cli.options import fail
-from quire.config import FOREIGN, ONE_PROCESS, Foreign
+from quire.config import FOREIGN, ONE_DEVICE, Foreign
 
 ABBREVIATED = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 # Flags without a value that ask for what is done anyway, and what stands here in their place.
@@ -29,7 +29,7 @@ PROXY = "leave it to a proxy in front of the server, such as nginx or caddy"
 NO_GRAPHS = "nothing is compiled or captured by choice; leave it out"
 # Values of flags that ask for what is done anyway, and what is said of all others.
 HOLDS_AT: dict[str, tuple[tuple[str, ...], str]] = {
-    "--api-server-count": (("1",), ONE_PROCESS),
+    "--api-server-count": (("1",), ONE_DEVICE),
     "--chat-template-content-format": (("auto", "string"), "contents are given to templates as texts"),
     "--response-role": (("assistant",), "answers are the assistant's"),
     "--uvicorn-log-level": (("info", "warning"), "see --no-access-log and --no-log-stats"),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from quire.batch import Batch
 from quire.cache.events import Listener
-from quire.cache.groups import CacheGroup, StateGroup, check_pieces, has_states
+from quire.cache.groups import CacheGroup, StateGroup, StatePools, check_pieces, has_states
 from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
@@ -23,6 +23,7 @@ from quire.engine.interrupts import deferred_interrupts
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop, StepRunner
 from quire.engine.order import ORDERS
 from quire.engine.plan import Plan
+from quire.engine.ranks import LeadingRunner
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
@@ -33,6 +34,8 @@ from quire.models.model import Model, ModelShape
 from quire.ops import Backend
 from quire.ops.spec import check_supported
 from quire.request import MAX_SEED, Event, FinishReason, Request
+
+AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -247,14 +250,16 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     if cache_config.kv_cache_dtype != "auto":  # before there is memory for it; a plan would say so after
         for spec in specs:
             check_supported(spec, backend.name, backend.limits)
-    sizes = BlockBytes(bytes_per_block(groups, block_size, kv_dtype), *bytes_of_states(groups, model.dtype))
+    each = bytes_per_block(groups, block_size, kv_dtype), *bytes_of_states(groups, model.dtype)
+    ranks = 1 if model.exchange is None else model.exchange.size_here  # that take of the same memory
+    sizes = BlockBytes(*(ranks * size for size in each))
     growth = config.most_tokens
     a_sequence = max((group.most(model.max_model_len, growth, block_size) for group in attention), default=0)
     device = torch.device(config.device)
     # A step is kernels alone, of attention: a graph has no tables of states.
     is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
     loop = _loop(config, is_queued)
-    reserve = working_memory(decoder, model.dtype.itemsize, config.most_tokens)
+    reserve = ranks * working_memory(decoder, model.dtype.itemsize, config.most_tokens)
     if model.loras is not None:
         reserve += config.most_tokens * model.loras.row_bytes
     if device.type == "cuda":
@@ -300,28 +305,47 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         order=ORDERS[config.scheduling_policy],
         lookup=_lookup(config, backend, model),
     )
-    max_blocks = -(-model.max_model_len // block_size)
-    limits = (config.most_tokens, config.max_num_seqs, max_blocks)
-    eager = Runner(
-        model,
-        KVCache(
-            groups, num_blocks, block_size, kv_dtype, config.device, num_host_blocks, backend, state_pools, model.dtype
-        ),
-        backend,
-        [replace(spec, num_blocks=num_blocks) for spec in specs],
-        *limits,
-        [
-            recurrent_spec(group, state_pools, model.dtype, config.device)
-            for group in groups
-            if isinstance(group, StateGroup)
-        ],
-    )
+    pools = Pools(num_blocks, num_host_blocks, state_pools)
+    if model.exchange is not None:
+        model.exchange.send(pickle.dumps(pools))
+    eager = make_runner(Runner if model.exchange is None else LeadingRunner, model, backend, config, pools)
     runner: StepRunner = eager
+    limits = runner_limits(model, config)
     if is_queued:
-        runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
+        runner = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(device))
     buffers = Buffers(groups, block_size, *limits)
     seed, loras = config.seed, model.loras
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, seed, loop, loras)
+
+
+class Pools(NamedTuple):
+    """Blocks of a cache."""
+
+    num_blocks: int
+    num_host_blocks: int
+    states: StatePools
+
+
+def runner_limits(model: Model, config: EngineConfig) -> tuple[int, int, int]:
+    """Tokens and sequences of a step, and blocks of a sequence, at most."""
+    return config.most_tokens, config.max_num_seqs, -(-model.max_model_len // config.cache.block_size)
+
+
+def make_runner(kind: type[AnyRunner], model: Model, backend: Backend, config: EngineConfig, pools: Pools) -> AnyRunner:
+    """A runner of that kind with a cache of so many blocks."""
+    groups, block_size = model.config.groups, config.cache.block_size
+    kv_dtype = cache_dtype(config.cache, model.dtype)
+    num_blocks, hosts, states = pools
+    specs = [
+        group_spec(group, block_size, num_blocks, model.dtype, kv_dtype, config.device, config.reproducible)
+        for group in groups
+        if isinstance(group, CacheGroup)
+    ]
+    recurrent = [
+        recurrent_spec(group, states, model.dtype, config.device) for group in groups if isinstance(group, StateGroup)
+    ]
+    cache = KVCache(groups, num_blocks, block_size, kv_dtype, config.device, hosts, backend, states, model.dtype)
+    return kind(model, cache, backend, specs, *runner_limits(model, config), recurrent)
 
 
 def _loop(config: EngineConfig, is_queued: bool) -> Loop:

@@ -139,7 +139,7 @@ class Runner:
         kept: Tensor | None = None,  # int64, host, ascending: the rows that `hidden` has; None: all
     ) -> Launched:
         """Draw a token for each logit row, and gather the logprobs and hidden states that were asked for."""
-        readers = [_nonfinite_rows(batch, plans)]
+        readers = [_nonfinite_rows(batch, self.nonfinite(plans, len(batch.token_ids)))]
         if len(batch.logit_rows):
             readers.append(self._sample(batch, _rows(hidden, batch.logit_rows, kept)))
         if len(batch.prompt.rows):
@@ -156,6 +156,15 @@ class Runner:
             return output
 
         return found
+
+    def nonfinite(
+        self,
+        plans: Sequence[Plan],  # of a graph they have padding after the rows
+        count: int,  # T
+    ) -> Tensor:
+        """Which rows have K or V that are not finite in any layer: int32 [T], not 0."""
+        flags = [plan.nonfinite[:count] for plan in plans]
+        return flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
 
     def _sample(
         self,
@@ -241,11 +250,12 @@ def _embed(
     return read
 
 
-def _nonfinite_rows(batch: Batch, plans: Sequence[Plan]) -> Reader:
+def _nonfinite_rows(
+    batch: Batch,
+    flags: Tensor,  # int32 [T], on the device
+) -> Reader:
     """Report by sequence its first row whose K or V is not finite in any layer."""
-    count = len(batch.token_ids)  # a plan of a graph has padding after them
-    flags = [plan.nonfinite[:count] for plan in plans]
-    found = receive(flags[0] if len(flags) == 1 else torch.stack(flags).amax(0))
+    found = receive(flags)
     starts = batch.query_starts.clone()  # the next step overwrites them
 
     def read(output: StepOutput) -> None:

@@ -28,9 +28,11 @@ from quire.models.model import Model, WeightBytes
 from quire.models.quantisation.module import Scheme
 from quire.models.quantisation.policy import Quantisation, read_scheme
 from quire.models.rope import longest_rotated
+from quire.models.sharding import check_shards
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import Sources, Weights, expected_bytes, read_json
 from quire.ops import Backend
+from quire.ops.exchange import Exchange
 from quire.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -220,9 +222,10 @@ def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
 
-def load_model(where: Where, config: EngineConfig, backend: Backend) -> Model:
+def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: Exchange | None = None) -> Model:
     """A model with its weights on the device.
 
+    exchange: of the tensor-parallel group of which this is a rank, which gets its part; None: all of it.
     Raises ModelError for a checkpoint that cannot be served, ConfigError for options that do not suit it.
     """
     files = files_of(where)
@@ -241,13 +244,33 @@ def load_model(where: Where, config: EngineConfig, backend: Backend) -> Model:
     limits = lora_limits(config)
     with _shown(weights, files, part) as advance:
         weights.on_read = advance
-        model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits)
+        model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
         model.loras.part = part
     return model
+
+
+def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None:
+    """Raise ConfigError where so many processes as the config has cannot compute this model together."""
+    choice = choose(where, config.model_impl)
+    refused = {
+        "its layers are transformers' own": isinstance(choice, Adapted),
+        f"device is {config.device!r}": config.device != "cpu",
+        f"attention_backend is {backend.name!r}": backend.name != "cpu",
+        "enable_lora is True": config.enable_lora,
+        f"kv_disk is {config.cache.kv_disk!r}": config.cache.kv_disk is not None,
+    }
+    for why, holds in refused.items():
+        if holds:
+            raise ConfigError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}, and {why}; several processes compute Quire's "
+                "own decoders with the backend 'cpu', without LoRA adapters and kv_disk"
+            )
+    if isinstance(choice, Own):
+        check_shards(choice.config, config.tensor_parallel_size)
 
 
 def _read_ahead(path: Path) -> None:

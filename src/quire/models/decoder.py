@@ -16,9 +16,11 @@ from quire.models.lora.slots import LoraLimits, Loras, LoraTables
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import Temperature, rope_tables
+from quire.models.sharding import Shard, ShardWeights
 from quire.models.state_config import StateConfig
 from quire.ops import Backend
-from quire.ops.linear import Embedding
+from quire.ops.exchange import Exchange, SharedEmbedding, SharedHead
+from quire.ops.linear import Embedding, Linear
 from quire.ops.program import Plan
 
 
@@ -45,6 +47,7 @@ class Decoder:
         eos_token_ids: frozenset[int] = frozenset(),
         reproducible: bool = False,
         lora: LoraLimits | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device.
 
@@ -52,7 +55,13 @@ class Decoder:
 
         reproducible: a row's bits do not depend on the others; on a CPU they never do.
         lora: of adapters, for which there are tables then; None: there are none.
+        exchange: of the tensor-parallel group whose rank this is, which computes its part; None: all of it.
         """
+        self.whole, self.exchange = config, exchange
+        shard = None
+        if exchange is not None:
+            shard = Shard(config, exchange)
+            weights, config = ShardWeights(weights, shard), shard.config
         self.config = config
         self.backend = backend
         self.max_model_len = max_model_len
@@ -61,6 +70,7 @@ class Decoder:
         self.dtype, self.device = embedding.dtype, embedding.device
         linears = backend.linears(str(self.device), reproducible)
         self.embedding: Embedding
+        self.lm_head: Linear
         if config.tied_embeddings:
             self.embedding, self.lm_head = linears.tied(embedding)
         else:
@@ -68,6 +78,10 @@ class Decoder:
             bias = tensor(weights["lm_head.bias"]) if config.head_bias else None
             self.lm_head = linears.head(matrix(weights["lm_head"]), bias)
         del embedding  # else it would be held beside its packed form until all layers are read
+        if shard is not None:
+            vocabulary = shard.columns(config.vocab_size)
+            self.embedding = SharedEmbedding(self.embedding, vocabulary)
+            self.lm_head = SharedHead(self.lm_head, vocabulary)
         self.positions: Tensor | None = None  # [max_position_embeddings, H]
         if config.learned_positions:
             self.positions = tensor(weights["positions"])[config.first_position :]
@@ -84,7 +98,9 @@ class Decoder:
         )
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
-        program = write_program(config, weights, linears, tables, slopes, self.dtype, self.device, self.lora_tables)
+        program = write_program(
+            config, weights, linears, tables, slopes, self.dtype, self.device, self.lora_tables, shard
+        )
         self.layers = backend.compile(program)
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:

@@ -17,9 +17,11 @@ from quire.cache.groups import plans_of_layers
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
+from quire.models.sharding import Shard
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
+from quire.ops.exchange import Columns
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
@@ -32,6 +34,7 @@ from quire.ops.program import (
     Gate,
     GatedDelta,
     GatedNormalize,
+    Gather,
     Keep,
     MixExperts,
     Multiply,
@@ -58,14 +61,16 @@ def write_program(
     dtype: torch.dtype,  # of the hidden states
     device: torch.device,
     loras: LoraTables | None = None,
+    shard: Shard | None = None,
 ) -> Program:
     """All layers, from the embedded tokens to the final norm. Takes the weights one after the other.
 
     Where layers get rows of their own, those of all layers follow the embedding in the program's input.
 
     loras: gets a table for each linear that may have adapters; None: there are none.
+    shard: which part of a model `config` and `weights` are; None: the whole one.
     """
-    writer = _Writer(config, weights, linears, tables, alibi_slopes, device, loras)
+    writer = _Writer(config, weights, linears, tables, alibi_slopes, device, loras, shard)
     hidden = writer.begin()
     for index in range(config.num_layers):
         hidden = writer.layer(index, hidden)
@@ -84,8 +89,10 @@ class _Writer:
         alibi_slopes: Tensor | None,
         device: torch.device,
         loras: LoraTables | None,
+        shard: Shard | None,
     ) -> None:
         self.config, self.weights, self.linears, self.loras = config, weights, linears, loras
+        self.shard = shard
         self.tables, self.alibi_slopes, self.device = tables, alibi_slopes, device
         self.operators: list[Operator] = []
         self.buffers: dict[str, int] = {}  # widths
@@ -128,8 +135,9 @@ class _Writer:
         if last:
             also = (hidden,) if one_norm else () if self.per_layer is None else (self.per_layer,)
             self.write(Keep((mixed, self.residual, *also)))
+        mixed = self.gathered("all mixed", mixed, None if self.shard is None else self.shard.mixed(index))
         output = "state_out" if isinstance(layer.mixer, StateConfig) else "output"
-        self.project(f"{name}{output}", mixed, self.branch)
+        self.project_parted(f"{name}{output}", mixed, self.branch)
         self.end_branch(f"{name}output_norm")
         if config.branches == "in turn":
             hidden = self.add_branch(f"{name}mlp_norm")
@@ -194,9 +202,10 @@ class _Writer:
         """Project, rotate, store, attend. Returns where the result stands."""
         name, D, q_size, kv_size = f"layers.{index}.", config.head_dim, config.q_size, config.kv_size
         qkv = self.buffer("qkv", sum(config.projected))
-        self.project(f"{name}qkv", hidden, qkv)
-        q, *parts = self.columns(qkv, *config.projected)
         by_head = config.qk_norm != "all heads"
+        # A norm of all heads needs them all.
+        (self.project if by_head else self.project_parted)(f"{name}qkv", hidden, qkv)
+        q, *parts = self.columns(qkv, *config.projected)
         if config.gated:
             q, gate = self.columns(q, q_size, q_size)
         if config.qk_norm is not None:
@@ -265,7 +274,7 @@ class _Writer:
         """Project, convolve, recall, normalise. Returns where the result stands."""
         name, group, H = f"layers.{index}.", self.group_of_layer[index], config.num_heads
         projected = self.buffer("state_in", sum(config.in_rows))
-        self.project(f"{name}state_in", hidden, projected)
+        self.project_parted(f"{name}state_in", hidden, projected)
         x, gate, b_and_a = self.columns(projected, config.width, config.out_size, 2 * H)
         convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
         rate, dt_bias = -tensor(self.weights[f"{name}A_log"]).exp(), tensor(self.weights[f"{name}dt_bias"])
@@ -277,7 +286,7 @@ class _Writer:
         """Project, convolve, recall, normalise. Returns where the result stands."""
         name, group = f"layers.{index}.", self.group_of_layer[index]
         projected = self.buffer("state_in", sum(config.in_rows))
-        self.project(f"{name}state_in", hidden, projected)
+        self.project_parted(f"{name}state_in", hidden, projected)
         gate, x, dt = self.columns(projected, *config.in_rows)
         convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
         rate = -tensor(self.weights[f"{name}A_log"]).exp()
@@ -289,7 +298,7 @@ class _Writer:
     def convolution(self, index: int, config: ConvolutionConfig, hidden: Place) -> Place:
         """Project, gate, convolve, gate. Returns where the result stands."""
         projected = self.buffer("state_in", sum(config.in_rows))
-        self.project(f"layers.{index}.state_in", hidden, projected)
+        self.project_parted(f"layers.{index}.state_in", hidden, projected)
         before, after, x = self.columns(projected, *config.in_rows)
         self.write(Multiply(before, x))
         convolved = self.convolved(index, x, None)
@@ -311,10 +320,12 @@ class _Writer:
 
     def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:
         """Project up, activate, project down."""
-        inner, activated = self.buffer("inner", sum(config.in_rows)), self.buffer("activated", config.size)
+        columns = None if self.shard is None else self.shard.columns(config.size)
+        size = config.size if columns is None else columns.own
+        inner, activated = self.buffer("inner", len(config.in_rows) * size), self.buffer("activated", size)
         self.project(f"{name}mlp_in", hidden, inner)
         self.write(Activate(inner, activated, config.activation))
-        self.project(f"{name}mlp_out", activated, out)
+        self.project_parted(f"{name}mlp_out", self.gathered("all activated", activated, columns), out)
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig, out: Place, seen: Place | None = None) -> None:
         """Each row through the few of many MLPs that the router prefers. seen: what that sees; None: hidden."""
@@ -334,8 +345,15 @@ class _Writer:
             factor=config.factor,
             scales=tensor(self.weights[f"{name}shares"]) if config.scaled else None,
         )
-        layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation, config.weighed)
-        self.write(MixExperts(hidden, layer, out, seen))
+        rule = (choice, config.mlp.activation, config.weighed)
+        if self.shard is None:
+            self.write(MixExperts(hidden, ExpertLayer(router, mlp_in, mlp_out, *rule), out, seen))
+        else:
+            layer = ExpertLayer(router, mlp_in, mlp_out, *rule, self.shard.columns(config.mlp.size))
+            columns = self.shard.columns(out.size)
+            own = self.buffer("own columns", columns.own)
+            self.write(MixExperts(hidden, layer, own, seen))
+            self.write(Gather(own, out, columns))
         if config.shared is not None:
             shared = self.buffer("shared", out.size)
             self.mlp(f"{name}shared.", hidden, config.shared, shared)
@@ -407,6 +425,24 @@ class _Writer:
         if self.loras is not None:
             parts = len(self.config.weights[f"{name}.weight"].parts)
             self.write(AddLora(x, self.loras.made(name, x.size, out.size, parts), out))
+
+    def project_parted(self, name: str, x: Place, out: Place) -> None:
+        """As `project`. Each rank of a group computes some columns, and all get them all."""
+        if self.shard is None:
+            self.project(name, x, out)
+        else:
+            columns = self.shard.columns(out.size)
+            own = self.buffer("own columns", columns.own)
+            self.project(name, x, own)
+            self.write(Gather(own, out, columns))
+
+    def gathered(self, name: str, x: Place, columns: Columns | None) -> Place:
+        """Where all columns stand of which x is this rank's. None: x is all of them."""
+        if columns is None:
+            return x
+        out = self.buffer(name, sum(columns.sizes))
+        self.write(Gather(x, out, columns))
+        return out
 
     def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
         """out = the norm of that name of x, or of the residual once x was added to it."""

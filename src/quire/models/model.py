@@ -14,6 +14,7 @@ from quire.cache import storage
 from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache
 from quire.models.lora.slots import Loras
+from quire.ops.exchange import Exchange
 from quire.ops.program import Plan
 
 
@@ -121,6 +122,14 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether a step is kernels alone, so that a CUDA graph can repeat it."""
+
+    @property
+    def whole(self) -> ModelShape:
+        """The sizes of the whole model: its own, unless it is a rank's part."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Of the tensor-parallel group of which this is one rank's part; None: it is the whole model."""
 
     @property
     def loras(self) -> Loras | None:

@@ -17,6 +17,7 @@ from quire.errors import BadValue, Unsupported
 from quire.ops import metadata, validate, validate_small
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice, chosen_experts
+from quire.ops.exchange import Exchange
 from quire.ops.experts import ExpertLayer, weighted_experts
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
@@ -146,6 +147,19 @@ class Backend(RecurrentOperators):
     @abstractmethod
     def compile(self, program: Program) -> Executor:
         """What runs the program on this backend."""
+
+    def exchange(
+        self,
+        memory: Tensor,  # uint8 [bytes], exchange_bytes(size), which all ranks share
+        rank: int,
+        size: int,
+    ) -> Exchange:
+        """What the ranks of a tensor-parallel group on one host exchange through that memory. Raises Unsupported."""
+        raise Unsupported(f"backend {self.name!r} does not compute a part of a model; tensor parallelism is for 'cpu'")
+
+    def exchange_bytes(self, size: int) -> int:
+        """Bytes of the memory that so many ranks share. Raises Unsupported, as `exchange` does."""
+        raise Unsupported(f"backend {self.name!r} does not compute a part of a model; tensor parallelism is for 'cpu'")
 
     @abstractmethod
     def swap(

@@ -23,6 +23,7 @@ from quire.ops.program import (
     Gate,
     GatedDelta,
     GatedNormalize,
+    Gather,
     Keep,
     LayerCaches,
     MixExperts,
@@ -186,6 +187,8 @@ class _Step:
             case StateSpace(decay_rate=rate, skip=skip, dt_bias=bias, dt_limits=limits):
                 xbc, dt, records = at(operator.xbc), at(operator.dt), self.records(operator)
                 self.put(operator.out, backend.state_space(xbc, dt, rate, skip, bias, limits, *records))
+            case Gather(columns=columns):
+                self.put(operator.out, columns.gathered(at(operator.x)))
             case AddLora():
                 if self.lora_rows is not None:
                     operator.table.add(at(operator.x), at(operator.out), self.lora_rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.errors import BadShape, BadValue
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
+from quire.ops.exchange import Columns
 from quire.ops.linear import Linear
 
 
@@ -28,6 +29,7 @@ class ExpertLayer:
     choice: Choice
     activation: Activation = Activation()  # noqa: RUF009  # frozen
     weighed: Literal["results", "inputs"] = "results"  # what a row's shares multiply; inputs are rounded to their dtype
+    inner: Columns | None = None  # of I, where each rank of a group has some; mlp_out has some of H then
 
     def __post_init__(self) -> None:
         count, choice = len(self.mlp_in), self.choice
@@ -53,6 +55,8 @@ def weighted_experts(
     seen: Tensor | None = None,  # [T, H]
 ) -> Tensor:
     """`Backend.experts` out of a backend's other operators."""
+    if not len(x):
+        return torch.empty_like(x)
     num_chosen = layer.choice.num_chosen
     chosen, shares = choose(layer.router(x if seen is None else seen).float(), layer.choice)
     by_expert, places = chosen.flatten().sort(stable=True)  # all T k choices
@@ -61,14 +65,20 @@ def weighted_experts(
     if layer.weighed == "inputs":
         gathered = (gathered.float() * shares.flatten()[places, None]).to(x.dtype)
         shares = torch.ones_like(shares)
-    results = torch.empty_like(gathered)
-    start = 0
-    for mlp_in, mlp_out, end in zip(layer.mlp_in, layer.mlp_out, ends, strict=True):
-        if end > start:
-            results[places[start:end]] = mlp_out(activate(mlp_in(gathered[start:end]), layer.activation))
-        start = end
-    by_choice = results.view(len(x), num_chosen, x.shape[1]).float()
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]  # of each expert
+    activated = activate(_by_parts(layer.mlp_in, gathered, parts), layer.activation)
+    if layer.inner is not None:
+        activated = layer.inner.gathered(activated)
+    found = _by_parts(layer.mlp_out, activated, parts)
+    results = torch.empty_like(found)
+    results[places] = found
+    by_choice = results.view(len(x), num_chosen, results.shape[1]).float()
+    total = torch.zeros_like(by_choice[:, 0])
     for rank in range(num_chosen):
         total += by_choice[:, rank] * shares[:, rank, None]
     return total.to(x.dtype)
+
+
+def _by_parts(linears: Sequence[Linear], x: Tensor, parts: Sequence[slice]) -> Tensor:
+    """What each linear makes of its part of the rows, one part after the other."""
+    return torch.cat([linear(x[part]) for linear, part in zip(linears, parts, strict=True) if part.start < part.stop])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.errors import BadValue
 from quire.ops.activation import Activation
+from quire.ops.exchange import Columns
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import HeadsLinear, JoinedLinear, Linear
 from quire.ops.lora import LoraTable
@@ -294,6 +295,16 @@ class AddLora(BaseOperator):
     out: Place
 
 
+@dataclass(frozen=True, eq=False)
+class Gather(BaseOperator):
+    """out = the columns of all ranks of a tensor-parallel group, of which x is this rank's."""
+
+    kind = "gather"
+    x: Place
+    out: Place
+    columns: Columns
+
+
 Operator: TypeAlias = (
     Project
     | Normalize
@@ -313,6 +324,7 @@ Operator: TypeAlias = (
     | GatedDelta
     | StateSpace
     | AddLora
+    | Gather
 )
 Plan: TypeAlias = AttentionPlan | RecurrentPlan
 
@@ -368,6 +380,15 @@ class Program:
                 yield from (part.linear for part in operator.parts)
             elif isinstance(operator, MixExperts):
                 yield from (operator.layer.router, *operator.layer.mlp_in, *operator.layer.mlp_out)
+
+    @property
+    def columns(self) -> Iterable[Columns]:
+        """All that the ranks of a group gather."""
+        for operator in self.operators:
+            if isinstance(operator, Gather):
+                yield operator.columns
+            elif isinstance(operator, MixExperts) and operator.layer.inner is not None:
+                yield operator.layer.inner
 
 
 class LayerCaches(Protocol):

@@ -24,6 +24,7 @@ from quire_bench.cli.machine import machine
 from quire_bench.cli.memory import memory
 from quire_bench.cli.planning import planning
 from quire_bench.cli.quantisation import quantisation
+from quire_bench.cli.ranks import ranks
 from quire_bench.cli.recurrent import recurrent
 from quire_bench.cli.scheduler import scheduler
 from quire_bench.cli.serve import serve
@@ -54,6 +55,7 @@ COMMANDS = (
     planning,
     memory,
     disk,
+    ranks,
 )
 OPTIONS_OF_ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

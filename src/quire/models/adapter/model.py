@@ -37,6 +37,7 @@ from quire.models.lora.slots import LoraLimits, Loras, LoraTables, Target
 from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
+from quire.ops.exchange import Exchange
 from quire.ops.lora import LoraRows
 from quire.ops.program import Plan
 
@@ -70,6 +71,7 @@ class AdaptedModel:
         lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
         self._current_lora = CurrentLora()
         replace_linears(model, packing, self._current_lora, lora_tables)
+        self.exchange: Exchange | None = None
         self.loras: Loras | None = None
         if lora is not None and lora_tables is not None:
             own = lora_tables.by_name.items()
@@ -95,7 +97,7 @@ class AdaptedModel:
         self._way = way(self._backbone, backend, self.dtype, self.device)
         output = self._way.output
         self._head = _Head(model, self._backbone, output)
-        self.config = _shape(model, self._way, output[0].shape[-1])
+        self.config = self.whole = _shape(model, self._way, output[0].shape[-1])
         groups = plans_of_layers(self.config.groups)
         self._group_of_layer = [groups[layer] for layer in range(len(groups))]
         self.rows_depend = way.rows_depend or rows_depend(model)  # why a row's bits may depend on the step's other rows

@@ -24,6 +24,7 @@ from quire.ops.activation import Activation
 from quire.ops.backend import Backend, Scores
 from quire.ops.choice import Choice
 from quire.ops.cpu import fetching, native, recurrent
+from quire.ops.cpu.exchange import MemoryExchange, shared_bytes
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
@@ -70,6 +71,14 @@ class CpuBackend(Backend):
     def compile(self, program: Program) -> Executor:
         """In one call of the library, where all linears are packed for it."""
         return NativeExecutor(program) if NativeExecutor.serves(program) else EagerExecutor(self, program)
+
+    def exchange(self, memory: Tensor, rank: int, size: int) -> MemoryExchange:
+        """Through that memory."""
+        return MemoryExchange(memory, rank, size)
+
+    def exchange_bytes(self, size: int) -> int:
+        """Bytes of the memory that so many ranks share."""
+        return shared_bytes(size)
 
     def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
         """Within the host's memory."""

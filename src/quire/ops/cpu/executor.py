@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.errors import BadStride, BadValue
 from quire.ops import checks
 from quire.ops.cpu import native, recurrent
+from quire.ops.cpu.exchange import MemoryExchange, gather_params
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.lora import PackedLoraTable, check_slots
@@ -36,6 +37,7 @@ from quire.ops.program import (
     Gate,
     GatedDelta,
     GatedNormalize,
+    Gather,
     Keep,
     LayerCaches,
     MixExperts,
@@ -66,12 +68,14 @@ class NativeExecutor:
 
     @staticmethod
     def serves(program: Program) -> bool:
-        """Whether the library takes the program's dtype and its linears, all packed for it."""
+        """Whether the library takes the program's dtype, its linears, all packed for it, and its exchanges."""
         if program.dtype not in native.DTYPES:
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
             return False
         if not all(isinstance(step.table, PackedLoraTable) for step in program.operators if isinstance(step, AddLora)):
+            return False
+        if not all(isinstance(columns.exchange, MemoryExchange) for columns in program.columns):
             return False
         projections = [part for step in program.operators if isinstance(step, Project) for part in step.parts]
         packed = [cast(PackedLinear, part.linear) for part in projections]
@@ -179,6 +183,8 @@ class NativeExecutor:
             case StateSpace(xbc=xbc, dt=dt, out=out, decay_rate=rate, dt_bias=bias):
                 space = recurrent.recurrence_params(rate, bias, operator.skip, operator.dt_limits)
                 return self._recurrent(operator, space, xbc, dt, out)
+            case Gather(x=x, columns=columns, out=out):
+                return self._op(operator, gather_params(columns), x, None, out)
             case AddLora(x=x, table=table, out=out):
                 packed = cast(PackedLoraTable, table)
                 lora = packed.params()
@@ -326,9 +332,12 @@ class NativeExecutor:
                 threads=torch.get_num_threads(),
             ),
         )
-        if beyond >= 0 and self.program.operators[self._operator_of[beyond]].kind == "keep":
+        kind = None if beyond < 0 else self.program.operators[self._operator_of[beyond]].kind
+        if kind in ("gather", "experts"):
+            raise cast(MemoryExchange, next(iter(self.program.columns)).exchange).loss()
+        if kind == "keep":
             raise BadValue(f"rows to keep are {rows}; they must ascend within 0..{count - 1}")
-        if beyond >= 0:
+        if kind is not None:
             raise BadValue(f"a position lies beyond its table: {positions.min()} to {positions.max()}")
         if self.observer is not None and seconds is not None:
             by_operator = torch.zeros(len(self.program.operators), dtype=torch.float64)

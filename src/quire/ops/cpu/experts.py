@@ -13,7 +13,9 @@ from quire.errors import BadShape, Unsupported
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.cpu import native
+from quire.ops.cpu.exchange import gather_params
 from quire.ops.cpu.linear import PackedLinear
+from quire.ops.exchange import Columns
 from quire.ops.experts import ExpertLayer
 
 
@@ -27,6 +29,7 @@ class ExpertLinears:
     choice: Choice
     activation: Activation
     weighed: Literal["results", "inputs"]
+    inner: Columns | None = None  # as ExpertLayer's
 
     @classmethod
     def of(cls, layer: ExpertLayer) -> ExpertLinears:
@@ -41,16 +44,20 @@ class ExpertLinears:
             layer.choice,
             layer.activation,
             layer.weighed,
+            layer.inner,
         )
 
     def __post_init__(self) -> None:
         count = len(self.mlp_in)
         hidden, inner, dtype = self.router.in_size, self.mlp_out[0].in_size, self.router.dtype
-        both = 2 * inner if self.activation.gated else inner
+        own, out = inner, hidden
+        if self.inner is not None:
+            own, out = self.inner.own, self.mlp_out[0].out_size
+        both = 2 * own if self.activation.gated else own
         for name, linear, expected in (
             ("router", self.router, (hidden, count, dtype, torch.float32)),
             *(("mlp_in", linear, (hidden, both, dtype, dtype)) for linear in self.mlp_in),
-            *(("mlp_out", linear, (inner, hidden, dtype, dtype)) for linear in self.mlp_out),
+            *(("mlp_out", linear, (inner, out, dtype, dtype)) for linear in self.mlp_out),
         ):
             found = (linear.in_size, linear.out_size, linear.dtype, linear.out_dtype)
             if found != expected:
@@ -69,8 +76,11 @@ class ExpertLinears:
             mlp_in=(native.LinearParams * count)(*(linear.params() for linear in self.mlp_in)),
             mlp_out=(native.LinearParams * count)(*(linear.params() for linear in self.mlp_out)),
             choice=native.ChoiceParams.of(self.choice, count),
-            activation=native.ActivationParams.of(self.activation, self.mlp_out[0].in_size),
+            activation=native.ActivationParams.of(
+                self.activation, self.mlp_in[0].out_size // (2 if self.activation.gated else 1)
+            ),
             weighs_inputs=self.weighed == "inputs",
+            inner_columns=native.GatherParams() if self.inner is None else gather_params(self.inner),
         )
 
 

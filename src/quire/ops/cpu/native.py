@@ -178,8 +178,10 @@ OPS = (
     "gated_delta",
     "state_space",
     "lora",
+    "gather",
 )  # in the order of their numbers
 MAX_BUFFERS = 32
+MOST_RANKS = 8  # of a tensor-parallel group
 
 
 class Columns(Structure):
@@ -272,6 +274,12 @@ class ChoiceParams(Structure):
         return cls(bias, scales, *sizes, choice.scores == "sigmoid", choice.renormalised, choice.epsilon, choice.factor)
 
 
+class GatherParams(Structure):
+    """Columns of which each rank of a group has some: the exchange's address, and how many each has."""
+
+    _fields_ = [("exchange", c_void_p), ("sizes", c_int64 * MOST_RANKS)]
+
+
 class ExpertsParams(Structure):
     """A layer of experts: its linears, how many there are and are chosen, and room to compute in."""
 
@@ -280,6 +288,7 @@ class ExpertsParams(Structure):
         ("choice", ChoiceParams),
         ("activation", ActivationParams),
         ("weighs_inputs", c_int64),
+        ("inner_columns", GatherParams),
         *(
             (name, c_void_p)
             for name in "logits scores heaps chosen shares places gathered inner activated copy results".split()

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "gather.h"
 #include "linear.h"
 #include "small.h"
 
@@ -22,9 +23,9 @@ struct Experts {
     const int64_t rows;
     const int threads;
 
-    // seen: what the router sees of each row.
-    void run(const void* x, int64_t x_stride, const void* seen, int64_t seen_stride, void* out, int64_t out_stride) const {
-        if (rows == 0) return;
+    // seen: what the router sees of each row. Returns whether no rank of the group is lost.
+    bool run(const void* x, int64_t x_stride, const void* seen, int64_t seen_stride, void* out, int64_t out_stride) const {
+        if (rows == 0) return true;
         const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
         choose(seen, seen_stride);
         const std::vector<int64_t> starts = sort();
@@ -40,7 +41,7 @@ struct Experts {
             });
             multiply<K>(p.mlp_in, starts, p.gathered, lanes, p.inner);
         });
-        activate_rows<E>(parallel_for, p.inner, p.mlp_in->out_size, p.activated, apart, all, p.activation);
+        if (!activate(all, apart)) return false;
         LinearParams whole = *p.mlp_out;  // all rows of all experts, for their lanes
         whole.x = p.activated, whole.x_stride = apart, whole.rows = all, whole.copy = p.copy;
         with_experts(*p.mlp_out, [&]<class K>() {
@@ -49,9 +50,22 @@ struct Experts {
             multiply<K>(p.mlp_out, starts, activated.x, activated.x_stride, p.results);
         });
         parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) { add_up(i, (T*)out + i * out_stride); });
+        return true;
     }
 
   private:
+    // What the experts' second linears see, of all their rows.
+    bool activate(int64_t all, int64_t apart) const {
+        const int64_t in = p.mlp_in->out_size;
+        if (!p.inner_columns.exchange) {
+            activate_rows<E>(parallel_for, p.inner, in, p.activated, apart, all, p.activation);
+            return true;
+        }
+        return gather_columns(parallel_for, p.inner_columns, sizeof(T), all, (char*)p.activated, apart, [&](int64_t first, int64_t count, char* slot) {
+            activate_rows<E>(parallel_for, (const T*)p.inner + first * in, in, slot, p.activation.dim, count, p.activation);
+        });
+    }
+
     // The kind of the experts' weights: all that are next to this one have the same.
     template <class G>
     static void with_experts(const LinearParams& weight, const G& g) {

@@ -155,7 +155,7 @@ struct RecurrenceParams {
 
 enum OpKind : int32_t {
     OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_ACTIVATION, OP_MULTIPLY, OP_ADD, OP_COPY, OP_SCALE, OP_KEEP, OP_EXPERTS,
-    OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE, OP_LORA
+    OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE, OP_LORA, OP_GATHER
 };
 
 // Numbers of a buffer's rows, from a column on.
@@ -225,6 +225,13 @@ struct ChoiceParams {
 };
 
 // A layer of E experts, of which each row goes through k.
+// Columns of which each rank of a tensor-parallel group has some, see exchange.h.
+constexpr int MOST_RANKS = 8;
+struct GatherParams {
+    void* exchange;            // an Exchange
+    int64_t sizes[MOST_RANKS]; // numbers of a row that each rank has, in their order
+};
+
 struct ExpertsParams {
     const LinearParams* router;   // H -> E, its results in fp32
     const LinearParams* mlp_in;   // [E]: H -> 2 I
@@ -232,6 +239,7 @@ struct ExpertsParams {
     ChoiceParams choice;
     ActivationParams activation;
     int64_t weighs_inputs;  // a row's shares multiply what its experts see, not what they say
+    GatherParams inner_columns;  // of I, where each rank has some; its exchange is null where this process has all
     // Room for T rows.
     float* logits;     // [T, E]
     float* scores;     // [T, E]

@@ -7,6 +7,7 @@
 #include <chrono>
 
 #include "experts.h"
+#include "gather.h"
 #include "team.h"
 
 namespace {
@@ -76,11 +77,17 @@ struct Program {
         });
     }
 
-    void run(const Op& op, const ExpertsParams& e) const {
+    bool run(const Op& op, const ExpertsParams& e) const {
+        bool done = false;
         with_kind(p.dtype, [&]<class F>() {
-            Experts<F>{parallel_for, e, rows, p.threads}.run(
+            done = Experts<F>{parallel_for, e, rows, p.threads}.run(
                 at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out));
         });
+        return done;
+    }
+
+    bool run(const Op& op, const GatherParams& gather) const {
+        return gather_rows(parallel_for, gather, size(), rows, (const char*)at(op.x), stride(op.x), (char*)at(op.out), stride(op.out));
     }
 
     void run(const Op& op, const GatedNormParams& norm) const {
@@ -138,7 +145,7 @@ struct Program {
             case OP_COPY: combine(op, *each, [](V, V x) { return x; }); break;
             case OP_SCALE: combine(op, *each, [&](V, V x) { return x * each->factor; }); break;
             case OP_KEEP: return keep(op);
-            case OP_EXPERTS: run(op, *(const ExpertsParams*)op.params); break;
+            case OP_EXPERTS: return run(op, *(const ExpertsParams*)op.params);
             case OP_GATE:
                 QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, (const GateParams*)op.params, p.dtype);
                 break;
@@ -146,6 +153,7 @@ struct Program {
             case OP_CONVOLUTION: run(op, *(const ConvolutionParams*)op.params); break;
             case OP_GATED_DELTA:
             case OP_STATE_SPACE: run(op, *(const RecurrenceParams*)op.params); break;
+            case OP_GATHER: return run(op, *(const GatherParams*)op.params);
             case OP_LORA: run(op, *(const LoraParams*)op.params); break;
         }
         return true;
@@ -154,7 +162,8 @@ struct Program {
 
 }  // namespace
 
-// Returns the operator that found a position beyond its table, or a row beyond the last one, or -1. What stands before it has been done.
+// Returns the operator that found a position beyond its table, a row beyond the last one, or that a rank of the group is lost, or -1.
+// What stands before it has been done.
 extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(program, QUIRE_ISA)(ParallelFor parallel_for, const ProgramParams* params) {
     using Clock = std::chrono::steady_clock;
     int64_t failed = 0;  // unless it is run

@@ -1,0 +1,96 @@
+// Exchanges as Python calls them, and what sees to it that a group ends when one of its ranks dies or hangs.
+#include "exchange.h"
+
+#include <cstring>
+
+namespace {
+
+constexpr int64_t BEAT = 50'000'000, HUNG = 800'000'000;  // nanoseconds: from beat to beat, and without one
+
+}  // namespace
+
+extern "C" {
+
+// Beats and watches the others until this rank ends: what a thread is for. A process that the system stops beats no more; nobody
+// else is needed for it, so that a long call that keeps Python's lock is no hang. ends: whether the process ends with the group.
+QUIRE_EXPORT void quire_exchange_watch(Exchange* of, int32_t ends) {
+    while (true) {
+        const int64_t now = Exchange::now();
+        of->memory->ranks[of->rank].beat.store(now, std::memory_order_relaxed);
+        for (int r = 0; r < of->size; r++) {
+            const ExchangeRank& other = of->memory->ranks[r];
+            const int64_t beat = other.beat.load(std::memory_order_relaxed);
+            if (r != of->rank && beat && !other.left.load() && now - beat > HUNG) of->lose(r);
+        }
+        if (ends && (of->memory->lost.load() || of->memory->ranks[0].left.load())) _exit(of->memory->lost.load() ? 1 : 0);
+        if (of->memory->ranks[of->rank].left.load() || of->memory->lost.load()) return;
+        usleep(BEAT / 1000);
+    }
+}
+
+QUIRE_EXPORT int64_t quire_exchange_bytes(int32_t size, int64_t slot_bytes) { return Exchange::SLOTS + 2 * size * slot_bytes; }
+
+QUIRE_EXPORT Exchange* quire_exchange_new(void* memory, int32_t rank, int32_t size, int64_t slot_bytes) {
+    return new Exchange(memory, rank, size, slot_bytes);
+}
+
+// This rank ends in order. What `new` gave stays: threads may look at it.
+QUIRE_EXPORT void quire_exchange_leave(Exchange* of) { of->memory->ranks[of->rank].left.store(1); }
+
+// The rank that is lost, or -1.
+QUIRE_EXPORT int32_t quire_exchange_lost(Exchange* of) { return of->memory->lost.load() - 1; }
+
+QUIRE_EXPORT void quire_exchange_lose(Exchange* of, int32_t rank) { of->lose(rank); }
+
+// Each rank's `bytes` bytes, those of rank 0 first. to: null: they are not wanted. Returns 0, or -1 where a rank is lost.
+QUIRE_EXPORT int32_t quire_exchange_gather(Exchange* of, const char* from, int64_t bytes, char* to) {
+    for (int64_t at = 0; at < bytes; at += of->slot_bytes) {
+        const int64_t count = bytes - at < of->slot_bytes ? bytes - at : of->slot_bytes;
+        if (!of->begin()) return -1;
+        memcpy(of->slot(of->rank), from + at, (size_t)count);
+        of->publish();
+        if (!of->wait_for_all()) return -1;
+        for (int r = 0; to && r < of->size; r++) memcpy(to + r * bytes + at, of->slot(r), (size_t)count);
+    }
+    return 0;
+}
+
+// Rows of which each rank has sizes[rank] bytes, to rank 0: one row after the other, the bytes of rank 0 first. to: null on the
+// others. Returns 0, or -1 where a rank is lost.
+QUIRE_EXPORT int32_t quire_exchange_collect(Exchange* of, const char* from, int64_t rows, const int64_t* sizes, char* to) {
+    int64_t all = 0, widest = 1;
+    for (int r = 0; r < of->size; r++) all += sizes[r], widest = sizes[r] > widest ? sizes[r] : widest;
+    const int64_t most = of->slot_bytes / widest, own = sizes[of->rank];  // rows at a time
+    for (int64_t first = 0; first < rows; first += most) {
+        const int64_t count = rows - first < most ? rows - first : most;
+        if (!of->begin()) return -1;
+        if (!to) memcpy(of->slot(of->rank), from + first * own, (size_t)(count * own));
+        of->publish();
+        if (!to) continue;
+        if (!of->wait_for_all()) return -1;
+        for (int64_t i = 0; i < count; i++) {
+            char* row = to + (first + i) * all;
+            for (int r = 0; r < of->size; row += sizes[r++])
+                memcpy(row, r == of->rank ? from + (first + i) * own : of->slot(r) + i * sizes[r], (size_t)sizes[r]);
+        }
+    }
+    return 0;
+}
+
+// Rank 0 sends a part of a message of `total` bytes, 16 bytes less than a slot at most. Returns 0, or -1 where a rank is lost.
+QUIRE_EXPORT int32_t quire_exchange_send(Exchange* of, const char* from, int64_t bytes, int64_t total) {
+    if (!of->begin()) return -1;
+    const int64_t sizes[] = {total, bytes};
+    memcpy(of->slot(0), sizes, sizeof sizes);
+    memcpy(of->slot(0) + sizeof sizes, from, (size_t)bytes);
+    of->publish();
+    return 0;
+}
+
+// The others take it, however long they have to wait. It begins with its two sizes; null where a rank is lost.
+QUIRE_EXPORT const char* quire_exchange_receive(Exchange* of) {
+    if (!of->begin()) return nullptr;
+    of->publish();
+    return of->wait_for(0, of->current(), 0) ? of->slot(0) : nullptr;
+}
+}

@@ -1,0 +1,133 @@
+"""Exchanges between processes of one host, in memory that they share: see csrc/exchange.h."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quire.errors import GroupLost
+from quire.ops.cpu import native
+from quire.ops.exchange import Columns
+
+SLOT = 4 * 2**20  # bytes of one rank's part of an exchange at a time
+HEADER = 16  # bytes of a message's part before its content
+
+
+@cache
+def _functions() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(native.library_path()))
+    for name, result, *arguments in (
+        ("bytes", c_int64, c_int32, c_int64),
+        ("new", c_void_p, c_void_p, c_int32, c_int32, c_int64),
+        ("watch", None, c_void_p, c_int32),
+        ("leave", None, c_void_p),
+        ("lost", c_int32, c_void_p),
+        ("lose", None, c_void_p, c_int32),
+        ("gather", c_int32, c_void_p, c_void_p, c_int64, c_void_p),
+        ("collect", c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+        ("send", c_int32, c_void_p, c_char_p, c_int64, c_int64),
+        ("receive", c_void_p, c_void_p),
+    ):
+        function = getattr(library, f"quire_exchange_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def shared_bytes(size: int) -> int:
+    """Bytes of memory that so many ranks share. What is not used of it is never given by the system."""
+    return int(_functions().quire_exchange_bytes(size, SLOT))
+
+
+class MemoryExchange:
+    """One rank's view of a group whose ranks share memory."""
+
+    def __init__(
+        self,
+        memory: Tensor,  # uint8 [shared_bytes(size)], zero before the first rank takes it
+        rank: int,
+        size: int,
+    ) -> None:
+        self.rank, self.size, self.size_here = rank, size, size
+        self._memory, self._native = memory, _functions()
+        self.handle = int(self._native.quire_exchange_new(memory.data_ptr(), rank, size, SLOT))
+
+    def gather(
+        self,
+        x: Tensor,  # [...], of the same shape and dtype on all ranks
+    ) -> Tensor:
+        """What each rank gave, in their order: [ranks, ...]."""
+        x = x.contiguous()
+        found = torch.empty(self.size, *x.shape, dtype=x.dtype)
+        self._check(self._native.quire_exchange_gather(self.handle, x.data_ptr(), x.nbytes, found.data_ptr()))
+        return found
+
+    def collect(
+        self,
+        x: Tensor,  # [T, sizes[rank]]
+        sizes: Sequence[int],
+    ) -> Tensor | None:
+        """On rank 0 the columns of all ranks."""
+        x = x.contiguous()
+        found = x.new_empty(len(x), sum(sizes)) if self.rank == 0 else None
+        to = None if found is None else found.data_ptr()
+        nbytes = (c_int64 * self.size)(*(size * x.itemsize for size in sizes))
+        self._check(self._native.quire_exchange_collect(self.handle, x.data_ptr(), len(x), nbytes, to))
+        return found
+
+    def send(self, message: bytes) -> None:
+        """Give the others a message."""
+        step = SLOT - HEADER
+        for first in range(0, max(1, len(message)), step):
+            part = message[first : first + step]
+            self._check(self._native.quire_exchange_send(self.handle, part, len(part), len(message)))
+
+    def receive(self) -> bytes:
+        """The next message of rank 0."""
+        parts: list[bytes] = []
+        while True:
+            at = self._native.quire_exchange_receive(self.handle)
+            if at is None:
+                raise self.loss()
+            total, size = (c_int64 * 2).from_address(at)
+            parts.append(ctypes.string_at(at + HEADER, size))
+            if sum(map(len, parts)) >= total:
+                return b"".join(parts)
+
+    @property
+    def lost(self) -> int | None:
+        """The rank that has died or hangs; None: no one is known to have."""
+        rank = int(self._native.quire_exchange_lost(self.handle))
+        return None if rank < 0 else rank
+
+    def lose(self, rank: int) -> None:
+        """End the group: that rank is lost."""
+        self._native.quire_exchange_lose(self.handle, rank)
+
+    def watch(self, *, ends: bool) -> None:
+        """Show the others that this process runs, and see whether they do, until the group ends."""
+        self._native.quire_exchange_watch(self.handle, ends)
+
+    def leave(self) -> None:
+        """This rank ends in order."""
+        self._native.quire_exchange_leave(self.handle)
+
+    def loss(self) -> GroupLost:
+        """What is raised when the group is lost."""
+        return GroupLost(f"rank {self.lost} of the tensor-parallel group has died or hangs; its other ranks end, too")
+
+    def _check(self, result: int) -> None:
+        if result < 0:
+            raise self.loss()
+
+
+def gather_params(columns: Columns) -> native.GatherParams:
+    """What the library needs to know of columns that are exchanged through memory."""
+    params = native.GatherParams(cast(MemoryExchange, columns.exchange).handle)
+    params.sizes[: len(columns.sizes)] = columns.sizes
+    return params

@@ -1,0 +1,249 @@
+"""What the ranks of a tensor-parallel group exchange.
+
+Each rank computes some columns of a linear's results, from all of its inputs. So no sum is divided among ranks, and a
+number has the bits that it has where one process computes all of them, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from quire.errors import GroupLost
+from quire.ops.linear import Embedding, Linear
+
+MOST_RANKS = 8  # of a group
+BEAT, HUNG = 0.1, 0.8  # s from one beat of a rank to the next, and without one until it counts as lost
+LOOK = timedelta(seconds=0.1)  # that an exchange is waited for before the ranks are looked at
+
+
+class Exchange(Protocol):
+    """One rank's view of its group. All ranks call the same methods in the same order.
+
+    Each method raises GroupLost where another rank has died or hangs.
+    """
+
+    rank: int
+    size: int
+    size_here: int  # ranks on this host, which take of its memory
+
+    def gather(
+        self,
+        x: Tensor,  # [...], of the same shape and dtype on all ranks, on the CPU
+    ) -> Tensor:
+        """What each rank gave, in their order: [ranks, ...]."""
+
+    def collect(
+        self,
+        x: Tensor,  # [T, sizes[rank]]
+        sizes: Sequence[int],
+    ) -> Tensor | None:
+        """On rank 0 the columns of all ranks: [T, the sum of the sizes]. None on the others."""
+
+    def send(self, message: bytes) -> None:
+        """Give the others a message. Rank 0 alone does this."""
+
+    def receive(self) -> bytes:
+        """The next message of rank 0, however long that lasts."""
+
+    @property
+    def lost(self) -> int | None:
+        """The rank that has died or hangs; None: no one is known to have."""
+
+    def lose(self, rank: int) -> None:
+        """End the group: that rank is lost."""
+
+    def leave(self) -> None:
+        """This rank ends in order."""
+
+    def watch(self, *, ends: bool) -> None:
+        """Show the others that this process runs, and see whether they do, until the group ends.
+
+        ends: the process ends with the group.
+        """
+
+    def loss(self) -> GroupLost:
+        """What is raised when the group is lost."""
+
+
+class TorchExchange:
+    """By torch.distributed (gloo): between hosts."""
+
+    def __init__(self, store: Store, rank: int, size: int, size_here: int) -> None:
+        """store: through which the ranks find one another, and see that each of them runs."""
+        self.rank, self.size, self.size_here = rank, size, size_here
+        self.lost: int | None = None
+        self._store, self._has_left = store, False
+        distributed.init_process_group("gloo", store=PrefixStore("exchange", store), rank=rank, world_size=size)
+
+    def gather(
+        self,
+        x: Tensor,  # [...], of the same shape and dtype on all ranks
+    ) -> Tensor:
+        """What each rank gave, in their order: [ranks, ...]."""
+        found = x.new_empty(self.size, *x.shape)
+        raw = [one.view(torch.uint8).flatten() for one in (*found, x.contiguous())]  # not all dtypes can be exchanged
+        self._finish(lambda: distributed.all_gather(raw[:-1], raw[-1], async_op=True))
+        return found
+
+    def collect(
+        self,
+        x: Tensor,  # [T, sizes[rank]]
+        sizes: Sequence[int],
+    ) -> Tensor | None:
+        """On rank 0 the columns of all ranks."""
+        found = Columns(self, tuple(sizes)).gathered(x)
+        return found if self.rank == 0 else None
+
+    def send(self, message: bytes) -> None:
+        """Give the others a message."""
+        self._broadcast(torch.tensor([len(message)]))
+        if message:
+            self._broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+    def receive(self) -> bytes:
+        """The next message of rank 0."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._broadcast(size)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        if len(message):
+            self._broadcast(message)
+        return message.numpy().tobytes()
+
+    def watch(self, *, ends: bool) -> None:
+        """Show the others that this process runs, and see whether they do, until the group ends."""
+        seen = {rank: (0, time.monotonic()) for rank in range(self.size) if rank != self.rank}
+        while not self._has_left and self.lost is None:
+            now = time.monotonic()
+            try:
+                self._store.add(f"beat/{self.rank}", 1)
+                for rank, (before, since) in seen.items():
+                    beats = self._store.add(f"beat/{rank}", 0)
+                    if beats != before or beats == 0:
+                        seen[rank] = beats, now
+                    elif now - since > HUNG:
+                        self.lost = rank
+                if ends and self._store.check(["left"]):
+                    self._store.add("gone", 1)
+                    os._exit(0)
+            except RuntimeError:  # who has the store has ended
+                self.lost = 0
+            time.sleep(BEAT)
+        if ends and not self._has_left:
+            os._exit(1)
+
+    def lose(self, rank: int) -> None:
+        """End the group: that rank is lost."""
+        self.lost = rank
+
+    def leave(self) -> None:
+        """This rank ends in order."""
+        self._has_left = True
+        with suppress(RuntimeError):
+            if self.rank > 0:
+                self._store.add("gone", 1)
+            else:
+                self._store.set("left", "")
+                deadline = time.monotonic() + HUNG  # the others need the store, which ends with this process
+                while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
+                    time.sleep(BEAT / 10)
+        distributed.destroy_process_group()
+
+    def loss(self) -> GroupLost:
+        """What is raised when the group is lost."""
+        return GroupLost(f"rank {self.lost} of the tensor-parallel group has died or hangs; its other ranks end, too")
+
+    def _broadcast(self, x: Tensor) -> None:
+        self._finish(lambda: distributed.broadcast(x, 0, async_op=True))
+
+    def _finish(self, begin: Callable[[], distributed.Work]) -> None:
+        """Wait for an exchange as long as all ranks run."""
+        try:
+            work = begin()
+            while not work.is_completed():
+                if self.lost is not None:
+                    raise self.loss()
+                with suppress(RuntimeError):  # it was not completed within that time
+                    work.wait(LOOK)
+            work.wait()
+        except RuntimeError as error:
+            if self.lost is None:
+                self.lost = -1
+            raise self.loss() from error
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of which each rank of a group has some, those of rank 0 first."""
+
+    exchange: Exchange
+    sizes: tuple[int, ...]  # of each rank's
+
+    @property
+    def own(self) -> int:
+        """How many this rank has."""
+        return self.sizes[self.exchange.rank]
+
+    def gathered(
+        self,
+        x: Tensor,  # [T, this rank's]
+    ) -> Tensor:
+        """All ranks' columns: [T, the sum of the sizes]."""
+        padded = torch.nn.functional.pad(x, (0, max(self.sizes) - x.shape[1]))
+        parts = self.exchange.gather(padded)
+        return torch.cat([part[:, :size] for part, size in zip(parts, self.sizes, strict=True)], 1)
+
+
+@dataclass(frozen=True)
+class SharedHead:
+    """The output projection of which each rank has some of the vocabulary."""
+
+    part: Linear
+    columns: Columns  # V
+
+    def __call__(
+        self,
+        x: Tensor,  # [R, H]
+    ) -> Tensor:
+        """The logits, [R, V], on rank 0; the others', of no use, have no columns: [R, 0]."""
+        found = self.columns.exchange.collect(self.part(x), self.columns.sizes)
+        return x.new_empty(len(x), 0) if found is None else found
+
+
+@dataclass(frozen=True)
+class SharedEmbedding:
+    """An embedding of which each rank has some of the rows. A token's row is its owner's, copied."""
+
+    part: Embedding
+    rows: Columns  # V
+
+    def __call__(
+        self,
+        token_ids: Tensor,  # int64 [T]
+    ) -> Tensor:
+        """The rows, in memory of their own: [T, H]."""
+        exchange, firsts = self.rows.exchange, torch.tensor([0, *accumulate(self.rows.sizes)][:-1])
+        owners = torch.bucketize(token_ids, firsts, right=True) - 1
+        own = owners == exchange.rank
+        found = exchange.gather(self.part((token_ids - firsts[exchange.rank]) * own))
+        return found.flatten(0, 1)[owners * len(token_ids) + torch.arange(len(token_ids))]
+
+
+def own_share(count: int, rank: int, size: int) -> range:
+    """Which of `count` things a rank has. Where they cannot be divided evenly, some have one more; rank 0 has."""
+    return range(-(-count * rank // size), -(-count * (rank + 1) // size))
+
+
+def shares(count: int, size: int) -> tuple[int, ...]:
+    """How many of `count` things each rank has."""
+    return tuple(len(own_share(count, rank, size)) for rank in range(size))

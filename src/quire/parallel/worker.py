@@ -1,0 +1,64 @@
+"""What a rank other than the first does: it loads its part of a model, and follows rank 0."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+
+from quire import ops
+from quire.bits.parts import model_parts
+from quire.config import EngineConfig
+from quire.engine.engine import Pools, make_runner
+from quire.engine.ranks import FollowingRunner
+from quire.errors import QuireError
+from quire.models import load_model, locate
+from quire.models.files import Files, files_of
+from quire.models.model import Model
+from quire.ops import Backend
+from quire.ops.exchange import Exchange
+from quire.parallel import launch
+from quire.parallel.group import LOAD_WITHIN, Group, join
+
+
+def follow(group: Group, files: Files, config: EngineConfig, backend: Backend) -> None:
+    """Be a rank of the group until rank 0 ends it.
+
+    Raises GroupLost where another rank dies or hangs, ConfigError where they disagree, and what `load_model` raises.
+    """
+    try:
+        runner = follower(files, config, backend, group.exchange)
+        agree_on_model(group, runner.model, files, config, backend)
+        runner.follow()
+    except BaseException as error:
+        group.fail(error)
+        raise
+    group.close()
+
+
+def agree_on_model(group: Group, model: Model, files: Files, config: EngineConfig, backend: Backend) -> None:
+    """Raise ConfigError unless all ranks have loaded parts of the same model, which give the same bits."""
+    group.agree("fingerprint", model_parts(model, files, backend, config), LOAD_WITHIN)
+
+
+def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Exchange) -> FollowingRunner:
+    """The runner of a rank, with its part of the model and of the cache."""
+    model = load_model(files, config, backend, exchange)
+    pools: Pools = pickle.loads(exchange.receive())
+    return make_runner(FollowingRunner, model, backend, config, pools)
+
+
+def main() -> None:
+    """A process that rank 0 has started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to rank 0, too, which ends the others
+    config = launch.given_config()
+    try:
+        backend = ops.load(config.attention_backend, config.device)
+        group = join(config, backend)
+        follow(group, files_of(locate(config.model, config.gguf_file)), config, backend)
+    except QuireError:  # rank 0 says why
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Groups of processes: how they are started, what they agree on, and that they end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, GroupLost, Unsupported
+from quire.ops.cpu import native
+from quire.parallel.cores import Binding, by_place
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+
+PROMPT = [7 * i % 500 for i in range(40)]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+
+
+def answer(llm: LLM) -> list[Any]:
+    [found] = llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    return [list(found.outputs[0].token_ids), found.outputs[0].cumulative_logprob]
+
+
+def answer_on_and_on(llm: LLM) -> NoReturn:
+    while True:
+        answer(llm)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Any]:
+    with LLM(num_blocks=100) as llm:
+        return answer(llm)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def ranks(*words: str, options: dict[int, dict[str, Any]] | None = None, **environment: str) -> Iterator[list[Any]]:
+    """Two processes, as a launcher starts them."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | environment
+    found = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "OPTIONS": json.dumps((options or {}).get(rank, {}))}
+        found.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.parallel.group_rank", *words],
+                env=os.environ | common | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.communicate()
+
+
+def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
+    with LLM(num_blocks=100, tensor_parallel_size=2) as llm:
+        assert llm.group is not None
+        [process] = llm.group.processes
+        assert answer(llm) == wanted
+        assert answer(llm) == wanted  # with blocks that are there
+    assert process.poll() == 0
+
+
+@pytest.mark.parametrize(("words", "exchange"), [([], "MemoryExchange"), (["apart"], "TorchExchange")])
+def test_processes_of_a_launcher(words: list[str], exchange: str, wanted: list[Any]) -> None:
+    with ranks(*words) as (first, second):
+        out, errors = first.communicate(timeout=60)
+        assert json.loads(out) == [exchange, *wanted], errors
+        assert second.wait(10) == 0
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=["died", "hangs"])
+def test_a_rank_that_is_lost_ends_the_group(kind: signal.Signals) -> None:
+    with LLM(num_blocks=100, tensor_parallel_size=2) as llm:
+        answer(llm)
+        lost = []
+        group = llm.group
+        assert group is not None
+        group.on_lost = lambda: lost.append(time.monotonic())
+        [process] = group.processes
+        os.kill(process.pid, kind)  # type: ignore[attr-defined]
+        with pytest.raises(GroupLost, match="rank 1 of the tensor-parallel group has died or hangs"):
+            answer_on_and_on(llm)
+        with pytest.raises(GroupLost, match="rank 1"):
+            group.check()
+        deadline = time.monotonic() + 10
+        while not lost and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert lost
+        if kind == signal.SIGSTOP:
+            os.kill(process.pid, signal.SIGCONT)  # type: ignore[attr-defined]
+        assert process.wait(10) != 0
+
+
+def test_the_other_ranks_end_with_the_first() -> None:
+    program = "import sys, time; from quire import LLM; llm = LLM(num_blocks=100, tensor_parallel_size=2);" + (
+        "print(llm.group.processes[0].pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        other = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{other}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{other}").exists()
+
+
+def test_ranks_that_disagree() -> None:
+    with ranks(options={1: {"block_size": 8}}) as (first, second):
+        _, errors = first.communicate(timeout=60)
+        assert "rank 1 of the tensor-parallel group has block_size '8', and rank 0 '16'" in errors
+        assert second.communicate(timeout=20)[1].count("rank 1 of the tensor-parallel group has block_size") == 1
+        assert first.returncode
+        assert second.returncode
+
+
+def test_ranks_of_another_number() -> None:
+    with ranks(WORLD_SIZE="3") as (first, _):
+        assert "tensor_parallel_size is 2, and a launcher has started 3 processes" in first.communicate(timeout=60)[1]
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with ranks(MASTER_PORT=address.partition(":")[2]) as (first, _):
+            errors = first.communicate(timeout=60)[1]
+    assert f"cannot meet at MASTER_ADDR:MASTER_PORT {address}" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3; it must be up to 2, the KV heads of layer 0"),
+        ({"tensor_parallel_size": 16}, "tensor_parallel_size is 16; it must be 8 at most"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be at least 1"),
+        ({"kv_disk": "x"}, "tensor_parallel_size is 2, and kv_disk is 'x'"),
+        ({"enable_lora": True}, "tensor_parallel_size is 2, and enable_lora is True"),
+        ({"attention_backend": "reference"}, "tensor_parallel_size is 2, and attention_backend is 'reference'"),
+        ({"model_impl": "transformers"}, "tensor_parallel_size is 2, and its layers are transformers' own"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together(
+    options: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        LLM(**({"tensor_parallel_size": 2} | options))
+
+
+def test_an_error_of_one_rank_ends_the_others() -> None:
+    before = children()
+    with pytest.raises(Unsupported, match="does not serve a cache of torch"):
+        LLM(tensor_parallel_size=2, num_blocks=100, kv_cache_dtype="fp8")
+    assert children() == before
+
+
+def children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def test_each_part_of_the_cores_is_another_one() -> None:
+    whole = Binding(tuple(range(6)), 6)
+    parts = [whole.part(i, 4) for i in range(4)]
+    assert sorted(cpu for part in parts for cpu in part.cpus) == list(range(6))
+    assert [part.threads for part in parts] == [1] * 4
+    assert Binding((3,), 2).part(1, 2) == Binding((3,), 1)  # too few
+
+
+def test_cores_are_in_the_order_of_their_memory(tmp_path: Path) -> None:
+    """Two nodes, whose cores have two CPUs each, numbered as Linux does: first one of every core."""
+    for cpu in range(8):
+        core, node = cpu % 4, cpu % 4 // 2
+        topology = tmp_path / "cpu" / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{node}\n")
+        (topology / "core_id").write_text(f"{core % 2}\n")
+        (tmp_path / "cpu" / f"cpu{cpu}" / f"node{node}").mkdir()
+    assert by_place(range(8), tmp_path) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert by_place([7, 2, 3], tmp_path) == [[2], [7, 3]]
+    assert by_place([0, 1], tmp_path / "none") == [[0], [1]]

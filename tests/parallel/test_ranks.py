@@ -1,0 +1,197 @@
+"""A model that several ranks compute has the bits of the model that one computes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.errors import ConfigError
+from quire.models import EMBEDDED
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
+from quire.models.sharding import Shard, check_shards
+from quire.ops.cpu import native
+from quire.ops.exchange import Exchange, own_share, shares
+from quire.request import Request, SamplingParams
+from tests.engine.test_cache_bits import asked, bits
+from tests.marks import quick, spread
+from tests.models.checkpoints import save
+from tests.models.gguf import test_models as gguf
+from tests.models.quantisation import test_formats, test_fp8, test_mxfp4
+from tests.models.test_families import FAMILIES, VARIANTS
+from tests.parallel.ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+
+OPTIONS = {"max_num_batched_tokens": 16}
+WIDE: Mapping[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2}
+REFUSED = {("falcon, groups of heads, one norm", 4)}  # 3 KV heads
+
+
+def answers(engine: Engine) -> dict[str, list[Any]]:
+    """What requests in mixed steps get: tokens, and logprobs of these and of the prompt."""
+    found: dict[str, list[Any]] = {}
+    for i, length in enumerate((1, 9, 23)):
+        params = SamplingParams(
+            temperature=0.8 * (i == 1), max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1, seed=i
+        )
+        tokens = array("i", [(7 * i + 5 * j) % 90 for j in range(length)])
+        engine.add(Request(f"{i}", tokens, length, params))
+        found[f"{i}"] = []
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            found[event.request_id].append((event.token, event.logprobs, event.prompt_logprobs))
+    return found
+
+
+def check(directory: Path, size: int, **options: Any) -> None:
+    wanted = on_ranks(directory, 1, answers, **OPTIONS, **options)
+    assert on_ranks(directory, size, answers, **OPTIONS, **options) == wanted
+
+
+@pytest.mark.parametrize(("name", "size"), spread(3, VARIANTS, (2, 4)))
+def test_variants(tmp_path: Path, name: str, size: int) -> None:
+    """Heads, channels and tokens that ranks cannot have as many of each, too."""
+    kind, changes = VARIANTS[name]
+    save(tmp_path, kind, torch.bfloat16, **changes)
+    if (name, size) in REFUSED:
+        with pytest.raises(ConfigError, match="tensor_parallel_size is 4; it must be up to 3, the KV heads of layer 0"):
+            check(tmp_path, size)
+    else:
+        check(tmp_path, size)
+
+
+@pytest.mark.parametrize(("family", "dtype"), spread(3, FAMILIES, (torch.float32, torch.float16)))
+def test_dtypes(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    kind, changes = FAMILIES[family]
+    save(tmp_path, kind, dtype, **changes)
+    check(tmp_path, 2)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3Moe", "GptOss", "Qwen3_5"])
+def test_eight_ranks(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, kind, torch.bfloat16, **WIDE)
+    check(tmp_path, 8)
+
+
+@pytest.mark.parametrize("case", quick(test_formats.CASES, 3))
+def test_integers(tmp_path: Path, case: str) -> None:
+    config, one = test_formats.CASES[case]
+    made = test_formats.write(
+        tmp_path, config, one(len(case)), intermediate_size=160 if "smaller" in case else 384, **WIDE
+    )
+    check(made.directory, 4, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("case", test_fp8.CASES)
+def test_fp8_weights(tmp_path: Path, case: str) -> None:
+    check(test_fp8.published(tmp_path, case)[0], 4)
+
+
+def test_mxfp4_weights(tmp_path: Path) -> None:
+    check(test_mxfp4.published(tmp_path), 2)
+
+
+@pytest.mark.parametrize("name", quick(gguf.QUANTISED, 2, 4))
+def test_gguf_files(tmp_path: Path, name: str) -> None:
+    kind, changes = gguf.QUANTISED[name]
+    save(tmp_path, kind, **changes)
+    gguf.write_gguf(tmp_path, tmp_path / "model.gguf", kind, partial(gguf.mixed, kind))
+    check(tmp_path / "model.gguf", 2)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("activations", ["int8", "bf16"])
+def test_rounded_at_load(quantization: str, activations: str) -> None:
+    check(EMBEDDED, 2, quantization=quantization, quantization_activations=activations)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"num_speculative_tokens": 3},
+        {"num_blocks": 24, "preemption": "swap", "swap_space": "8MiB"},
+        {"num_blocks": 24, "num_speculative_tokens": 3},
+        {"enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_what_the_engine_does(options: dict[str, Any]) -> None:
+    """Samples that share blocks, prefixes, guesses, preemption, a cache of integers."""
+
+    def run(engine: Engine) -> Any:
+        return bits(engine, [request for members in asked(12) for request in members])
+
+    common = {"num_blocks": 200, "block_size": 4, "max_num_batched_tokens": 64} | options
+    assert on_ranks(EMBEDDED, 2, run, **common) == on_ranks(EMBEDDED, 1, run, **common)
+
+
+def test_a_number_that_is_not_finite_is_seen_whichever_rank_computes_it(tmp_path: Path) -> None:
+    model = save(tmp_path, "Llama", torch.float32, **WIDE)
+    model.model.layers[1].self_attn.v_proj.weight.data[-1] = float("inf")  # of the last rank
+    model.save_pretrained(tmp_path)
+
+    def errors(engine: Engine) -> list[str]:
+        engine.add(Request("0", array("i", [5, 6, 7]), 3, SamplingParams(max_tokens=2)))
+        found = []
+        while engine.has_work:
+            found += [str(event.error) for event in engine.step() if event.error is not None]
+        return found
+
+    assert on_ranks(tmp_path, 2, errors) == on_ranks(tmp_path, 1, errors) != []
+
+
+# ------------------------------------------------------------------------------------------------------------ shares
+
+
+@dataclass
+class _Rank:
+    """Stands in for an exchange that nothing goes through."""
+
+    rank: int
+    size: int
+
+
+@pytest.mark.parametrize(("count", "size"), [*product((1, 2, 3, 7, 8, 97), (1, 2, 3, 4, 8))])
+def test_shares_are_all_of_them_and_nearly_even(count: int, size: int) -> None:
+    found = [own_share(count, rank, size) for rank in range(size)]
+    assert [i for share in found for i in share] == list(range(count))
+    assert shares(count, size) == tuple(map(len, found))
+    assert len(found[0]) == max(map(len, found)) <= min(map(len, found)) + 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (6, 2), (9, 3), (5, 1), (24, 6)])
+@pytest.mark.parametrize("size", range(2, 9))
+def test_each_query_head_is_one_ranks_and_so_is_what_it_attends_to(heads: int, kv_heads: int, size: int) -> None:
+    attention = AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=16)
+    layer = LayerConfig(
+        mixer=replace(attention, rope={"rope_type": "default", "rope_theta": 1e4}), mlp=MlpConfig(size=8)
+    )
+    config = DecoderConfig(
+        vocab_size=50, hidden_size=32, max_position_embeddings=64, tied_embeddings=True, layers=(layer,)
+    )
+    if heads < size or (kv_heads < size and size % kv_heads):
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}"):
+            check_shards(config, size)
+        return
+    check_shards(config, size)
+    seen: list[int] = []
+    for rank in range(size):
+        shard = Shard(config, cast(Exchange, _Rank(rank, size)))
+        q, kv = shard.q_heads(heads, kv_heads, rank), shard.kv_heads(kv_heads, rank)
+        each, own = heads // kv_heads, shard.config.attention[0]
+        assert isinstance(own, AttentionConfig)
+        assert (own.num_heads, own.num_kv_heads) == (len(q), len(kv))
+        assert [head // each for head in q] == [kv[i * len(kv) // len(q)] for i in range(len(q))]
+        seen += q
+    assert seen == list(range(heads))
