@@ -270,6 +270,8 @@ def test_every_public_operator_has_its_place_on_the_page() -> None:
         "choose",
         "keeps_bits",
         "set_prefetch",
+        "exchange",
+        "exchange_bytes",
     }  # for models, caches, options
     for name, _ in inspect.getmembers(ops.Backend, inspect.isfunction):
         assert name.startswith("_") or name in inner or f"{name}(" in shown, f"no example calls {name}"

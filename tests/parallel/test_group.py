@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.errors import ConfigError, GroupLost, Unsupported
 from quire.ops.cpu import native
 from quire.parallel.cores import Binding, by_place
@@ -30,6 +30,20 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
 def answer(llm: LLM) -> list[Any]:
     [found] = llm.generate([PROMPT], PARAMS, use_tqdm=False)
     return [list(found.outputs[0].token_ids), found.outputs[0].cumulative_logprob]
+
+
+def further(llm: LLM) -> list[Any]:
+    """What else an engine computes: hidden states, beams, samples of one prompt, grammars, likelihoods."""
+    beams = llm.beam_search(["import os"], BeamSearchParams(beam_width=3, max_tokens=6))[0].sequences
+    several = SamplingParams(n=3, seed=1, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-z]{4,12}"))
+    [samples] = llm.generate(["import "], several, use_tqdm=False)
+    [likely] = llm.loglikelihood(["import os"], [" path"])
+    return [
+        llm.embed([PROMPT])[0].outputs.embedding,
+        [(beam.text, beam.cum_logprob) for beam in beams],
+        [sample.text for sample in samples.outputs],
+        likely.token_logprobs,
+    ]
 
 
 def answer_on_and_on(llm: LLM) -> NoReturn:
@@ -79,7 +93,10 @@ def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
         [process] = llm.group.processes
         assert answer(llm) == wanted
         assert answer(llm) == wanted  # with blocks that are there
+        found = further(llm)
     assert process.poll() == 0
+    with LLM(num_blocks=100) as llm:
+        assert further(llm) == found
 
 
 @pytest.mark.parametrize(("words", "exchange"), [([], "MemoryExchange"), (["apart"], "TorchExchange")])

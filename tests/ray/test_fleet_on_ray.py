@@ -101,6 +101,41 @@ def test_replicas_come_are_replaced_when_they_die_and_leave_nothing(serve: Any) 
     wait_for(lambda: not servers())
 
 
+def test_a_replica_of_several_processes_is_replaced_when_one_of_them_dies(serve: Any) -> None:
+    watcher = serve.deployment(name="Watcher", ray_actor_options={"num_cpus": 0.1})(Watcher)
+    fleet = FleetConfig(replicas="1", num_cpus=1.0)
+    deployment = replicas(fleet, OPTIONS | {"tensor_parallel_size": 2}, "s3cret")
+    handle = serve.run(watcher.bind(deployment), name="ranks", route_prefix=None)
+
+    def members() -> list[str]:
+        return list(handle.members.remote().result(timeout_s=60))
+
+    wait_for(lambda: len(members()) == 1)
+    first, [server] = members(), servers()
+    text = answer(first[0])
+    [rank] = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"quire.parallel.worker" in contents(path) and parent(int(path.parent.name)) == server
+    ]
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: len(members()) == 1 and members() != first)
+    assert answer(members()[0]) == text
+    serve.delete("ranks")
+    wait_for(lambda: not servers())
+
+
+def contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process has ended
+        return b""
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_the_application_answers_at_its_gateway_also_after_a_death(serve: Any) -> None:
     port = free_port()
     args = {"replicas": "2", "num_cpus": "0.5", "gateway_port": str(port), "num-blocks": "64", "max-num-seqs": "4"}
