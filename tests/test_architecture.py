@@ -42,7 +42,7 @@ MAY_IMPORT = {
         *("embedding", "importing", "loglikelihood", "chat", "prompts", "kv_disk", "parallel"),
     },
 }
-MAY_IMPORT["chosen"] = {"cache", "llm"}
+MAY_IMPORT["chosen"] = {"cache", "llm", "ops"}
 FACES = {"cli", "fleet", "ray", "server", "terminal", "__init__", "__main__"}  # may import everything
 
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",

@@ -7,6 +7,7 @@ import torch
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
 from quire.llm import LLM
+from quire.ops.exchange import TorchExchange
 
 
 def chosen(llm: LLM) -> dict[str, str]:
@@ -14,7 +15,7 @@ def chosen(llm: LLM) -> dict[str, str]:
     return {
         "model": llm.decoder.origin,
         "backend": _backend(llm),
-        "threads": str(torch.get_num_threads()),
+        "threads": _threads(llm),
         "dtype": _dtype(llm),
         "weights": f"{llm.decoder.weight_bytes.total / 2**20:,.0f} MiB, {llm.decoder.quantisation or 'not quantised'}",
         "cache": _cache(llm),
@@ -27,6 +28,13 @@ def _backend(llm: LLM) -> str:
     isa = "" if backend.instruction_set is None else f", {backend.instruction_set} kernels"
     why = "the fastest that runs here" if config.attention_backend == "auto" else "as asked for"
     return f"{backend.name} on {config.device}{isa} ({why})"
+
+
+def _threads(llm: LLM) -> str:
+    if llm.group is None:
+        return str(torch.get_num_threads())
+    way = "gloo" if isinstance(llm.group.exchange, TorchExchange) else "shared memory"
+    return f"{torch.get_num_threads()} in each of {llm.group.size} processes, which exchange numbers through {way}"
 
 
 def _dtype(llm: LLM) -> str:

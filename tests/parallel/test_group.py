@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.chosen import chosen
 from quire.errors import ConfigError, GroupLost, Unsupported
 from quire.ops.cpu import native
 from quire.parallel.cores import Binding, by_place
@@ -91,6 +92,7 @@ def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
     with LLM(num_blocks=100, tensor_parallel_size=2) as llm:
         assert llm.group is not None
         [process] = llm.group.processes
+        assert "in each of 2 processes, which exchange numbers through shared memory" in chosen(llm)["threads"]
         assert answer(llm) == wanted
         assert answer(llm) == wanted  # with blocks that are there
         found = further(llm)
