@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "engine": {"errors", "request", "config", "ops", "batch", "cache", "models"},
     "bits": {"errors", "request", "config", "ops", "cache", "models", "engine"},
     "kv_disk": {"errors", "config", "ops", "cache", "models", "engine", "bits"},
-    "parallel": {"errors", "config", "ops", "models", "engine", "bits"},
+    "parallel": {"errors", "config", "ops", "cache", "models", "engine", "bits"},
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
     "embedding": {"errors", "request", "text"},
     "infill": {"errors", "text"},

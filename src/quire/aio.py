@@ -84,6 +84,7 @@ class AsyncLLM:
         self._processor = llm.processor
         if llm.group is not None:
             llm.group.on_lost = partial(_end_lost, weakref.ref(self), llm.group)
+            self.post(llm.group.check)  # it may have been lost before
         self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
         self._searches: dict[str, Search] = {}  # by the id of each beam
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)

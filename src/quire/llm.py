@@ -8,7 +8,7 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.ranks import LeadingRunner
-from quire.errors import ConfigError, QuireError, RequestError, Unsupported
+from quire.errors import ConfigError, GroupLost, QuireError, RequestError, Unsupported
 from quire.importing import uncollected
 from quire.kv_disk import attach_disk, check_disk
 from quire.loglikelihood import (
@@ -170,7 +170,8 @@ class LLM:
             return
         self.prompts.close()
         if self.group is not None:
-            cast(LeadingRunner, self.engine.runner).end()
+            with suppress(GroupLost):
+                cast(LeadingRunner, self.engine.runner).end()
             self.group.close()
         self.engine.close()
         if self.tokenizer is not None:

@@ -1,6 +1,6 @@
-"""A rank of a group that a launcher has started: python -m tests.parallel.group_rank [apart]. Rank 0 prints an answer.
+"""A rank of a group that a launcher has started: python -m tests.parallel.group_rank [WHAT]. Rank 0 prints an answer.
 
-apart: the ranks cannot open the same memory, as on several hosts.
+apart: the ranks cannot open the same memory, as on several hosts. load, step: rank 1 fails there.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import NoReturn
 
 import torch
 
 from quire import LLM, SamplingParams
-from quire.parallel import group
+from quire.engine.ranks import FollowingRunner
+from quire.errors import ModelError
+from quire.parallel import group, worker
 
 _mapped = group.mapped
 
@@ -24,15 +27,24 @@ def _apart(descriptor: int, size: int) -> torch.Tensor:
     raise FileNotFoundError
 
 
+def _fail(*_: object) -> NoReturn:
+    raise ModelError("this rank is broken")
+
+
 def main() -> None:
-    if sys.argv[1:] == ["apart"]:
+    what = sys.argv[1] if len(sys.argv) > 1 else ""
+    if what == "apart":
         group.mapped = _apart
+    if what == "load" and os.environ["RANK"] == "1":
+        worker.follower = _fail
+    if what == "step" and os.environ["RANK"] == "1":
+        FollowingRunner.compute = _fail  # type: ignore[assignment]
     options = json.loads(os.environ.get("OPTIONS", "{}"))
     with LLM(tensor_parallel_size=2, num_blocks=100, **options) as llm:
         assert llm.group is not None
         exchange = type(llm.group.exchange).__name__
         params = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
-        [found] = llm.generate([[7 * i % 500 for i in range(40)]], params, use_tqdm=False)
+        [found] = llm.generate([[7 * i % 97 for i in range(40)]], params, use_tqdm=False)
         print(json.dumps([exchange, list(found.outputs[0].token_ids), found.outputs[0].cumulative_logprob]))
 
 

@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
+from quire.engine.runner import Runner
 from quire.errors import ConfigError
 from quire.models import EMBEDDED
+from quire.models.decoder import Decoder
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.sharding import Shard, check_shards
 from quire.ops.cpu import native
-from quire.ops.exchange import Exchange, own_share, shares
+from quire.ops.exchange import Exchange, SharedEmbedding, own_share, shares
+from quire.ops.linear import PlainEmbedding
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import asked, bits
 from tests.marks import quick, spread
@@ -149,6 +152,20 @@ def test_a_number_that_is_not_finite_is_seen_whichever_rank_computes_it(tmp_path
         return found
 
     assert on_ranks(tmp_path, 2, errors) == on_ranks(tmp_path, 1, errors) != []
+
+
+def test_a_rank_holds_its_part_of_an_embedding_alone(tmp_path: Path) -> None:
+    save(tmp_path, "Llama", torch.float32, tie_word_embeddings=False)
+
+    def held(engine: Engine) -> int:
+        assert isinstance(engine.runner, Runner)
+        model = engine.runner.model
+        assert isinstance(model, Decoder)
+        assert isinstance(model.embedding, SharedEmbedding)
+        assert isinstance(model.embedding.part, PlainEmbedding)
+        return model.embedding.part.weight.untyped_storage().nbytes()
+
+    assert on_ranks(tmp_path, 2, held) == 49 * 48 * 4  # of 97 rows
 
 
 # ------------------------------------------------------------------------------------------------------------ shares

@@ -32,6 +32,7 @@ from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.lora.slots import Lora, Loras, Prepared
 from quire.models.model import Model, ModelShape
 from quire.ops import Backend
+from quire.ops.exchange import least
 from quire.ops.spec import check_supported
 from quire.request import MAX_SEED, Event, FinishReason, Request
 
@@ -266,6 +267,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         torch.cuda.empty_cache()  # what was computed with while loading
         reserve += FIXED_RESERVE
     free = free_memory(config.device)
+    if model.exchange is not None and free is not None:  # once all have loaded their weights
+        free = ranks * least(model.exchange, free // ranks)
     try:
         num_blocks, state_pools = choose_pools(
             cache_config,

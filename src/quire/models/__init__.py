@@ -242,7 +242,7 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: E
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, files, decoder.vocab_size)
     limits = lora_limits(config)
-    with _shown(weights, files, part) as advance:
+    with _shown(weights, files, part, 0 if exchange is None else exchange.rank) as advance:
         weights.on_read = advance
         model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
@@ -280,10 +280,12 @@ def _read_ahead(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-def _shown(weights: Weights, files: Files, part: TextPart | None) -> AbstractContextManager[Callable[[], None]]:
-    """A progress bar over the weights, if reading them takes a while."""
+def _shown(
+    weights: Weights, files: Files, part: TextPart | None, rank: int
+) -> AbstractContextManager[Callable[[], None]]:
+    """A progress bar over the weights, on rank 0, if reading them takes a while."""
     size = sum(path.stat().st_size for path in files.weight_files(part))
-    return progress_bar("weights", len(weights)) if size >= SHOWN_WHILE_READ else nullcontext(lambda: None)
+    return progress_bar("weights", len(weights)) if size >= SHOWN_WHILE_READ and not rank else nullcontext(lambda: None)
 
 
 def _adapted(

@@ -91,6 +91,9 @@ class Decoder:
         self.per_layer_embedding: Embedding | None = None  # [V, L * size]
         if config.per_layer is not None:
             self.per_layer_embedding = linears.embedding(matrix(weights["per_layer_embedding"]))
+            if shard is not None:
+                rows = shard.columns(config.per_layer.vocab_size)
+                self.per_layer_embedding = SharedEmbedding(self.per_layer_embedding, rows)
             self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
         mixers = [layer.mixer for layer in config.layers]
         tables = rope_tables(

@@ -23,6 +23,7 @@ from quire.models.state_config import StateConfig
 from quire.ops.exchange import MOST_RANKS, Columns, Exchange, own_share, shares
 from quire.ops.linear import LinearWeight
 
+TABLES = ("embedding", "per_layer_embedding")
 Mixer: TypeAlias = AttentionConfig | LatentConfig | StateConfig
 
 
@@ -119,7 +120,11 @@ class ShardWeights(Mapping[str, Weight]):
     def __getitem__(self, name: str) -> Weight:
         """The rank's rows of the weight of that name."""
         weight, rows = self._weights[name], self._rows(name)
-        return weight if rows is None else rows_of(weight, [part for part in rows if part])
+        if rows is None:
+            return weight
+        own = rows_of(weight, [part for part in rows if part])
+        # Tables are looked up in where they lie: without this, all of them would stay in memory.
+        return own.clone() if isinstance(own, Tensor) and name in TABLES else own
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
@@ -135,6 +140,8 @@ class ShardWeights(Mapping[str, Weight]):
         whole, share = self._shard.whole, self._shard.share
         if name in ("embedding", "lm_head", "lm_head.bias"):
             return [share(whole.vocab_size)]
+        if name == "per_layer_embedding":
+            return [share(whole.weights[name].shape[0])]
         path = name.split(".")
         if path[0] != "layers" or path[-1] not in ("weight", "bias", "sinks"):
             return None

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from quire.errors import GroupLost
+from quire.errors import ConfigError, GroupLost
 from quire.ops.linear import Embedding, Linear
 
 MOST_RANKS = 8  # of a group
-BEAT, HUNG = 0.1, 0.8  # s from one beat of a rank to the next, and without one until it counts as lost
+BEAT, HUNG = 0.2, 5.0  # s from one beat of a rank to the next, and without one until it counts as lost
+LEAVE_WITHIN = 1.0  # s that rank 0 waits for the others as it leaves
+NEVER = timedelta(days=365)  # within which an exchange has to begin
 LOOK = timedelta(seconds=0.1)  # that an exchange is waited for before the ranks are looked at
 
 
@@ -36,6 +38,7 @@ class Exchange(Protocol):
     rank: int
     size: int
     size_here: int  # ranks on this host, which take of its memory
+    reason: Callable[[], str | None]  # why the group was lost, where a rank has said so
 
     def gather(
         self,
@@ -83,8 +86,12 @@ class TorchExchange:
         """store: through which the ranks find one another, and see that each of them runs."""
         self.rank, self.size, self.size_here = rank, size, size_here
         self.lost: int | None = None
+        self.reason: Callable[[], str | None] = lambda: None
         self._store, self._has_left = store, False
-        distributed.init_process_group("gloo", store=PrefixStore("exchange", store), rank=rank, world_size=size)
+        if distributed.is_initialized():
+            raise ConfigError("torch.distributed is used in this process already; ranks between hosts need it")
+        own = PrefixStore("exchange", store)
+        distributed.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=NEVER)
 
     def gather(
         self,
@@ -122,21 +129,23 @@ class TorchExchange:
 
     def watch(self, *, ends: bool) -> None:
         """Show the others that this process runs, and see whether they do, until the group ends."""
-        seen = {rank: (0, time.monotonic()) for rank in range(self.size) if rank != self.rank}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        seen, silent, last = dict.fromkeys(others, 0), dict.fromkeys(others, 0.0), time.monotonic()
         while not self._has_left and self.lost is None:
             now = time.monotonic()
+            passed, last = min(now - last, 2 * BEAT), now  # the whole group may have been stopped meanwhile
             try:
                 self._store.add(f"beat/{self.rank}", 1)
-                for rank, (before, since) in seen.items():
+                for rank in others:
                     beats = self._store.add(f"beat/{rank}", 0)
-                    if beats != before or beats == 0:
-                        seen[rank] = beats, now
-                    elif now - since > HUNG:
+                    silent[rank] = silent[rank] + passed if beats == seen[rank] and beats else 0.0
+                    seen[rank] = beats
+                    if silent[rank] > HUNG:
                         self.lost = rank
                 if ends and self._store.check(["left"]):
-                    self._store.add("gone", 1)
+                    self._store.set(f"gone/{self.rank}", "")
                     os._exit(0)
-            except RuntimeError:  # who has the store has ended
+            except RuntimeError:  # the process that has the store has ended
                 self.lost = 0
             time.sleep(BEAT)
         if ends and not self._has_left:
@@ -151,17 +160,18 @@ class TorchExchange:
         self._has_left = True
         with suppress(RuntimeError):
             if self.rank > 0:
-                self._store.add("gone", 1)
+                self._store.set(f"gone/{self.rank}", "")
             else:
                 self._store.set("left", "")
-                deadline = time.monotonic() + HUNG  # the others need the store, which ends with this process
-                while self._store.add("gone", 0) < self.size - 1 and time.monotonic() < deadline:
+                others = [f"gone/{rank}" for rank in range(1, self.size)]
+                deadline = time.monotonic() + LEAVE_WITHIN  # the others need the store, which ends with this process
+                while not self._store.check(others) and time.monotonic() < deadline:
                     time.sleep(BEAT / 10)
         distributed.destroy_process_group()
 
     def loss(self) -> GroupLost:
         """What is raised when the group is lost."""
-        return GroupLost(f"rank {self.lost} of the tensor-parallel group has died or hangs; its other ranks end, too")
+        return loss(self)
 
     def _broadcast(self, x: Tensor) -> None:
         self._finish(lambda: distributed.broadcast(x, 0, async_op=True))
@@ -180,6 +190,20 @@ class TorchExchange:
             if self.lost is None:
                 self.lost = -1
             raise self.loss() from error
+
+
+def loss(exchange: Exchange) -> GroupLost:
+    """What is raised when a group is lost."""
+    if (reason := exchange.reason()) is not None:
+        return GroupLost(reason)
+    rank = exchange.lost
+    who = "a rank" if rank is None or rank < 0 else f"rank {rank}"
+    return GroupLost(f"{who} of the tensor-parallel group has died or hangs; its other ranks end, too")
+
+
+def least(exchange: Exchange, number: int) -> int:
+    """The smallest of the numbers that the ranks give."""
+    return int(exchange.gather(torch.tensor([number])).min())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ What a process writes first lies in the memory of the node on which it runs, its
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,27 +22,41 @@ class Binding(NamedTuple):
 
     cpus: tuple[int, ...]
     threads: int
+    thread: int  # whose CPUs they are
 
     @classmethod
     def now(cls) -> Binding:
         """This thread's. No CPUs where the system does not say."""
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-        return cls(cpus, torch.get_num_threads())
+        return cls(cpus, torch.get_num_threads(), threading.get_native_id())
 
     def take(self) -> None:
-        """Let this thread, and those that it starts, have these."""
+        """Let the thread, and those that it starts, have these."""
         if self.cpus:
-            os.sched_setaffinity(0, self.cpus)
+            with suppress(ProcessLookupError):  # the thread has ended
+                os.sched_setaffinity(self.thread, self.cpus)
         torch.set_num_threads(self.threads)
+
+    def take_back(self, taken: Binding) -> None:
+        """Let it have these again, if it has what was taken, and nothing else was chosen since."""
+        now = Binding.now()
+        cpus = self.cpus
+        with suppress(ProcessLookupError):
+            if cpus and tuple(sorted(os.sched_getaffinity(self.thread))) != taken.cpus:
+                cpus = ()
+        threads = self.threads if now.threads == taken.threads else now.threads
+        Binding(cpus, threads, self.thread).take()
 
     def part(self, index: int, count: int) -> Binding:
         """One of so many parts, of whole cores. Where there are too few of these, all parts have all of them."""
         cores = by_place(self.cpus)
         threads = max(1, self.threads // count)
+        if count == 1:
+            return self
         if len(cores) < count:
-            return Binding(self.cpus, threads)
+            return self._replace(threads=threads)
         own = cores[len(cores) * index // count : len(cores) * (index + 1) // count]
-        return Binding(tuple(sorted(cpu for core in own for cpu in core)), min(len(own), threads))
+        return self._replace(cpus=tuple(sorted(cpu for core in own for cpu in core)), threads=min(len(own), threads))
 
 
 def by_place(cpus: Sequence[int], system: Path = SYSTEM) -> list[list[int]]:

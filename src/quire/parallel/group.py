@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -19,10 +20,11 @@ from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import torch
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from quire.config import EngineConfig
@@ -30,9 +32,8 @@ from quire.errors import ConfigError, GroupLost
 from quire.ops import Backend
 from quire.ops.exchange import Exchange, TorchExchange
 from quire.parallel import launch
-from quire.parallel.cores import Binding
+from quire.parallel.cores import Binding, by_place
 
-HERE = "127.0.0.1"
 JOIN_WITHIN = 120.0  # s from the first process's start to the last one's
 LOAD_WITHIN = 3600.0  # s that the slowest rank may take for its weights
 END_WITHIN = 5.0  # s that the other ranks have to end
@@ -43,13 +44,22 @@ SHARED = Path("/dev/shm")  # memory that has names, where a system has it
 class Group:
     """The ranks as one of them sees them."""
 
-    def __init__(self, store: Store, rank: int, size: int, processes: Sequence[launch.Process] = ()) -> None:
-        """processes: the other ranks, where this one has started them."""
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        processes: Sequence[launch.Process] = (),
+        directory: Path | None = None,
+        launched: bool = False,
+    ) -> None:
+        """processes: the other ranks, where this one has started them. directory: of the store, that ends with it."""
         self.store, self.rank, self.size = store, rank, size
-        self.processes = processes
+        self.processes, self._directory, self._launched = processes, directory, launched
         self.on_lost: Callable[[], None] = lambda: None  # called once, on a thread of its own, when a rank is lost
         self._exchange: Exchange | None = None
-        self._before = Binding.now()
+        self._pid = os.getpid()  # a fork of it is no rank
+        self._before = self._taken = Binding.now()
 
     @property
     def exchange(self) -> Exchange:
@@ -64,17 +74,21 @@ class Group:
         Raises ConfigError where options differ, GroupLost where a rank does not come.
         """
         self.agree("options", _options(config), JOIN_WITHIN)
-        places = self.said("place", json.dumps([platform.node(), self._before.cpus]))
+        places = self.said("place", json.dumps([host_name(), self._before.cpus]))
         alike = [rank for rank, place in enumerate(places) if place == places[self.rank]]
-        if len(alike) > 1:
-            self._before.part(alike.index(self.rank), len(alike)).take()
+        self._taken = self._before.part(alike.index(self.rank), len(alike))
+        if self._launched:
+            self._taken = self._taken._replace(threads=launch.threads(len(by_place(self._taken.cpus))))
+        self._taken.take()
         hosts = [json.loads(place)[0] for place in places]
         memory = self._shared_memory(backend.exchange_bytes(self.size))
         if memory is None:
-            self._exchange = TorchExchange(self.store, self.rank, self.size, hosts.count(hosts[self.rank]))
+            exchange: Exchange = TorchExchange(self.store, self.rank, self.size, hosts.count(hosts[self.rank]))
         else:
-            self._exchange = backend.exchange(memory, self.rank, self.size)
-        threading.Thread(target=self._watch, args=(self._exchange,), name="quire-ranks", daemon=True).start()
+            exchange = backend.exchange(memory, self.rank, self.size)
+        exchange.reason = self._failure
+        self._exchange = exchange
+        threading.Thread(target=self._watch, args=(exchange,), name="quire-ranks", daemon=True).start()
 
     def agree(self, what: str, own: Mapping[str, str], seconds: float) -> None:
         """Raise ConfigError unless all ranks have the same. what: a name for it, that was not used before."""
@@ -108,16 +122,19 @@ class Group:
         """Raise GroupLost where a rank has ended or hangs."""
         for rank, process in enumerate(self.processes, 1):
             if (status := process.poll()) is not None:
-                self._raise_failure()
-                raise GroupLost(f"rank {rank} of the tensor-parallel group has ended with status {status}")
+                ended = f"rank {rank} of the tensor-parallel group has ended with status {status}"
+                raise GroupLost(self._failure() or ended)
         if self._exchange is not None and self._exchange.lost is not None:
-            self._raise_failure()
             raise self._exchange.loss()
-        self._raise_failure()
+        if (failure := self._failure()) is not None:
+            raise GroupLost(failure)
 
-    def _raise_failure(self) -> None:
-        if self.store.check(["failure"]):
-            raise GroupLost(str(self.store.get("failure").decode()))
+    def _failure(self) -> str | None:
+        """What a rank that failed has said."""
+        try:
+            return str(self.store.get("failure").decode()) if self.store.check(["failure"]) else None
+        except RuntimeError:  # the store has ended
+            return None
 
     def fail(self, error: BaseException) -> None:
         """Say to the others why this rank ends."""
@@ -129,6 +146,8 @@ class Group:
 
     def close(self) -> None:
         """End the other ranks, and free this one's cores. May be called again."""
+        if os.getpid() != self._pid:
+            return
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.leave()
@@ -136,17 +155,20 @@ class Group:
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except Exception:
+            except TimeoutExpired:
                 process.kill()
+                process.wait(END_WITHIN)
         self.processes = ()
-        self._before.take()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._before.take_back(self._taken)
 
     def _shared_memory(self, size: int) -> Tensor | None:
         """Memory of so many bytes that all ranks have; None: they cannot, since they are on several hosts."""
         memory, path = None, Path(SHARED if SHARED.is_dir() else tempfile.gettempdir(), f"quire-{secrets.token_hex(8)}")
-        if self.rank == 0:
-            memory = mapped(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), size)
         try:
+            if self.rank == 0:
+                memory = _made(path, size)
             path = Path(self.said("memory", str(path))[0])
             if self.rank > 0:
                 with suppress(OSError):
@@ -154,7 +176,7 @@ class Group:
             have = self.said("has memory", str(memory is not None))
         finally:
             if self.rank == 0:
-                path.unlink()
+                path.unlink(missing_ok=True)
         return memory if all(each == "True" for each in have) else None
 
     def _watch(self, exchange: Exchange) -> None:
@@ -170,17 +192,25 @@ def join(config: EngineConfig, backend: Backend) -> Group:
     Raises ConfigError where ranks disagree or cannot meet, GroupLost where one does not come.
     """
     size, place = config.tensor_parallel_size, launch.place()
-    if place is None:
-        store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_WITHIN))
-        variables = [launch.environment(rank, size, HERE, store.port, config) for rank in range(1, size)]
-        group = Group(store, 0, size, [launch.start(each) for each in variables])
-    else:
+    if place is not None:
         if place.size != size:
             raise ConfigError(
                 f"tensor_parallel_size is {size}, and a launcher has started {place.size} processes (WORLD_SIZE); "
                 "there are as many processes as ranks"
             )
-        group = Group(_met(place), place.rank, size)
+        return _formed(Group(_met(place), place.rank, size, launched=True), config, backend)
+    directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # which no other user can open
+    store, threads = str(directory / "store"), torch.get_num_threads()
+    others = [launch.start(launch.Given(rank, size, store, threads, config)) for rank in range(1, size)]
+    return _formed(Group(FileStore(store, size), 0, size, others, directory), config, backend)
+
+
+def join_started(given: launch.Given, backend: Backend) -> Group:
+    """Become a rank that rank 0 has started. Raises what `join` does."""
+    return _formed(Group(FileStore(given.store, given.size), given.rank, given.size), given.config, backend)
+
+
+def _formed(group: Group, config: EngineConfig, backend: Backend) -> Group:
     try:
         group.form(config, backend)
     except BaseException as error:
@@ -193,9 +223,12 @@ def join(config: EngineConfig, backend: Backend) -> Group:
 def _met(place: launch.Place) -> Store:
     try:
         store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_WITHIN))))[0]
+        again = place.rank == 0 and store.add("groups", 1) > 1
     except (RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise ConfigError(f"ranks cannot meet at MASTER_ADDR:MASTER_PORT {place.address}: {why}") from error
+    if again:
+        raise ConfigError("the processes of a launcher compute one model; this is the second one with several ranks")
     return store
 
 
@@ -204,11 +237,40 @@ def _options(config: EngineConfig) -> dict[str, str]:
     return own | {one.name: repr(getattr(config.cache, one.name)) for one in fields(config.cache)}
 
 
+def host_name() -> str:
+    """A name of this host that another one does not have."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot}"
+
+
+def _made(path: Path, size: int) -> Tensor:
+    """A new file of so many bytes as memory. Raises ConfigError where there is no room for it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):  # else a write to what is not there would end the process
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.ftruncate(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return mapped(descriptor, size)
+    except OSError as error:
+        raise ConfigError(
+            f"{path.parent} has no room for {size / 2**20:,.0f} MiB, through which ranks exchange numbers ({error}); "
+            "in a container it can be made larger, as by `docker run --shm-size`"
+        ) from error
+
+
 def mapped(descriptor: int, size: int) -> Tensor:
     """The first bytes of a file, which is closed: uint8 [size]."""
     try:
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
         return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    except ValueError as error:  # it has fewer
+        raise OSError(str(error)) from error
     finally:
         os.close(descriptor)

@@ -6,13 +6,12 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 
-CONFIG = "QUIRE_RANK_CONFIG"  # what a process computes that rank 0 has started
+GIVEN = "QUIRE_RANK"  # what rank 0 says to a process that it starts
 
 
 class Place(NamedTuple):
@@ -21,6 +20,16 @@ class Place(NamedTuple):
     rank: int
     size: int
     address: str  # of rank 0, and of a port there where the ranks meet
+
+
+class Given(NamedTuple):
+    """What rank 0 says to a process that it starts."""
+
+    rank: int
+    size: int
+    store: str  # path of the file through which the ranks meet
+    threads: int  # of all ranks together
+    config: EngineConfig
 
 
 class Process(Protocol):
@@ -40,9 +49,6 @@ class Process(Protocol):
         """End it at once."""
 
 
-Starter = Callable[[Mapping[str, str]], Process]  # starts a rank with these variables in its environment
-
-
 def place() -> Place | None:
     """What a launcher has said to this process; None: there was none. Raises ConfigError for a part of it."""
     names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
@@ -55,20 +61,28 @@ def place() -> Place | None:
     return Place(int(rank), int(size), f"{host}:{port}")
 
 
-def environment(rank: int, size: int, host: str, port: int, config: EngineConfig) -> dict[str, str]:
-    """What a rank is started with that gets its config from rank 0."""
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    return common | {"RANK": str(rank), CONFIG: pickle.dumps(config).hex()}
+def is_follower() -> bool:
+    """Whether a launcher has started this process as a rank other than the first."""
+    found = place()
+    return found is not None and found.rank > 0
 
 
-def given_config() -> EngineConfig:
+def threads(cores: int) -> int:
+    """Threads of a process that a launcher has started, on so many cores: OMP_NUM_THREADS, or as many as cores.
+
+    torchrun sets that to 1 where it is not set, so 1 counts as not set.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "1")
+    return int(given) if given.isdecimal() and int(given) > 1 else cores
+
+
+def given() -> Given:
     """What rank 0 has started this process with."""
-    found: EngineConfig = pickle.loads(bytes.fromhex(os.environ[CONFIG]))
+    found: Given = pickle.loads(bytes.fromhex(os.environ[GIVEN]))
     return found
 
 
-def start(variables: Mapping[str, str]) -> Process:
+def start(what: Given) -> Process:
     """A rank as a process of this host."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "quire.parallel.worker"], env={**os.environ, **variables}, stdin=subprocess.DEVNULL
-    )
+    variables = {**os.environ, GIVEN: pickle.dumps(what).hex()}
+    return subprocess.Popen([sys.executable, "-m", "quire.parallel.worker"], env=variables, stdin=subprocess.DEVNULL)

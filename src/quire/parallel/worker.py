@@ -5,9 +5,13 @@ from __future__ import annotations
 import pickle
 import signal
 import sys
+from contextlib import suppress
+
+import torch
 
 from quire import ops
 from quire.bits.parts import model_parts
+from quire.cache.sizing import free_memory
 from quire.config import EngineConfig
 from quire.engine.engine import Pools, make_runner
 from quire.engine.ranks import FollowingRunner
@@ -16,9 +20,9 @@ from quire.models import load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.model import Model
 from quire.ops import Backend
-from quire.ops.exchange import Exchange
+from quire.ops.exchange import Exchange, least
 from quire.parallel import launch
-from quire.parallel.group import LOAD_WITHIN, Group, join
+from quire.parallel.group import LOAD_WITHIN, Group, join_started
 
 
 def follow(group: Group, files: Files, config: EngineConfig, backend: Backend) -> None:
@@ -26,6 +30,9 @@ def follow(group: Group, files: Files, config: EngineConfig, backend: Backend) -
 
     Raises GroupLost where another rank dies or hangs, ConfigError where they disagree, and what `load_model` raises.
     """
+    with suppress(ValueError):  # not in the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 obeys these, and ends the others when it has ended
+            signal.signal(number, signal.SIG_IGN)
     try:
         runner = follower(files, config, backend, group.exchange)
         agree_on_model(group, runner.model, files, config, backend)
@@ -44,17 +51,21 @@ def agree_on_model(group: Group, model: Model, files: Files, config: EngineConfi
 def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Exchange) -> FollowingRunner:
     """The runner of a rank, with its part of the model and of the cache."""
     model = load_model(files, config, backend, exchange)
+    if (free := free_memory()) is not None:
+        least(exchange, free // exchange.size_here)  # for the size of the cache, which is rank 0's choice
     pools: Pools = pickle.loads(exchange.receive())
     return make_runner(FollowingRunner, model, backend, config, pools)
 
 
 def main() -> None:
     """A process that rank 0 has started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to rank 0, too, which ends the others
-    config = launch.given_config()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to rank 0, too
+    given = launch.given()
+    config = given.config
+    torch.set_num_threads(given.threads)
     try:
         backend = ops.load(config.attention_backend, config.device)
-        group = join(config, backend)
+        group = join_started(given, backend)
         follow(group, files_of(locate(config.model, config.gguf_file)), config, backend)
     except QuireError:  # rank 0 says why
         sys.exit(1)

@@ -32,6 +32,7 @@ from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.models.files import GENERATION
+from quire.parallel.launch import is_follower
 from quire.sandbox.chat_template import ChatTemplate
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import lora
@@ -71,6 +72,8 @@ def serve(
     with a sentence that says where, and with what was chosen, by its name.
     Raises QuireError where an option cannot be honoured; nothing was served then.
     """
+    if int(options.get("tensor_parallel_size", 1)) > 1 and is_follower():
+        LLM(**options)  # which follows rank 0, and ends this process with it
     listening = listen(config.host, config.port)  # before a model is loaded for nothing
     allow_connections()
     try:
@@ -316,6 +319,8 @@ class Server(Listening):
             parts.replica.close()
         await super().shutdown(sockets)
         timer.cancel()
+        if parts.llm.group is not None:
+            await asyncio.to_thread(parts.llm.group.close)
         if self._reports is not None:
             self._reports.cancel()
         if parts.publisher is not None:  # no step makes events any more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import cast
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quire.errors import GroupLost
 from quire.ops.cpu import native
-from quire.ops.exchange import Columns
+from quire.ops.exchange import Columns, loss
 
-SLOT = 4 * 2**20  # bytes of one rank's part of an exchange at a time
+SLOT = 2**20  # bytes of one rank's part of an exchange at a time
 HEADER = 16  # bytes of a message's part before its content
 
 
@@ -40,7 +40,7 @@ def _functions() -> ctypes.CDLL:
 
 
 def shared_bytes(size: int) -> int:
-    """Bytes of memory that so many ranks share. What is not used of it is never given by the system."""
+    """Bytes of memory that so many ranks share."""
     return int(_functions().quire_exchange_bytes(size, SLOT))
 
 
@@ -54,6 +54,7 @@ class MemoryExchange:
         size: int,
     ) -> None:
         self.rank, self.size, self.size_here = rank, size, size
+        self.reason: Callable[[], str | None] = lambda: None
         self._memory, self._native = memory, _functions()
         self.handle = int(self._native.quire_exchange_new(memory.data_ptr(), rank, size, SLOT))
 
@@ -119,7 +120,7 @@ class MemoryExchange:
 
     def loss(self) -> GroupLost:
         """What is raised when the group is lost."""
-        return GroupLost(f"rank {self.lost} of the tensor-parallel group has died or hangs; its other ranks end, too")
+        return loss(self)
 
     def _check(self, result: int) -> None:
         if result < 0:

@@ -11,19 +11,24 @@ constexpr int64_t BEAT = 50'000'000, HUNG = 800'000'000;  // nanoseconds: from b
 
 extern "C" {
 
-// Beats and watches the others until this rank ends: what a thread is for. A process that the system stops beats no more; nobody
-// else is needed for it, so that a long call that keeps Python's lock is no hang. ends: whether the process ends with the group.
+// Beats and watches the others until this rank leaves or the group is lost: what a thread is for. A process that the system stops
+// beats no more; one whose Python holds its lock does. Time in which this process itself was stopped does not count: all may
+// have been, as a container or a virtual machine is. ends: whether the process ends with the group.
 QUIRE_EXPORT void quire_exchange_watch(Exchange* of, int32_t ends) {
+    int64_t seen[MOST_RANKS] = {}, silent[MOST_RANKS] = {}, last = Exchange::now();
+    ExchangeMemory& memory = *of->memory;
     while (true) {
-        const int64_t now = Exchange::now();
-        of->memory->ranks[of->rank].beat.store(now, std::memory_order_relaxed);
+        const int64_t now = Exchange::now(), passed = now - last < 2 * BEAT ? now - last : 2 * BEAT;
+        last = now;
+        memory.ranks[of->rank].beats.fetch_add(1, std::memory_order_relaxed);
         for (int r = 0; r < of->size; r++) {
-            const ExchangeRank& other = of->memory->ranks[r];
-            const int64_t beat = other.beat.load(std::memory_order_relaxed);
-            if (r != of->rank && beat && !other.left.load() && now - beat > HUNG) of->lose(r);
+            const int64_t beats = memory.ranks[r].beats.load(std::memory_order_relaxed);
+            silent[r] = beats == seen[r] && beats ? silent[r] + passed : 0;
+            seen[r] = beats;
+            if (r != of->rank && !memory.ranks[r].left.load() && silent[r] > HUNG) of->lose(r);
         }
-        if (ends && (of->memory->lost.load() || of->memory->ranks[0].left.load())) _exit(of->memory->lost.load() ? 1 : 0);
-        if (of->memory->ranks[of->rank].left.load() || of->memory->lost.load()) return;
+        if (ends && (memory.lost.load() || memory.ranks[0].left.load())) _exit(memory.lost.load() ? 1 : 0);
+        if (memory.ranks[of->rank].left.load() || memory.lost.load()) return;
         usleep(BEAT / 1000);
     }
 }

@@ -2,8 +2,8 @@
 // they share.
 //
 // Ranks take part in the same exchanges in the same order. In each one every rank fills its slot and publishes the exchange's
-// number; once all have, each reads all slots. There are two slots a rank, used in turn: who fills one again has seen that all
-// others came to the last exchange, so that none reads a slot of the one before it any more.
+// number; once all have, each reads all slots. There are two slots a rank, used in turn: before a rank fills one again, it has seen
+// all others publish the last exchange, so that none reads a slot of the one before it any more.
 #pragma once
 
 #include <unistd.h>
@@ -21,15 +21,15 @@
 
 namespace {
 
-// What a rank tells the others.
+// What a rank shows the others.
 struct alignas(64) ExchangeRank {
     std::atomic<uint32_t> published;  // the number of the last exchange for which its slot is full
     std::atomic<uint32_t> waiting;    // how many wait for that to grow
-    std::atomic<int64_t> beat;        // when it was last seen, in nanoseconds; 0: it has not come yet
+    std::atomic<int64_t> beats;       // how often it was seen; 0: it has not come yet
     std::atomic<int32_t> left;        // whether it ended in order
 };
 
-// The begin of the shared memory; slots follow.
+// The first bytes of the shared memory; slots follow.
 struct ExchangeMemory {
     ExchangeRank ranks[MOST_RANKS];
     alignas(64) std::atomic<int32_t> lost;  // rank + 1 that died or hangs; 0: none
@@ -88,6 +88,7 @@ class Exchange {
         const int64_t start = now();
         while (!come()) {
             if (memory->lost.load(std::memory_order_relaxed)) return false;
+            if (other.left.load() && !come()) return lose(of), false;
             if (deadline && now() - start > deadline) return lose(of), false;
             other.waiting.fetch_add(1, std::memory_order_seq_cst);
             const uint32_t seen = other.published.load(std::memory_order_seq_cst);

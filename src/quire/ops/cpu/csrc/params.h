@@ -224,7 +224,6 @@ struct ChoiceParams {
     float factor;          // of the shares
 };
 
-// A layer of E experts, of which each row goes through k.
 // Columns of which each rank of a tensor-parallel group has some, see exchange.h.
 constexpr int MOST_RANKS = 8;
 struct GatherParams {
@@ -232,6 +231,7 @@ struct GatherParams {
     int64_t sizes[MOST_RANKS]; // numbers of a row that each rank has, in their order
 };
 
+// A layer of E experts, of which each row goes through k.
 struct ExpertsParams {
     const LinearParams* router;   // H -> E, its results in fp32
     const LinearParams* mlp_in;   // [E]: H -> 2 I
