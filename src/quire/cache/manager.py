@@ -86,6 +86,7 @@ class BlockManager:
         self.spans, self.unit = self.lookup.spans, self.lookup.unit
         self.attention_groups, self.state_groups = self.lookup.attention_groups, self.lookup.state_groups
         self.hits = HitCounts()
+        self.num_evicted = 0  # reusable blocks whose memory was needed
         self.disk: DiskTier | None = None  # if set, where blocks go that are of use after their owners, and come from
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
@@ -243,6 +244,29 @@ class BlockManager:
             cache.room = min(group.room(len(table), span) for group, span, table in tables)
         return True
 
+    def grow_each(self, requests: Sequence[Request]) -> bool:
+        """Give running requests a block more in every group, one after the other, each as often as it stands there.
+
+        As if each of them came to its next block in turn and `grow` were called; where `frees_early` is false, and none
+        of them has siblings. False, with nothing taken, if blocks are short.
+        """
+        counts = [len(requests)] * len(self.groups)
+        if not self.has_free(counts):
+            return False
+        for g, blocks in enumerate(self._take(counts)):
+            for request, block in zip(requests, blocks, strict=True):
+                request.cache.block_ids[g].append(block)
+                if self.listeners:
+                    self._tell(events.BlocksAllocated(self.now, g, request.id, [block]))
+        for request in requests:
+            request.cache.room += self.block_size
+        return True
+
+    def evicts(self, count: int) -> bool:
+        """Whether so many further blocks of each group, which are free, cannot be had without evicting one."""
+        pairs = zip(self.pools, self.indexes, strict=True)
+        return any(pool.in_order(count) in index.by_block for pool, index in pairs)
+
     def keep_states(self, request: Request, start: int, end: int) -> None:
         """Let a step from token `start` to token `end`, which has all blocks that it needs, store states for others.
 
@@ -298,6 +322,7 @@ class BlockManager:
                     if self.disk is not None:
                         self.disk.take_back(g, block)
                     cached = index.evict(block, self.now)
+                    self.num_evicted += 1
                     if self.listeners:
                         self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest], evicted=True))
         return taken

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Container, Iterable
+from itertools import islice
 
 from quire.errors import BadValue, OutOfBlocks
 
@@ -44,6 +45,10 @@ class BlockPool:
         for block in blocks:
             self.ref_counts[block] = 1
         return blocks
+
+    def in_order(self, number: int) -> int:
+        """The free block that is given out as the number-th from now on, the first one being 1."""
+        return next(islice(self._free, number - 1, None))
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each block; a free one leaves the free order. Raises BadValue for an unknown id."""

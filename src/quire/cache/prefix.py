@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from quire.errors import BadValue
 from quire.request import Miss, PrefixReport
@@ -33,8 +34,7 @@ def block_digest(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=DIGEST_SIZE).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
+class CachedBlock(NamedTuple):
     """A full block whose K and V can be reused."""
 
     block: int

@@ -11,19 +11,20 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 from quire.engine.cost import CostModel
 from quire.engine.pace import LEAST
-from quire.engine.plan import Plan, StepOutput
+from quire.engine.plan import GENERATE, Plan, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.errors import BadValue
-from quire.request import Event, FinishReason, Request, Task
+from quire.request import Event, FinishReason, Request
 from quire.simulate.prompts import NamedTokens
 
 NUM_FAKE_TOKENS = 65_521  # a prime, so that requests of neighbouring ordinals draw different tokens
 MOST_STEPS = 4096  # that are planned ahead
-GROW, ADVANCE = 0, 1  # in the order of a step
 
 
 def fake_token(request: Request, position: int) -> int:
@@ -40,18 +41,24 @@ def can_leap(scheduler: Scheduler) -> bool:
         return False
     if scheduler.pace is not None and len(running) >= LEAST:  # else it learns nothing from these steps
         return False
-    return all(
-        len(one.tokens) - one.cache.num_computed == 1
-        and one.num_generated > 0
-        and one.finish_reason is None
-        and one.group is None
+    for one in running:
+        cache, length = one.cache, len(one.tokens)
+        if length - cache.num_computed != 1 or length == one.num_prompt or cache.room < cache.num_computed:
+            return False
+        if one.finish_reason is not None or one.to_check or not _is_plain(one):
+            return False
+    return True
+
+
+def _is_plain(one: Request) -> bool:
+    """Whether a request only gets token after token, up to a number of them."""
+    return (
+        one.group is None
         and one.guide is None
         and not one.driven
-        and not one.to_check
         and not one.ending_tokens
-        and one.task is Task.GENERATE
+        and one.task is GENERATE
         and one.sampling.prompt_logprobs is None
-        for one in running
     )
 
 
@@ -100,20 +107,17 @@ class Leap:
         running = self._scheduler.running
         self._keys = sum(request.cache.num_computed for request in running)  # after the last planned step
         self._known: dict[Request, int] = {}  # steps of each request that it has been told of
-        # What comes in later steps: the step, what of it, by rank.
-        self._coming: list[tuple[int, int, tuple[float, int, int], Request]] = []
-        self._ends: list[tuple[int, tuple[float, int, int], Request]] = []  # heap, by the step
-        size = self._manager.block_size
+        # Heaps, of all that run. A step, and who needs its next block there; the step, and who draws its last token.
+        self._takers: list[tuple[int, tuple[float, int, int], Request]] = []
+        self._ends: list[tuple[int, tuple[float, int, int], Request]] = []
+        longest = self._scheduler.longest
         for request in running:
-            rank, computed = request.schedule.rank, request.cache.num_computed
+            rank, cache = request.schedule.rank, request.cache
             self._known[request] = 0
-            # Step s computes the token at computed + s - 1, and needs room for computed + s.
-            self._coming.append((max(1, request.cache.room - computed + 1), GROW, rank, request))
-            if self._manager.lookup.shares(request):
-                self._coming.append((size - computed % size, ADVANCE, rank, request))
-            left = self._scheduler.longest(request) - len(request.tokens)
-            self._ends.append((left, rank, request))
-        heapq.heapify(self._coming)
+            # Step s computes the token at num_computed + s - 1.
+            self._takers.append((cache.room - cache.num_computed + 1, rank, request))
+            self._ends.append((longest(request) - len(request.tokens), rank, request))
+        heapq.heapify(self._takers)
         heapq.heapify(self._ends)
 
     @property
@@ -165,60 +169,78 @@ class Leap:
 
     def apply(self, stop: int) -> list[Event]:
         """Let the steps happen up to that number. The ends of requests."""
-        simulation, manager, coming, times = self._simulation, self._manager, self._coming, self.times
         ended: list[Event] = []
-        begin = self.num_applied
+        if stop <= self.num_applied:
+            return ended
+        while self._next_look <= stop:
+            ended += self._go_on(int(self._next_look))
+            self.sync()
+            self._simulation.look()
+            self._next_look += self._simulation.sample_every
+        return ended + self._go_on(stop)
+
+    def _go_on(self, stop: int) -> list[Event]:
+        """Let steps happen that end no request but in the last one of them."""
+        begin, times, ended = self.num_applied, self.times, []
         if stop <= begin:
             return ended
         count = len(self._scheduler.running)
-        simulation.decoded(times, begin, stop, count)
-        while coming and coming[0][0] <= stop:
-            step, what, rank, request = heapq.heappop(coming)
-            self._look(step - 1)
-            manager.now = times[step - 1]
-            if what == GROW:
-                self._tell(request, step - 1)
-                if not manager.grow(request, len(request.tokens), []):
-                    raise BadValue(f"request {request.id} finds no block in a step that was to have enough of them")
-                following = step + max(1, request.cache.room - len(request.tokens) + 1)
-            else:
-                self._tell(request, step)
-                following = step + manager.block_size
-            heapq.heappush(coming, (following, what, rank, request))
-            coming = self._coming
-            if coming[0][0] > step:
-                if self._ends[0][0] <= step:
-                    ended += self._end(step)
-                    coming = self._coming
-                simulation.note_blocks(times[step])
-        if self._scheduler.running and self._ends[0][0] <= stop:
-            self._look(stop - 1)
-            manager.now = times[stop - 1]
-            ended += self._end(stop)
-            simulation.note_blocks(times[stop])
-        self._look(stop)
-        self.num_applied = stop
+        self._simulation.decoded(times, begin, stop, count)
         self._scheduler.num_planned += (stop - begin) * count
+        self.num_applied = stop
+        is_end = self._ends[0][0] <= stop
+        if is_end:
+            self._take_blocks(stop - 1)
+        self._take_blocks(stop)
+        self._publish(stop)
+        if is_end:
+            ended = self._end(stop)
+        self._simulation.note_blocks(times[stop])
         return ended
 
-    def _look(self, step: int) -> None:
-        """Look at the cache after those of the steps up to that one after which it is time to."""
-        while self._next_look <= step:
-            for request in self._scheduler.running:
-                self._tell(request, int(self._next_look))
-            self._simulation.look()
-            self._next_look += self._simulation.sample_every
+    def _take_blocks(self, stop: int) -> None:
+        """Let requests take the blocks that they need in the steps up to that one."""
+        takers, size = self._takers, self._manager.block_size
+        taken: list[tuple[int, Request]] = []
+        while takers[0][0] <= stop:
+            step, rank, request = takers[0]
+            heapq.heapreplace(takers, (step + size, rank, request))
+            taken.append((step, request))
+        if not taken:
+            return
+        if not self._manager.evicts(len(taken)):
+            self._take(taken[-1][0], [request for _, request in taken])
+            return
+        for step, those in groupby(taken, itemgetter(0)):  # others are told when
+            self._take(step, [request for _, request in those])
+
+    def _take(self, step: int, requests: list[Request]) -> None:
+        manager, times = self._manager, self.times
+        manager.now = times[step - 1]
+        if not manager.grow_each(requests):
+            raise BadValue(f"{len(requests)} requests find no blocks in steps that were to have enough of them")
+        if step < self.num_applied:
+            self._simulation.note_blocks(times[step])
+
+    def _publish(self, stop: int) -> None:
+        """Let requests have the tokens of the steps up to that one, where others may find a full block of them."""
+        size, known = self._manager.block_size, self._known
+        for request in self._scheduler.running:
+            cache = request.cache
+            if (cache.num_computed + stop - known[request]) // size > cache.num_published:
+                self._tell(request, stop)
 
     def _tell(self, request: Request, step: int) -> None:
         """Let a request have the tokens of all steps up to that one."""
         new = step - self._known[request]
         if new > 0:
             self._known[request] = step
-            start = len(request.tokens)
-            if isinstance(request.tokens, NamedTokens):
-                request.tokens.extend(range(new))
+            tokens = request.tokens
+            if isinstance(tokens, NamedTokens):
+                tokens.grow(new)
             else:
-                request.tokens.extend([fake_token(request, at) for at in range(start, start + new)])
+                start = len(tokens)
+                tokens.extend([fake_token(request, at) for at in range(start, start + new)])
             self._manager.advance(request, new)
 
     def _end(self, step: int) -> list[Event]:
@@ -230,8 +252,8 @@ class Leap:
             self._keys -= request.cache.num_computed
             self._scheduler.finish(request.id, FinishReason.LENGTH)
             gone.add(request)
-        self._coming = [one for one in self._coming if one[3] not in gone]
-        heapq.heapify(self._coming)
+        self._takers = [one for one in self._takers if one[2] not in gone]
+        heapq.heapify(self._takers)
         for request in gone:
             del self._known[request]
         events = self._scheduler.commit(Plan(), StepOutput({}))

@@ -51,12 +51,14 @@ class NamedTokens:
         return self._length
 
     def __getitem__(self, where: slice) -> Part:
-        start, stop, _ = where.indices(self._length)
+        start, stop = where.start, min(where.stop, self._length)
         ends, names = self._ends, self._names
+        if not ends or start >= ends[-1]:
+            return Part(b"%b%d %d" % (names[-1], start, stop - start), stop - start)
         at = bisect_right(ends, start)
-        content = names[at] + start.to_bytes(4, "little") + (stop - start).to_bytes(2, "little")
+        content = b"%b%d %d" % (names[at], start, stop - start)
         while at < len(ends) and ends[at] < stop:
-            content += ends[at].to_bytes(4, "little") + names[at + 1]
+            content += b" %d%b" % (ends[at], names[at + 1])
             at += 1
         return Part(content, stop - start)
 
@@ -64,8 +66,12 @@ class NamedTokens:
         """One token more. Which one it is follows from the name of the last part."""
         self._length += 1
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def grow(self, count: int) -> None:
         """So many tokens more."""
+        self._length += count
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """These tokens more. Which they are follows from the name of the last part."""
         self._length += len(tokens) if isinstance(tokens, (list, array, range)) else sum(1 for _ in tokens)
 
 

@@ -59,11 +59,11 @@ class _Engine(Simulation):
         super().note_blocks(now)
         self.replica.used_blocks = self.scheduler.manager.pools[0].num_used
         self.replica.flush(now)
-        self._evicted = self._counts["evicted"]
+        self._evicted = self.scheduler.manager.num_evicted
 
     def lose_step(self) -> None:
         """Count nothing of a step that has begun and never ends."""
-        self._counts["evicted"] = self._evicted
+        self.num_uncounted = self.scheduler.manager.num_evicted - self._evicted
 
 
 class Replica:

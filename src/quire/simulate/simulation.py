@@ -16,7 +16,6 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.events import BlockRemoved, CacheEvent
 from quire.cache.groups import NO_STATES, has_states
 from quire.cache.manager import BlockManager
 from quire.cache.sizing import state_pools
@@ -110,10 +109,14 @@ class Simulation:
             order=ORDERS[config.scheduling_policy],
             clock=self.clock,
         )
+        manager = self.scheduler.manager
+        self._pools = [manager.pools[g] for g in manager.attention_groups]
+        self._state_pools = [manager.pools[g] for g in manager.state_groups]
         self.cost = cost or CostModel(model, device, cache.block_size)
         self.ttft, self.itl = Histogram(), Histogram()
         self.first_refusal: str | None = None
         self.num_steps = 0
+        self.num_uncounted = 0  # blocks that were evicted for a step that never ended
         self._started: float | None = None  # when the first request arrived
         self.sample_every = sample_every
         self._leaps = leaps
@@ -124,7 +127,6 @@ class Simulation:
         self._counts: Counter[str] = Counter()
         self._owned_slots = self._wasted_slots = self._most_used = 0
         self._owned_rows = self._wasted_rows = self._most_states = 0
-        self.scheduler.manager.listeners.append(self._hear)
 
     @property
     def now(self) -> float:
@@ -135,10 +137,6 @@ class Simulation:
     def num_drawn(self) -> int:
         """Tokens that were drawn so far."""
         return self._counts["new"]
-
-    def _hear(self, event: CacheEvent) -> None:
-        if isinstance(event, BlockRemoved):
-            self._counts["evicted"] += event.evicted
 
     def run(self, rows: Iterable[TraceRow], advance: Callable[[], None] = lambda: None) -> SimulationResult:
         """Serve a trace to its end. `advance` is called at the end of each request."""
@@ -274,9 +272,9 @@ class Simulation:
 
     def note_blocks(self, now: float) -> None:  # noqa: ARG002 (a replica tells others when)
         """Note how many blocks are used after a step, which ends at that time."""
-        manager = self.scheduler.manager
-        self._most_used = max(self._most_used, sum(manager.pools[g].num_used for g in manager.attention_groups))
-        self._most_states = max(self._most_states, sum(manager.pools[g].num_used for g in manager.state_groups))
+        self._most_used = max(self._most_used, sum([pool.num_used for pool in self._pools]))
+        if self._state_pools:
+            self._most_states = max(self._most_states, sum([pool.num_used for pool in self._state_pools]))
 
     # ----------------------------------------------------------------------------------------- what a leap tells
 
@@ -333,7 +331,7 @@ class Simulation:
             preemptions=self.scheduler.num_preemptions,
             swapped_blocks=counts["swapped"],
             copied_blocks=counts["copied"],
-            evicted_blocks=counts["evicted"],
+            evicted_blocks=self.scheduler.manager.num_evicted - self.num_uncounted,
             hit_rate=hits.rate,
             waste=self._wasted_slots / self._owned_slots if self._owned_slots else 0.0,
             most_used_blocks=self._most_used,
