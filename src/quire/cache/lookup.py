@@ -65,8 +65,10 @@ class PrefixLookup:
             if not self.enable_prefix_caching:  # a salt that only its siblings have
                 salt += f"\0{request.schedule.rank[1]}"
             digests.append(root_digest(salt))
-        for i in range(len(digests) - 1, count):
-            digests.append(block_digest(digests[i], request.tokens[i * size : (i + 1) * size].tobytes()))
+        tokens, last = request.tokens, digests[-1]
+        for start in range((len(digests) - 1) * size, count * size, size):
+            last = block_digest(last, tokens[start : start + size].tobytes())
+            digests.append(last)
 
     def shares(self, request: Request) -> bool:
         """Whether others, or without a prefix cache its siblings, may use the request's full blocks, and it theirs."""

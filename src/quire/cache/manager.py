@@ -85,6 +85,8 @@ class BlockManager:
         )
         self.spans, self.unit = self.lookup.spans, self.lookup.unit
         self.attention_groups, self.state_groups = self.lookup.attention_groups, self.lookup.state_groups
+        reusable = [g for g, group in enumerate(groups) if group.is_reusable]
+        self._published = [(g, self.spans[g], self.indexes[g]) for g in reusable]
         self.hits = HitCounts()
         self.num_evicted = 0  # reusable blocks whose memory was needed
         self.disk: DiskTier | None = None  # if set, where blocks go that are of use after their owners, and come from
@@ -158,19 +160,20 @@ class BlockManager:
 
         From the first position on whose K or V is not finite, none is offered.
         """
-        size, full = self.block_size, request.cache.num_computed // self.block_size
-        if request.cache.nonfinite_at is not None:
-            full = min(full, request.cache.nonfinite_at // size)
+        cache, size = request.cache, self.block_size
+        full = cache.num_computed // size
+        if cache.nonfinite_at is not None:
+            full = min(full, cache.nonfinite_at // size)
         self.lookup.know_digests(request, full)
-        for i in range(request.cache.num_published, full):
+        for i in range(cache.num_published, full):
             end = (i + 1) * size
             tokens = request.tokens[i * size : end]
-            parent, digest = request.cache.digests[i], request.cache.digests[i + 1]
-            for g, (group, span, index) in enumerate(zip(self.groups, self.spans, self.indexes, strict=True)):
+            parent, digest = cache.digests[i], cache.digests[i + 1]
+            for g, span, index in self._published:
                 at = end // span - 1
-                if end % span or not group.is_reusable or at < request.cache.num_freed[g]:
+                if end % span or at < cache.num_freed[g]:
                     continue
-                block = request.cache.block_ids[g][at]
+                block = cache.block_ids[g][at]
                 if block != NONE and block not in index.by_block:
                     new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
                     if new and self.listeners:
@@ -178,7 +181,7 @@ class BlockManager:
                         self._tell(
                             events.BlockStored(self.now, g, request.id, *names, tokens.tolist(), size, request.lora)
                         )
-        request.cache.num_published = full
+        cache.num_published = full
 
     def reset_prefix_cache(self) -> None:
         """Forget all reusable blocks. Running requests keep theirs."""

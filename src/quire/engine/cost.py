@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
@@ -39,6 +40,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 
 
+MANY = 40  # steps: from here on it is faster to compute them at once
 STATE_BYTES = 4  # of a number of a state, which is fp32
 
 
@@ -209,16 +211,30 @@ class CostModel:
         """
         return self.decoder(num_sequences)(keys)
 
-    def decoder(self, num_sequences: int) -> Callable[[int], float]:
-        """The same for each number of keys."""
+    def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
+        """The same for each number of keys. many: for arrays of such numbers instead, with the same results."""
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         kv_bytes, pair_flops, device = self.kv_bytes, self.pair_flops, self.device
+        longer = np.maximum if many else max
 
-        def seconds(keys: int) -> float:
+        def seconds(keys: Any) -> Any:
             size, flops = weight_bytes + (keys + num_sequences) * kv_bytes, linear_flops + keys * pair_flops
-            return max(size / device.bytes_per_second, flops / device.flops_per_second)
+            return longer(size / device.bytes_per_second, flops / device.flops_per_second)
 
         return seconds
+
+    def decode_ends(self, num_sequences: int, keys: int, now: float, steps: int) -> list[float]:
+        """When steps end that begin now, in each of which so many sequences decode. keys: that they see before."""
+        if steps < MANY:
+            seconds, ends = self.decoder(num_sequences), []
+            for _ in range(steps):
+                keys += num_sequences
+                now += seconds(keys)
+                ends.append(now)
+            return ends
+        seen = keys + num_sequences * np.arange(1, steps + 1)
+        durations = np.concatenate([[now], self.decoder(num_sequences, many=True)(seen)])
+        return np.add.accumulate(durations)[1:].tolist()  # type: ignore[no-any-return]
 
     def decode_work(self, num_sequences: int) -> tuple[float, float]:
         """Bytes of weights and operations of linears of a step in which so many sequences decode."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from quire.engine.cost import CostModel, Device, ModelCost, StepWork
 from quire.errors import ConfigError, check_integer, check_number
@@ -148,35 +152,25 @@ class ReplicaCost(CostModel):
         fit, server = self.fit, self.server
         reading = (fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes) * self.reading
         multiplying = fit.linear_flop * work.linear_flops + fit.attention_flop * work.attention_flops
-        if fit.exponent == 1:
-            both = reading + multiplying
-        elif fit.exponent == 0:
-            both = max(reading, multiplying)
-        else:
-            both = float((reading**fit.exponent + multiplying**fit.exponent) ** (1.0 / fit.exponent))
+        both = _together(fit.exponent, many=False)(reading, multiplying)
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
         own += both + fit.moved_byte * work.moved_bytes
         return (own + server.step + server.drawn * work.num_drawn) * self.slowness
 
-    def decoder(self, num_sequences: int) -> Callable[[int], float]:
+    def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
-        told, factor, slowness, exponent = server.drawn * num_sequences, self.reading, self.slowness, fit.exponent
+        told, factor, slowness = server.drawn * num_sequences, self.reading, self.slowness
         weights, linears, step = fit.weight_byte * weight_bytes, fit.linear_flop * linear_flops, server.step
-        cache_byte, attention_flop, root = fit.cache_byte, fit.attention_flop, 1.0 / max(1, fit.exponent)
+        cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
+        together = _together(fit.exponent, many=many)
 
-        def seconds(keys: int) -> float:
+        def seconds(keys: Any) -> Any:
             reading = (weights + cache_byte * ((keys + num_sequences) * kv_bytes)) * factor
             multiplying = linears + attention_flop * (keys * pair_flops)
-            if exponent == 1:
-                both = reading + multiplying
-            elif exponent == 0:
-                both = max(reading, multiplying)
-            else:
-                both = float((reading**exponent + multiplying**exponent) ** root)
-            return (fixed + both + step + told) * slowness
+            return (fixed + together(reading, multiplying) + step + told) * slowness
 
         return seconds
 
@@ -184,6 +178,37 @@ class ReplicaCost(CostModel):
     def seconds_a_prompt_token(self) -> float:
         """Of a long prompt, its attention left out."""
         return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowness
+
+
+def _together(exponent: int, *, many: bool) -> Callable[[Any, Any], Any]:
+    """(reading^p + multiplying^p)^(1/p), of numbers or of arrays. Both are computed alike, to the last bit."""
+    if exponent == 0:
+        return np.maximum if many else max
+    if exponent == 1:
+        return operator.add
+    root = np.sqrt if many else math.sqrt
+    squarings = exponent.bit_length() - 1
+    if exponent == 2**squarings:
+
+        def by_squares(reading: Any, multiplying: Any) -> Any:
+            for _ in range(squarings):
+                reading, multiplying = reading * reading, multiplying * multiplying
+            both = reading + multiplying
+            for _ in range(squarings):
+                both = root(both)
+            return both
+
+        return by_squares
+
+    def by_powers(reading: Any, multiplying: Any) -> Any:
+        if many:  # powers of arrays differ from those of numbers in the last bit
+            return np.array([by_number(a, b) for a, b in zip(*np.broadcast_arrays(reading, multiplying), strict=True)])
+        return by_number(reading, multiplying)
+
+    def by_number(reading: float, multiplying: float) -> float:
+        return float((float(reading) ** exponent + float(multiplying) ** exponent) ** (1.0 / exponent))
+
+    return by_powers
 
 
 @dataclass(frozen=True, kw_only=True)

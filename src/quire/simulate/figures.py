@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,19 +32,18 @@ class Histogram:
         """Take in durations each of which occurred so often; as `add` of one after the other."""
         if not values:
             return
-        longest = max(values)
-        low, high = _class_of(min(values)), _class_of(longest)
-        if low != high:
-            for value in values:
-                self.add(value, count)
-            return
         total = self.sum
         for value in values:
             total += value * count
         self.sum = total
         self.count += count * len(values)
-        self.max = max(self.max, longest)
-        self._classes[low] += count * len(values)
+        ordered, at = sorted(values), 0
+        self.max = max(self.max, ordered[-1])
+        while at < len(ordered):
+            number = _class_of(ordered[at])
+            end = bisect_right(ordered, number, at, key=_class_of)
+            self._classes[number] += count * (end - at)
+            at = end
 
     def merge(self, other: Histogram) -> None:
         """Take in all that another one has."""

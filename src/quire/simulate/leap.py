@@ -125,10 +125,10 @@ class Leap:
         """Steps whose ends are known."""
         return len(self.times) - 1
 
-    def plan_ahead(self) -> bool:
+    def plan_ahead(self, until: float = math.inf) -> bool:
         """Find when the next steps end, as far as the first one after which a request ends. False: a plan is needed.
 
-        All steps that are planned have been applied.
+        All steps that are planned have been applied. until: the first one that ends then or later is the last one.
         """
         count = len(self._scheduler.running)
         if not count or self.num_planned >= MOST_STEPS:
@@ -138,22 +138,19 @@ class Leap:
         steps = min(self._ends[0][0] - self.num_planned, room, MOST_STEPS)
         if steps < 1:
             return False
-        times, keys, decode, now = self.times, self._keys, self._cost.decoder(count), self.times[-1]
-        self.seconds = decode(keys + count)
-        for _ in range(steps):
-            keys += count
-            now += decode(keys)
-            times.append(now)
+        times, keys = self.times, self._keys
+        self.seconds = self._cost.decoder(count)(keys + count)
+        while steps > 0 and times[-1] < until:
+            some = min(steps, max(1, math.ceil(min(steps, (until - times[-1]) / self.seconds)) + 1))
+            times += self._cost.decode_ends(count, keys, times[-1], some)
+            keys += some * count
+            steps -= some
+        if times[-1] >= until:
+            stop = max(self.num_applied + 1, bisect_left(times, until, self.num_applied + 1))
+            keys -= (len(times) - 1 - stop) * count
+            del times[stop + 1 :]
         self._keys = keys
         return True
-
-    def num_until(self, moment: float) -> int:
-        """Planned steps up to the first one that ends then or later."""
-        return min(self.num_planned, bisect_left(self.times, moment, 1))
-
-    def is_cut_at(self, moment: float) -> bool:
-        """Whether the last applied step ends then or later."""
-        return self.times[self.num_applied] >= moment
 
     def cut(self, moment: float) -> None:
         """Plan no step that begins then or later; the one under way goes on."""

@@ -15,14 +15,14 @@ NAME_SIZE = 8  # bytes
 class Part:
     """Some tokens in a row, as a block manager reads them."""
 
-    __slots__ = ("_bytes", "_count")
+    __slots__ = ("_bytes", "count")
 
     def __init__(self, content: bytes, count: int) -> None:
         self._bytes = content
-        self._count = count
+        self.count = count
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def tobytes(self) -> bytes:
         """The same for the same tokens, and for no others."""
@@ -30,7 +30,7 @@ class Part:
 
     def tolist(self) -> list[int]:
         """A number for each token, which says nothing."""
-        return [0] * self._count
+        return [0] * self.count
 
 
 class NamedTokens:
@@ -39,28 +39,34 @@ class NamedTokens:
     Two of them begin alike as far as their parts have the same names and ends.
     """
 
-    __slots__ = ("_ends", "_length", "_names")
+    __slots__ = ("_ends", "_length", "_names", "_parts")
 
     def __init__(self, names: Sequence[bytes], ends: Sequence[int], length: int) -> None:
         """names: of 8 bytes each. ends: of all parts but the last one, ascending. length: tokens that there are."""
         self._names = names
         self._ends = ends
         self._length = length
+        self._parts: dict[int, Part] = {}  # by where they start: a block manager asks for most of them three times
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, where: slice) -> Part:
-        start, stop = where.start, min(where.stop, self._length)
+        start, stop = where.start, where.stop
+        found = self._parts.get(start)
+        if found is None or found.count != stop - start:
+            count = min(stop, self._length) - start
+            found = self._parts[start] = Part(self._content(start, count), count)
+        return found
+
+    def _content(self, start: int, count: int) -> bytes:
         ends, names = self._ends, self._names
-        if not ends or start >= ends[-1]:
-            return Part(b"%b%d %d" % (names[-1], start, stop - start), stop - start)
         at = bisect_right(ends, start)
-        content = b"%b%d %d" % (names[at], start, stop - start)
-        while at < len(ends) and ends[at] < stop:
-            content += b" %d%b" % (ends[at], names[at + 1])
+        content = names[at] + start.to_bytes(4, "little") + count.to_bytes(2, "little")
+        while at < len(ends) and ends[at] < start + count:
+            content += ends[at].to_bytes(4, "little") + names[at + 1]
             at += 1
-        return Part(content, stop - start)
+        return content
 
     def append(self, _: int) -> None:
         """One token more. Which one it is follows from the name of the last part."""

@@ -162,10 +162,8 @@ class Simulation:
         if not self._leaps or not can_leap(self.scheduler):
             return self.step()
         leap, ends = Leap(self), []
-        while leap.plan_ahead():
-            ends += leap.apply(leap.num_until(until))
-            if leap.is_cut_at(until):
-                break
+        while leap.times[-1] < until and leap.plan_ahead(until):
+            ends += leap.apply(leap.num_planned)
         if not leap.num_applied:
             return self.step()
         leap.close()
