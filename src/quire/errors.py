@@ -101,6 +101,14 @@ def check_integer(error: type[QuireError], name: str, value: object, lower: int,
         raise error(f"{name} is {value}; it must be {bounds}")
 
 
+def are_counts(*values: object) -> bool:
+    """Whether all of them are plain integers that are not negative: most are, and that is soon seen."""
+    for value in values:
+        if type(value) is not int or value < 0:
+            return False
+    return True
+
+
 def check_number(error: type[QuireError], name: str, value: object, lower: float, upper: float = math.inf) -> None:
     """Raise `error` unless the value is a finite number in lower..upper."""
     if isinstance(value, bool) or not isinstance(value, (float, Real)):

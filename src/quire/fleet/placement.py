@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class Placement:
 
 def seconds_of(parts: Parts) -> dict[str, float]:
     """The parts of a cost, by their names."""
-    return {one.name: getattr(parts, one.name) for one in fields(parts)}
+    return parts._asdict()
 
 
 def reason_of(choice: Choice) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
-from quire.errors import BadValue, NoReplica, check_integer, check_number
+from quire.errors import BadValue, NoReplica, are_counts, check_integer, check_number
 from quire.fleet.state import ReplicaState
 
+T = TypeVar("T")
 WORTH = 0.5  # of the time that computing takes: a replica reads from its disk what takes no longer than that
 TIE = 1.03  # costs within this ratio of the smallest are as good: rates are not known better
 # Seconds, where no replica knows its rates yet. Only their ratios matter then.
@@ -53,13 +57,13 @@ class Candidate:
     num_disk_blocks: int = 0  # after these, blocks that it holds in memory or on its disk
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "unseen_tokens", "unseen_requests", "num_disk_blocks"):
-            check_integer(BadValue, name, getattr(self, name), 0)
+        if not are_counts(self.num_blocks, self.unseen_tokens, self.unseen_requests, self.num_disk_blocks):
+            for name in ("num_blocks", "unseen_tokens", "unseen_requests", "num_disk_blocks"):
+                check_integer(BadValue, name, getattr(self, name), 0)
         check_number(BadValue, "step_age", self.step_age, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """What a request costs at a replica, in seconds. The sum decides; the parts are for people to read."""
 
     queue: float  # what is left of the step under way, and prompt tokens that are computed before its own
@@ -77,8 +81,7 @@ class Parts:
         return self.queue + self.step + self.compute + self.delay + self.disk + self.decode + self.room + self.evict
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(NamedTuple):
     """A candidate and its cost."""
 
     candidate: Candidate
@@ -99,8 +102,7 @@ class Choice:
         return self.ranking[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
+class _Rates(NamedTuple):
     """Seconds of a step, a prompt token and a sequence, none of them unknown."""
 
     step: float
@@ -149,17 +151,26 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
         uncached = uncached_tokens(demand, candidate, read)
         parts = _cost(demand, candidate, uncached, read, those)
         ranked.append((parts.total, Ranked(candidate, uncached, parts)))
-    limit = min(total for total, _ in ranked) * TIE
-    tied = sum(total <= limit for total, _ in ranked)
+    limit = min([total for total, _ in ranked]) * TIE
+    tied = [one for total, one in ranked if total <= limit]
+    others = [item for item in ranked if item[0] > limit]
 
-    def order(item: tuple[float, Ranked]) -> tuple[float, int, int, bytes]:
-        total, one = item
-        by_chance = _hash(demand.request_id, one.candidate.slot)
-        if total <= limit:
-            return 0.0, one.uncached_tokens, one.candidate.state.held_blocks, by_chance
-        return total, 0, 0, by_chance
+    def by_chance(one: Ranked) -> bytes:
+        return _hash(demand.request_id, one.candidate.slot)
 
-    return Choice(tuple(one for _, one in sorted(ranked, key=order)), tied)
+    def wealth(one: Ranked) -> tuple[int, int]:
+        return one.uncached_tokens, one.candidate.state.held_blocks
+
+    best = _ordered(tied, wealth, by_chance)
+    worse = _ordered(others, itemgetter(0), lambda item: by_chance(item[1]))
+    return Choice((*best, *(one for _, one in worse)), len(tied))
+
+
+def _ordered(items: Iterable[T], key: Callable[[T], Any], then: Callable[[T], Any]) -> Iterator[T]:
+    """Sorted by a key, and where that is equal by another one, which takes longer to compute."""
+    for _, equal in groupby(sorted(items, key=key), key):
+        those = list(equal)
+        yield from those if len(those) == 1 else sorted(those, key=then)
 
 
 def step_age(state: ReplicaState, state_time: float, sent: float, now: float) -> float:
@@ -224,9 +235,11 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, read: int, rates:
 
 def _known_rates(states: Sequence[ReplicaState]) -> list[_Rates]:
     """Each replica's rates. One that is not known yet is taken to be the median of the others'."""
-    known = [(state.seconds_a_step, state.seconds_a_prompt_token, state.seconds_a_sequence) for state in states]
+    known = [_Rates(state.seconds_a_step, state.seconds_a_prompt_token, state.seconds_a_sequence) for state in states]
+    if all(map(all, known)):
+        return known
     if not any(map(any, known)):
-        known = [(ASSUMED_STEP, ASSUMED_PROMPT_TOKEN, ASSUMED_SEQUENCE)] * len(states)
+        known = [_Rates(ASSUMED_STEP, ASSUMED_PROMPT_TOKEN, ASSUMED_SEQUENCE)] * len(states)
     usual = [median([value for value in values if value > 0.0] or [0.0]) for values in zip(*known, strict=True)]
     return [_Rates(*(value or other for value, other in zip(those, usual, strict=True))) for those in known]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.errors import BadValue, check_integer, check_number
+from quire.errors import BadValue, are_counts, check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +32,18 @@ class ReplicaState:
     seconds_a_disk_block: float = 0.0  # that is read from its disk; 0.0: it has none
 
     def __post_init__(self) -> None:
-        for name in ("waiting_tokens", "num_waiting", "num_running", "cached_blocks"):
-            check_integer(BadValue, name, getattr(self, name), 0)
-        for name in ("max_running", "num_blocks", "block_size"):
-            check_integer(BadValue, name, getattr(self, name), 1)
+        counts = self.waiting_tokens, self.num_waiting, self.num_running, self.cached_blocks
+        if not are_counts(*counts):
+            for name in ("waiting_tokens", "num_waiting", "num_running", "cached_blocks"):
+                check_integer(BadValue, name, getattr(self, name), 0)
+        if not (are_counts(self.max_running, self.num_blocks, self.block_size) and self.max_running and self.num_blocks
+                and self.block_size):  # fmt: skip
+            for name in ("max_running", "num_blocks", "block_size"):
+                check_integer(BadValue, name, getattr(self, name), 1)
         for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence", "seconds_a_disk_block"):
             check_number(BadValue, name, getattr(self, name), 0.0)
-        check_integer(BadValue, "free_blocks", self.free_blocks, self.cached_blocks, self.num_blocks)
+        if not (are_counts(self.free_blocks) and self.cached_blocks <= self.free_blocks <= self.num_blocks):
+            check_integer(BadValue, "free_blocks", self.free_blocks, self.cached_blocks, self.num_blocks)
         if not isinstance(self.draining, bool):
             raise BadValue(f"draining is {self.draining!r}; it must be true or false")
 

@@ -39,12 +39,13 @@ class Gateway:
 
     def hear(self, now: float) -> None:
         """Take in what has come."""
-        horizon = now - self.lag
+        horizon, number, lost = now - self.lag, self.number, self.lost
         for slot, replica in enumerate(self.replicas):
-            if slot in self.lost or not replica.is_up or replica.cut_off_until > now:
+            if slot in lost or not replica.is_up or replica.cut_off_until > now:
                 continue
-            replica.catch_up(horizon)
-            box = replica.boxes[self.number]
+            if replica.leap is not None:
+                replica.tell(horizon)
+            box = replica.boxes[number]
             while box.blocks and box.blocks[0][0] <= horizon:
                 _, stored, digest = box.blocks.popleft()
                 (self.index.store if stored else self.index.remove)(slot, (digest,))

@@ -102,6 +102,7 @@ class Leap:
         self.seconds = 0.0  # of the first step that was planned last
         self.times = [simulation.now]  # when it began, and the ends of the steps that are planned
         self.num_applied = 0  # steps
+        self._evicts = False  # the steps that are planned
         every = simulation.sample_every  # of the steps from the first one on
         self._next_look = -simulation.num_steps % every + 1 if every else math.inf
         running = self._scheduler.running
@@ -134,10 +135,11 @@ class Leap:
         if not count or self.num_planned >= MOST_STEPS:
             return False
         # A request takes a block at most in so many steps as a block has tokens.
-        room = min(pool.num_free for pool in self._manager.pools) // count * self._manager.block_size
-        steps = min(self._ends[0][0] - self.num_planned, room, MOST_STEPS)
+        size, free = self._manager.block_size, min([pool.num_free for pool in self._manager.pools])
+        steps = min(self._ends[0][0] - self.num_planned, free // count * size, MOST_STEPS)
         if steps < 1:
             return False
+        self._evicts = self._manager.evicts(min(free, count * (-(-steps // size) + 1)))
         times, keys = self.times, self._keys
         self.seconds = self._cost.decoder(count)(keys + count)
         while steps > 0 and times[-1] < until:
@@ -159,6 +161,11 @@ class Leap:
         if lost > 0:
             self._keys -= lost * len(self._scheduler.running)
             del self.times[stop + 1 :]
+
+    def evicts_by(self, moment: float) -> bool:
+        """Whether blocks may be evicted in steps that have ended by then and are not applied."""
+        at = self._takers[0][0] if self._evicts else len(self.times)
+        return at < len(self.times) and self.times[at] <= moment
 
     def num_done(self, moment: float) -> int:
         """Planned steps that have ended by then."""

@@ -233,6 +233,12 @@ class Replica:
             self._put_state(times[at])
         self._apply(leap, done)
 
+    def tell(self, now: float) -> None:
+        """Let gateways have what they are sent by now."""
+        leap = self.leap
+        if leap is not None and (now >= self._next_state or leap.evicts_by(now)):
+            self.catch_up(now)
+
     def _apply(self, leap: Leap, stop: int) -> None:
         if stop > leap.num_applied:
             self._observe_leap(leap)
