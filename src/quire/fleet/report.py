@@ -45,8 +45,11 @@ class Report:
         self.decoded_tokens += num_planned - self._num_planned
         self._num_planned = num_planned
 
-    def state(self, *, draining: bool) -> ReplicaState:
-        """The replica at this moment."""
+    def state(self, *, draining: bool, taken: int = 0, published: int = 0) -> ReplicaState:
+        """The replica at this moment.
+
+        taken, published: blocks that requests have taken and that have become reusable, but not in the books yet.
+        """
         scheduler, manager, rates = self._scheduler, self._scheduler.manager, self.rates
         pools, indexes = manager.pools, manager.indexes
         fewest = min(range(len(pools)), key=lambda g: pools[g].num_free)
@@ -56,14 +59,15 @@ class Report:
             for request in (*scheduler.waiting, *scheduler.swapped)
             if request.group is None or request.group.members[0] is request
         )
+        free = pools[fewest].num_free - taken
         return ReplicaState(
             waiting_tokens=waiting,
             num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
             num_running=len(scheduler.running),
             max_running=scheduler.max_num_seqs,
-            free_blocks=pools[fewest].num_free,
+            free_blocks=free,
             # Some of the index's blocks may be owned; to count these takes longer than a step may wait.
-            cached_blocks=min(pools[fewest].num_free, len(indexes[fewest])),
+            cached_blocks=min(free, len(indexes[fewest]) + published),
             num_blocks=manager.num_blocks,
             block_size=manager.block_size,
             seconds_a_step=rates.seconds_a_step,

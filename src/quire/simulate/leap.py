@@ -167,6 +167,23 @@ class Leap:
         at = self._takers[0][0] if self._evicts else len(self.times)
         return at < len(self.times) and self.times[at] <= moment
 
+    def blocks_by(self, step: int) -> tuple[int, int]:
+        """Blocks that requests have taken by the end of a planned step, and that became reusable, if none is evicted.
+
+        In every group, since the steps that were applied.
+        """
+        size, known = self._manager.block_size, self._known
+        taken = sum([(step - at) // size + 1 for at, _, _ in self._takers if at <= step])
+        if not self._manager.enable_prefix_caching:
+            return taken, 0
+        published = sum(
+            [
+                (one.cache.num_computed + step - known[one]) // size - one.cache.num_published
+                for one in self._scheduler.running
+            ]
+        )
+        return taken, published
+
     def num_done(self, moment: float) -> int:
         """Planned steps that have ended by then."""
         return bisect_right(self.times, moment) - 1

@@ -222,22 +222,35 @@ class Replica:
         if leap is None:
             return
         done = min(leap.num_planned - 1, leap.num_done(now))
+        due = self._due(leap, done)
+        for at in due[-1:] if last else due:
+            self._apply(leap, at)
+            self._put_state(leap.times[at])
+        self._apply(leap, done)
+
+    def _due(self, leap: Leap, done: int) -> list[int]:
+        """The planned steps, of which so many have ended, after which a state is to be sent."""
         times, due = leap.times, []
         at = bisect_left(times, self._next_state, leap.num_applied + 1)
         while self.boxes and at <= done:
             due.append(at)
             self._next_state = times[at] + STATE_EVERY
             at = bisect_left(times, self._next_state, at + 1)
-        for at in due[-1:] if last else due:
-            self._apply(leap, at)
-            self._put_state(times[at])
-        self._apply(leap, done)
+        return due
 
     def tell(self, now: float) -> None:
         """Let gateways have what they are sent by now."""
         leap = self.leap
-        if leap is not None and (now >= self._next_state or leap.evicts_by(now)):
+        if leap is None:
+            return
+        if leap.evicts_by(now):
             self.catch_up(now)
+        elif now >= self._next_state:
+            for at in self._due(leap, min(leap.num_planned - 1, leap.num_done(now)))[-1:]:
+                self._observe_leap(leap)
+                taken, published = leap.blocks_by(at)
+                state = self.report.state(draining=self.draining, taken=taken, published=published)
+                self._put_state(leap.times[at], state)
 
     def _apply(self, leap: Leap, stop: int) -> None:
         if stop > leap.num_applied:
