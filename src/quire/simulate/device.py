@@ -56,6 +56,7 @@ class ServerFit:
     drawn: float = 0.0  # to it, for each token that it draws
     request: float = 0.0  # from a request's arrival to its place in the engine, and from a token to the client
     prompt_token: float = 0.0  # the same, for each token of the prompt
+    gateway: float = 0.0  # of a request, that comes through a gateway
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -72,6 +73,7 @@ class DeviceFile:
     block_size: int  # tokens
     bytes_per_second: float  # that one replica reads, weights and cache together
     host_bytes_per_second: float  # that all replicas on the machine read together
+    beside: float = 0.0  # how much longer steps take for each other replica that computes there, as a share
     step: StepFit
     server: ServerFit = field(default_factory=ServerFit)
     machine: dict[str, Any] = field(default_factory=dict)  # what was measured on, and when
@@ -81,6 +83,7 @@ class DeviceFile:
         check_integer(ConfigError, "block_size", self.block_size, 1)
         for name in ("bytes_per_second", "host_bytes_per_second"):
             check_number(ConfigError, name, getattr(self, name), 1.0)
+        check_number(ConfigError, "beside", self.beside, 0.0, 100.0)
 
     def check_model(self, path: Path | str, model: ModelCost) -> None:
         """Raise ConfigError where it is of another model. path: of the file."""

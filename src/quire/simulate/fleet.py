@@ -128,8 +128,10 @@ class FleetSimulation:
     def _host(self, kind: KindSpec, name: str) -> Host:
         device = self._devices[kind.kind]
         reads = device.bytes_per_second
-        total = device.host_bytes_per_second if isinstance(device, DeviceFile) else reads * kind.per_host
-        return Host(name, reads, kind.host_bytes_per_second or total, kind.beside)
+        total, beside = reads * kind.per_host, 0.0
+        if isinstance(device, DeviceFile):
+            total, beside = device.host_bytes_per_second, device.beside
+        return Host(name, reads, kind.host_bytes_per_second or total, beside if kind.beside is None else kind.beside)
 
     def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run one of the cells. Hosts are dealt out among them in turns."""

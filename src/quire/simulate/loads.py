@@ -71,7 +71,7 @@ class Load:
         load, seed = self._load, f"{self._seed}/{self._cell}"
         lengths, thoughts = random.Random(f"{seed}/lengths"), random.Random(f"{seed}/thoughts")
         weights = list(accumulate(1 / (i + 1) for i in range(load.prefixes)))
-        for number, arrival in enumerate(_arrivals(load, load.rate * self._share, f"{seed}/arrivals")):
+        for number, arrival in enumerate(arrivals(load, load.rate * self._share, f"{seed}/arrivals")):
             names: list[bytes] = []
             ends: list[int] = []
             if weights:
@@ -108,7 +108,7 @@ def drawn(rng: random.Random, lengths: Lengths) -> int:
     return max(lengths.least, min(lengths.most, round(value)))
 
 
-def _arrivals(load: LoadSpec, rate: float, seed: str) -> Iterator[float]:
+def arrivals(load: LoadSpec, rate: float, seed: str) -> Iterator[float]:
     """When requests begin, up to the load's duration."""
     rng, now = random.Random(seed), 0.0
     if load.arrivals == "bursts":

@@ -32,6 +32,7 @@ from quire_bench.cli.soak import soak
 from quire_bench.cli.startup import startup
 from quire_bench.cli.steps import steps
 from quire_bench.cli.throughput import throughput
+from quire_bench.cli.validate import validate
 
 COMMANDS = (
     latency,
@@ -44,6 +45,7 @@ COMMANDS = (
     throughput,
     attention,
     calibrate,
+    validate,
     cascade,
     recurrent,
     machine,

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from quire.errors import QuireError
 from quire_bench.server.process import Process, running
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several processes share the cores
 PATIENCE = 30.0  # seconds within which everything that is waited for has to come
 POLL_SECONDS = 0.005
 TIME = "%Y-%m-%d %H:%M:%S,%f"  # at the beginning of a line of a log
@@ -30,8 +29,9 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 class Replica:
     """One of a fleet, at a port of its own, which its successors take over."""
 
-    def __init__(self, options: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], threads: int = 1) -> None:
         self._options = options
+        self._environment = {"OMP_NUM_THREADS": str(threads)}  # several processes share the cores
         self._stack = ExitStack()
         self.url = ""
         self.pid = 0
@@ -39,7 +39,9 @@ class Replica:
     def start(self) -> None:
         """Begin to serve. Raises QuireError where it does not get ready."""
         port = self.url.rpartition(":")[2] or "0"
-        process = self._stack.enter_context(running("serve", "--port", port, *self._options, environment=ONE_THREAD))
+        process = self._stack.enter_context(
+            running("serve", "--port", port, *self._options, environment=self._environment)
+        )
         self.url, self.pid = process.url, process.pid
 
     def kill(self) -> None:
@@ -116,14 +118,14 @@ class Fleet:
 
 
 @contextmanager
-def fleet(num_replicas: int, *options: str) -> Iterator[Fleet]:
+def fleet(num_replicas: int, *options: str, threads: int = 1) -> Iterator[Fleet]:
     """A fleet whose gateway is connected to all replicas. Everything is stopped at the end.
 
-    options: of each replica. Raises QuireError where one does not get ready.
+    options, threads: of each replica. Raises QuireError where one does not get ready.
     """
     secret = secrets.token_hex(16)
     with ExitStack() as stack:
-        replicas = [Replica(("--fleet-secret", secret, *options)) for _ in range(num_replicas)]
+        replicas = [Replica(("--fleet-secret", secret, *options), threads) for _ in range(num_replicas)]
         for one in replicas:
             stack.callback(one.close)
         with ThreadPoolExecutor(num_replicas) as pool:

@@ -1,0 +1,97 @@
+"""quire bench validate: what the simulator predicts, against real servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli.options import AsJson, fail
+from quire.errors import ConfigError, QuireError, check_number
+from quire.progress import progress_bar
+from quire_bench.cli.options import Model
+
+
+def validate(
+    device: Annotated[Path, typer.Option(help="What `quire bench calibrate` wrote of this model.")] = Path(
+        "device.json"
+    ),
+    model: Model = None,
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas; more than one have a gateway.")] = "1,2",
+    traces: Annotated[str, typer.Option(help="That are replayed.")] = "poisson,clusters,sessions",
+    loads: Annotated[str, typer.Option(help="In percent of what the replicas sustain.")] = "30,60,80,95",
+    seconds: Annotated[float, typer.Option(help="In which the requests of a run come.")] = 20.0,
+    out: Annotated[Path | None, typer.Option(help="A file for the table, in Markdown.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay traces to replicas and simulate the same: throughput, latencies and hits, and the errors.
+
+    Starts replicas with as many threads as the device file was measured with, and stops them again.
+    """
+    from quire.simulate.device import read_device
+    from quire_bench.fleet.validate import FIGURES, TRACES, Compared
+    from quire_bench.fleet.validate import validate as measure
+
+    try:
+        counts = [int(one) for one in _numbers("replicas", replicas, 1, 16)]
+        shares = [one / 100 for one in _numbers("loads", loads, 1, 200)]
+        names = traces.split(",")
+        for one in names:
+            if one not in TRACES:
+                raise ConfigError(f"there is no trace {one!r}; choose from {', '.join(TRACES)}")
+        check_number(ConfigError, "seconds", seconds, 1.0)
+        known = read_device(device)
+        found: list[Compared] = []
+        with progress_bar("validate", len(counts) * len(names) * (1 + len(shares))) as advance:
+            found += measure(known, model, counts, names, shares, seconds, advance=advance)
+    except QuireError as error:
+        fail(error)
+    table = _table(found, FIGURES)
+    if out is not None:
+        try:
+            out.write_text(table, encoding="utf-8")
+        except OSError as error:
+            fail(ConfigError(f"{out} cannot be written: {error}"))
+    if as_json:
+        print(json.dumps([one.as_dict() for one in found]))
+        return
+    print(table, end="")
+
+
+def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
+    """Numbers with commas between. Raises ConfigError for what is none."""
+    try:
+        found = [float(one) for one in given.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} is {given!r}; it must be numbers with commas between") from error
+    for one in found:
+        check_number(ConfigError, name, one, least, most)
+    return found
+
+
+def _table(found: list[Any], figures: tuple[str, ...]) -> str:
+    """Measured, simulated and by how much that is wrong, a line for each run."""
+    lines = ["| replicas | trace | load | requests | " + " | ".join(map(_title, figures)) + " |"]
+    lines.append("|---" * (4 + len(figures)) + "|")
+    for one in found:
+        load = "all at once" if one.load == float("inf") else f"{one.load:.0%}"
+        cells = [str(one.replicas), one.trace, load, str(one.requests)]
+        for name in figures:
+            real, predicted = (_shown(name, those[name]) for those in (one.real, one.simulated))
+            cells.append(f"{real}, {predicted}: {one.error(name):+.1%}" if one.real[name] else f"{real}, {predicted}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(figure: str) -> str:
+    if figure == "throughput":
+        return "tokens a second"
+    return f"{figure.upper().replace('_', ' ')}, ms" if "_p" in figure else figure.replace("_", " ")
+
+
+def _shown(figure: str, value: float) -> str:
+    if figure == "throughput":
+        return f"{value:,.0f}"
+    return f"{value:.1%}" if figure == "hit_rate" else f"{1e3 * value:.1f}"

@@ -1,0 +1,258 @@
+"""Predictions of the simulator against real servers: the same traces, replayed and simulated.
+
+A trace is drawn as rows, as `quire simulate --trace` reads them; its prompts are tokens by the names of their parts.
+Nothing of it was known to `quire bench calibrate`, whose device file the prediction is made with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
+
+from quire.engine.trace import TraceRow, write_trace
+from quire.errors import QuireError
+from quire.simulate.device import DeviceFile, write_device
+from quire.simulate.fleet import FleetSimulation
+from quire.simulate.loads import arrivals, drawn
+from quire.simulate.outcome import Outcome
+from quire.simulate.spec import Lengths, LoadSpec, make_spec
+from quire_bench.fleet.running import Replica, fleet
+from quire_bench.server.client import Run, Server, send
+from quire_bench.server.prompts import Prompt, request_body
+from quire_bench.server.report import latencies, percentile
+from quire_bench.workloads import FIRST_TOKEN, VOCABULARY
+
+LOADS = (0.3, 0.6, 0.8, 0.95)  # of what the replicas sustain
+SEATS = 32  # requests that a replica computes together at most
+BLOCKS = 2048  # of each cache
+BLOCK = 16  # tokens
+TURNS = 4  # of a conversation
+THINK = 2.0  # seconds between turns, on the average
+ASKED = Lengths(median=96, spread=0.6, least=8, most=384)
+ANSWERED = Lengths(median=40, spread=0.5, least=4, most=128)
+SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
+WARM_UP = 16  # requests
+OPTIONS = {"temperature": 0.0, "ignore_eos": True}
+FIGURES = ("throughput", "ttft_p50", "ttft_p90", "itl_p50", "itl_p99", "hit_rate")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A trace at a load: figures of the replicas, and what the simulator said they would be."""
+
+    replicas: int
+    trace: str
+    load: float  # of what was sustained; infinite: all requests came at once
+    requests: int
+    real: Mapping[str, float]  # of FIGURES: tokens or requests a second, seconds, a share
+    simulated: Mapping[str, float]
+    client_share: float  # of a core that sending took
+
+    def error(self, figure: str) -> float:
+        """Of the prediction, relative to what was measured."""
+        real = self.real[figure]
+        return self.simulated[figure] / real - 1 if real else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return asdict(self) | {"errors": {name: self.error(name) for name in self.real}}
+
+
+# ------------------------------------------------------------------------------------------------------- the traces
+
+
+def poisson(rate: float, seconds: float, seed: int) -> list[TraceRow]:
+    """Chats that come independently of one another."""
+    return _chats(LoadSpec(rate=rate, duration=seconds), f"{seed}/poisson")
+
+
+def clusters(rate: float, seconds: float, seed: int) -> list[TraceRow]:
+    """Chats that come in clusters, between which there are gaps."""
+    return _chats(LoadSpec(arrivals="gamma", variation=2.0, rate=rate, duration=seconds), f"{seed}/clusters")
+
+
+def _chats(load: LoadSpec, seed: str) -> list[TraceRow]:
+    rng = random.Random(f"{seed}/lengths")
+    times = arrivals(load, load.rate, f"{seed}/arrivals")
+    return [TraceRow(at, drawn(rng, ASKED), drawn(rng, ANSWERED)) for at in times]
+
+
+def sessions(rate: float, seconds: float, seed: int) -> list[TraceRow]:
+    """Conversations: each prompt is all that was said before, with made-up answers, and something new."""
+    rng, rows = random.Random(f"{seed}/sessions"), []
+    load = LoadSpec(rate=rate / TURNS, duration=seconds)
+    for talk, start in enumerate(arrivals(load, load.rate, f"{seed}/sessions/arrivals")):
+        at, said, path = start, 0, ""
+        for turn in range(TURNS):
+            asked, new = drawn(rng, ASKED), drawn(rng, ANSWERED)
+            rows.append(TraceRow(at, said + asked, new, f"{path}{seed}-{talk}-{turn}", said + asked))
+            path += f"{seed}-{talk}-{turn}@{said + asked}/{seed}-{talk}-{turn}-answer@{said + asked + new}/"
+            said += asked + new
+            at += rng.expovariate(1 / THINK) + 0.5
+    return sorted((row for row in rows if row.arrival < seconds), key=lambda row: row.arrival)
+
+
+TRACES: Mapping[str, Callable[[float, float, int], list[TraceRow]]] = MappingProxyType(
+    {"poisson": poisson, "clusters": clusters, "sessions": sessions}
+)
+
+
+def tokens_of(row: TraceRow, number: int, seed: int) -> list[int]:
+    """A row's prompt: what has the same name has the same tokens. number: of the row."""
+    found: list[int] = []
+    for name, end in [*row.prefixes(), (f"row {seed}/{number}", row.prompt_tokens)]:
+        rng = random.Random(name)
+        found += rng.choices(range(FIRST_TOKEN, VOCABULARY), k=end - len(found))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- the comparison
+
+
+def validate(
+    device: DeviceFile,
+    model: str | None,
+    counts: Sequence[int],
+    traces: Sequence[str],
+    loads: Sequence[float],
+    seconds: float,
+    options: Sequence[str] = (),
+    advance: Callable[[], None] = lambda: None,
+) -> Iterator[Compared]:
+    """Each trace at each load, with each number of replicas; before, what these sustain of it.
+
+    model: as `quire serve` has it. seconds: in which the requests of a run come. options: of each replica.
+    advance: is called for each run. Raises QuireError where a request fails or a server does not get ready.
+    """
+    for count in counts:
+        with _serving(count, device, model, options) as (url, replicas):
+            for number, name in enumerate(traces):
+                seed = 1000 * count + 100 * number
+                rows = _at_once(TRACES[name](1.0, SATURATING * SEATS * count * 1.1, seed), SATURATING * SEATS * count)
+                run, real = _replayed(url, replicas, rows, seed)
+                sustained = real.pop("requests")
+                yield _compared(count, name, float("inf"), rows, run, real, device, model)
+                advance()
+                for at, load in enumerate(loads):
+                    rows = TRACES[name](load * sustained, seconds, seed + at + 1)
+                    run, real = _replayed(url, replicas, rows, seed + at + 1)
+                    del real["requests"]
+                    yield _compared(count, name, load, rows, run, real, device, model)
+                    advance()
+
+
+def _at_once(rows: Sequence[TraceRow], count: int) -> list[TraceRow]:
+    return [replace(row, arrival=0.0) for row in rows[:count]]
+
+
+@contextmanager
+def _serving(
+    count: int, device: DeviceFile, model: str | None, options: Sequence[str]
+) -> Iterator[tuple[str, Sequence[Replica]]]:
+    """Replicas that are warm, and where to ask them."""
+    own = ["--num-speculative-tokens", "0", "--max-num-seqs", str(SEATS), "--num-blocks", str(BLOCKS)]
+    own += ["--block-size", str(BLOCK), *options, *([] if model is None else ["--model", model])]
+    threads = int(device.machine.get("threads", 1))
+    if count == 1:
+        one = Replica(own, threads)
+        try:
+            one.start()
+            _warm(one.url)
+            yield one.url, [one]
+        finally:
+            one.close()
+        return
+    with fleet(count, *own, threads=threads) as running:
+        for url in (*(one.url for one in running.replicas), running.url):
+            _warm(url)
+        yield running.url, running.replicas
+
+
+def _warm(url: str) -> None:
+    rows = _at_once(poisson(10.0, 60.0, -1), WARM_UP)
+    _send(url, rows, -1)
+
+
+def _send(url: str, rows: Sequence[TraceRow], seed: int) -> Run:
+    bodies = [
+        request_body(Prompt(tokens_of(row, i, seed), row.new_tokens), "completions", "", OPTIONS)
+        for i, row in enumerate(rows)
+    ]
+    run = send(Server(url), bodies, [row.arrival for row in rows])
+    for record in run.records:
+        if not record.completed:
+            raise QuireError(f"a request to {url} failed: {record.error}")
+    return run
+
+
+def _replayed(
+    url: str, replicas: Sequence[Replica], rows: Sequence[TraceRow], seed: int
+) -> tuple[Run, dict[str, float]]:
+    """What the replicas came to."""
+    if not rows:
+        raise QuireError("a trace has no request within its seconds; give more of them")
+    before = _hits(replicas)
+    run = _send(url, rows, seed)
+    looked_for, hits = (after - other for after, other in zip(_hits(replicas), before, strict=True))
+    found = [one for one in map(latencies, run.records) if one is not None]
+    first, gaps = sorted(one.ttft for one in found), sorted(gap for one in found for gap in one.gaps)
+    return run, {
+        "requests": _rate(sorted(record.ended for record in run.records if record.ended is not None)),
+        "throughput": sum(record.answer.num_tokens for record in run.records) / run.seconds,
+        "ttft_p50": percentile(first, 50),
+        "ttft_p90": percentile(first, 90),
+        "itl_p50": percentile(gaps, 50),
+        "itl_p99": percentile(gaps, 99),
+        "hit_rate": hits / max(1.0, looked_for),
+    }
+
+
+def _rate(ends: Sequence[float]) -> float:
+    """Requests a second that end in the middle of a run, without its start and its tail."""
+    low, high = len(ends) // 5, len(ends) * 4 // 5
+    return (high - low) / max(1e-9, ends[high] - ends[low]) if high > low else len(ends) / max(1e-9, ends[-1])
+
+
+def _hits(replicas: Sequence[Replica]) -> tuple[float, float]:
+    """Tokens of prompts that were looked for in the replicas' caches, and those that were found."""
+    looked_for, found = (
+        sum(one.metric(f"prefix_cache_{name}_total") for one in replicas) for name in ("queries", "hits")
+    )
+    return looked_for, found
+
+
+def _compared(
+    count: int, name: str, load: float, rows: Sequence[TraceRow], run: Run, real: dict[str, float],
+    device: DeviceFile, model: str | None,
+) -> Compared:  # fmt: skip
+    outcome = simulated(count, rows, device, model)
+    predicted = {
+        "throughput": outcome.counts["new_tokens"] / outcome.seconds,
+        **{figure: outcome.figure(figure) for figure in FIGURES[1:-1]},
+        "hit_rate": outcome.hit_rate,
+    }
+    share = run.cpu_seconds / max(1e-9, run.seconds)
+    return Compared(count, name, load, len(rows), real, predicted, share)
+
+
+def simulated(count: int, rows: Sequence[TraceRow], device: DeviceFile, model: str | None) -> Outcome:
+    """What the simulator says of so many replicas on this machine and these requests."""
+    with TemporaryDirectory() as directory:
+        write_device(Path(directory, "device.json"), device)
+        write_trace(Path(directory, "trace.csv"), rows)
+        kind = {"kind": "replica", "device": "device.json", "count": count, "per_host": count, "blocks": BLOCKS,
+                "options": {"max_num_seqs": SEATS, "block_size": BLOCK}}  # fmt: skip
+        fleet_of = {
+            "replicas": [kind],
+            "load": {"arrivals": "trace", "trace": "trace.csv"},
+            "gateways": {"count": 0 if count == 1 else 1, "seconds": device.server.gateway},
+            "network": {"to_gateway": 0.0, "to_replica": 0.0},
+            "model": "" if model is None else str(Path(model).resolve()),
+        }
+        return FleetSimulation(make_spec(fleet_of, Path(directory))).run()
