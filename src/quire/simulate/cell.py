@@ -5,66 +5,35 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
 from quire.cache.prefix import block_digest, root_digest, root_salt
 from quire.errors import BadValue, NoReplica
-from quire.fleet.ledger import Ledger
-from quire.fleet.resume import MOST_LOST, NUM_CHECKED
-from quire.fleet.scaling import Meter, Target, target
-from quire.fleet.wire import SILENCE, Frame
+from quire.fleet.resume import MOST_LOST
 from quire.request import Event, FinishReason, Request, SamplingParams
+from quire.simulate.flow import Flow, request_of
 from quire.simulate.gateway import Gateway
 from quire.simulate.loads import Job
 from quire.simulate.outcome import Outcome
 from quire.simulate.replica import Host, Replica, wire_name
-from quire.simulate.spec import FleetSpec, Happening
-from quire.text import CompletionOutput
+from quire.simulate.spec import FleetSpec
 
 PATIENCE = 10.0  # seconds that a request waits for a replica while there is none: a gateway's default
 STEPS, OTHERS = 0, 1  # at one moment, what ends comes before what begins
-
-
-@dataclass(eq=False)
-class Flow:
-    """A client's request, on its way through gateways and replicas."""
-
-    number: int
-    job: Job
-    began: float  # when the client first asked
-    attempt: int
-    gateway: int
-    request: Request
-    digests: list[int]
-    replica: int = -1
-    incarnation: int = 0  # of the replica
-    bits: str | None = None  # of the replicas that may go on with it; None: it has not begun
-    ledger: Ledger | None = None  # once it went on elsewhere
-    num_lost: int = 0
-    lost_at: float | None = None
-    heard: float = 0.0  # when its gateway gets the last thing that was sent to it
-    has_begun: bool = False  # its first token came
-    is_done: bool = False
-    passed_over: set[int] = field(default_factory=set)
-    waits_until: float | None = None
 
 
 class Cell:
     """`run` it once."""
 
     def __init__(
-        self, spec: FleetSpec, replicas: list[Replica], jobs: Iterator[Job], seed: str, outcome: Outcome,
-        make: Callable[[int], Replica],
+        self, spec: FleetSpec, replicas: list[Replica], jobs: Iterator[Job], seed: str, outcome: Outcome
     ) -> None:  # fmt: skip
-        """make: another replica of the first kind, for autoscaling."""
         self.spec = spec
         self.replicas = replicas
         self.outcome = outcome
         self.now = 0.0
         self.gateways = [Gateway(i, replicas, spec.gateways.lag) for i in range(spec.gateways.count)]
-        self._make = make
         self._jobs = jobs
         self._network = random.Random(f"{seed}/network")
         self._heap: list[tuple[float, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -78,26 +47,24 @@ class Cell:
         self._turn = 0
         self._params: dict[int, SamplingParams] = {}
         self._hash = blake2b(digest_size=16)
-        self._meters: dict[int, Meter] = {}
-        self._target = Target(len(replicas), 0.0)
         self._counted: dict[str, float] = {}
 
     # ----------------------------------------------------------------------------------------------------- time
 
-    def _push(self, at: float, what: Callable[..., None], *arguments: Any) -> None:
+    def push(self, at: float, what: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
         heapq.heappush(self._heap, (at, OTHERS, 0, self._count, what, arguments))
 
-    def _push_end(self, replica: Replica, at: float) -> None:
+    def push_end(self, replica: Replica, at: float) -> None:
         replica.version += 1
         self._count += 1
         heapq.heappush(self._heap, (at, STEPS, replica.number, self._count, self._end, (replica, replica.version)))
 
-    def _delay(self, seconds: float) -> float:
+    def delay(self, seconds: float) -> float:
         jitter = self.spec.network.jitter
         return seconds * (1 + jitter * self._network.expovariate(1.0)) if jitter else seconds
 
-    def _note(self, what: str, *words: object) -> None:
+    def note(self, what: str, *words: object) -> None:
         self._hash.update(f"{self.now!r} {what} {words}\n".encode())
 
     def run(self, advance: Callable[[], None] = lambda: None) -> Outcome:
@@ -107,11 +74,7 @@ class Cell:
             for gateway in self.gateways:
                 gateway.find(replica.number, 0.0)
         self._next_job()
-        for happening in self.spec.events:
-            self._push(happening.at, self._happen, happening)
-        if self.spec.autoscaling is not None:
-            self._push(self.spec.autoscaling.every, self._scale)
-        self._push(self.outcome.resolution, self._tick)
+        self.push(self.outcome.resolution, self._tick)
         heap = self._heap
         while heap:
             self.now, _, _, _, what, arguments = heapq.heappop(heap)
@@ -126,7 +89,7 @@ class Cell:
         return self.outcome
 
     @property
-    def _goes_on(self) -> bool:
+    def goes_on(self) -> bool:
         return self._has_more or self._open > 0
 
     # -------------------------------------------------------------------------------------------------- clients
@@ -135,7 +98,7 @@ class Cell:
         job = next(self._jobs, None)
         self._has_more = job is not None
         if job is not None:
-            self._push(job.arrival, self._arrive, job)
+            self.push(job.arrival, self._arrive, job)
 
     def _arrive(self, job: Job) -> None:
         self._next_job()
@@ -150,12 +113,12 @@ class Cell:
         if params is None:
             params = self._params[job.new_tokens] = SamplingParams(max_tokens=job.new_tokens, ignore_eos=True)
         name = str(self._num_flows)
-        request = Request(name, cast(Any, job.tokens()), job.prompt_tokens, params)
+        request = request_of(name, job, params)
         gateway = self._num_flows % max(1, len(self.gateways))
         flow = Flow(self._num_flows, job, began, attempt, gateway, request, [])
         if self.spec.clients.timeout:
-            self._push(self.now + self.spec.clients.timeout, self._time_out, flow)
-        self._push(self.now + self._delay(self.spec.network.to_gateway) + self._gateway_seconds, self._route, flow)
+            self.push(self.now + self.spec.clients.timeout, self._time_out, flow)
+        self.push(self.now + self.delay(self.spec.network.to_gateway) + self._gateway_seconds, self._route, flow)
 
     @property
     def _gateway_seconds(self) -> float:
@@ -163,7 +126,7 @@ class Cell:
 
     def _time_out(self, flow: Flow) -> None:
         if not flow.is_done:
-            self._take_back(flow)
+            self.take_back(flow)
             self._fail(flow, "timeout")
 
     def _fail(self, flow: Flow, why: str) -> None:
@@ -175,12 +138,12 @@ class Cell:
         self._flows.pop(flow.request.id, None)
         self._leave(flow)
         self.outcome.errors[why] += 1
-        self._note("fail", flow.number, why)
+        self.note("fail", flow.number, why)
         if flow.attempt < self.spec.clients.retries:
             self.outcome.counts["retries"] += 1
             self._open += 1  # until it asks again
             wait = self.spec.clients.backoff * 2**flow.attempt
-            self._push(self.now + wait, self._ask_again, flow)
+            self.push(self.now + wait, self._ask_again, flow)
         else:
             self.outcome.counts["failed"] += 1
             self._advance()
@@ -197,8 +160,8 @@ class Cell:
         cached = report.num_cached if report is not None else 0
         if self.gateways:
             self.gateways[flow.gateway].averages.began(cached, flow.job.prompt_tokens)
-        seconds = self.now + self._delay(self.spec.network.to_gateway) - flow.began
-        self._note("first", flow.number, seconds)
+        seconds = self.now + self.delay(self.spec.network.to_gateway) - flow.began
+        self.note("first", flow.number, seconds)
         self.outcome.ttft.add(seconds)
         counts = {"prompt_tokens": flow.job.prompt_tokens, "cached_tokens": cached}
         self.outcome.counts.update(counts)
@@ -218,18 +181,18 @@ class Cell:
             self.gateways[flow.gateway].averages.ended(new_tokens)
         self._leave(flow)
         if flow.ledger is not None:
-            self._enter(flow, flow.request.num_generated)
+            flow.enter(flow.request.num_generated)
             if len(flow.ledger.tokens) != new_tokens:
                 raise BadValue(f"request {flow.number} got {len(flow.ledger.tokens)} of {new_tokens} tokens")
-        at = self.now + self._delay(self.spec.network.to_gateway)
-        self._note("finished", flow.number, at)
+        at = self.now + self.delay(self.spec.network.to_gateway)
+        self.note("finished", flow.number, at)
         self.outcome.e2e.add(at - flow.began)
         self.outcome.counts.update({"finished": 1, "new_tokens": new_tokens})
         self.outcome.seconds = max(self.outcome.seconds, at)
         self._advance()
         if flow.job.then is not None:
             self._open += 1
-            self._push(at + flow.job.think, self._next_turn, flow.job.then)
+            self.push(at + flow.job.think, self._next_turn, flow.job.then)
 
     def _next_turn(self, job: Job) -> None:
         self._open -= 1
@@ -253,10 +216,10 @@ class Cell:
         self._flows[request.id] = flow
         self._at[slot][flow] = None
         self.outcome.routed[replica.name] += 1
-        self._note("route", flow.number, slot)
+        self.note("route", flow.number, slot)
         server = replica.cost.server
         overhead = server.request + server.prompt_token * len(request.tokens)
-        self._push(self.now + self._delay(self.spec.network.to_replica) + overhead, self._admit, flow, slot)
+        self.push(self.now + self.delay(self.spec.network.to_replica) + overhead, self._admit, flow, slot)
 
     def _chosen(self, flow: Flow, request: Request) -> int:
         if not self.gateways:
@@ -296,7 +259,7 @@ class Cell:
             return
         if flow.waits_until is None:
             flow.waits_until = self.now + PATIENCE
-            self._push(flow.waits_until, self._give_up, flow)
+            self.push(flow.waits_until, self._give_up, flow)
             self._waiting.append(flow)
         elif flow not in self._waiting:
             self._waiting.append(flow)
@@ -321,13 +284,13 @@ class Cell:
         if self.gateways:
             self.gateways[flow.gateway].settle(flow.number)
 
-    def _take_back(self, flow: Flow) -> None:
+    def take_back(self, flow: Flow) -> None:
         """Let a replica compute no more of a request."""
         if flow.replica >= 0:
             replica = self.replicas[flow.replica]
             if flow.request.id in replica.engine.scheduler.requests:
                 replica.aborted.append(flow.request.id)
-                self._interrupt(replica)
+                self.interrupt(replica)
             else:
                 replica.inbox = type(replica.inbox)(one for one in replica.inbox if one[0] is not flow.request)
 
@@ -341,24 +304,24 @@ class Cell:
         if not replica.is_up or replica.incarnation != flow.incarnation:
             return  # its gateway finds out
         if replica.cut_off_until > self.now:
-            self._push(replica.cut_off_until, self._admit, flow, slot)
+            self.push(replica.cut_off_until, self._admit, flow, slot)
             return
         if replica.draining or replica.num_requests >= replica.most:
             self._leave(flow)
             flow.passed_over.add(slot)
-            self._push(self.now + self._delay(self.spec.network.to_replica), self._route, flow)
+            self.push(self.now + self.delay(self.spec.network.to_replica), self._route, flow)
             return
         if flow.bits is None:
             flow.bits = replica.bits
         replica.inbox.append((flow.request, self.now, flow.number))
-        self._interrupt(replica)
+        self.interrupt(replica)
 
-    def _interrupt(self, replica: Replica) -> None:
+    def interrupt(self, replica: Replica) -> None:
         """Let a replica look for what has come, at the end of the step that is under way."""
         if replica.is_busy:
             end = replica.cut(self.now)
             if end is not None:
-                self._push_end(replica, end)
+                self.push_end(replica, end)
         elif self.now >= replica.hung_until:
             self._begin(replica)
 
@@ -375,19 +338,19 @@ class Cell:
                 self.outcome.first_refusal = self.outcome.first_refusal or replica.engine.first_refusal
                 self._advance()
         if end is not None:
-            self._push_end(replica, end)
+            self.push_end(replica, end)
         elif replica.draining and not replica.num_requests:
-            self._remove(replica)
+            self.remove(replica)
         if len(replica.host.computing) != before:
-            self._rate_changed(replica.host, replica)
+            self.rate_changed(replica.host, replica)
 
-    def _rate_changed(self, host: Host, cause: Replica | None) -> None:
+    def rate_changed(self, host: Host, cause: Replica | None) -> None:
         """Steps on a host take another time from the next one on."""
         for other in host.replicas:
             if other is not cause and other.leap is not None:
                 end = other.cut(self.now)
                 if end is not None:
-                    self._push_end(other, end)
+                    self.push_end(other, end)
 
     def _end(self, replica: Replica, version: int) -> None:
         """A step or a leap is over."""
@@ -396,7 +359,7 @@ class Cell:
         events, more = replica.end(self.now)
         self._deliver(replica, events)
         if more is not None:
-            self._push_end(replica, more)
+            self.push_end(replica, more)
         else:
             self._begin(replica)
 
@@ -421,74 +384,18 @@ class Cell:
 
     def _send(self, flow: Flow, start: float, what: Callable[[Flow], None]) -> None:
         """Let a gateway get something of a flow, after all that was sent before: a connection keeps the order."""
-        flow.heard = max(flow.heard, start + self._delay(self.spec.network.to_replica))
-        self._push(flow.heard, what, flow)
+        flow.heard = max(flow.heard, start + self.delay(self.spec.network.to_replica))
+        self.push(flow.heard, what, flow)
 
-    # --------------------------------------------------------------------------------------------- what goes wrong
-
-    def _targets(self, name: str) -> list[Replica]:
-        return [one for one in self.replicas if name in (one.name, one.host.name, one.kind)]
-
-    def _happen(self, happening: Happening) -> None:
-        for replica in self._targets(happening.target):
-            if replica.is_up:
-                self._note(happening.what, replica.number)
-                getattr(self, f"_{happening.what}")(replica, happening)
-
-    def _kill(self, replica: Replica, happening: Happening) -> None:
-        drawn = {flow: replica.num_drawn(flow.request, self.now) for flow in self._at[replica.number]}
-        before = len(replica.host.computing)
-        replica.interrupt(self.now)
-        replica.is_up = False
-        if len(replica.host.computing) != before:
-            self._rate_changed(replica.host, replica)
-        self._push(self.now + self._delay(self.spec.network.to_replica), self._lose, replica, drawn, self.now)
-        self._push(self.now + happening.duration, self._restart, replica)
-
-    def _hang(self, replica: Replica, happening: Happening) -> None:
-        replica.hung_until = self.now + happening.duration
-        if replica.leap is not None:
-            end = replica.delay(self.now, happening.duration)
-            if end is not None:
-                self._push_end(replica, end)
-        elif replica.step is not None:
-            at = next(at for at, _, _, _, _, args in self._heap if args == (replica, replica.version))
-            self._push_end(replica, at + happening.duration)
-        else:
-            self._push(replica.hung_until, self._interrupt, replica)
-        self._fall_silent(replica, happening.duration)
-
-    def _partition(self, replica: Replica, happening: Happening) -> None:
-        replica.cut_off_until = self.now + happening.duration
-        self._fall_silent(replica, happening.duration)
-
-    def _slow(self, replica: Replica, happening: Happening) -> None:
-        replica.host.slowness *= happening.factor
-        self._rate_changed(replica.host, None)
-        self._push(self.now + happening.duration, self._be_fast, replica.host, happening.factor)
-
-    def _be_fast(self, host: Host, factor: float) -> None:
-        host.slowness /= factor
-        self._rate_changed(host, None)
-
-    def _fall_silent(self, replica: Replica, seconds: float) -> None:
-        """Gateways hear nothing of a replica. For long enough, it is lost to them until that is over."""
-        if seconds <= SILENCE or not self.gateways:
-            return
-        drawn = {flow: replica.num_drawn(flow.request, self.now) for flow in self._at[replica.number]}
-        replica.is_mute = True
-        self._push(self.now + SILENCE, self._lose, replica, drawn, self.now)
-        self._push(self.now + seconds, self._rejoin, replica)
-
-    def _lose(self, replica: Replica, drawn: dict[Flow, int], since: float) -> None:
+    def lose(self, replica: Replica, drawn: dict[Flow, int], since: float) -> None:
         """Gateways find that a replica is gone, and let others go on with what it computed."""
-        self._note("lost", replica.number)
+        self.note("lost", replica.number)
         for gateway in self.gateways:
             gateway.lose(replica.number)
         for flow in list(self._at[replica.number]):
-            self._resume(flow, drawn.get(flow, 0), since)
+            self.resume(flow, drawn.get(flow, 0), since)
 
-    def _resume(self, flow: Flow, drawn: int, since: float) -> None:
+    def resume(self, flow: Flow, drawn: int, since: float) -> None:
         """Another replica is to go on with a request, after the tokens that its gateway has got."""
         if flow.is_done:
             return
@@ -500,110 +407,53 @@ class Cell:
         if flow.num_lost > MOST_LOST:
             self._fail(flow, "503")
             return
-        if flow.ledger is None:
-            flow.ledger = Ledger(CompletionOutput(0), False)
-        self._enter(flow, drawn)
-        delivered = len(flow.ledger.tokens)
         flow.lost_at = since
-        job = flow.job
-        request = Request(f"{flow.request.id}+", cast(Any, job.tokens()), job.prompt_tokens, flow.request.sampling)
-        request.resume([0] * delivered, NUM_CHECKED)
-        flow.request = request
+        delivered = flow.go_on(drawn)
         self.outcome.counts["resumed"] += 1
-        self._note("resume", flow.number, delivered)
+        self.note("resume", flow.number, delivered)
         self._route(flow)
 
-    def _enter(self, flow: Flow, drawn: int) -> None:
-        """Let a flow's ledger have the tokens that its replica has drawn."""
-        ledger = flow.ledger
-        if ledger is not None:
-            at = len(ledger.tokens)
-            ledger.enter(Frame(flow.number, 0, at, [0] * max(0, drawn - at), 0, ""))
-
-    def _restart(self, replica: Replica) -> None:
+    def restart(self, replica: Replica) -> None:
         """A replica has started again, with an empty cache."""
         replica.past.append(replica.engine)
         replica.start()
         replica.incarnation += 1
         replica.is_up = True
-        self._return(replica)
+        self.welcome(replica)
 
-    def _rejoin(self, replica: Replica) -> None:
-        """A replica is heard again. What was asked of it before is of no use to anybody."""
-        replica.is_mute = False
+    def join(self, replica: Replica) -> None:
+        """A new replica is there."""
+        self.replicas.append(replica)
+        self._at[replica.number] = {}
+        self.welcome(replica)
+
+    def forget_others(self, replica: Replica) -> None:
+        """Let a replica compute no more of what its gateways have lost."""
         known = {flow.request.id for flow in self._at[replica.number]}
         replica.aborted += [name for name in replica.engine.scheduler.requests if name not in known]
         replica.inbox.clear()
-        self._interrupt(replica)
-        self._return(replica)
+        self.interrupt(replica)
 
-    def _return(self, replica: Replica) -> None:
-        self._note("back", replica.number)
+    def flows_at(self, replica: Replica) -> list[Flow]:
+        """The requests that a replica has."""
+        return list(self._at[replica.number])
+
+    def drawn_at(self, replica: Replica) -> dict[Flow, int]:
+        """Tokens that these have got by now."""
+        return {flow: replica.num_drawn(flow.request, self.now) for flow in self._at[replica.number]}
+
+    def end_of(self, replica: Replica) -> float:
+        """When the step ends that is under way at a replica."""
+        return next(at for at, _, _, _, _, args in self._heap if args == (replica, replica.version))
+
+    def welcome(self, replica: Replica) -> None:
+        """A replica is there, for the first time or again."""
+        self.note("back", replica.number)
         for gateway in self.gateways:
             gateway.find(replica.number, self.now)
         self._look_again()
 
-    # ------------------------------------------------------------------------------------------------ autoscaling
-
-    def _scale(self) -> None:
-        spec = self.spec.autoscaling
-        if spec is None or not self._goes_on:
-            return
-        there = [one for one in self.replicas if one.is_up and not one.draining]
-        loads = []
-        for replica in there:
-            replica.catch_up(self.now, last=False)
-            state = replica.report.state(draining=False)
-            names = ("waiting_tokens", "max_running", "seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence")
-            found = {name: getattr(state, name) for name in names}
-            found |= {"prompt_tokens": replica.report.prompt_tokens, "decoded_tokens": replica.report.decoded_tokens}
-            loads.append(self._meters.setdefault(replica.number, Meter()).read(found, self.now))
-        before = self._target.replicas
-        self._target = target(loads, self.now, self._target, spec.least, spec.most)
-        if self._target.replicas != before:
-            self._note("scale", self._target.replicas)
-        for _ in range(self._target.replicas - before):
-            self._push(self.now + spec.start_seconds, self._start)
-        for replica in there[::-1][: max(0, before - self._target.replicas)]:
-            self._drain(replica)
-        self._push(self.now + spec.every, self._scale)
-
-    def _start(self) -> None:
-        """A new replica is there."""
-        gone = [one for one in self.replicas if one.draining and not one.is_up]
-        if gone:
-            replica = gone[0]
-            replica.draining = False
-            self._restart(replica)
-            return
-        replica = self._make(len(self.replicas))
-        self.replicas.append(replica)
-        self._at[replica.number] = {}
-        self._return(replica)
-
-    def _drain(self, replica: Replica) -> None:
-        """A replica takes no further requests, and others go on with those that it has."""
-        replica.draining = True
-        self._note("drain", replica.number)
-        if self.gateways:
-            for flow in list(self._at[replica.number]):
-                self._move(flow, replica)
-        replica.announce(self.now)
-        if not replica.num_requests and not replica.is_busy:
-            self._remove(replica)
-
-    def _move(self, flow: Flow, replica: Replica) -> None:
-        """Let another replica go on with a request, if one can."""
-        others = [one for one in self.replicas if one.is_up and not one.draining and one.bits == replica.bits]
-        if not others:
-            return
-        drawn = replica.num_drawn(flow.request, self.now)
-        self._take_back(flow)
-        flow.passed_over.add(replica.number)
-        flow.num_lost -= 1  # as it was not lost
-        self._resume(flow, drawn, self.now)
-
-    def _remove(self, replica: Replica) -> None:
+    def remove(self, replica: Replica) -> None:
         replica.is_up = False
         replica.host.computing.discard(replica.number)
         for gateway in self.gateways:
@@ -634,5 +484,5 @@ class Cell:
             )
         numbers["new_tokens"] += round(drawn - self._counted.get("drawn", 0))
         self._counted["drawn"] = drawn
-        if self._goes_on:
-            self._push(self.now + self.outcome.resolution, self._tick)
+        if self.goes_on:
+            self.push(self.now + self.outcome.resolution, self._tick)

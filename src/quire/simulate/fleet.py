@@ -12,12 +12,14 @@ from quire.config import EngineConfig, engine_config
 from quire.engine.cost import DEVICES, Device, ModelCost, model_cost
 from quire.errors import ConfigError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.simulate.autoscaling import Autoscaler
 from quire.simulate.cell import Cell
 from quire.simulate.device import DeviceFile, ReplicaCost, read_device
 from quire.simulate.loads import Load, drawn, rows_of
 from quire.simulate.outcome import Outcome
 from quire.simulate.replica import Host, Replica
 from quire.simulate.spec import FleetSpec, KindSpec
+from quire.simulate.trouble import Trouble
 
 MOMENTS = 240  # that a run is cut into, about
 LOOKS = 2000  # requests by which a load is judged before it is run
@@ -48,9 +50,15 @@ class FleetSimulation:
                 example = next(name for _, _, _, _, name in self._places())
                 raise ConfigError(f"there is no replica, host or kind {one.target!r} to {one.what}; one is {example!r}")
         num_hosts = len({host for _, host, _, _, _ in self._places()})
-        self.num_cells = min(num_hosts, -(-spec.num_replicas // spec.cell))
-        if spec.autoscaling is not None and self.num_cells > 1:
-            raise ConfigError(f"a fleet of {self.num_cells} cells does not scale; it must be one, see 'cell'")
+        self.num_cells = min(num_hosts, -(-spec.most_replicas // spec.cell))
+        if spec.autoscaling is not None and (
+            spec.autoscaling.least < self.num_cells or spec.most_replicas > spec.cell * self.num_cells
+        ):
+            needed = -(-spec.most_replicas // spec.cell)
+            raise ConfigError(
+                f"up to {spec.most_replicas} replicas are {needed} cells of {spec.cell}, each of which scales its share "
+                f"of the first kind, so count and least must be at least {needed}, on as many hosts"
+            )
         self._check_load()
 
     def _device(self, kind: KindSpec) -> Device | DeviceFile:
@@ -155,7 +163,11 @@ class FleetSimulation:
             seconds = rows_of(spec.load, spec.directory)[-1].arrival / spec.load.speed
         outcome = Outcome(resolution=max(1.0, float(math.ceil(seconds / MOMENTS))))
         load = Load(spec, number, self.num_cells, len(replicas) / spec.num_replicas)
-        return Cell(spec, replicas, load.jobs(), f"{spec.seed}/{number}", outcome, another).run(advance)
+        made = Cell(spec, replicas, load.jobs(), f"{spec.seed}/{number}", outcome)
+        Trouble(made, spec.events)
+        if spec.autoscaling is not None:
+            Autoscaler(made, spec.autoscaling.share(number, self.num_cells), another)
+        return made.run(advance)
 
     def run(self, processes: int = 1, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run all cells. advance: is called for each request that ends, or with several processes for each cell."""

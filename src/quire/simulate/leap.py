@@ -202,7 +202,8 @@ class Leap:
 
     def _go_on(self, stop: int) -> list[Event]:
         """Let steps happen that end no request but in the last one of them."""
-        begin, times, ended = self.num_applied, self.times, []
+        begin, times = self.num_applied, self.times
+        ended: list[Event] = []
         if stop <= begin:
             return ended
         count = len(self._scheduler.running)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,11 @@ class AutoscalingSpec:
         check_number(ConfigError, "every", self.every, 0.01)
         check_number(ConfigError, "start_seconds", self.start_seconds, 0.0)
 
+    def share(self, number: int, count: int) -> AutoscalingSpec:
+        """Of one of so many cells: the bounds are dealt out among them."""
+        least, most = (whole // count + (number < whole % count) for whole in (self.least, self.most))
+        return replace(self, least=least, most=most)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Happening:
@@ -200,15 +205,17 @@ class FleetSpec:
         names = [one.kind for one in self.replicas]
         if len(set(names)) < len(names):
             raise ConfigError(f"kinds of replicas are {', '.join(names)}; each must have a name of its own")
-        if self.autoscaling is not None and self.autoscaling.most > self.cell:
-            raise ConfigError(
-                f"most is {self.autoscaling.most}; a fleet that scales is one cell, of {self.cell} replicas"
-            )
 
     @property
     def num_replicas(self) -> int:
         """Of all kinds."""
         return sum(one.count for one in self.replicas)
+
+    @property
+    def most_replicas(self) -> int:
+        """That there may be, of all kinds."""
+        first, scaling = self.replicas[0].count, self.autoscaling
+        return self.num_replicas - first + (first if scaling is None else max(first, scaling.most))
 
 
 def check_goals(goals: Mapping[str, float]) -> None:

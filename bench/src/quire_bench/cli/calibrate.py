@@ -48,7 +48,7 @@ def calibrate(
             options += [f"--{name.replace('_', '-')}", str(value)]
         options += ["--num-speculative-tokens", "0"]
         with progress_bar("calibrate", PARTS) as advance:
-            found = measure(llm, options, kind or processor(), advance)
+            found = measure(llm, common | {"model": model}, options, kind or processor(), advance)
         write_device(out, found)
     except QuireError as error:
         fail(error)
@@ -57,11 +57,13 @@ def calibrate(
         return
     step, server, errors = found.step, found.server, found.residuals
     row("device", f"{found.kind}, {found.model_name}, {found.machine['threads']} threads")
-    together = f"all cores together {found.host_bytes_per_second / 1e9:,.1f}"
+    together = f"two replicas together {found.host_bytes_per_second / 1e9:,.1f}"
     row("reads", f"{found.bytes_per_second / 1e9:,.1f} GB/s; {together}")
     row("a step", f"{1e6 * step.step:,.0f} us, a sequence {1e6 * step.sequence:,.1f}, a token {1e6 * step.token:,.2f}")
     row("a server", f"adds {1e6 * server.step:,.0f} us to a step and {1e6 * server.drawn:,.0f} us for each token drawn")
     row("a request", f"{1e3 * server.request:,.2f} ms, and {1e6 * server.prompt_token:,.2f} us a token of its prompt")
     shown = ", ".join(f"{name} {errors[name]:.1%}" for name in ("p50", "p90", "max"))
+    row("beside another", f"a step takes {found.beside:.0%} longer, reading aside")
+    row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
     row("residuals", f"{shown} of {errors['steps']} kinds of steps; exponent {step.exponent}")
     row("written", str(out))

@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from quire.engine.plan import Plan
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.request import Request
-from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, model_digest
+from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, StepFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
+from quire_bench.engine.neighbour import neighbour
+from quire_bench.fleet.running import fleet
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
 from quire_bench.server.client import Run, Server, send
@@ -42,6 +44,7 @@ AGAIN = 3  # times that a prompt is computed, in each round
 ROUNDS = 4
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 4.0  # seconds of computing prompts for a kind of steps: longer ones are left out
+BESIDE = ((1, 128, 0), (8, 128, 0), (32, 128, 0), (0, 0, 256), (4, 64, 128))  # steps while another process decodes
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 TOKENS = 48  # of each of these
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
@@ -57,11 +60,13 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[], None] = lambda: None) -> DeviceFile:
+def calibrate(
+    llm: LLM, known: Mapping[str, Any], options: Sequence[str], kind: str, advance: Callable[[], None] = lambda: None
+) -> DeviceFile:
     """Measure everything. Several minutes.
 
-    llm: without guesses. options: of `quire serve` for the same model. advance: is called for each of `PARTS`.
-    Raises QuireError where a request fails, or the server does not get ready.
+    llm: without guesses. known: its options. options: of `quire serve` for the same model. advance: is called for each
+    of `PARTS`. Raises QuireError where a request fails, or another process does not get ready.
     """
     threads = torch.get_num_threads()
     model, block_size = cost_of(llm.decoder), llm.config.cache.block_size
@@ -74,10 +79,10 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     kinds = _medians(steps)
     fit = fit_steps([one.work for one in kinds], [one.seconds for one in kinds])
     rates.append(_rates(threads))
-    host = _host_rate(threads)
+    read, multiplied = (statistics.fmean(one) for one in zip(*rates, strict=True))
+    beside, reading = _beside(llm, known, CostModel(model, Device("any", 1.0, 1.0, 1.0), block_size), fit)
     advance()
     server = _server(options, ReplicaCost(model, fit, block_size), advance)
-    read, multiplied = (statistics.fmean(one) for one in zip(*rates, strict=True))
     cases = [
         {"kind": one.kind, "seconds": one.seconds, "predicted": predicted(fit, one.work)} for one in kinds
     ]  # for people
@@ -87,7 +92,8 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         model_name=str(llm.files.path.name),
         block_size=block_size,
         bytes_per_second=read,
-        host_bytes_per_second=max(read, host),
+        host_bytes_per_second=2 * read / reading,
+        beside=beside,
         step=fit,
         server=server,
         machine={
@@ -105,7 +111,7 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     )
 
 
-PARTS = 2 + ROUNDS + len(STREAMS) + len(ASKED)
+PARTS = 3 + ROUNDS + len(STREAMS) + len(ASKED)
 
 
 def _rates(threads: int) -> tuple[float, float]:
@@ -113,15 +119,6 @@ def _rates(threads: int) -> tuple[float, float]:
     reads, multiplies = read_rate(threads), product_rate("bfloat16", threads)
     reads(), multiplies()
     return 1e9 * statistics.median(reads() for _ in range(5)), 1e9 * statistics.median(multiplies() for _ in range(5))
-
-
-def _host_rate(threads: int) -> float:
-    """Bytes a second that all cores read together, when each has a part of them."""
-    del threads
-    cores = num_cores()
-    reads = read_rate(cores)
-    reads()
-    return 1e9 * statistics.median(reads() for _ in range(5))
 
 
 # --------------------------------------------------------------------------------------------------- in the engine
@@ -177,6 +174,28 @@ def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, 
             engine.abort(one.id)
         while engine.has_work:
             engine.step()
+
+
+def _beside(llm: LLM, known: Mapping[str, Any], cost: CostModel, fit: StepFit) -> tuple[float, float]:
+    """How much longer steps take while another process decodes, as a share; and how many times as long reading takes.
+
+    Both in turns, so that a machine whose speed drifts does not count.
+    """
+    rng, ratios = random.Random("beside"), []
+    with neighbour(known) as other:
+        for sequences, context, prompt in BESIDE * ROUNDS:
+            found: list[list[Timed]] = []
+            for change in (other.stop, other.go_on):
+                change()
+                found.append(list(_case(llm, cost, sequences, context, prompt, rng)))
+            other.stop()
+            alone, beside = (statistics.median(one.seconds for one in those) for those in found)
+            work = found[0][len(found[0]) // 2].work
+            reading = fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes
+            ratios.append((reading / predicted(fit, work), beside / alone - 1))
+    a = np.array([[1.0, share] for share, _ in ratios])
+    found_beside, longer = nonnegative_least_squares(a, np.array([max(0.0, more) for _, more in ratios]))
+    return float(found_beside), 1.0 + float(longer)
 
 
 def _request(name: str, length: int, new: int, rng: random.Random) -> Request:
@@ -248,7 +267,21 @@ def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], Non
     step, drawn = _line(gaps)
     request, prompt_token = _line(longest)
     request = max(0.0, request - step - drawn)
-    return ServerFit(step=step, drawn=drawn, request=request, prompt_token=prompt_token)
+    gateway = _gateway(options)
+    advance()
+    return ServerFit(step=step, drawn=drawn, request=request, prompt_token=prompt_token, gateway=gateway)
+
+
+def _gateway(options: Sequence[str]) -> float:
+    """Seconds that a gateway adds to a request, to the first token, by requests both ways in turns."""
+    found: dict[str, list[float]] = {}
+    with fleet(1, *options, threads=torch.get_num_threads()) as running:
+        ways = running.url, running.replicas[0].url
+        for url in ways * TIMES:
+            run = _asked(Server(url), 1, ASKED[0], 1, 1)
+            found.setdefault(url, []).extend(one.ttft for one in map(latencies, run.records) if one is not None)
+    through, direct = (statistics.median(found[url][1:]) for url in ways)
+    return max(0.0, through - direct)
 
 
 def _plain(cost: ReplicaCost) -> bool:

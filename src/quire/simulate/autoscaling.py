@@ -1,0 +1,81 @@
+"""Replicas of a cell that come and go, as the fleet's policy has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.fleet.scaling import Meter, Target, target
+from quire.simulate.cell import Cell
+from quire.simulate.flow import Flow
+from quire.simulate.replica import Replica
+from quire.simulate.spec import AutoscalingSpec
+
+READ = ("waiting_tokens", "max_running", "seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence")
+
+
+class Autoscaler:
+    """Reads the loads of a cell's replicas, and starts and drains some."""
+
+    def __init__(self, cell: Cell, spec: AutoscalingSpec, make: Callable[[int], Replica]) -> None:
+        """To be made before the cell runs. spec: with the bounds of this cell. make: a replica of that number."""
+        self._cell = cell
+        self._spec = spec
+        self._make = make
+        self._meters: dict[int, Meter] = {}
+        self._target = Target(len(cell.replicas), 0.0)
+        cell.push(spec.every, self._scale)
+
+    def _scale(self) -> None:
+        cell, spec = self._cell, self._spec
+        if not cell.goes_on:
+            return
+        there = [one for one in cell.replicas if one.is_up and not one.draining]
+        loads = []
+        for replica in there:
+            replica.catch_up(cell.now, last=False)
+            state = replica.report.state(draining=False)
+            found = {name: getattr(state, name) for name in READ}
+            found |= {"prompt_tokens": replica.report.prompt_tokens, "decoded_tokens": replica.report.decoded_tokens}
+            loads.append(self._meters.setdefault(replica.number, Meter()).read(found, cell.now))
+        before = self._target.replicas
+        self._target = target(loads, cell.now, self._target, spec.least, spec.most)
+        if self._target.replicas != before:
+            cell.note("scale", self._target.replicas)
+        for _ in range(self._target.replicas - before):
+            cell.push(cell.now + spec.start_seconds, self._start)
+        for replica in there[::-1][: max(0, before - self._target.replicas)]:
+            self._drain(replica)
+        cell.push(cell.now + spec.every, self._scale)
+
+    def _start(self) -> None:
+        """A new replica is there."""
+        cell = self._cell
+        gone = [one for one in cell.replicas if one.draining and not one.is_up]
+        if gone:
+            gone[0].draining = False
+            cell.restart(gone[0])
+        else:
+            cell.join(self._make(len(cell.replicas)))
+
+    def _drain(self, replica: Replica) -> None:
+        """A replica takes no further requests, and others go on with those that it has."""
+        cell = self._cell
+        replica.draining = True
+        cell.note("drain", replica.number)
+        if cell.gateways:
+            for flow in cell.flows_at(replica):
+                self._move(flow, replica)
+        replica.announce(cell.now)
+        if not replica.num_requests and not replica.is_busy:
+            cell.remove(replica)
+
+    def _move(self, flow: Flow, replica: Replica) -> None:
+        """Let another replica go on with a request, if one can."""
+        cell = self._cell
+        if not any(one.is_up and not one.draining and one.bits == replica.bits for one in cell.replicas):
+            return
+        drawn = replica.num_drawn(flow.request, cell.now)
+        cell.take_back(flow)
+        flow.passed_over.add(replica.number)
+        flow.num_lost -= 1  # as it was not lost
+        cell.resume(flow, drawn, cell.now)
