@@ -34,6 +34,7 @@ class Gateway:
         self.averages = Averages()
         self.lost: set[int] = set()  # slots that do not answer
         self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
+        self._idle: dict[int, Candidate] = {}  # by slot: what it was when it did nothing
         self._sent: dict[int, Sent] = {}  # by flow
         self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
 
@@ -67,26 +68,37 @@ class Gateway:
         for slot, (came, state) in self._states.items():
             if slot in self.lost or slot in passed_over:
                 continue
-            unseen = self._unseen.get(slot)
+            num_blocks, unseen = runs.get(slot, 0), self._unseen.get(slot)
+            if not (num_blocks or unseen or state.num_running or state.num_waiting):  # most of a fleet at rest
+                before = self._idle.get(slot)
+                if before is None or before.state is not state:
+                    before = self._idle[slot] = self._candidate(slot, state, 0.0, 0, 0, 0)
+                candidates.append(before)
+                continue
             uncached, first = 0, now
             if unseen:
-                uncached = sum(one.uncached for one in unseen.values())
-                first = min(one.at for one in unseen.values())
-            candidates.append(
-                Candidate(
-                    slot=slot,
-                    name=self.replicas[slot].name,
-                    fingerprint=self.replicas[slot].bits,
-                    state=state,
-                    step_age=step_age(state, came, first, now),
-                    num_blocks=runs.get(slot, 0),
-                    unseen_tokens=uncached,
-                    unseen_requests=len(unseen) if unseen else 0,
-                )
-            )
+                uncached = sum([one.uncached for one in unseen.values()])
+                first = min([one.at for one in unseen.values()])
+            age = step_age(state, came, first, now)
+            candidates.append(self._candidate(slot, state, age, num_blocks, uncached, len(unseen) if unseen else 0))
         lost = [f"{self.replicas[slot].name} does not answer" for slot in sorted(self.lost)]
         demand = self.averages.demand(name, tokens, self.averages.new_tokens(most))
         return choose(demand, eligible(candidates, bits, lost))
+
+    def _candidate(
+        self, slot: int, state: ReplicaState, age: float, num_blocks: int, uncached: int, unseen: int
+    ) -> Candidate:
+        replica = self.replicas[slot]
+        return Candidate(
+            slot=slot,
+            name=replica.name,
+            fingerprint=replica.bits,
+            state=state,
+            step_age=age,
+            num_blocks=num_blocks,
+            unseen_tokens=uncached,
+            unseen_requests=unseen,
+        )
 
     def send(self, flow: int, choice: Choice, digests: Sequence[int], now: float) -> None:
         """Count a request as on its way."""

@@ -41,15 +41,17 @@ MIXED = ((2, 32), (4, 128), (8, 64), (8, 256), (16, 128), (32, 256), (32, 512)) 
 STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
 AGAIN = 3  # times that a prompt is computed, in each round
-ROUNDS = 4
+ROUNDS = 3
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
-LONGEST_CASE = 4.0  # seconds of computing prompts for a kind of steps: longer ones are left out
+LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
 BESIDE = ((1, 128, 0), (8, 128, 0), (32, 128, 0), (0, 0, 256), (4, 64, 128))  # steps while another process decodes
+AGAIN_BESIDE = 2  # times that each of these is measured
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 TOKENS = 48  # of each of these
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
-OPTIONS = {"temperature": 0.0, "ignore_eos": True}
+# A chunk for each token, also where a text is held back until its last character is whole.
+OPTIONS = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 
 
 class Timed(NamedTuple):
@@ -183,7 +185,7 @@ def _beside(llm: LLM, known: Mapping[str, Any], cost: CostModel, fit: StepFit) -
     """
     rng, ratios = random.Random("beside"), []
     with neighbour(known) as other:
-        for sequences, context, prompt in BESIDE * ROUNDS:
+        for sequences, context, prompt in BESIDE * AGAIN_BESIDE:
             found: list[list[Timed]] = []
             for change in (other.stop, other.go_on):
                 change()

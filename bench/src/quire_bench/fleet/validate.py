@@ -38,7 +38,8 @@ ASKED = Lengths(median=96, spread=0.6, least=8, most=384)
 ANSWERED = Lengths(median=40, spread=0.5, least=4, most=128)
 SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
 WARM_UP = 16  # requests
-OPTIONS = {"temperature": 0.0, "ignore_eos": True}
+# A chunk for each token, also where a text is held back until its last character is whole.
+OPTIONS = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 FIGURES = ("throughput", "ttft_p50", "ttft_p90", "itl_p50", "itl_p99", "hit_rate")
 
 

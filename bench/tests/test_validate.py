@@ -1,0 +1,100 @@
+"""quire bench validate: its traces, and real replicas beside simulated ones, with tiny numbers."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import app
+from quire.engine.cost import model_cost
+from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.simulate.device import DeviceFile, ServerFit, StepFit, model_digest, write_device
+from quire_bench.fleet import validate
+from quire_bench.fleet.validate import TRACES, Compared, sessions, simulated, tokens_of
+
+MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
+STEP = StepFit(step=1e-3, sequence=1e-5, token=2e-5, drawn=0.0, weight_byte=1e-11, cache_byte=1e-11, linear_flop=0.0,
+               attention_flop=0.0)  # fmt: skip
+DEVICE = DeviceFile(
+    kind="any", model=model_digest(MODEL), model_name="embedded", block_size=16, bytes_per_second=1e10,
+    host_bytes_per_second=2e10, beside=0.5, step=STEP, server=ServerFit(step=1e-3, gateway=2e-3), machine={"threads": 1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_come_at_their_rate_and_are_the_same_every_time(name: str) -> None:
+    rows = TRACES[name](20.0, 60.0, 3)
+    assert rows == TRACES[name](20.0, 60.0, 3) != TRACES[name](20.0, 60.0, 4)
+    assert 800 < len(rows) < 1600
+    assert all(a.arrival <= b.arrival < 60.0 for a, b in pairwise(rows))
+
+
+def test_a_conversation_goes_on() -> None:
+    """Each of its prompts is the beginning of the next one; those of others have nothing in common with it."""
+    rows = sessions(2.0, 60.0, 0)
+    talks: dict[str, list[list[int]]] = {}
+    for number, row in enumerate(rows):
+        prompt = tokens_of(row, number, 0)
+        assert len(prompt) == row.prompt_tokens
+        talks.setdefault(row.prefix_id.partition("@")[0].rpartition("-")[0], []).append(prompt)
+    long = [prompts for prompts in talks.values() if len(prompts) > 1]
+    assert len(long) > 5
+    for prompts in long:
+        assert all(after[: len(before)] == before for before, after in pairwise(prompts))
+    assert len({tuple(prompts[0][:16]) for prompts in talks.values()}) == len(talks)
+
+
+def test_a_neighbour_is_simulated_to_take_time() -> None:
+    rows = TRACES["poisson"](20.0, 5.0, 0)
+    one, two = (simulated(count, rows, DEVICE, None) for count in (1, 2))
+    assert one.counts["finished"] == two.counts["finished"] == len(rows)
+    assert two.itl.percentile(50) > 1.05 * one.itl.percentile(50)
+
+
+def test_errors_are_relative() -> None:
+    found = Compared(
+        1, "poisson", 0.3, 10, {"throughput": 100.0, "hit_rate": 0.0}, {"throughput": 90.0, "hit_rate": 0.0}, 0.1
+    )
+    assert found.as_dict()["errors"] == {"throughput": pytest.approx(-0.1), "hit_rate": 0.0}
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SEATS": 4, "SATURATING": 2, "WARM_UP": 2}.items():
+        monkeypatch.setattr(validate, name, value)
+    write_device(tmp_path / "device.json", DEVICE)
+    arguments = ["bench", "validate", "--device", str(tmp_path / "device.json"), "--traces", "sessions"]
+    arguments += ["--loads", "40", "--seconds", "2", "--json", "--out", str(tmp_path / "table.md")]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert [(one["replicas"], one["load"]) for one in found] == [
+        (1, float("inf")),
+        (1, 0.4),
+        (2, float("inf")),
+        (2, 0.4),
+    ]
+    for one in found:
+        assert one["real"].keys() == one["simulated"].keys()
+        assert one["real"]["throughput"] > 0 < one["simulated"]["throughput"]
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "none.json"], "there is no device file none.json"),
+        (["--traces", "tides"], "there is no trace 'tides'; choose from poisson, clusters, sessions"),
+        (["--loads", "much"], "loads is 'much'; it must be numbers with commas between"),
+        (["--replicas", "0"], "replicas is 0"),
+        (["--seconds", "0"], "seconds is 0"),
+    ],
+)
+def test_what_is_wrong_is_told(arguments: list[str], message: str) -> None:
+    shown = CliRunner().invoke(app, ["bench", "validate", *arguments])
+    assert shown.exit_code == 1
+    assert message in shown.stderr
