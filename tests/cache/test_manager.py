@@ -3,8 +3,11 @@
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.cache.audit import audit
+from quire.cache.events import BlockRemoved, CacheEvent
 from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import cache_usage
@@ -71,6 +74,56 @@ def test_growth_that_does_not_fit_takes_nothing(groups: tuple[CacheGroup, ...]) 
     assert cache_usage(manager, [a, b]).used_blocks == 3 * len(groups)
     assert manager.grow(b, 2, [])
     audit(manager, [a, b])
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_blocks_given_out_at_once_are_those_given_out_in_turns(takers: list[int]) -> None:
+    """Also where the free blocks are some that must be evicted: nine of twelve hold what somebody computed before."""
+    found = []
+    for at_once in (False, True):
+        manager = BlockManager((CacheGroup((0,)), CacheGroup((1,))), 18, 2, 8)
+        removed: list[tuple[int, list[int]]] = []
+        manager.release(computed(manager, [7] * 18))
+        requests = [started(manager, [i + 1] * 4, f"r{i}") for i in range(3)]
+        for one in requests:
+            one.group = None
+            compute(manager, one)
+        manager.listeners.append(
+            lambda one, to=removed: to.append((one.group, one.blocks)) if is_removal(one) else None
+        )
+        assert manager.evicts(4)
+        assert not manager.evicts(3)
+        if at_once:
+            assert manager.grow_each([requests[i] for i in takers])
+        else:
+            assert all(manager.grow(requests[i], requests[i].cache.room + 1, []) for i in takers)
+        audit_books(manager, requests)
+        found.append(
+            ([one.cache.block_ids for one in requests], [one.cache.room for one in requests], sorted(removed),
+             [list(pool._free) for pool in manager.pools], manager.num_evicted)
+        )  # fmt: skip
+    assert found[0] == found[1]
+    assert found[0][-1] == 2 * max(0, len(takers) - 3)
+
+
+def is_removal(event: CacheEvent) -> bool:
+    return isinstance(event, BlockRemoved)
+
+
+def audit_books(manager: BlockManager, requests: list[Request]) -> None:
+    """As `audit`, of requests that have more room than tokens."""
+    for g, (pool, index) in enumerate(zip(manager.pools, manager.indexes, strict=True)):
+        pool.audit([one.cache.block_ids[g] for one in requests], index.by_block)
+
+
+def test_blocks_that_are_not_there_are_given_to_nobody() -> None:
+    manager = BlockManager(ONE, 3, 2, 8)
+    one, other = (started(manager, [i] * 2, f"r{i}") for i in range(2))
+    for request in (one, other):
+        compute(manager, request)
+    assert not manager.grow_each([one, other])
+    assert [one.cache.room, other.cache.room, manager.pools[0].num_free] == [2, 2, 1]
+    assert manager.grow_each([other])
 
 
 def test_the_seeds_block_counts() -> None:

@@ -27,8 +27,9 @@ from quire.simulate.device import (
 from quire.simulate.fitting import fit_steps, predicted, residuals
 from quire.simulate.fleet import FleetSimulation, least_replicas, with_replicas
 from quire.simulate.outcome import Outcome
-from quire.simulate.spec import FleetSpec, make_spec
+from quire.simulate.spec import FleetSpec, make_spec, read_spec
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "fleets"
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 SLOW = StepFit(step=0.01, sequence=2e-4, token=1e-4, drawn=0.0, weight_byte=1e-10, cache_byte=1e-9, linear_flop=1e-12,
                attention_flop=1e-12, exponent=2)  # fmt: skip
@@ -169,6 +170,24 @@ def test_cells_are_added(directory: Path) -> None:
     assert len(found.hashes) == 2
 
 
+def test_each_cell_scales_its_share(directory: Path) -> None:
+    replicas = [{"kind": "a", "device": "slow.json", "count": 2, "blocks": 200, "options": {"max_num_seqs": 16}}]
+    scaling = {"least": 2, "most": 7, "every": 5, "start_seconds": 2}
+    fleet = spec(directory, replicas=replicas, autoscaling=scaling, cell=4, load={"rate": 24, "duration": 40})
+    simulation = FleetSimulation(fleet)
+    assert simulation.num_cells == 2
+    most = [max(one.numbers["replicas"] for one in simulation.cell(i).moments.values()) for i in range(2)]
+    assert most == [4, 3]
+    with pytest.raises(ConfigError, match=r"up to 9 replicas are 3 cells of 4, .* count and least must be at least 3"):
+        FleetSimulation(spec(directory, replicas=replicas, autoscaling=scaling | {"most": 9}, cell=4))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_examples_are_fleets(path: Path) -> None:
+    simulation = FleetSimulation(read_spec(path))
+    assert simulation.num_cells == -(-simulation.spec.num_replicas // 64)
+
+
 def test_the_fewest_replicas_that_are_enough(directory: Path) -> None:
     goals = {"ttft_p90": 0.25}
     fleet = spec(directory, load={"rate": 12, "duration": 20})
@@ -238,6 +257,7 @@ def test_a_device_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"replicas": [{"kind": "a"}]}, r"replicas\[0\]: device is missing"),
         ({"replicas": [{"kind": "a", "device": "none.json"}]}, "there is no device file"),
         ({"replicas": [{"kind": "a", "device": "cpu", "options": {"max_seats": 3}}]}, "options of a: .*max_seats"),
+        ({"replicas": [{"kind": "a", "device": "cpu", "beside": -1}]}, r"replicas\[0\]: beside is -1"),
         ({"replicas": [{"kind": "a", "device": "cpu", "count": 0}]}, r"replicas\[0\]: count is 0"),
     ],
 )  # fmt: skip
