@@ -210,14 +210,14 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, read: int, rates:
     waiting = state.waiting_tokens + candidate.unseen_tokens
     begun = state.waiting_tokens if reported else waiting
     left = begun * rates.prompt_token + (step if ahead else 0.0) - candidate.step_age
-    queue = max(0.0, left) + (waiting - begun) * rates.prompt_token
+    queue = (left if left > 0.0 else 0.0) + (waiting - begun) * rates.prompt_token
 
     blocks = -(-(demand.num_tokens + round(demand.new_tokens)) // state.block_size) - candidate.num_blocks
     promised = -(-waiting // state.block_size)  # blocks that those before it take first
     evicted = max(0, blocks - max(0, state.free_blocks - state.cached_blocks - promised))
     # The share of what runs that has to end before there is room; all of it is replaced in the time of one answer.
-    seats = max(0, ahead + 1 - state.max_running) / state.max_running
-    memory = max(0, blocks + promised - state.free_blocks) / state.num_blocks
+    seats = (ahead + 1 - state.max_running) / state.max_running
+    memory = (blocks + promised - state.free_blocks) / state.num_blocks
 
     compute = uncached * rates.prompt_token
     return Parts(
@@ -228,7 +228,7 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, read: int, rates:
         disk=read * state.seconds_a_disk_block,
         # Each of those that run ends, on average, when half of it is done, and what comes then goes where least runs.
         decode=demand.new_tokens * (running / 2 + 1) * rates.sequence,
-        room=max(seats, memory) * demand.new_tokens * step,
+        room=max(0.0, seats, memory) * demand.new_tokens * step,
         evict=min(evicted, state.cached_blocks) * state.block_size * rates.prompt_token * demand.hit_rate,
     )
 

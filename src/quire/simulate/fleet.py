@@ -56,8 +56,8 @@ class FleetSimulation:
         ):
             needed = -(-spec.most_replicas // spec.cell)
             raise ConfigError(
-                f"up to {spec.most_replicas} replicas are {needed} cells of {spec.cell}, each of which scales its share of "
-                f"the first kind, so count and least must be at least {needed}, on as many hosts"
+                f"up to {spec.most_replicas} replicas are {needed} cells of {spec.cell}, each of which scales its "
+                f"share by itself, so count and least must be at least {needed}, on as many hosts"
             )
         self._check_load()
 
