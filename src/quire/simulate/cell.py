@@ -313,7 +313,7 @@ class Cell:
             return
         if flow.bits is None:
             flow.bits = replica.bits
-        replica.inbox.append((flow.request, self.now, flow.number))
+        replica.take(flow.request, self.now, flow.number, flow.job.name)
         self.interrupt(replica)
 
     def interrupt(self, replica: Replica) -> None:

@@ -158,7 +158,7 @@ class ReplicaCost(CostModel):
         both = _together(fit.exponent, many=False)(reading, multiplying)
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
         own += both + fit.moved_byte * work.moved_bytes
-        return (own + server.step + server.drawn * work.num_drawn) * self.slowness
+        return float((own + server.step + server.drawn * work.num_drawn) * self.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""

@@ -102,6 +102,8 @@ class Replica:
         self.report = Report(scheduler)
         self.inbox: deque[tuple[Request, float, int]] = deque()  # with when it came, and its flow
         self.aborted: list[str] = []  # requests that are to be taken back before the next step
+        self._served: set[str] = set()  # names of the jobs that it has got
+        self._repeated: set[str] = set()  # requests for a job that it has got before: they may find their own answers
         self.boxes = [Outbox() for _ in range(self._num_gateways)]
         self._events: list[tuple[bool, int]] = []  # of blocks, in this step
         self._started: list[int] = []  # flows that the next state counts for the first time
@@ -125,6 +127,13 @@ class Replica:
         """That run or wait there."""
         return len(self.engine.scheduler.requests) + len(self.inbox)
 
+    def take(self, request: Request, now: float, flow: int, job: str) -> None:
+        """Let a request wait for the next step. job: its name, which is the same when it comes once more."""
+        if job in self._served:
+            self._repeated.add(request.id)
+        self._served.add(job)
+        self.inbox.append((request, now, flow))
+
     def begin(self, now: float) -> tuple[float | None, list[Request]]:
         """Take what came, and begin a step or a leap. When it ends; None: there is nothing to do. What was refused."""
         engine, refused = self.engine, []
@@ -143,7 +152,9 @@ class Replica:
             return None, refused
         self.host.computing.add(self.number)
         self.host.changed(self.cost)
-        if self.leaps and can_leap(engine.scheduler):
+        if self._repeated:  # who publishes a block first matters then, and a leap publishes late
+            self._repeated &= engine.scheduler.requests.keys()
+        if self.leaps and not self._repeated and can_leap(engine.scheduler):
             leap = Leap(engine)
             if leap.plan_ahead():
                 self.leap, self.is_cut, self._new_segment = leap, False, True
