@@ -209,7 +209,7 @@ class CostModel:
 
         Only for models all of whose layers attend to all tokens.
         """
-        return self.decoder(num_sequences)(keys)
+        return float(self.decoder(num_sequences)(keys))
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """The same for each number of keys. many: for arrays of such numbers instead, with the same results."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from quire.errors import QuireError
 from quire_bench.server.process import Process, running
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several processes share the cores
 PATIENCE = 30.0  # seconds within which everything that is waited for has to come
 POLL_SECONDS = 0.005
 TIME = "%Y-%m-%d %H:%M:%S,%f"  # at the beginning of a line of a log
@@ -31,7 +32,7 @@ class Replica:
 
     def __init__(self, options: Sequence[str], threads: int = 1) -> None:
         self._options = options
-        self._environment = {"OMP_NUM_THREADS": str(threads)}  # several processes share the cores
+        self._environment = {"OMP_NUM_THREADS": str(threads)}
         self._stack = ExitStack()
         self.url = ""
         self.pid = 0
