@@ -177,7 +177,10 @@ def test_each_cell_scales_its_share(directory: Path) -> None:
     simulation = FleetSimulation(fleet)
     assert simulation.num_cells == 2
     most = [max(one.numbers["replicas"] for one in simulation.cell(i).moments.values()) for i in range(2)]
-    assert most == [4, 3]
+    assert fleet.autoscaling is not None
+    shares = [fleet.autoscaling.share(i, 2) for i in range(2)]
+    assert [(one.least, one.most) for one in shares] == [(1, 4), (1, 3)]
+    assert all(1 < count <= share.most for count, share in zip(most, shares, strict=True))
     with pytest.raises(ConfigError, match=r"up to 9 replicas are 3 cells of 4, .* count and least must be at least 3"):
         FleetSimulation(spec(directory, replicas=replicas, autoscaling=scaling | {"most": 9}, cell=4))
 
