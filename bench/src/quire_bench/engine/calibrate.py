@@ -183,9 +183,11 @@ def _beside(llm: LLM, known: Mapping[str, Any], cost: CostModel, fit: StepFit) -
 
     Both in turns, so that a machine whose speed drifts does not count.
     """
-    rng, ratios = random.Random("beside"), []
+    rng, ratios, room = random.Random("beside"), [], llm.config.max_num_seqs
     with neighbour(known) as other:
         for sequences, context, prompt in BESIDE * AGAIN_BESIDE:
+            if sequences + bool(prompt) > room:
+                continue
             found: list[list[Timed]] = []
             for change in (other.stop, other.go_on):
                 change()
