@@ -12,6 +12,7 @@ from quire.cache.disk.directory import make_root, take
 from quire.cache.disk.store import FORMAT, DiskStore
 from quire.cache.disk.tier import DiskTier
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
+from quire.cache.incoming import Arrivals, BlockMemory
 from quire.config import CacheConfig, EngineConfig, parse_memory
 from quire.engine.cost import DEVICES, cost_of
 from quire.engine.engine import Engine
@@ -76,12 +77,22 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
     except OSError as error:
         os.close(place.lock)
         raise ConfigError(f"kv_disk is {options.kv_disk!r}: {error}; it must be a directory to write to") from error
-    tier = DiskTier(store, runner.cache, release=lambda: os.close(place.lock))
-    manager.disk = tier
-    a_token = cost_of(model).linear_flops(1, 0) / DEVICES["cpu"].flops_per_second  # until steps have shown it
-    engine.scheduler.prefetch = Prefetch(manager, tier, a_token, engine.scheduler.clock)
+    prefetch = prefetch_of(engine, model, runner.cache)
+    manager.disk = tier = DiskTier(store, runner.cache, prefetch.arrivals, release=lambda: os.close(place.lock))
+    prefetch.sources.append(tier.reader)
     tier.start()
     weakref.finalize(engine, tier.close)
+
+
+def prefetch_of(engine: Engine, model: Model, memory: BlockMemory) -> Prefetch:
+    """What reads blocks from elsewhere into the engine's memory; it is made where there is none yet."""
+    scheduler = engine.scheduler
+    if scheduler.prefetch is None:
+        # Until steps have shown it.
+        a_token = cost_of(model).linear_flops(1, 0) / DEVICES["cpu"].flops_per_second
+        scheduler.manager.memory = memory
+        scheduler.prefetch = Prefetch(scheduler.manager, Arrivals(), a_token, scheduler.clock)
+    return scheduler.prefetch
 
 
 def capacities(groups: tuple[AnyGroup, ...], widths: list[int], options: CacheConfig) -> list[int]:

@@ -359,6 +359,13 @@ class ScheduleState:
     allowed: NDArray[np.int32] | None = None  # what its guide allows next
 
 
+class Holder(NamedTuple):
+    """Another engine that has the first blocks of a request."""
+
+    url: str  # of its server
+    num_blocks: int
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence: what was asked for, and how far it is.
@@ -382,6 +389,7 @@ class Request:
     first_prompt_logprob: int = 0  # prompt positions before it are not asked for, whatever prompt_logprobs says
     to_check: array[int] = field(default_factory=_no_tokens)  # that its caller has: drawn again, and compared
     is_strict: bool = True  # it ends with an error where another token than the one to check is drawn
+    holder: Holder | None = None  # from where its first blocks may be read
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine.add
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
     lora_slot: int = -1  # its adapter's; set by Engine.add

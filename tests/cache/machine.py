@@ -18,6 +18,7 @@ from quire.cache.audit import audit
 from quire.cache.disk.store import DiskStore
 from quire.cache.disk.tier import DiskTier
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools
+from quire.cache.incoming import Arrivals
 from quire.cache.manager import BlockManager, Move
 from quire.cache.pool import NONE
 from quire.engine.prefetch import Prefetch
@@ -279,9 +280,10 @@ class Disk:
 
     def open(self) -> None:
         widths = [self.WIDTH] * len(self.slots)
-        self.tier = DiskTier(DiskStore(self.directory, b"secret", widths, self.slots), self)
-        self.state.manager.disk = self.tier
-        self.prefetch = Prefetch(self.state.manager, self.tier, 1.0)
+        self.prefetch = Prefetch(self.state.manager, Arrivals(), 1.0)
+        self.tier = DiskTier(DiskStore(self.directory, b"secret", widths, self.slots), self, self.prefetch.arrivals)
+        self.prefetch.sources.append(self.tier.reader)
+        self.state.manager.disk, self.state.manager.memory = self.tier, self
         self.state.happened("found on the disk", len(self.tier.store))
 
     def read_block(self, group: int, block: int, out: NDArray[np.uint8]) -> None:
@@ -305,15 +307,15 @@ class Disk:
     def fetch(self, request: Request) -> None:
         """Bring what the request needs from the disk, or half of it."""
         self.prefetch.begin_step()
-        before = self.tier.counts.blocks_read
+        before = self.tier.reader.counts.blocks
         while self.prefetch.awaits(request, [pool.num_free for pool in self.state.manager.pools]):
-            self.tier.read_next()
+            self.tier.reader.read_next()
             if self.rng.random() < 0.5:
                 self.prefetch.begin_step()
             if self.rng.random() < 0.02:
                 self.state.happened("not waited for")
                 break
-        self.state.happened("read", self.tier.counts.blocks_read - before)
+        self.state.happened("read", self.tier.reader.counts.blocks - before)
 
     def step(self, rng: random.Random) -> None:
         """What threads, faults and restarts do between two operations."""
@@ -321,14 +323,14 @@ class Disk:
             return
         kind = rng.random()
         if kind < 0.3:
-            written, lost = self.tier.counts.blocks_written, self.tier.counts.unwritten["evicted"]
+            written, lost = self.tier.counts.blocks, self.tier.counts.unwritten["evicted"]
             self.tier.write_next()
-            self.state.happened("written", self.tier.counts.blocks_written - written)
+            self.state.happened("written", self.tier.counts.blocks - written)
             self.state.happened("given away before", self.tier.counts.unwritten["evicted"] - lost)
         elif kind < 0.31:
             self.damage(rng)
         elif kind < 0.311:
-            self.state.happened("damage seen", self.tier.counts.misses["checksum"])
+            self.state.happened("damage seen", self.tier.reader.counts.misses["checksum"])
             self.tier.close()
             if rng.random() < 0.5:
                 self.damage(rng)

@@ -14,7 +14,8 @@ import pytest
 
 from quire.cache.disk import store as module
 from quire.cache.disk.directory import SECRET, TAG, check_root, clear, listed, make_root, take
-from quire.cache.disk.store import LOG, RECORD_SIZE, DiskStore, Fault, Name
+from quire.cache.disk.store import LOG, RECORD_SIZE, DiskStore
+from quire.cache.incoming import Fault, Name
 from quire.errors import ConfigError
 
 WIDTHS, SLOTS = (96, 40), (8, 5)

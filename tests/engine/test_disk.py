@@ -21,6 +21,7 @@ from quire import LLM, SamplingParams
 from quire.cache.disk import store as files
 from quire.cache.disk.store import LOG, DiskStore
 from quire.cache.disk.tier import DiskTier
+from quire.cache.incoming import Arrivals
 from quire.engine.engine import Engine
 from quire.engine.prefetch import Prefetch
 from quire.engine.runner import Runner
@@ -43,9 +44,11 @@ def with_disk(
     assert isinstance(engine.runner, Runner)
     manager, widths = engine.scheduler.manager, engine.runner.cache.widths()
     directory.mkdir(exist_ok=True)
-    tier = DiskTier(DiskStore(directory, SECRET, widths, [slots] * len(widths)), engine.runner.cache)
-    manager.disk = tier
-    engine.scheduler.prefetch = Prefetch(manager, tier, seconds_a_token)
+    prefetch = engine.scheduler.prefetch = Prefetch(manager, Arrivals(), seconds_a_token)
+    store = DiskStore(directory, SECRET, widths, [slots] * len(widths))
+    manager.memory = engine.runner.cache
+    manager.disk = tier = DiskTier(store, manager.memory, prefetch.arrivals)
+    prefetch.sources.append(tier.reader)
     if threads:
         tier.start()
     return tier
@@ -57,6 +60,20 @@ def forget(engine: Engine) -> None:
     disk, manager.disk = manager.disk, None
     manager.reset_prefix_cache()
     manager.disk = disk
+
+
+def written(directory: Path, seconds_a_token: float = 1.0) -> tuple[Engine, DiskTier, Bits]:
+    """An engine of the embedded model that has answered a request, whose blocks are on the disk alone; its answer.
+
+    The tier has no threads.
+    """
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    tier = with_disk(engine, directory, 100, threads=False, seconds_a_token=seconds_a_token)
+    wanted = bits(engine, requests(1))
+    while tier.write_next():
+        pass
+    forget(engine)
+    return engine, tier, wanted
 
 
 def requests(count: int) -> list[Request]:
@@ -91,9 +108,9 @@ def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path) ->
         engine.scheduler.audit()
         tier.store.audit()
         # A state of a prompt is rarely there still where there are slots for 20.
-        assert tier.counts.hits > 0 or (engine.scheduler.manager.state_groups and slots == 20), i
-        assert not tier.counts.misses.keys() & {"checksum", "io"}
-        assert tier.counts.blocks_written > 0 or i in (1, 2)
+        assert tier.reader.counts.hits > 0 or (engine.scheduler.manager.state_groups and slots == 20), i
+        assert not tier.reader.counts.misses.keys() & {"checksum", "io"}
+        assert tier.counts.blocks > 0 or i in (1, 2)
         tier.close()
 
 
@@ -118,54 +135,39 @@ def test_a_request_waits_for_the_disk_while_others_are_served(tmp_path: Path) ->
         engine.scheduler.audit()
         if len(found[other.id]) == 4:  # nothing was read until now
             assert not found[one.id]
-            while tier.read_next():
+            while tier.reader.read_next():
                 pass
     assert found == wanted
     assert one.cache.prefix_report is not None
     assert one.cache.prefix_report.num_cached == len(one.tokens[: one.num_prompt]) // 4 * 4
-    assert tier.counts.hits == 1
+    assert tier.reader.counts.hits == 1
 
 
 def test_what_is_slower_than_computing_is_computed(tmp_path: Path) -> None:
-    engine = built(EMBEDDED, num_blocks=200, block_size=4)
-    tier = with_disk(engine, tmp_path / "disk", 100, threads=False, seconds_a_token=1e-12)
-    wanted = bits(engine, requests(1))
-    while tier.write_next():
-        pass
-    forget(engine)
+    engine, tier, wanted = written(tmp_path / "disk", seconds_a_token=1e-12)
     assert bits(engine, requests(1)) == wanted
-    assert tier.counts.misses == {"slower": 1}
-    assert tier.counts.bytes_read == 0
+    assert tier.reader.counts.misses == {"slower": 1}
+    assert tier.reader.counts.bytes == 0
 
 
 def test_a_disk_that_hangs_is_waited_for_as_long_as_computing_takes(tmp_path: Path) -> None:
-    engine = built(EMBEDDED, num_blocks=200, block_size=4)
-    tier = with_disk(engine, tmp_path / "disk", 100, threads=False, seconds_a_token=1e-3)
-    wanted = bits(engine, requests(1))
-    while tier.write_next():
-        pass
-    forget(engine)
+    engine, tier, wanted = written(tmp_path / "disk", seconds_a_token=1e-3)
     assert bits(engine, requests(1)) == wanted
-    assert tier.counts.misses == {"late": 1}
-    while tier.read_next():
+    assert tier.reader.counts.misses == {"late": 1}
+    while tier.reader.read_next():
         pass
-    assert tier.counts.bytes_read == 0  # nobody wants it any more
+    assert tier.reader.counts.bytes == 0  # no request waits for it any more
     assert bits(engine, requests(1)) == wanted
 
 
 def test_an_abort_while_blocks_are_read_leaves_nothing(tmp_path: Path) -> None:
-    engine = built(EMBEDDED, num_blocks=200, block_size=4)
-    tier = with_disk(engine, tmp_path / "disk", 100, threads=False)
-    wanted = bits(engine, requests(1))
-    while tier.write_next():
-        pass
-    forget(engine)
+    engine, tier, wanted = written(tmp_path / "disk")
     [one] = requests(1)
     engine.add(one)
     engine.step()
     assert engine.scheduler.prefetch is not None
     assert engine.scheduler.prefetch.is_waiting
-    tier.read_next()
+    tier.reader.read_next()
     engine.abort(one.id)
     while engine.has_work:
         engine.step()
@@ -178,16 +180,12 @@ def test_an_abort_while_blocks_are_read_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
-    engine = built(EMBEDDED, num_blocks=200, block_size=4)
-    tier = with_disk(engine, tmp_path / "disk", 100, threads=False)
-    wanted = bits(engine, requests(1))
-    while tier.write_next():
-        pass
+    engine, tier, wanted = written(tmp_path / "disk")
     assert len(tier.store) > 0
     engine.reset_prefix_cache()
     assert len(tier.store) == 0
     assert bits(engine, requests(1)) == wanted
-    assert tier.counts.hits == 0
+    assert tier.reader.counts.hits == 0
 
 
 def test_a_disk_that_is_full_ends_the_writing_alone(
@@ -210,7 +208,7 @@ def test_a_disk_that_is_full_ends_the_writing_alone(
     assert found == bits(built(EMBEDDED, num_blocks=200, block_size=4), requests(8))
     forget(engine)
     assert bits(engine, requests(1)) == wanted
-    assert tier.counts.hits == 1  # what is there is still read
+    assert tier.reader.counts.hits == 1  # what is there is still read
     tier.close()
 
 
@@ -235,8 +233,8 @@ def test_a_prompt_is_found_after_a_restart(tmp_path: Path) -> None:
         assert answer(llm) == (first, 192)
         disk = llm.engine.scheduler.manager.disk
         assert disk is not None
-        assert disk.counts.hits == 1
-        assert disk.counts.tokens == 192
+        assert disk.reader.counts.hits == 1
+        assert disk.reader.counts.tokens == 192
     # Blocks of another dtype are never read.
     with LLM(num_blocks=100, kv_disk=tmp_path / "kv", kv_cache_dtype="int8") as llm:
         assert answer(llm)[1] == 0
@@ -254,7 +252,7 @@ from tests.engine.test_disk import *
 llm = LLM(num_blocks=100, kv_disk={str(tmp_path / "kv")!r})
 print(repr(answer(llm)[0]), flush=True)
 disk = llm.engine.scheduler.manager.disk
-while disk.counts.blocks_written < 6:
+while disk.counts.blocks < 6:
     pass
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -423,9 +421,9 @@ def test_damage_never_gives_a_wrong_token(shard: int, long: bool, tmp_path: Path
         assert answers(engine) == made.wanted, (shard, i, kind)
         assert tier.flush(20)
         tier.store.audit()
-        assert kind != "nothing" or tier.counts.hits > 0
-        counts["hits"] += tier.counts.hits
-        counts["misses"] += tier.counts.misses["checksum"]
+        assert kind != "nothing" or tier.reader.counts.hits > 0
+        counts["hits"] += tier.reader.counts.hits
+        counts["misses"] += tier.reader.counts.misses["checksum"]
         tier.close()
         shutil.rmtree(directory)
     assert seen == {"crash", "power", "bits", "cut", "moved", "nothing"}

@@ -52,6 +52,11 @@ class PrefixLookup:
             range(len(groups)), key=lambda g: (g not in self.attention_groups, groups[g].window is not None)
         )
 
+    @property
+    def leading_group(self) -> int:
+        """The group whose blocks are looked for first: full attention where there is any."""
+        return self._order[0]
+
     def digest(self, request: Request, index: int) -> bytes:
         """The digest of the request's full block of that index."""
         self.know_digests(request, index + 1)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.cache import events
-from quire.cache.disk.tier import DiskTier, Read
+from quire.cache.disk.tier import DiskTier
 from quire.cache.events import CacheEvent, Listener
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
+from quire.cache.incoming import BlockMemory, Read
 from quire.cache.lookup import Match, PrefixLookup
 from quire.cache.pool import NONE, BlockPool
 from quire.cache.prefix import CachedBlock, HitCounts, PrefixIndex
@@ -89,7 +90,8 @@ class BlockManager:
         self._published = [(g, self.spans[g], self.indexes[g]) for g in reusable]
         self.hits = HitCounts()
         self.num_evicted = 0  # reusable blocks whose memory was needed
-        self.disk: DiskTier | None = None  # if set, where blocks go that are of use after their owners, and come from
+        self.disk: DiskTier | None = None  # if set, writes blocks of prompts to a disk when their last owner frees them
+        self.memory: BlockMemory | None = None  # set where blocks may be read from elsewhere
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
         # Requests free blocks as they go on. How much of a prompt is cached, the blocks from the first on do not say.
@@ -353,7 +355,7 @@ class BlockManager:
                     if not self._is_kept(request, (i + 1) * span):
                         self._forget(g, cache.block_ids[g][i])
             if self.disk is not None:
-                self._offer(self.disk, request, g, freed, first, self.disk.next_tick())
+                self._offer(self.disk, request, g, freed, first, self.disk.store.next_tick())
 
     def _forget(self, group: int, block: int) -> None:
         """Take a block that no request owns out of the index, so that no prefix finds it."""
@@ -374,10 +376,9 @@ class BlockManager:
                 self._tell(events.BlocksFreed(self.now, group, request.id, list(blocks)))
 
     def _offer(self, disk: DiskTier, request: Request, group: int, start: int, stop: int, tick: int) -> None:
-        """Let those of these entries of a request's table be written to the disk that nobody owns any more.
+        """Let the blocks of these entries of a request's table be written to the disk that have no owner any more.
 
-        Those of its prompt alone: what it has generated is of use to one that goes on from there, and of the prompt of
-        that one.
+        Only those of its prompt: generated tokens are written once they are part of the prompt of another request.
         """
         pool, index, span = self.pools[group], self.indexes[group], self.spans[group]
         table = request.cache.block_ids[group]
@@ -390,12 +391,13 @@ class BlockManager:
             disk.offer(group, left, tick)
 
     def restore(self, group: int, reads: Sequence[Read], request: Request) -> int:
-        """Make blocks that were read from the disk blocks of the prefix cache that nobody owns, as many as there is
-        room for. Returns their number. request: for which they were read.
+        """Make blocks that were read free blocks of the prefix cache, as many as there are free blocks.
+
+        Returns their number. request: for which they were read.
         """
         pool, index, size = self.pools[group], self.indexes[group], self.block_size
         new = [read for read in reads if read.name.digest not in index][: pool.num_free]
-        if self.disk is None or not new:
+        if self.memory is None or not new:
             return 0
         counts = [0] * len(self.groups)
         counts[group] = len(new)
@@ -403,7 +405,7 @@ class BlockManager:
         try:
             for read, block in zip(new, blocks, strict=True):
                 if read.payload is not None:
-                    self.disk.memory.write_block(group, block, read.payload)
+                    self.memory.write_block(group, block, read.payload)
                     parent, at = read.parent, (read.depth + 1) * self.spans[group] // size - 1
                     index.publish(block, read.name.digest, parent, read.tokens, first=at == 0)
                     if self.listeners:
@@ -417,18 +419,16 @@ class BlockManager:
     def tell_disk_changes(self) -> None:
         """Report what was stored on the disk, and what is no longer there."""
         changes = () if self.disk is None else self.disk.changes()
-        for name, cached in changes if self.listeners else ():
-            if cached is None:
-                self._tell(events.DiskBlockRemoved(self.now, name.group, [name.digest]))
-            else:
-                self._tell(events.DiskBlockStored(self.now, name.group, [name.digest]))
+        for name, is_stored in changes if self.listeners else ():
+            kind = events.DiskBlockStored if is_stored else events.DiskBlockRemoved
+            self._tell(kind(self.now, name.group, [name.digest]))
 
     def release(self, request: Request) -> None:
         """Free all blocks of the request, on the host too. What it had computed is forgotten."""
         for g in range(len(request.cache.block_ids)):
             self._free(request, g, self.owned(request, g))
         if self.disk is not None:
-            tick = self.disk.next_tick()
+            tick = self.disk.store.next_tick()
             for g, table in enumerate(request.cache.block_ids):
                 self._offer(self.disk, request, g, request.cache.num_freed[g], len(table), tick)
         for g, hosts in enumerate(request.cache.host_block_ids):

@@ -75,8 +75,13 @@ class PrefixIndex:
 
     def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
         """The block with these tokens after that parent."""
+        found = self.entry(digest, parent, tokens)
+        return None if found is None else found.block
+
+    def entry(self, digest: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:
+        """The entry of the block with these tokens after that parent: another one each time that it is published."""
         found = self._by_digest.get(digest)
-        return found.block if found is not None and found.tokens == tokens and found.parent == parent else None
+        return found if found is not None and found.tokens == tokens and found.parent == parent else None
 
     def publish(self, block: int, digest: bytes, parent: bytes, tokens: bytes, *, first: bool) -> bool:
         """Offer a full block for reuse. False, and nothing changes, where another one has that digest."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 FIXED_RESERVE = 512 * 2**20
 ROW_PADDING = 1024  # bytes of a token in all, that keep rows of what is computed apart in the caches
 NO_LORAS = "adapters are not served here; enable_lora=True (--enable-lora) changes that"
+CLOSE_WITHIN = 1.0  # s that each thread which reads blocks has to end
 LOGIT_BYTES = 48  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
 
 
@@ -185,12 +186,17 @@ class Engine:
     @deferred_interrupts()
     def reset_prefix_cache(self) -> None:
         """Forget all reusable blocks; running requests keep theirs."""
+        if self.scheduler.prefetch is not None:
+            self.scheduler.prefetch.reset()
         self.scheduler.manager.reset_prefix_cache()
 
     def close(self) -> None:
-        """Let what is to be written to the disk be written, and give its directory free."""
+        """Write pending blocks to the disk and release its directory; read no more blocks from elsewhere."""
         if self.scheduler.manager.disk is not None:
             self.scheduler.manager.disk.close()
+        if self.scheduler.prefetch is not None:
+            for source in self.scheduler.prefetch.sources:
+                source.close(CLOSE_WITHIN)
 
     def listen(self, listener: Listener) -> None:
         """Tell this function of everything that happens to blocks, from now on."""

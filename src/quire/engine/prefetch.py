@@ -1,4 +1,4 @@
-"""Prefetch: blocks that a waiting request needs and that are on the disk become blocks of the prefix cache."""
+"""Prefetch: blocks that a waiting request needs are read from a disk or another replica into the prefix cache."""
 
 from __future__ import annotations
 
@@ -6,48 +6,66 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.cache.disk.store import Name
-from quire.cache.disk.tier import DiskTier, Read
-from quire.cache.lookup import ELSEWHERE
+from quire.cache.incoming import Arrivals, BlockSource, Name, Read
+from quire.cache.lookup import ELSEWHERE, Match
 from quire.cache.manager import BlockManager
 from quire.engine.decisions import fits
+from quire.engine.plan import Plan
 from quire.request import Request
 
-WORTH = 0.5  # of the time that computing takes: what is read has to be there sooner
-PATIENCE = 0.1  # s; so long a request waits for the disk at least, where computing would take less
-LEAST_TOKENS = 64  # of a step from which is learnt how long a token takes
-MEMORY = 0.2  # weight of the last of these steps
-NAP = 0.005  # s; so long a step waits at most that has nothing to do but to wait for the disk
+WORTH = 0.5  # of the time that computing takes: blocks are read where that is expected to take less
+PATIENCE = 0.1  # s; a request waits for its blocks that long at least, where computing would take less
+LEAST_TOKENS = 64  # of a step whose time is taken as a measure of the time a token takes
+MEMORY = 0.2  # weight of the latest of these steps
+NAP = 0.005  # s that a step waits at most that has nothing to compute until blocks arrive
 
 
 @dataclass(eq=False)
 class Load:
-    """What is read for one request."""
+    """The blocks that are read for one request."""
 
     request: Request
-    missing: set[Name]  # that is not there yet
-    deadline: float  # s, of the clock; then it is computed after all
-    num_tokens: int  # that need not be computed if all arrives
+    source: BlockSource
+    deadline: float  # s, of the clock; after it the request is computed
+    num_tokens: int  # that need not be computed if all blocks arrive
     reads: list[Read] = field(default_factory=list)
+    missing: set[Read] = field(default_factory=set)  # those that have not arrived
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The blocks that a source has for a request."""
+
+    source: BlockSource
+    match: Match
+    num_tokens: int
+    reading: float  # s
+    computing: float  # s, of the same tokens
+
+    @property
+    def saved(self) -> float:
+        """Seconds."""
+        return self.computing - self.reading
 
 
 class Prefetch:
-    """Decides what is read from the disk, and lets requests wait for it.
+    """Decides which blocks are read, and lets requests wait for them.
 
-    A request waits once, while it can be admitted but for that, and no longer than computing would take. What others
-    wait for already is read once.
+    A request waits for one source, that which saves most. It waits once, while it could be admitted otherwise, and no
+    longer than computing would take. A block that several requests wait for is read once.
     """
 
     def __init__(
         self,
         manager: BlockManager,
-        disk: DiskTier,
+        arrivals: Arrivals,
         seconds_a_token: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """seconds_a_token: of a prompt, until steps have shown how long it takes."""
         self.seconds_a_token = seconds_a_token
-        self.disk = disk
+        self.arrivals = arrivals
+        self.sources: list[BlockSource] = []
         self._manager = manager
         self._clock = clock
         self._loads: dict[str, Load] = {}  # by request id
@@ -55,39 +73,45 @@ class Prefetch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any request waits for the disk."""
+        """Whether any request waits for blocks."""
         return any(load.missing for load in self._loads.values())
 
     def begin_step(self) -> None:
-        """Take over what has arrived. Called before anything of a step is planned."""
+        """Take the blocks that have arrived. Called before anything of a step is planned."""
         for request_id, load in list(self._loads.items()):
             if load.request.finish_reason is not None or load.request.cache.block_ids:
-                self._forget(request_id)
-        arrived = self.disk.arrived()
+                self._cancel(self._loads.pop(request_id))
+        arrived = self.arrivals.take()
         for read in arrived:
-            self._reading.pop(read.name, None)
+            if self._reading.get(read.name) is read:
+                del self._reading[read.name]
         for load in self._loads.values():
-            names = load.missing
-            mine = [read for read in arrived if read.name in names]
+            mine = [read for read in arrived if read in load.missing]
             for group in range(len(self._manager.groups)):
                 there = [read for read in mine if read.name.group == group and read.payload is not None]
                 if there:
                     self._manager.restore(group, sorted(there, key=lambda read: read.depth), load.request)
             if mine:
-                names -= {read.name for read in mine}
-                if not names and all(read.payload is not None for read in load.reads):
-                    self.disk.counts.hits += 1
-                    self.disk.counts.tokens += load.num_tokens
+                load.missing -= set(mine)
+                if not load.missing and all(read.payload is not None for read in load.reads):
+                    load.source.counts.hits += 1
+                    load.source.counts.tokens += load.num_tokens
         self._manager.tell_disk_changes()
 
+    def planned(self, plan: Plan) -> None:
+        """A step was planned. While it is computed, the disk is written at a limited rate."""
+        if self._manager.disk is not None:
+            self._manager.disk.is_computing = not plan.is_empty
+
     def end_step(self, num_tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens was committed."""
-        self.disk.is_computing, self.disk.last_step = False, time.monotonic()
+        """A step that computed that many tokens was committed."""
+        if self._manager.disk is not None:
+            self._manager.disk.is_computing, self._manager.disk.last_step = False, time.monotonic()
         if num_tokens >= LEAST_TOKENS:
             self.seconds_a_token += MEMORY * (seconds / num_tokens - self.seconds_a_token)
 
     def awaits(self, request: Request, spare: Sequence[int]) -> bool:
-        """Whether the request waits for the disk. spare: free blocks of each group that it may take."""
+        """Whether the request waits for blocks. spare: free blocks of each group that it may take."""
         load = self._loads.get(request.id)
         if load is None:
             load = self._begin(request, spare)
@@ -95,56 +119,71 @@ class Prefetch:
             return False
         if self._clock() < load.deadline:
             return True
-        self.disk.refuse("late")
+        load.source.refuse("late")
         self._cancel(load)
         return False
 
+    def reset(self) -> None:
+        """Let no request wait any more, and take none of the blocks that are being read."""
+        for load in self._loads.values():
+            self._cancel(load)
+
     def _begin(self, request: Request, spare: Sequence[int]) -> Load | None:
-        """Begin to read what is on the disk for the request. None: there is nothing, or no room for it now."""
-        manager, lookup, size = self._manager, self._manager.lookup, self._manager.block_size
-        if len(self.disk.store) == 0:
+        """Begin to read blocks for the request. None: no source has any, or there is no room for them now."""
+        lookup = self._manager.lookup
+        sources = [source for source in self.sources if source.held(request) is not None]
+        if not sources:
             return None
         match = lookup.match(request)
-        if match.num_blocks == lookup.num_reusable(request):
+        if match.num_blocks == lookup.num_reusable(request) or not fits(self._manager.needed(request, match), spare):
             return None
-        more = lookup.match(request, self.disk.holds)
-        if more.num_blocks <= match.num_blocks or not fits(manager.needed(request, match), spare):
+        offers = [found for source in sources if (found := self._offer(source, request, match)) is not None]
+        if not offers:
             return None
-        reads: list[Read] = []
-        for g, (first, blocks) in enumerate(zip(more.first, more.blocks, strict=True)):
-            span = manager.spans[g]
-            for i, block in enumerate(blocks, first):
-                if block == ELSEWHERE:
-                    at = (i + 1) * span // size - 1
-                    parent, digest = request.cache.digests[at : at + 2]
-                    tokens = request.tokens[at * size : (at + 1) * size].tobytes()
-                    check = self.disk.store.check_of(parent, tokens)
-                    reads.append(Read(Name(g, digest), parent, tokens, i, check))
-        num_tokens = (more.num_blocks - match.num_blocks) * size
-        reading = self.disk.seconds(sum(self.disk.store.widths[read.name.group] for read in reads))
-        computing = num_tokens * self.seconds_a_token
-        self._loads[request.id] = load = Load(request, set(), self._clock() + max(PATIENCE, computing), num_tokens)
-        if reading > WORTH * computing:
-            self.disk.refuse("slower")
+        best = max(offers, key=lambda offer: offer.saved)
+        deadline = self._clock() + max(PATIENCE, best.computing)
+        self._loads[request.id] = load = Load(request, best.source, deadline, best.num_tokens)
+        if best.reading > WORTH * best.computing:
+            best.source.refuse("slower")
             return load
+        reads = self._reads(request, best.match)
         new = [read for read in reads if read.name not in self._reading]
         load.reads = [self._reading.get(read.name, read) for read in reads]
-        load.missing = {read.name for read in reads}
+        load.missing = set(load.reads)
         self._reading |= {read.name: read for read in new}
-        for pool, blocks, index in zip(manager.pools, match.blocks, manager.indexes, strict=True):
-            pool.share(blocks)  # what it has found stays longer than what makes room for the rest
+        for pool, blocks, index in zip(self._manager.pools, match.blocks, self._manager.indexes, strict=True):
+            pool.share(blocks)  # the blocks that were found are evicted after those that make room for the others
             pool.release(reversed(blocks), index.by_block)
-        self.disk.read(new)
+        best.source.read(request, new)
         return load
 
-    def _forget(self, request_id: str) -> None:
-        """The request runs, or has ended."""
-        self._cancel(self._loads.pop(request_id))
+    def _offer(self, source: BlockSource, request: Request, match: Match) -> Offer | None:
+        """What a source has of the request besides the blocks in memory. None: nothing."""
+        more = self._manager.lookup.match(request, source.held(request))
+        num_tokens = (more.num_blocks - match.num_blocks) * self._manager.block_size
+        if num_tokens <= 0:
+            return None
+        size = sum(width * blocks.count(ELSEWHERE) for width, blocks in zip(source.widths, more.blocks, strict=True))
+        return Offer(source, more, num_tokens, source.seconds(size), num_tokens * self.seconds_a_token)
+
+    def _reads(self, request: Request, match: Match) -> list[Read]:
+        """The blocks of a match that are not in memory."""
+        reads: list[Read] = []
+        size = self._manager.block_size
+        for g, (first, blocks) in enumerate(zip(match.first, match.blocks, strict=True)):
+            for i, block in enumerate(blocks, first):
+                if block == ELSEWHERE:
+                    at = (i + 1) * self._manager.spans[g] // size - 1
+                    parent, digest = request.cache.digests[at : at + 2]
+                    tokens = request.tokens[at * size : (at + 1) * size].tobytes()
+                    reads.append(Read(Name(g, digest), parent, tokens, i))
+        return reads
 
     def _cancel(self, load: Load) -> None:
-        """Nobody waits for what this load alone was to bring."""
-        wanted = {name for other in self._loads.values() if other is not load for name in other.missing}
-        for read in load.reads:
-            if read.name in load.missing and read.name not in wanted:
-                read.is_wanted = False
+        """The request waits no longer. Blocks that no other one waits for need not be read."""
+        others = {read for other in self._loads.values() if other is not load for read in other.missing}
+        for read in load.missing - others:
+            read.is_wanted = False
+            if self._reading.get(read.name) is read:
+                del self._reading[read.name]
         load.missing = set()

@@ -65,7 +65,7 @@ class Scheduler:
         self.lookup = lookup  # if set, what comes next is guessed where that is worth while
         self.clock = clock
         self.pace: Pace | None = None  # if set, steps in which sequences decode are shorter
-        self.prefetch: Prefetch | None = None  # if set, requests may wait for blocks on the disk
+        self.prefetch: Prefetch | None = None  # if set, requests may wait for blocks from elsewhere
         self.running = RankedList()
         self.swapped = RankedList()
         self.waiting = WaitingQueue()
@@ -185,9 +185,9 @@ class Scheduler:
             self._bring_back(plan, lacking)
             self._admit(plan, lacking)
         if self.prefetch is not None:
-            self.prefetch.disk.is_computing = not plan.is_empty
+            self.prefetch.planned(plan)
             if plan.is_empty and not (plan.failed or self._marked) and self.prefetch.is_waiting:
-                self.prefetch.disk.wait(NAP)
+                self.prefetch.arrivals.wait(NAP)
                 return plan
         if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
             # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
@@ -334,7 +334,7 @@ class Scheduler:
                     if (
                         request.finish_reason is not None
                         or self._awaits_another(request, coming)
-                        or self._awaits_disk(request, plan, lacking)
+                        or self._awaits_blocks(request, plan, lacking)
                     ):
                         passed.append(request)
                     elif self._seat(request, plan, lacking):
@@ -351,8 +351,8 @@ class Scheduler:
             for request in passed:
                 self.waiting.add(request)
 
-    def _awaits_disk(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
-        """Whether a waiting request is to be admitted later, with blocks that are being read from the disk."""
+    def _awaits_blocks(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
+        """Whether a waiting request is to be admitted later, with blocks that are being read from elsewhere."""
         if self.prefetch is None:
             return False
         spare = self._spare(lacking)

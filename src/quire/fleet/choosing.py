@@ -13,9 +13,9 @@ from quire.errors import NoReplica
 from quire.fleet.averages import Averages
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.roster import Roster
-from quire.fleet.score import Candidate, Choice, Demand, choose, eligible, step_age
+from quire.fleet.score import Candidate, Choice, Demand, choose, eligible, step_age, with_holders
 from quire.fleet.search import FleetSearch
-from quire.fleet.wire import Hello, read_cached
+from quire.fleet.wire import Hello, read_matched
 from quire.fleet.work import Assignment, Work
 
 MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
@@ -26,6 +26,14 @@ class Chosen(NamedTuple):
 
     link: Link
     choice: Choice
+
+
+class _Runs(NamedTuple):
+    """Leading blocks of a prompt, by slot."""
+
+    held: dict[int, int]  # in memory, or expected to be
+    reach: dict[int, int]  # with those on disks
+    given: dict[int, int]  # in memory or on disks, without those that are only expected
 
 
 class Chooser:
@@ -40,24 +48,27 @@ class Chooser:
 
     def check_health(self) -> None:
         """Raise NoReplica if no replica serves."""
-        eligible(self._candidates((), lambda _: ()), others=self._others(()))
+        eligible(self._candidates(lambda _: ()), others=self._others(()))
 
     async def for_work(self, work: Work, samples: Sequence[int], passed_over: Collection[Link]) -> Chosen:
         """Where these samples go. Raises NoReplica."""
-        found = self._candidates(passed_over, lambda hello: work.digests(samples, hello, self._secret))
-        candidates = eligible(found, work.needed_fingerprint, self._others(passed_over))
+        found = self._candidates(lambda hello: work.digests(samples, hello, self._secret))
+        # None of these can take the request, but they may have blocks of it.
+        apart = {link.slot for link in passed_over}
+        candidates = eligible(_without(found, apart), work.needed_fingerprint, self._others(passed_over))
         if any(link.hello is not None and link.hello.has_windows for link in self._roster.links.values()):
-            asked = await self._asked(work, samples, candidates)
-            # Another prompt of the same stream may have begun meanwhile.
-            candidates = eligible(asked, work.needed_fingerprint, self._others(passed_over))
+            found = await self._asked(work, samples, found)
+        # Another prompt of the same stream may have begun meanwhile.
+        there = _without(with_holders(found), apart)
+        candidates = eligible(there, work.needed_fingerprint, self._others(passed_over))
         expected = self.averages.new_tokens(work.sampling.max_tokens) * len(samples)
         name, num_tokens = work.output.request_id, len(work.tokens(samples))
         return self._cheapest(self.averages.demand(name, num_tokens, expected), candidates)
 
     def for_search(self, job: FleetSearch, passed_over: Collection[Link]) -> Chosen:
         """Where a beam search goes. Raises NoReplica."""
-        found = self._candidates(passed_over, lambda hello: job.digests(hello, self._secret))
-        candidates = eligible(found, others=self._others(passed_over))
+        found = self._candidates(lambda hello: job.digests(hello, self._secret))
+        candidates = eligible(_without(found, {link.slot for link in passed_over}), others=self._others(passed_over))
         expected = float(job.call.max_tokens * job.num_samples)
         return self._cheapest(self.averages.demand(job.call.name, len(job.call.prompt), expected), candidates)
 
@@ -68,24 +79,19 @@ class Chooser:
             raise LookupError(f"slot {choice.best.candidate.slot} is a candidate's and no replica's")
         return Chosen(link, choice)
 
-    def _candidates(self, passed_over: Collection[Link], digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
+    def _candidates(self, digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
         """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
         found, unseen, now = [], self._unseen(), time.monotonic()
-        runs: dict[tuple[str, int], dict[int, int]] = {}
-        reach: dict[tuple[str, int], dict[int, int]] = {}  # with what is on disks
+        runs: dict[tuple[str, int], _Runs] = {}
         for link in self._roster.links.values():
-            if link in passed_over or link.state is None or link.hello is None or link.fingerprint is None:
+            if link.state is None or link.hello is None or link.fingerprint is None:
                 continue
             if not self._roster.is_fitting(link):
                 continue
             kind = (link.hello.salt, link.hello.block_size)
             if kind not in runs:
-                named = digests(link.hello)
-                runs[kind] = reach[kind] = self._roster.index.runs(named)
-                if len(self._roster.disk):
-                    reach[kind] = self._roster.index.runs(named, self._roster.disk)
-            held = runs[kind].get(link.slot, 0)
-            on_disk = 0 if link.hello.has_windows else reach[kind].get(link.slot, 0) - held
+                runs[kind] = self._runs(digests(link.hello))
+            held, reach, given = (one.get(link.slot, 0) for one in runs[kind])
             uncached, requests, since = unseen.get(link, (0, 0, now))
             found.append(
                 Candidate(
@@ -95,12 +101,20 @@ class Chooser:
                     state=link.state,
                     step_age=step_age(link.state, link.state_time, since, now),
                     num_blocks=held,
-                    num_disk_blocks=on_disk,
+                    num_disk_blocks=reach - held,
+                    num_given=given if link.state.seconds_a_peer_block else 0,
                     unseen_tokens=uncached,
                     unseen_requests=requests,
                 )
             )
         return found
+
+    def _runs(self, digests: Sequence[int]) -> _Runs:
+        """How many leading blocks each replica has."""
+        index, disk = self._roster.index, self._roster.disk
+        held = index.runs(digests)
+        reach = index.runs(digests, disk) if len(disk) else held
+        return _Runs(held, reach, index.held_runs(digests, disk) if held or len(disk) else held)
 
     def _others(self, passed_over: Collection[Link]) -> list[str]:
         """What is wrong with the replicas that are no candidates."""
@@ -125,22 +139,26 @@ class Chooser:
         return found
 
     async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:
-        """The candidates, with what each says that it has cached: of windowed layers the index does not know.
+        """The candidates, with what each says that it has: of windows and states the index does not know enough.
 
         Without those that have left the fleet meanwhile. Raises NoReplica where all have.
         """
         call = work.call(0, samples, is_strict=False)
-        read = partial(read_cached, len(work.tokens(samples)))
+        read = partial(read_matched, len(work.tokens(samples)))
 
         async def ask(one: Candidate) -> Candidate:
             link = self._roster.at(one.slot)
-            if one.num_blocks == 0 or link is None or link.hello is None or not link.hello.has_windows:
+            if one.num_blocks + one.num_disk_blocks == 0:
+                return one
+            if link is None or link.hello is None or not link.hello.has_windows:
                 return one
             try:
-                cached = await asyncio.wait_for(link.ask("/fleet/match", call, read), MATCH_TIMEOUT)
+                cached, stored = await asyncio.wait_for(link.ask("/fleet/match", call, read), MATCH_TIMEOUT)
             except (LinkLost, Refused, asyncio.TimeoutError):
-                return replace(one, num_blocks=0)
-            return replace(one, num_blocks=cached // one.state.block_size)
+                cached = stored = 0
+            held, reach = cached // one.state.block_size, stored // one.state.block_size
+            given = reach if one.state.seconds_a_peer_block else 0
+            return replace(one, num_blocks=held, num_disk_blocks=reach - held, num_given=given)
 
         asked = await asyncio.gather(*map(ask, candidates))
         there = [one for one in asked if self._is_there(one)]
@@ -154,3 +172,7 @@ class Chooser:
         if link is None or link.url != one.name or link.fingerprint is None:
             return False
         return link.fingerprint.digest == one.fingerprint
+
+
+def _without(candidates: Sequence[Candidate], slots: Collection[int]) -> list[Candidate]:
+    return [one for one in candidates if one.slot not in slots]

@@ -248,7 +248,8 @@ class Fleet:
         span = span_of(placement, self._traces, work.context)
         trace = None if span is None else span.traceparent
         call = work.call(flow, samples, is_strict=self._config.resume == "exact", trace=trace)
-        call = replace(call, uncached=placement.choice.best.uncached_tokens)
+        best = placement.choice.best
+        call = replace(call, uncached=best.uncached_tokens, holder=best.candidate.holder)
         expected = self.roster.index.expect(link.slot, digests)
         before = {sample: work.assigned[sample] for sample in samples if sample in work.assigned}
         assignment = Assignment(flow, work, link, set(samples), expected, placement, span, dict(before))

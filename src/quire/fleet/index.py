@@ -113,22 +113,11 @@ class FleetIndex:
         digests: of a prompt's full blocks, in order. besides: what the slots hold elsewhere, which counts as well. One
         walk serves all replicas: O(blocks + replicas).
         """
-        holders, expecting = self._holders, self._expecting
-        others: dict[int, int] = {} if besides is None else besides._holders
-        runs: dict[int, int] = {}
-        mask, count = (1 << MAX_SLOTS) - 1, 0
-        for digest in digests:
-            still = mask & (holders.get(digest, 0) | expecting.get(digest, 0) | others.get(digest, 0))
-            if still != mask:
-                if count:
-                    runs.update((slot, count) for slot in _slots(mask ^ still))
-                mask = still
-                if not mask:
-                    return runs
-            count += 1
-        if count:
-            runs.update((slot, count) for slot in _slots(mask))
-        return runs
+        return _runs(digests, self._holders, self._expecting, {} if besides is None else besides._holders)
+
+    def held_runs(self, digests: Iterable[int], besides: FleetIndex) -> dict[int, int]:
+        """As `runs`, without the blocks that are only expected."""
+        return _runs(digests, self._holders, {}, besides._holders)
 
     def audit(self) -> None:
         """Prove that all tables say the same. Raises BadValue where they do not."""
@@ -152,6 +141,24 @@ def check_slot(slot: int) -> None:
     """Raise BadValue unless the slot is in 0..255: a larger one would make every mask that wide."""
     if not 0 <= slot < MAX_SLOTS:
         raise BadValue(f"slot is {slot}; it must be in 0..{MAX_SLOTS - 1}")
+
+
+def _runs(digests: Iterable[int], a: dict[int, int], b: dict[int, int], c: dict[int, int]) -> dict[int, int]:
+    """How many leading blocks each slot has in any of these tables of masks."""
+    runs: dict[int, int] = {}
+    mask, count = (1 << MAX_SLOTS) - 1, 0
+    for digest in digests:
+        still = mask & (a.get(digest, 0) | b.get(digest, 0) | c.get(digest, 0))
+        if still != mask:
+            if count:
+                runs.update((slot, count) for slot in _slots(mask ^ still))
+            mask = still
+            if not mask:
+                return runs
+        count += 1
+    if count:
+        runs.update((slot, count) for slot in _slots(mask))
+    return runs
 
 
 def _drop_bit(masks: dict[int, int], digest: int, bit: int) -> None:

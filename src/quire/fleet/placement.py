@@ -17,6 +17,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "compute": "its tokens that are not cached",
         "delay": "what it delays for others",
         "disk": "what it reads from its disk",
+        "peer": "what it reads from another replica",
         "decode": "its new tokens",
         "room": "waiting for a seat and blocks",
         "evict": "what must be evicted for it",

@@ -28,13 +28,17 @@ from quire.cache.events import (
 )
 from quire.embedding import embedding_request
 from quire.engine.beam import BeamSearchParams
+from quire.engine.runner import Runner
 from quire.errors import RequestError
+from quire.fleet.blocks import BlockServer
 from quire.fleet.identity import lora_digests, replica_fingerprint
+from quire.fleet.peers import PeerSource
 from quire.fleet.report import Report
 from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
+from quire.kv_disk import prefetch_of
 from quire.llm import LLM
 from quire.models.files import SETTINGS, TEMPLATE, TOKENIZER
 from quire.request import Request, Task
@@ -74,6 +78,8 @@ class Replica:
         self._next_event = 0
         self._reporter = Report(llm.engine.scheduler)
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
+        self._leading = self._manager.lookup.leading_group
+        self._block_server = self._share_blocks(metrics)
         llm.engine.listen(self._hear)
         worker.llm.observers.append(self._observe)
         metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
@@ -93,6 +99,7 @@ class Replica:
             ("/abort", "POST", self._abort),
             ("/search", "POST", self._search),
             ("/match", "POST", self._match),
+            ("/blocks", "POST", self._blocks),
             ("/state", "GET", self._report),
             ("/drain", "POST", self._drain),
         ):
@@ -184,15 +191,25 @@ class Replica:
         return Response(dumps({"found": found, "failure": job.failure}))  # -inf, too
 
     async def _match(self, request: HttpRequest) -> Response:
-        """How many tokens of a prompt are cached: for models of which the first blocks alone do not tell."""
+        """How many tokens of a prompt it has: for models of which the first blocks of one group alone do not tell."""
         _, call = await self._called(request, Call)
         [one] = [requests[0] for _, requests in await self._made(replace(call, grammar=None))]
 
-        def look() -> int:
+        def look() -> dict[str, int]:
             self._llm.engine.bind_lora(one)
-            return self._manager.lookup.match(one).num_blocks * self._manager.block_size
+            lookup, disk, size = self._manager.lookup, self._manager.disk, self._manager.block_size
+            cached = lookup.match(one).num_blocks * size
+            stored = cached if disk is None else lookup.match(one, disk.reader.held(one)).num_blocks * size
+            return {"cached": cached, "stored": max(cached, stored)}
 
-        return JsonBody({"cached": await self._worker.llm.call(look)})
+        return JsonBody(await self._worker.llm.call(look))
+
+    async def _blocks(self, request: HttpRequest) -> Response:
+        """Blocks for another replica."""
+        if self._block_server is None:
+            message = "this replica sends no blocks: they are not in a CPU's memory"
+            raise ApiError(message, HTTPStatus.NOT_FOUND, code="no_blocks")
+        return await self._block_server.answer(request)
 
     async def _report(self, _: HttpRequest) -> Response:
         """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
@@ -236,6 +253,8 @@ class Replica:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob
             requests[0].is_strict = call.is_strict
+        for request in requests:
+            request.holder = call.holder
         if call.grammar is not None:
             try:
                 guide = await self._service.compiled(call.salt, Spec(*call.grammar), call.grammar[0])
@@ -248,6 +267,20 @@ class Replica:
         elif call.delivered:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
+
+    def _share_blocks(self, metrics: Metrics) -> BlockServer | None:
+        """Read blocks of other replicas from now on. Returns what sends them blocks; None: not from this device."""
+        llm, runner = self._llm, self._llm.engine.runner
+        if llm.config.device != "cpu" or not isinstance(runner, Runner):
+            return None
+        memory, widths = runner.cache, runner.cache.widths()
+        prefetch = prefetch_of(llm.engine, llm.decoder, memory)
+        source = PeerSource(prefetch.arrivals, widths, self.fingerprint.digest, self._secret.decode())
+        prefetch.sources.append(source)
+        source.start()
+        server = BlockServer(self._manager, memory, widths, self.fingerprint.digest)
+        metrics.show_counter("kv_peer_sent_bytes", "Bytes of KV blocks sent to replicas.", lambda: server.num_bytes)
+        return server
 
     def _check_open(self) -> None:
         """Raise ApiError (503) if it drains."""
@@ -344,21 +377,21 @@ class Replica:
     def _subscribe(self, session: Session) -> None:
         """Let a session know all blocks, then every event: in this order, as both go the same way."""
         self._flush(self._state())
-        digests = [self._digest(block.digest) for block in self._manager.indexes[0].by_block.values()]
+        digests = [self._digest(block.digest) for block in self._manager.indexes[self._leading].by_block.values()]
         disk = self._manager.disk
-        on_disk = [] if disk is None else [self._digest(digest) for digest in disk.store.digests(0)]
+        on_disk = [] if disk is None else [self._digest(digest) for digest in disk.store.digests(self._leading)]
         self._post(partial(self._join, session, digests, on_disk, self._next_event, self._state()))
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, (BlockStored, BlockRemoved)):
-            if event.group == 0:
+            if event.group == self._leading:
                 kind = "+" if isinstance(event, BlockStored) else "-"
                 self._events.append([kind, *map(self._digest, event.block_hashes)])
         elif isinstance(event, (DiskBlockStored, DiskBlockRemoved)):
-            if event.group == 0:
+            if event.group == self._leading:
                 kind = "d+" if isinstance(event, DiskBlockStored) else "d-"
                 self._events.append([kind, *map(self._digest, event.block_hashes)])
-        elif isinstance(event, AllBlocksCleared) and event.group == 0:
+        elif isinstance(event, AllBlocksCleared) and event.group == self._leading:
             self._events.append(["0"])
 
     def _observe(self, step: Step) -> None:

@@ -74,8 +74,13 @@ class Report:
             seconds_a_prompt_token=rates.seconds_a_prompt_token,
             seconds_a_sequence=rates.seconds_a_sequence,
             draining=draining,
-            seconds_a_disk_block=0.0 if manager.disk is None else manager.disk.seconds_a_block,
+            **self._reading(),
         )
+
+    def _reading(self) -> dict[str, float]:
+        """Seconds that it takes to read a block from each source."""
+        sources = () if self._scheduler.prefetch is None else self._scheduler.prefetch.sources
+        return {f"seconds_a_{source.name}_block": source.seconds_a_block for source in sources}
 
 
 def load_differs(state: ReplicaState | None, sent: ReplicaState | None) -> bool:

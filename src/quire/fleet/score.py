@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from operator import itemgetter
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from quire.errors import BadValue, NoReplica, are_counts, check_integer, check_number
 from quire.fleet.state import ReplicaState
+from quire.request import Holder
 
 T = TypeVar("T")
-WORTH = 0.5  # of the time that computing takes: a replica reads from its disk what takes no longer than that
+WORTH = 0.5  # of the time that computing takes: a replica reads from elsewhere what takes no longer than that
 TIE = 1.03  # costs within this ratio of the smallest are as good: rates are not known better
 # Seconds, where no replica knows its rates yet. Only their ratios matter then.
 ASSUMED_STEP = 0.02
@@ -55,10 +56,14 @@ class Candidate:
     unseen_tokens: int  # prompt tokens not expected to be cached, of requests that were sent there after that state
     unseen_requests: int
     num_disk_blocks: int = 0  # after these, blocks that it holds in memory or on its disk
+    num_given: int = 0  # leading blocks that it can send to others now: in memory or on its disk, none of them expected
+    holder: Holder | None = None  # another replica that it can read from; see `with_holders`
 
     def __post_init__(self) -> None:
-        if not are_counts(self.num_blocks, self.unseen_tokens, self.unseen_requests, self.num_disk_blocks):
-            for name in ("num_blocks", "unseen_tokens", "unseen_requests", "num_disk_blocks"):
+        if not are_counts(
+            self.num_blocks, self.unseen_tokens, self.unseen_requests, self.num_disk_blocks, self.num_given
+        ):
+            for name in ("num_blocks", "unseen_tokens", "unseen_requests", "num_disk_blocks", "num_given"):
                 check_integer(BadValue, name, getattr(self, name), 0)
         check_number(BadValue, "step_age", self.step_age, 0.0)
 
@@ -71,6 +76,7 @@ class Parts(NamedTuple):
     compute: float  # its own tokens that are not cached
     delay: float  # the same once more: whatever comes next waits for them
     disk: float  # reading what it holds on its disk; nothing else waits for that
+    peer: float  # reading from another replica; nothing else waits for that either
     decode: float  # its new tokens, each step of which decodes other sequences, too
     room: float  # until enough requests have ended for it to find a seat and blocks
     evict: float  # computing again what must be evicted for it, as far as that will be asked for
@@ -78,7 +84,8 @@ class Parts(NamedTuple):
     @property
     def total(self) -> float:
         """The cost."""
-        return self.queue + self.step + self.compute + self.delay + self.disk + self.decode + self.room + self.evict
+        computing = self.queue + self.step + self.compute + self.delay + self.decode
+        return computing + self.disk + self.peer + self.room + self.evict
 
 
 class Ranked(NamedTuple):
@@ -147,8 +154,8 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
     rates = _known_rates([candidate.state for candidate in candidates])
     ranked = []
     for candidate, those in zip(candidates, rates, strict=True):
-        read = read_blocks(candidate, those.prompt_token)
-        uncached = uncached_tokens(demand, candidate, read)
+        read = reading(candidate, those.prompt_token)
+        uncached = uncached_tokens(demand, candidate, read.num_blocks)
         parts = _cost(demand, candidate, uncached, read, those)
         ranked.append((parts.total, Ranked(candidate, uncached, parts)))
     limit = min([total for total, _ in ranked]) * TIE
@@ -182,25 +189,55 @@ def step_age(state: ReplicaState, state_time: float, sent: float, now: float) ->
     return max(0.0, now - (sent if is_idle else state_time))
 
 
-def read_blocks(candidate: Candidate, prompt_token: float) -> int:
-    """Blocks that the candidate would read from its disk: as it decides itself, all or none.
+class Reading(NamedTuple):
+    """What a candidate reads instead of computing it."""
 
-    prompt_token: seconds that it computes one. A replica that does not say what reading takes has no disk.
+    num_blocks: int = 0
+    disk: float = 0.0  # s
+    peer: float = 0.0  # s
+
+
+def reading(candidate: Candidate, prompt_token: float) -> Reading:
+    """What the candidate would read from its disk or from another replica: as it decides itself, where it saves most.
+
+    prompt_token: seconds that it computes one. A replica that does not say what reading takes does not read.
     """
-    state = candidate.state
-    is_worth = 0.0 < state.seconds_a_disk_block < WORTH * state.block_size * prompt_token
-    return candidate.num_disk_blocks if is_worth else 0
+    state, found, saved = candidate.state, Reading(), 0.0
+    computing = state.block_size * prompt_token
+    peer_blocks = 0 if candidate.holder is None else candidate.holder.num_blocks - candidate.num_blocks
+    for name, count, seconds in (
+        ("disk", candidate.num_disk_blocks, state.seconds_a_disk_block),
+        ("peer", peer_blocks, state.seconds_a_peer_block),
+    ):
+        if 0.0 < seconds < WORTH * computing and count * (computing - seconds) > saved:
+            found, saved = Reading(count, **{name: count * seconds}), count * (computing - seconds)
+    return found
+
+
+def with_holders(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates, each with the other one of its fingerprint that can send it the most of the request."""
+    most: dict[str, list[Candidate]] = {}  # of each fingerprint the two that can send the most
+    for one in candidates:
+        if one.num_given:
+            best = sorted((*most.get(one.fingerprint, ()), one), key=lambda other: (-other.num_given, other.slot))
+            most[one.fingerprint] = best[:2]
+    found = []
+    for one in candidates:
+        other = next((best for best in most.get(one.fingerprint, ()) if best.slot != one.slot), None)
+        is_more = other is not None and other.num_given > max(one.num_blocks, one.num_given)
+        found.append(replace(one, holder=Holder(other.name, other.num_given)) if other and is_more else one)
+    return found
 
 
 def uncached_tokens(demand: Demand, candidate: Candidate, read: int = 0) -> int:
     """Tokens that the candidate would compute for the request. The last one is always among them.
 
-    read: blocks that it reads from its disk.
+    read: blocks that it reads from its disk or from another replica.
     """
     return max(1, demand.num_tokens - (candidate.num_blocks + read) * candidate.state.block_size)
 
 
-def _cost(demand: Demand, candidate: Candidate, uncached: int, read: int, rates: _Rates) -> Parts:
+def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, rates: _Rates) -> Parts:
     state = candidate.state
     reported = state.num_running + state.num_waiting
     ahead = reported + candidate.unseen_requests
@@ -225,7 +262,8 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, read: int, rates:
         step=step,
         compute=compute,
         delay=compute,
-        disk=read * state.seconds_a_disk_block,
+        disk=read.disk,
+        peer=read.peer,
         # Each of those that run ends, on average, when half of it is done, and what comes then goes where least runs.
         decode=demand.new_tokens * (running / 2 + 1) * rates.sequence,
         room=max(0.0, seats, memory) * demand.new_tokens * step,

@@ -30,6 +30,7 @@ class ReplicaState:
     seconds_a_sequence: float  # of each sequence that decodes in a step
     draining: bool  # takes no new requests
     seconds_a_disk_block: float = 0.0  # that is read from its disk; 0.0: it has none
+    seconds_a_peer_block: float = 0.0  # that is read from another replica; 0.0: it does not read there
 
     def __post_init__(self) -> None:
         counts = self.waiting_tokens, self.num_waiting, self.num_running, self.cached_blocks
@@ -40,7 +41,9 @@ class ReplicaState:
                 and self.block_size):  # fmt: skip
             for name in ("max_running", "num_blocks", "block_size"):
                 check_integer(BadValue, name, getattr(self, name), 1)
-        for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence", "seconds_a_disk_block"):
+        for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence"):
+            check_number(BadValue, name, getattr(self, name), 0.0)
+        for name in ("seconds_a_disk_block", "seconds_a_peer_block"):
             check_number(BadValue, name, getattr(self, name), 0.0)
         if not (are_counts(self.free_blocks) and self.cached_blocks <= self.free_blocks <= self.num_blocks):
             check_integer(BadValue, "free_blocks", self.free_blocks, self.cached_blocks, self.num_blocks)

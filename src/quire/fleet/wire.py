@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from quire.errors import QuireError, RequestError, check_integer
-from quire.request import FinishReason, SamplingParams, Task
+from quire.request import FinishReason, Holder, SamplingParams, Task
 
-PROTOCOL = 2  # both ends have to speak the same
+PROTOCOL = 3  # both ends have to speak the same
 BEAT = 0.25  # s: so often at least a replica sends a line
 SILENCE = 1.5  # s without a line after which a replica counts as hung
 # Of blocks: stored, removed, all of them gone; stored on the disk, no longer there.
@@ -100,6 +101,23 @@ class Call:
     num_checked: int = 0  # of the delivered tokens, the last ones, which are drawn again and compared
     is_strict: bool = True  # where one is drawn otherwise, the sample ends with an error
     trace: str | None = None  # the gateway's span, as W3C's traceparent has it
+    holder: Holder | None = None  # another replica that has the first blocks, with the same fingerprint
+
+
+def _holder(found: Any) -> Holder:
+    """Raises WireError for what is no URL and number of blocks."""
+    if not isinstance(found, list) or [*map(type, found)] != [str, int] or found[1] < 1 or not _is_url(found[0]):
+        raise WireError(f"holder is {shown(found)}; it must be the URL of a replica and a number of blocks")
+    return Holder(*found)
+
+
+def _is_url(text: str) -> bool:
+    """Whether it names a host that speaks HTTP."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
+    except ValueError:  # of the port
+        return False
 
 
 def _sampling(found: Mapping[str, Any]) -> SamplingParams:
@@ -112,7 +130,9 @@ def _sampling(found: Mapping[str, Any]) -> SamplingParams:
 
 
 # Fields of messages that are more than JSON has.
-MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType({"sampling": _sampling, "task": Task, "grammar": tuple})
+MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {"sampling": _sampling, "task": Task, "grammar": tuple, "holder": _holder}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +203,19 @@ def check_blocks(snapshot: Any, events: Any) -> None:
             raise WireError(f"a block event is {shown(event)}; it must be a kind ({', '.join(EVENTS)}) and digests")
 
 
-def read_cached(num_tokens: int, answer: Mapping[str, Any]) -> int:
-    """How many of a prompt's tokens a replica says that it has cached. Raises WireError for what cannot be."""
-    cached = answer.get("cached")
+class Matched(NamedTuple):
+    """How many of a prompt's tokens a replica has."""
+
+    cached: int  # in memory
+    stored: int  # in memory or on its disk
+
+
+def read_matched(num_tokens: int, answer: Mapping[str, Any]) -> Matched:
+    """How many of a prompt's tokens a replica says that it has. Raises WireError for what cannot be."""
+    cached, stored = answer.get("cached"), answer.get("stored")
     check_integer(WireError, "cached", cached, 0, num_tokens)
-    return int(cached)  # type: ignore[arg-type]  # as it was checked
+    check_integer(WireError, "stored", stored, cached, num_tokens)  # type: ignore[arg-type]  # as it was checked
+    return Matched(cached, stored)  # type: ignore[arg-type]
 
 
 def dumps(message: Any) -> bytes:

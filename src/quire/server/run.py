@@ -323,6 +323,7 @@ class Server(Listening):
             await asyncio.to_thread(parts.llm.group.close)
         if self._reports is not None:
             self._reports.cancel()
+        await asyncio.to_thread(parts.llm.engine.close)  # a signal ends the process without its finalizers
         if parts.publisher is not None:  # no step makes events any more
             await asyncio.to_thread(parts.publisher.close)
 

@@ -62,12 +62,12 @@ def measure(model: str | None, directory: Path, tokens: int, prompts: int, steps
     for name in ("in memory", "on disk"):
         with LLM(model, **options) as llm:
             _seconds(llm, _prompt(-2, tokens))
-            reading[name], before = [], _disk(llm).counts.hits
+            reading[name], before = [], _disk(llm).reader.counts.hits
             for prompt in asked:
                 if name == "on disk":
                     _forget_pages(directory)
                 reading[name].append(_seconds(llm, prompt))
-            if (hits := _disk(llm).counts.hits - before) != prompts:
+            if (hits := _disk(llm).reader.counts.hits - before) != prompts:
                 raise QuireError(f"{hits} of {prompts} prompts were read from the disk; the others were computed")
     with LLM(model, **options) as llm:
         idle, writing, rate = _decode(llm, steps, sequences, prompts, tokens)
@@ -141,14 +141,14 @@ def _decode(llm: LLM, steps: int, sequences: int, prompts: int, tokens: int) -> 
         if is_writing:
             disk.store.clear()
             for group, those in enumerate(blocks):
-                disk.offer(group, those, disk.next_tick())
-        before, start = disk.counts.bytes_written, time.perf_counter()
+                disk.offer(group, those, disk.store.next_tick())
+        before, start = disk.counts.bytes, time.perf_counter()
         for _ in range(steps // 2):
             began = time.perf_counter()
             engine.step()
             seconds[is_writing].append(time.perf_counter() - began)
         if is_writing:
-            written += disk.counts.bytes_written - before
+            written += disk.counts.bytes - before
             took += time.perf_counter() - start
     for request_id in list(engine.scheduler.requests):
         engine.abort(request_id)

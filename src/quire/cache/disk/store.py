@@ -14,12 +14,13 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from zlib import crc32
+
+from quire.cache.incoming import Fault, Name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,21 +36,6 @@ RECORD_SIZE = FIELDS.size + CHECKSUM.size
 HASH_SIZE = 16  # bytes
 MOST_RECORDS = 1024  # in the log beside two for each slot; then it is written anew
 MAX_SLOTS = 2**32 - 1
-
-
-class Name(NamedTuple):
-    """What a block is found by."""
-
-    group: int
-    digest: bytes  # 16 bytes, of its tokens and all before them
-
-
-class Fault(str, Enum):
-    """Why a block of the store could not be read."""
-
-    ABSENT = "absent"  # it is not there, or gave way meanwhile
-    CHECKSUM = "checksum"  # its bytes are not those that were written
-    IO = "io"  # the system could not read it
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +109,11 @@ class DiskStore:
         return (int.from_bytes(digest, "little") ^ int.from_bytes(pad, "little")).to_bytes(HASH_SIZE, "little")
 
     # ----------------------------------------------------------------------------------------------------- reading
+
+    def next_tick(self) -> int:
+        """A moment: blocks that were of use in it are evicted before those that are of use later."""
+        self.tick += 1
+        return self.tick
 
     def __len__(self) -> int:
         return sum(map(len, self._entries))

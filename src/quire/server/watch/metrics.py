@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from quire.cache.disk.tier import DiskTier
 from quire.cache.events import BlockCopied, BlockRemoved, BlocksSwappedIn, BlocksSwappedOut, CacheEvent
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
+from quire.cache.incoming import BlockSource
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
 from quire.request import FinishReason
@@ -334,6 +335,8 @@ class Metrics:
             yield self._family(CounterMetricFamily, name, message, {"": read()})
         if manager.disk is not None:
             yield from self._of_disk(manager.disk)
+        for source in () if engine.scheduler.prefetch is None else engine.scheduler.prefetch.sources:
+            yield from self._of_source(source)
         for name, message, by, values in (
             ("prompt_tokens", "Tokens of prompts that are done.", "", {"": self._prompt_tokens}),
             ("generation_tokens", "Tokens that were generated.", "", {"": self._generation_tokens}),
@@ -353,20 +356,26 @@ class Metrics:
             yield family
 
     def _of_disk(self, disk: DiskTier) -> Iterator[Metric]:
-        """What went to the disk and came from there."""
-        counts = disk.counts
+        """What was written to the disk."""
         blocks, size = "KV blocks on the disk.", "Bytes of KV blocks on the disk."
         yield self._family(GaugeMetricFamily, "kv_disk_blocks", blocks, {"": len(disk.store)})
         yield self._family(GaugeMetricFamily, "kv_disk_used_bytes", size, {"": disk.store.num_bytes})
         for name, message, by, values in (
-            ("kv_disk_hits", "Requests for which KV blocks were read from the disk.", "", {"": counts.hits}),
-            ("kv_disk_hit_tokens", "Prompt tokens that were read instead of computed.", "", {"": counts.tokens}),
-            ("kv_disk_read_bytes", "Bytes of KV blocks read.", "", {"": counts.bytes_read}),
-            ("kv_disk_written_bytes", "Bytes of KV blocks written.", "", {"": counts.bytes_written}),
-            ("kv_disk_misses", "KV blocks and requests that the disk did not serve.", "reason", dict(counts.misses)),
-            ("kv_disk_unwritten", "KV blocks that were not written.", "reason", dict(counts.unwritten)),
+            ("kv_disk_written_bytes", "Bytes of KV blocks written.", "", {"": disk.counts.bytes}),
+            ("kv_disk_unwritten", "KV blocks that were not written.", "reason", dict(disk.counts.unwritten)),
         ):
             yield self._family(CounterMetricFamily, name, message, values, by)
+
+    def _of_source(self, source: BlockSource) -> Iterator[Metric]:
+        """What was read from the disk, or from other replicas."""
+        counts, kind = source.counts, source.name
+        for name, message, by, values in (
+            ("hits", "Requests for which KV blocks were read from there.", "", {"": counts.hits}),
+            ("hit_tokens", "Prompt tokens that were read instead of computed.", "", {"": counts.tokens}),
+            ("read_bytes", "Bytes of KV blocks read.", "", {"": counts.bytes}),
+            ("misses", "KV blocks and requests that were not read but computed.", "reason", dict(counts.misses)),
+        ):
+            yield self._family(CounterMetricFamily, f"kv_{kind}_{name}", message, values, by)
 
     def _info(self, name: str, description: str, labels: Mapping[str, str]) -> Metric:
         """What is said by labels alone."""

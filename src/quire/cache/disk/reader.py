@@ -1,0 +1,74 @@
+"""DiskReader: reads blocks of a disk's store for waiting requests, and for other replicas."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from quire.cache.disk.store import DiskStore
+from quire.cache.incoming import THREADS, Arrivals, Batch, BlockSource, Fault, Holds, Name, Read
+from quire.request import Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger("quire")
+
+
+class Change(NamedTuple):
+    """A block was stored on the disk, or is no longer there."""
+
+    name: Name
+    is_stored: bool
+
+
+class DiskReader(BlockSource):
+    """The source of the blocks on a disk."""
+
+    name = "disk"
+
+    def __init__(self, arrivals: Arrivals, store: DiskStore, changes: deque[Change]) -> None:
+        """changes: is given the blocks that are found to be damaged."""
+        super().__init__(arrivals, store.widths)
+        self._store = store
+        self._changes = changes
+
+    def held(self, _: Request) -> Holds | None:
+        """As `BlockSource`: any block may be on the disk."""
+        return self.holds if len(self._store) else None
+
+    def holds(self, group: int, digest: bytes, parent: bytes, tokens: bytes) -> bool:
+        """Whether the block with these tokens after that parent is on the disk."""
+        name = Name(group, digest)
+        # Most are not there at all, and a check takes longer than that.
+        return self._store.holds_name(name) and self._store.holds(name, self._store.check_of(parent, tokens))
+
+    def read(self, _: Request, reads: Sequence[Read]) -> None:
+        """As `BlockSource`. All of these blocks are of use from now on."""
+        self._store.touch([read.name for read in reads], self._store.next_tick())
+        self._enqueue([Batch([read]) for read in reads])
+
+    def _fetch(self, batch: Batch) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
+        for read in batch.reads:
+            began = time.perf_counter()
+            found = self.get(read.name, read.parent, read.tokens)
+            self._observe(THREADS * self.widths[read.name.group], time.perf_counter() - began)
+            yield read, found
+
+    def get(self, name: Name, parent: bytes, tokens: bytes) -> NDArray[np.uint8] | Fault:
+        """The bytes of the block with these tokens after that parent. Any thread may call it."""
+        payload = np.empty(self.widths[name.group], np.uint8)
+        fault: Fault | None = Fault.IO
+        try:
+            fault = self._store.get(name, self._store.check_of(parent, tokens), payload)
+        except Exception:
+            log.exception("a KV block could not be read")
+        if fault is None:
+            return payload
+        self._changes.append(Change(name, is_stored=False))
+        return fault
