@@ -42,7 +42,7 @@ class FakeReplica:
         self.url = ""
         self.calls: list[dict[str, Any]] = []
         self.num_sessions = 0
-        self.matched: Any = {"cached": 0}  # what it says that it has of a prompt
+        self.matched: Any = {"cached": 0, "stored": 0}  # what it says that it has of a prompt
         self.is_down = False  # it takes no session
         self.first_lines: list[Any] = [{"event": 0, "snapshot": [], "state": STATE}]
         self.hello = dict(model["hello"])
