@@ -91,13 +91,19 @@ def with_peers(
 def known_at(url: str, engine: Engine, those: list[Request]) -> list[Request]:
     """The requests, with what that engine has of them now."""
     for request in those:
-        count = engine.scheduler.manager.lookup.match(replace_request(request)).num_blocks
+        count = engine.scheduler.manager.lookup.match(fresh(request)).num_blocks
         request.holder = Holder(url, count) if count else None
     return those
 
 
-def replace_request(request: Request) -> Request:
-    return Request(request.id, request.tokens[:], request.num_prompt, request.sampling, cache_salt=request.cache_salt)
+def fresh(request: Request) -> Request:
+    return Request(
+        request.id,
+        request.tokens[: request.num_prompt],
+        request.num_prompt,
+        request.sampling,
+        cache_salt=request.cache_salt,
+    )
 
 
 @pytest.mark.slow
@@ -187,9 +193,9 @@ def wanted_of(request: Request, engine: Engine, index: int = 0) -> Wanted:
 
 
 def digests_of(request: Request, engine: Engine) -> list[bytes]:
-    fresh = replace_request(request)
-    engine.scheduler.manager.lookup.know_digests(fresh, len(fresh.tokens) // engine.scheduler.manager.block_size)
-    return fresh.cache.digests
+    again = fresh(request)
+    engine.scheduler.manager.lookup.know_digests(again, len(again.tokens) // engine.scheduler.manager.block_size)
+    return again.cache.digests
 
 
 def test_a_digest_is_not_believed() -> None:
@@ -198,7 +204,7 @@ def test_a_digest_is_not_believed() -> None:
     [one] = requests(1)
     bits(holder, [one])
     server, right = sender(holder), wanted_of(one, holder)
-    salted = replace_request(one)
+    salted = fresh(one)
     salted.cache_salt = "tenant"
     assert server._payload(right) is not None
     assert server._payload(right._replace(tokens=b"\1" + right.tokens[1:])) is None
@@ -267,7 +273,7 @@ def test_what_is_slower_than_computing_is_computed() -> None:
     holder, wanted, (one, *_) = known()
     engine = built(EMBEDDED, block_size=4, num_blocks=400)
     source = with_peers(engine, threads=False, seconds_a_token=1e-12)
-    assert bits(engine, known_at("http://nowhere:1", holder, [replace_request(one)])) == {one.id: wanted[one.id]}
+    assert bits(engine, known_at("http://nowhere:1", holder, [fresh(one)])) == {one.id: wanted[one.id]}
     assert source.counts.misses == {"slower": 1}
     assert not source.read_next()
 
@@ -278,13 +284,13 @@ def test_a_reset_takes_nothing_that_is_being_read() -> None:
     engine = built(EMBEDDED, block_size=4, num_blocks=400)
     source = with_peers(engine, threads=False)
     with listening(sender(holder).answer) as url:
-        [one] = known_at(url, holder, [replace_request(one)])
+        [one] = known_at(url, holder, [fresh(one)])
         engine.add(one)
         engine.step()
         assert engine.scheduler.prefetch is not None
         assert engine.scheduler.prefetch.is_waiting
         engine.reset_prefix_cache()
-        again = known_at(url, holder, [replace_request(one)])[0]
+        [again] = known_at(url, holder, [fresh(one)])
         again.id = "again"
         assert source.read_next()
         assert source.counts.blocks == 0  # no request waits for them any more
@@ -312,11 +318,11 @@ def test_a_disk_and_another_replica_are_two_sources(tmp_path: Path) -> None:
     engine = built(EMBEDDED, block_size=4, num_blocks=400)
     own = with_disk(engine, tmp_path / "here", 200)
     peers = with_peers(engine)
-    bits(engine, [replace_request(here)])
+    bits(engine, [fresh(here)])
     assert own.flush(20)
     forget(engine)
     with listening(sender(holder).answer) as url:
-        those = [replace_request(here), replace_request(there)]
+        those = [fresh(here), fresh(there)]
         those[1].holder = Holder(url, there.num_prompt // 4)
         assert bits(engine, those) == wanted
     assert own.reader.counts.hits == 1
@@ -453,7 +459,7 @@ def test_damage_never_gives_a_wrong_token(shard: int, long: bool) -> None:
 def test_one_that_dies_in_the_middle_is_computed_from_there() -> None:
     """What has arrived of its blocks before counts; the connection ends within a block."""
     holder, _, (one, *_) = known()
-    wanted = bits(holder, [replace_request(one)])
+    wanted = bits(holder, [fresh(one)])
     server, count = sender(holder), one.num_prompt // 4
     assert count >= 3
     with socket.create_server(("127.0.0.1", 0)) as port:
@@ -471,7 +477,7 @@ def test_one_that_dies_in_the_middle_is_computed_from_there() -> None:
         dying = threading.Thread(target=die)
         dying.start()
         engine = built(EMBEDDED, block_size=4, num_blocks=400)
-        source, again = with_peers(engine), replace_request(one)
+        source, again = with_peers(engine), fresh(one)
         again.holder = Holder(url, count)
         assert bits(engine, [again]) == wanted
         dying.join(20)

@@ -1,0 +1,156 @@
+"""A fleet whose replicas read blocks of one another, and of their disks: end to end, over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.fleet.blocks import PATH
+from quire.fleet.process import ServerProcess
+from quire.ops.cpu import native
+from tests.fleet.gateways import at, drain, fronting, replicas, slow, until, value
+from tests.fleet.serving import SECRET, Front
+from tests.server.serving import Serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
+
+PROMPT = [7 * i % 500 for i in range(400)]  # 25 blocks
+BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+
+
+@pytest.fixture
+def two() -> Iterator[list[Serving]]:
+    with replicas(2) as found:
+        yield found
+
+
+def answer(server: Serving) -> Any:
+    found = server.post("/v1/completions", **BODY)
+    assert found.status == 200, found.body
+    [choice] = found.json()["choices"]
+    return choice
+
+
+def who_knows(front: Front) -> str:
+    """The URL of the replica that the latest request went to."""
+    return front.gateway.fleet.placements[-1].replica
+
+
+def test_blocks_of_a_replica_that_is_slow_are_read_by_another(two: list[Serving]) -> None:
+    with fronting(*[server.url for server in two]) as front:
+        wanted = answer(front)
+        busy = at(two, who_knows(front))
+        [other] = [server for server in two if server is not busy]
+        slow(busy, 0.1)
+        for _ in range(30):  # until its steps have shown that it is slow
+            assert answer(front) == wanted
+            if value(other, "quire:kv_peer_hits_total"):
+                break
+        assert who_knows(front) == other.url
+        choice = front.gateway.fleet.placements[-1].choice
+        assert choice.best.candidate.holder is not None
+        assert choice.best.candidate.holder.url == busy.url
+        assert choice.best.parts.peer > 0.0
+        assert choice.best.uncached_tokens == 1
+        assert value(other, "quire:kv_peer_hit_tokens_total") == 400
+        size = value(other, "quire:kv_peer_read_bytes_total")
+        assert size > 0
+        assert value(busy, "quire:kv_peer_sent_bytes_total") == size + 25 * 8  # and a head for each block
+        assert value(front, "quire:fleet_cached_tokens_total") >= 400
+        # From now on the other one has them itself.
+        assert answer(front) == wanted
+        assert value(other, "quire:kv_peer_hits_total") == 1
+        until(busy.is_idle)
+        until(other.is_idle)
+
+
+def test_a_stream_of_a_replica_that_drains_goes_on_with_its_blocks(two: list[Serving]) -> None:
+    body = BODY | {"max_tokens": 60}
+    with fronting(*[server.url for server in two]) as front:
+        wanted = front.post("/v1/completions", **body).json()["choices"]
+        left = at(two, who_knows(front))
+        [other] = [server for server in two if server is not left]
+        slow(left, 0.05)
+        found: list[Any] = []
+        asking = threading.Thread(target=lambda: found.append(front.post("/v1/completions", **body).json()["choices"]))
+        asking.start()
+        until(lambda: value(left, "quire:num_requests_running"))
+        drain(left)
+        asking.join(60)
+        assert found == [wanted]
+        assert who_knows(front) == other.url
+        assert value(front, "quire:fleet_resumed_total", reason="drained") == 1
+        assert value(other, "quire:kv_peer_hits_total") == 1
+        assert value(other, "quire:resume_mismatch_total") == 0
+
+
+def test_a_holder_that_is_gone_costs_no_answer(two: list[Serving]) -> None:
+    """The gateway believes in blocks that are no longer there: they are computed."""
+    with fronting(*[server.url for server in two]) as front:
+        wanted = answer(front)
+        left = at(two, who_knows(front))
+        [other] = [server for server in two if server is not left]
+        left.on_engine(left.service.worker.engine.scheduler.manager.listeners.clear)  # it reports nothing any more
+        left.on_engine(left.service.worker.engine.reset_prefix_cache)
+        drain(left)
+        assert answer(front) == wanted
+        assert value(other, "quire:kv_peer_hits_total") == 0
+        assert value(other, "quire:kv_peer_misses_total", reason="absent") == 25
+
+
+def test_blocks_want_the_fleets_secret(two: list[Serving]) -> None:
+    headers = {"Authorization": f"Bearer {SECRET}"}
+    assert two[0].ask("POST", PATH, {"blocks": []}).status == 401
+    assert two[0].ask("POST", PATH, {"blocks": []}, {"Authorization": "Bearer other"}).status == 401
+    assert two[0].ask("POST", PATH, {"blocks": []}, headers).status == 409  # of no class
+    fingerprint = two[1].ask("GET", "/fleet/model", None, headers).json()["hello"]["fingerprint"]["digest"]
+    found = two[0].ask("POST", PATH, {"blocks": [], "fingerprint": fingerprint}, headers)
+    assert (found.status, found.body) == (200, b"")
+
+
+# ------------------------------------------------------------------------------------------------ disks and restarts
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_a_replica_that_was_restarted_knows_its_prompts(end: str, tmp_path: Path) -> None:
+    """A process of its own, behind a gateway that stays."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {"port": port, "num_blocks": 128, "fleet-secret": SECRET, "kv-disk": str(tmp_path / "kv")}
+    options |= {"kv-disk-space": "16MiB", "shutdown-timeout": 1.0}
+    server = ServerProcess(options, 1, lambda status: None)
+    try:
+        with fronting(server.url) as front:
+            wanted = answer(front)
+            if end == "stopped":  # what is to be written is written then
+                server.stop(20)
+            else:
+                until(lambda: counter(server, "kv_disk_blocks") == 25)
+                assert server._process is not None
+                os.kill(server._process.pid, signal.SIGKILL)
+                server._process.wait()
+            server = ServerProcess(options, 1, lambda status: None)
+            [link] = front.gateway.fleet.roster.links.values()
+            until(lambda: link.is_up and front.gateway.fleet.roster.disk.num_held(link.slot) == 25)
+            assert answer(front) == wanted
+            choice = front.gateway.fleet.placements[-1].choice
+            assert choice.best.candidate.num_disk_blocks == 25
+            assert counter(server, "kv_disk_hits_total") == 1
+            assert counter(server, "kv_disk_hit_tokens_total") == 400
+    finally:
+        server.stop(20)
+
+
+def counter(server: ServerProcess, name: str) -> float:
+    """A sample without labels of its own."""
+    for line in server.get("/metrics").decode().splitlines():
+        if line.startswith(f"quire:{name}{{"):
+            return float(line.rsplit(" ", 1)[1])
+    return 0.0
