@@ -70,6 +70,8 @@ class IndexMachine(RuleBasedStateMachine):
             seen.setdefault(one.slot, set()).update(one.digests)
         runs = {slot: count for slot, held in seen.items() if (count := leading(digests, held))}
         assert self.index.runs(digests) == runs
+        held = {slot: count for slot, held in self.held.items() if (count := leading(digests, held))}
+        assert self.index.held_runs(digests, FleetIndex()) == held
 
     @invariant()
     def same(self) -> None:
@@ -264,3 +266,4 @@ def test_a_run_goes_on_in_another_index(
             both.setdefault(slot, set()).update(those)
     wanted = {slot: leading(digests, those) for slot, those in both.items()}
     assert indexes[0].runs(digests, indexes[1]) == {slot: count for slot, count in wanted.items() if count}
+    assert indexes[0].held_runs(digests, indexes[1]) == indexes[0].runs(digests, indexes[1])

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from quire.errors import BadValue, NoReplica
 from quire.fleet import score
 from quire.fleet.index import FleetIndex
-from quire.fleet.score import Candidate, Choice, Demand, Parts, choose, eligible
+from quire.fleet.score import Candidate, Choice, Demand, Parts, choose, eligible, with_holders
 from quire.fleet.state import ReplicaState
+from quire.request import Holder
 from tests.fleet.routing import (
     BLOCK,
     Fleet,
@@ -444,3 +445,45 @@ def test_a_disk_that_is_slower_than_computing_is_not_counted() -> None:
     known = {"seconds_a_prompt_token": 1e-3, "seconds_a_disk_block": 1e-3 * BLOCK}
     nowhere = candidate(0, 10, **known)
     assert cost(REQUEST, replace(nowhere, num_disk_blocks=40)) == cost(REQUEST, nowhere)
+
+
+def test_another_replica_has_a_price_between_memory_and_computing() -> None:
+    known = {"seconds_a_prompt_token": 1e-3, "seconds_a_peer_block": 2e-3}  # s a token, s a block of BLOCK tokens
+    holder = replace(candidate(0, 50, waiting_tokens=10_000, **known), num_given=50)
+    others = [candidate(1, 10, **known), replace(candidate(2, 10, **known), fingerprint="bb")]
+    choice = choose(REQUEST, with_holders([holder, *others]))
+    assert [one.candidate.slot for one in choice.ranking] == [1, 2, 0]
+    best = choice.best
+    assert best.candidate.holder == Holder("http://r0", 50)
+    assert best.uncached_tokens == 1_000 - 50 * BLOCK
+    assert best.parts.peer == pytest.approx(40 * 2e-3)
+    assert best.parts.disk == 0.0
+    assert choice.ranking[1].candidate.holder is None  # other bits
+    idle = replace(holder, state=candidate(0, **known).state)
+    assert slot_of(choose(REQUEST, with_holders([idle, *others]))) == 0  # what has the blocks, if it has time
+
+
+def test_of_two_sources_a_replica_reads_from_the_one_that_saves_most() -> None:
+    known = {"seconds_a_prompt_token": 1e-3, "seconds_a_peer_block": 4e-3}
+
+    def parts(disk: float, num_disk: int, num_peer: int) -> Parts:
+        one = candidate(0, 10, **known, seconds_a_disk_block=disk)
+        one = replace(one, num_disk_blocks=num_disk, holder=Holder("http://r1", 10 + num_peer))
+        return choose(REQUEST, [one]).best.parts
+
+    assert (parts(2e-3, 20, 20).disk, parts(2e-3, 20, 20).peer) == (pytest.approx(0.04), 0.0)
+    assert (parts(2e-3, 20, 40).disk, parts(2e-3, 20, 40).peer) == (0.0, pytest.approx(0.16))
+    assert parts(2e-3, 20, -5).disk == pytest.approx(0.04)  # it is expected to hold more than the other one does
+    slow = parts(1e-3 * BLOCK, 40, 20)  # slower than computing
+    assert (slow.disk, slow.peer) == (0.0, pytest.approx(0.08))
+
+
+@given(fleets())
+def test_no_one_reads_where_less_is(fleet: list[Candidate]) -> None:
+    sending = [replace(one, num_given=one.num_blocks * (i % 3 > 0)) for i, one in enumerate(fleet)]
+    for one in with_holders(sending):
+        given = [other.num_given for other in sending if other.slot != one.slot]
+        if one.holder is None:
+            assert max(given, default=0) <= max(one.num_blocks, one.num_given)
+        else:
+            assert one.holder.num_blocks == max(given) > one.num_blocks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.cache.prefix import root_digest
 from quire.errors import RequestError
 from quire.fleet.wire import Call, Frame, Hello, SearchCall, WireError, check_blocks, dumps, loads, read, wire_digest
-from quire.request import SamplingParams, Task
+from quire.request import Holder, SamplingParams, Task
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 NUMBERS = st.floats(allow_nan=False)
@@ -56,6 +56,7 @@ def test_numbers_that_are_none_survive() -> None:
             ),
         ),
         Call(flow=3, name="c", prompt=[5], sampling=SamplingParams(seed=1), task=Task.EMBED, grammar=("regex", "a|b")),
+        Call(flow=5, name="e", prompt=[5], sampling=SamplingParams(seed=1), holder=Holder("http://[::1]:8101", 3)),
     ],
 )
 def test_calls_keep_all_that_they_ask(call: Call) -> None:
@@ -115,6 +116,13 @@ def test_calls_that_cannot_be_are_refused_by_field() -> None:
         ({"color": "red"}, "the field 'color'"),
         ({"task": "sing"}, "sing"),
         ({"sampling": {"seed": 1, "beat": 2}}, "beat"),
+        *[
+            ({"holder": wrong}, "holder is .*; it must be the URL of a replica and a number of blocks")
+            for wrong in (
+                *(5, [], ["http://a:1"], ["http://a:1", 0], ["http://a:1", "3"], ["http://a:1", True], [7, 3]),
+                *(["https://a:1", 3], ["file:///etc/passwd", 3], ["http://:1", 3], ["http://a", 3], ["http://a:x", 3]),
+            )
+        ],
     ):
         with pytest.raises(WireError, match=sentence):
             read(Call, loads(dumps(good | change)))

@@ -79,7 +79,7 @@ class Replica:
         self._reporter = Report(llm.engine.scheduler)
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
         self._leading = self._manager.lookup.leading_group
-        self._block_server = self._share_blocks(metrics)
+        self._peers, self._block_server = self._share_blocks(metrics)
         llm.engine.listen(self._hear)
         worker.llm.observers.append(self._observe)
         metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
@@ -142,6 +142,8 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         if self._beats is None:
             self._beats = self._loop.create_task(self._beat())
+            if self._peers is not None:  # its threads are of no use before
+                self._peers.start()
         session = Session(secrets.token_hex(8), self._hello)
         session.draining, session.closing = self.draining, self._closing
         await self._worker.llm.call(partial(self._subscribe, session))
@@ -268,19 +270,18 @@ class Replica:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
 
-    def _share_blocks(self, metrics: Metrics) -> BlockServer | None:
-        """Read blocks of other replicas from now on. Returns what sends them blocks; None: not from this device."""
+    def _share_blocks(self, metrics: Metrics) -> tuple[PeerSource, BlockServer] | tuple[None, None]:
+        """What reads blocks of other replicas, not started yet, and what sends them blocks. None: not on a GPU."""
         llm, runner = self._llm, self._llm.engine.runner
         if llm.config.device != "cpu" or not isinstance(runner, Runner):
-            return None
+            return None, None
         memory, widths = runner.cache, runner.cache.widths()
         prefetch = prefetch_of(llm.engine, llm.decoder, memory)
         source = PeerSource(prefetch.arrivals, widths, self.fingerprint.digest, self._secret.decode())
         prefetch.sources.append(source)
-        source.start()
         server = BlockServer(self._manager, memory, widths, self.fingerprint.digest)
         metrics.show_counter("kv_peer_sent_bytes", "Bytes of KV blocks sent to replicas.", lambda: server.num_bytes)
-        return server
+        return source, server
 
     def _check_open(self) -> None:
         """Raise ApiError (503) if it drains."""
