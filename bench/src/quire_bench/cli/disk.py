@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -25,21 +26,25 @@ def disk(
     sequences: Annotated[int, typer.Option(min=1, help="That decode.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """The first token of a known prompt after a restart with --kv-disk, and decoding while blocks are written."""
+    """The first token of a known prompt after `quire serve --kv-disk` was started again, and steps while it writes."""
     from quire_bench.engine.disk import measure
+    from quire_bench.server.restart import first_tokens
 
     try:
         with TemporaryDirectory(prefix="quire-disk-", dir=directory) as made:
-            found = measure(model, Path(made) / "kv", tokens, prompts, steps, sequences)
+            found = first_tokens(model, Path(made) / "kv", tokens, prompts)
+            step = measure(model, Path(made) / "kv", tokens, prompts, steps, sequences)
     except QuireError as error:
         fail(error)
     if as_json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps({"first_token": asdict(found), "step": asdict(step)}))
         return
     print(f"first token of {found.tokens:,} tokens, {found.bytes / 2**20:.1f} MiB of blocks:")
     for name in ("computed", "on_disk", "in_memory", "cached"):
         seconds = getattr(found, name)
         print(f"  {name.replace('_', ' '):12s} {1e3 * seconds:8.1f} ms  {seconds / found.computed:6.1%}")
-    slower = found.step_writing / found.step - 1
-    print(f"a step that decodes: {1e3 * found.step:.2f} ms, while {found.bytes_written / 2**20:.1f} MiB/s are written:")
-    print(f"  {1e3 * found.step_writing:.2f} ms  {slower:+.1%}")
+    slower = step.seconds_writing / step.seconds - 1
+    print(
+        f"a step that decodes: {1e3 * step.seconds:.2f} ms, while {step.bytes_written / 2**20:.1f} MiB/s are written:"
+    )
+    print(f"  {1e3 * step.seconds_writing:.2f} ms  {slower:+.1%}")
