@@ -1,7 +1,8 @@
 """4,800 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks.
 
 Every fifth of them runs on a memory: each request must read its own tokens through its tables, the events must rebuild
-the books, and some of these runs have allocations and look-ups that fail. 400 more runs guess tokens, and are done
+the books, and some of these runs have allocations and look-ups that fail, some a disk, of which all they read must be
+right, too. 400 more runs guess tokens, and are done
 without guesses as well. With --long there are 10,000 and 1,000.
 """
 
@@ -12,20 +13,28 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from quire.cache.disk.store import DiskStore
+from quire.cache.disk.tier import DiskTier
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup, has_states
+from quire.cache.incoming import Arrivals
 from quire.config import MAX_SPECULATIVE_TOKENS, CacheConfig, EngineConfig
 from quire.engine.cost import DEVICES, ModelCost
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.order import by_priority
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
+from quire.engine.prefetch import Prefetch
 from quire.engine.sharing import unforked
 from quire.engine.speculation import PromptLookup
 from quire.models.model import WeightBytes
 from quire.request import Event, FinishReason, Group, Request, SamplingParams, Task, TokenLogprobs
-from quire.simulate.simulation import Simulation
+from quire.simulate.simulation import Simulation, Step
 from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, digest, forget_free_blocks, logprobs_after
 from tests.engine.test_cache_events import Replay
 
@@ -54,6 +63,7 @@ MAX_MODEL_LEN = 40
 SEEN = """
 preempted, swapped out, swapped in, restarted, restarted from the host, copied, found a prefix, forked, refused, failed
 with states, embedded, scored, preempted without drawing
+written to a disk, read from a disk
 aborted waiting, aborted running, aborted swapped, aborted unforked, aborted as it was preempted, aborted as it computed
 """.replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
 
@@ -102,6 +112,55 @@ class Search:
             scheduler.extend(parent, rng.randrange(3))
 
 
+class Disk:
+    """A disk beside a runner's memory. What its threads do happens between two steps."""
+
+    def __init__(self, run: RandomRun, runner: FakeRunner) -> None:
+        self.run, self.memory = run, runner.memory
+        self.directory = TemporaryDirectory(prefix="quire-runs-")
+        manager = run.scheduler.manager
+        widths = [blocks.shape[1] * blocks.itemsize for blocks in self.memory]
+        store = DiskStore(Path(self.directory.name), b"secret", widths, [run.rng.choice([1, 4, 60])] * len(widths))
+        prefetch = Prefetch(manager, Arrivals(), 1.0, run.clock)
+        prefetch.arrivals.wait = lambda seconds: None  # type: ignore[method-assign]
+        self.tier = manager.disk = DiskTier(store, self, prefetch.arrivals)
+        prefetch.sources.append(self.tier.reader)
+        manager.memory, run.scheduler.prefetch = self, prefetch
+
+    def read_block(self, group: int, block: int, out: NDArray[np.uint8]) -> None:
+        out[:] = self.memory[group][block].view(np.uint8)
+
+    def write_block(self, group: int, block: int, data: NDArray[np.uint8]) -> None:
+        self.memory[group][block] = data.view(self.memory[group].dtype)
+
+    def step(self) -> None:
+        rng, counts = self.run.rng, self.tier.counts
+        written, read = counts.blocks, self.tier.reader.counts.blocks
+        for _ in range(rng.randrange(4)):
+            self.tier.write_next()
+        for _ in range(rng.randrange(4)):
+            self.tier.reader.read_next()
+        if rng.random() < 0.1:
+            self.restart()
+        self.run.seen["written to a disk"] += counts.blocks - written
+        self.run.seen["read from a disk"] += self.tier.reader.counts.blocks - read
+
+    def restart(self) -> None:
+        """Nothing is in memory any more but what runs."""
+        while self.tier.write_next():
+            pass
+        manager = self.run.scheduler.manager
+        manager.disk = None
+        manager.reset_prefix_cache()
+        manager.disk = self.tier
+
+    def close(self) -> None:
+        assert not self.tier.reader.counts.misses.keys() & {"checksum", "io"}
+        self.tier.store.audit()
+        self.tier.store.close()
+        self.directory.cleanup()
+
+
 class RandomRun(Simulation):
     """A simulation with a random load and random aborts. Counts in `seen` what happened."""
 
@@ -135,13 +194,15 @@ class RandomRun(Simulation):
         scheduler = self.scheduler
         if rng.random() < 0.3:  # more seats than there are states for
             scheduler.max_num_seqs *= 3
-        self.runner, self.replay = None, Replay()
+        self.runner, self.replay, self.disk = None, Replay(), None
         if checked:
             limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // size))
             pools = scheduler.manager.state_pools
             self.runner = FakeRunner(scheduler.manager.num_blocks, size, self.groups, host_blocks, state_pools=pools)
             self.buffers = Buffers(self.groups, size, *limits)
             scheduler.manager.listeners.append(self.replay.take)
+            if rng.random() < 0.3:
+                self.disk = Disk(self, self.runner)
             if rng.random() < 0.25:
                 self.break_things()
         self.asked: dict[str, Request] = {}
@@ -253,7 +314,15 @@ class RandomRun(Simulation):
             state = self.rng.choice(there)
             self.abort(self.rng.choice(states[state]), state)
 
+    def finish(self, step: Step) -> list[Event]:
+        prefetch = self.scheduler.prefetch
+        if step.plan.is_empty and prefetch is not None and prefetch.is_waiting:  # nothing to do until blocks arrive
+            return self.scheduler.commit(step.plan, step.output)
+        return super().finish(step)
+
     def one_step(self) -> None:
+        if self.disk is not None:
+            self.disk.step()
         swapped = list(self.scheduler.swapped)
         if self.rng.random() < self.failure_rate:
             plan = self.scheduler.plan()
@@ -285,6 +354,8 @@ class RandomRun(Simulation):
                 self.arrive()
             self.maybe_abort()
             if self.rng.random() < 0.01:
+                if scheduler.prefetch is not None:
+                    scheduler.prefetch.reset()
                 scheduler.manager.reset_prefix_cache()
             if scheduler.has_work:
                 self.one_step()
@@ -296,6 +367,8 @@ class RandomRun(Simulation):
 
     def check_end(self) -> None:
         scheduler, manager = self.scheduler, self.scheduler.manager
+        if self.disk is not None:
+            self.disk.close()
         scheduler.audit()
         assert not scheduler.has_work
         for listed in (scheduler.running, scheduler.swapped, scheduler.waiting):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from quire.cache.manager import BlockManager
 from quire.engine.decisions import fits
 from quire.engine.plan import Plan
 from quire.request import Request
+
+log = logging.getLogger("quire")
 
 WORTH = 0.5  # of the time that computing takes: blocks are read where that is expected to take less
 PATIENCE = 0.1  # s; a request waits for its blocks that long at least, where computing would take less
@@ -89,8 +92,10 @@ class Prefetch:
             mine = [read for read in arrived if read in load.missing]
             for group in range(len(self._manager.groups)):
                 there = [read for read in mine if read.name.group == group and read.payload is not None]
-                if there:
+                try:
                     self._manager.restore(group, sorted(there, key=lambda read: read.depth), load.request)
+                except Exception:  # they are computed
+                    log.exception("KV blocks that were read for request %s cannot be used", load.request.id)
             if mine:
                 load.missing -= set(mine)
                 if not load.missing and all(read.payload is not None for read in load.reads):
