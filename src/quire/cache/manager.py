@@ -325,7 +325,7 @@ class BlockManager:
             for block in blocks:
                 if block in index.by_block:
                     if self.disk is not None:
-                        self.disk.take_back(g, block)
+                        self.disk.cancel(g, block)
                     cached = index.evict(block, self.now)
                     self.num_evicted += 1
                     if self.listeners:
@@ -362,7 +362,7 @@ class BlockManager:
         pool, index = self.pools[group], self.indexes[group]
         if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
             if self.disk is not None:
-                self.disk.take_back(group, block)
+                self.disk.cancel(group, block)
             cached = index.withdraw(block)
             pool.drop([block])
             if self.listeners:

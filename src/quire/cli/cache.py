@@ -1,4 +1,4 @@
-"""quire cache: what `--kv-disk` keeps in a directory."""
+"""quire cache: the KV blocks in a directory that `--kv-disk` names."""
 
 from __future__ import annotations
 

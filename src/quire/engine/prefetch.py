@@ -163,7 +163,7 @@ class Prefetch:
         return load
 
     def _offer(self, source: BlockSource, request: Request, match: Match) -> Offer | None:
-        """What a source has of the request besides the blocks in memory. None: nothing."""
+        """The blocks of the request that a source has and memory has not. None: there are none."""
         more = self._manager.lookup.match(request, source.held(request))
         num_tokens = (more.num_blocks - match.num_blocks) * self._manager.block_size
         if num_tokens <= 0:

@@ -164,7 +164,7 @@ def _found(path: Path) -> Found:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a small file, whole or not at all, that nobody else may read."""
+    """Write a small file, whole or not at all, readable by its owner alone."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,9 +1,9 @@
 """DiskStore: blocks in the files of one directory, found by their digests, also after a restart.
 
 Of each cache group there is a file of slots, a block's bytes each and nothing else. A log has a record for each block
-that was written: its name, its slot and a checksum of its bytes. Nothing is ever synced to the disk: what a crash or a
-loss of power leaves of files is checked when it is read. A record that is torn or wrong is left out, and a slot whose
-bytes are not those of its record is a miss.
+that was written: its name, its slot and a checksum of its bytes. Nothing is ever synced to the disk: after a crash or a
+loss of power, records and blocks are checked when they are read. A record that is torn or wrong is ignored, and a slot
+whose bytes are not those of its record is a miss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIELDS = Struct("<QIIHHI16s16s")  # tick, slot, depth, group, 0, crc of the payl
 CHECKSUM = Struct("<I")  # crc of the fields
 RECORD_SIZE = FIELDS.size + CHECKSUM.size
 HASH_SIZE = 16  # bytes
-MOST_RECORDS = 1024  # in the log beside two for each slot; then it is written anew
+MOST_RECORDS = 1024  # in the log, besides two for each slot; with more it is written anew
 MAX_SLOTS = 2**32 - 1
 
 
@@ -52,9 +52,9 @@ class Entry:
 class DiskStore:
     """Blocks by name, within a number of slots for each group.
 
-    Where a group has no free slot, that block gives way which was of use the longest ago, and of those of one moment
-    the one with the most blocks before it: a sequence loses its tail before its head. Any thread may call any method;
-    `put` and `clear` wait for one another.
+    Where a group has no free slot, its least recently used block is evicted, and of those used at one moment the one
+    with the most blocks before it: a sequence loses its tail before its head. Any thread may call any method; `put` and
+    `clear` wait for one another.
     """
 
     def __init__(self, directory: Path, secret: bytes, widths: Sequence[int], capacities: Sequence[int]) -> None:
@@ -173,7 +173,7 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------------- writing
 
     def put(self, name: Name, check: bytes, depth: int, tick: int, payload: NDArray[np.uint8]) -> list[Name] | None:
-        """Write a block. Returns those that gave way to it; None: it would have been the first to give way itself.
+        """Write a block. Returns those that were evicted for it; None: it would be the first to be evicted itself.
 
         Raises OSError where the system could not write it. Then it is not there.
         """
@@ -216,7 +216,7 @@ class DiskStore:
                 os.ftruncate(file, width * count)
 
     def _slot(self, group: int, place: tuple[int, int]) -> tuple[int, list[Name]] | None:
-        """A slot for a block with that place in the order, and who gave way for it."""
+        """A slot for a block with that place in the order, and the block that was evicted for it."""
         if self._free[group]:
             return self._free[group].pop(), []
         if self._next[group] < self.capacities[group]:
@@ -325,7 +325,7 @@ def _seed(name: Name, check: bytes) -> int:
 
 
 def _open(path: Path, flags: int) -> int:
-    """A file that nobody else may read."""
+    """A file that its owner alone may read."""
     file = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with suppress(OSError):
         os.fchmod(file, 0o600)

@@ -124,8 +124,8 @@ class DiskTier:
         if there:
             self.store.touch(there, tick)
 
-    def take_back(self, group: int, block: int) -> None:
-        """The block is evicted: its memory is about to be overwritten, or it is no longer reusable."""
+    def cancel(self, group: int, block: int) -> None:
+        """Do not write a block that is evicted: its memory is about to be overwritten, or it is no longer reusable."""
         if (group, block) in self._pending:
             with self._lock:
                 entry = self._pending.pop((group, block), None)
