@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from operator import le
 
+from quire.engine.plan import PlanItem
 from quire.engine.queue import RankedList
 from quire.request import Request
 
@@ -26,6 +27,21 @@ def num_new_tokens(num_missing: int, budget: int, num_singles: int) -> int:
     yet; they get it before a long prompt takes the rest.
     """
     return 1 if num_missing == 1 else min(num_missing, budget - num_singles)
+
+
+def share_budget(going: Sequence[tuple[Request, int, int]], budget: int) -> list[PlanItem]:
+    """What each of these running requests computes in a step. going: with the first token and the number of tokens."""
+    singles = sum([missing == 1 for _, _, missing in going])
+    items = []
+    for request, start, missing in going:
+        if budget <= 0:
+            break
+        num_new = num_new_tokens(missing, budget, singles)
+        singles -= missing == 1
+        if num_new > 0:
+            items.append(PlanItem(request, start, num_new))
+            budget -= num_new
+    return items
 
 
 def needs_token(request: Request) -> bool:

@@ -18,8 +18,10 @@ from quire.engine.decisions import (
     needs_token,
     num_new_tokens,
     seats_wanted,
+    share_budget,
     who_gives_way,
 )
+from quire.engine.endings import cannot_draw, difference, no_number
 from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.pace import Pace
@@ -27,13 +29,12 @@ from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutpu
 from quire.engine.prefetch import NAP, Prefetch
 from quire.engine.queue import RANK, RankedList, WaitingQueue
 from quire.engine.sharing import ComingBlocks, unforked
+from quire.engine.shortage import Shortage
 from quire.engine.speculation import PromptLookup
 from quire.errors import BadValue, OutOfBlocks, RequestError
-from quire.request import Event, FinishReason, Request, Task, TokenLogprobs
+from quire.request import Event, FinishReason, Request, TokenLogprobs
 
 log = logging.getLogger("quire")
-
-LOOK_AGAIN = 16  # plans after which one that found no blocks is matched anew, even if no block came free
 
 
 class Scheduler:
@@ -75,7 +76,7 @@ class Scheduler:
         self._budget = max_num_batched_tokens  # of the step that was planned last
         self._marked: list[Request] = []  # to be ended by the next commit
         self._num_added = self._num_plans = 0
-        self._blocked: tuple[int, list[int], int] | None = None  # who found no blocks, beside how many, in which plan
+        self._shortage = Shortage()
 
     @property
     def has_work(self) -> bool:
@@ -356,7 +357,7 @@ class Scheduler:
         if self.prefetch is None:
             return False
         spare = self._spare(lacking)
-        if plan.items and self._is_blocked(request, spare, self._num_plans):
+        if plan.items and self._shortage.lasts(request, spare, self._num_plans):
             return False
         return self.prefetch.awaits(request, spare)
 
@@ -367,27 +368,20 @@ class Scheduler:
     def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
         """Let a waiting request run, if there are blocks for it and for its siblings' first tokens."""
         spare = self._spare(lacking)
-        if plan.items and self._is_blocked(request, spare, self._num_plans):  # finding its blocks again is not free
+        if plan.items and self._shortage.lasts(request, spare, self._num_plans):  # finding its blocks again is not free
             return False
         match = self.manager.lookup.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
         forks = sum(1 for _ in islice(unforked(request, self.waiting), seats))
         needed = [count + forks for count in self.manager.needed(request, match)]
         if not fits(needed, spare) and (forks == 0 or self.running or plan.items):
-            self._blocked = (request.schedule.ordinal, spare, self._num_plans)
+            self._shortage.note(request, spare, self._num_plans)
             return False
         self.manager.admit(request, match)
         self.running.add(request)
         lacking[:] = [a + forks for a in lacking]
         self._start(request, self._budget - plan.num_tokens, plan, lacking)
         return True
-
-    def _is_blocked(self, request: Request, spare: list[int], number: int) -> bool:
-        """Whether the plan of that number need not look for the waiting request's blocks: there were too few lately."""
-        if self._blocked is None:
-            return False
-        who, before, when = self._blocked
-        return who == request.schedule.ordinal and number < when + LOOK_AGAIN and fits(spare, before)
 
     def hold(self) -> Hold | None:
         """Why the first of the waiting requests was not let into the step that was planned last. None: none waits."""
@@ -398,8 +392,7 @@ class Scheduler:
             return Hold.SEATS
         if not may_pass(first, self.swapped):
             return Hold.SWAPPED
-        is_blocked = self._blocked is not None and self._blocked[0] == first.schedule.ordinal
-        return Hold.BLOCKS if is_blocked else Hold.BUDGET
+        return Hold.BLOCKS if self._shortage.is_of(first) else Hold.BUDGET
 
     def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
         """Plan the first tokens of a request that was just given its blocks; without a budget, only count on them."""
@@ -452,7 +445,7 @@ class Scheduler:
                 return None
             else:
                 going.append((request, start, missing))
-        items = self._share_budget(going)
+        items = share_budget(going, self._budget)
         if not items or (self.lookup is not None and self.lookup.most(len(items)) > 0):
             return None
         if self.waiting and (some_end or self._may_come(items)):
@@ -475,20 +468,6 @@ class Scheduler:
         self._keep_states(plan)
         return plan if plan.items else None
 
-    def _share_budget(self, going: list[tuple[Request, int, int]]) -> list[PlanItem]:
-        """What each of these computes, as in `_keep_running`. going: with the first token and the number of tokens."""
-        budget, singles = self._budget, sum([missing == 1 for _, _, missing in going])
-        items = []
-        for request, start, missing in going:
-            if budget <= 0:
-                break
-            num_new = num_new_tokens(missing, budget, singles)
-            singles -= missing == 1
-            if num_new > 0:
-                items.append(PlanItem(request, start, num_new))
-                budget -= num_new
-        return items
-
     def _may_come(self, items: list[PlanItem]) -> bool:
         """Whether a waiting request may be admitted together with these items of the next plan."""
         first = self.waiting.first()
@@ -498,7 +477,7 @@ class Scheduler:
             return False
         if self.manager.frees_early:  # what the step before frees is not known
             return True
-        return not self._is_blocked(first, [pool.num_free for pool in self.manager.pools], self._num_plans + 1)
+        return not self._shortage.lasts(first, [pool.num_free for pool in self.manager.pools], self._num_plans + 1)
 
     # ---------------------------------------------------------------------------------------------- its results
 
@@ -596,7 +575,7 @@ class Scheduler:
         request.tokens.append(token)
         event = Event(request.id, token, logprobs, of_prompt, drawn=drawn)
         if drawn is not None and drawn != token and request.is_strict:
-            return self._end(event._replace(finish_reason=FinishReason.ERROR, error=_difference(request, drawn)))
+            return self._end(event._replace(finish_reason=FinishReason.ERROR, error=difference(request, drawn)))
         try:
             reason = self._reason_to_end(request, token)
         except Exception as error:  # its guide's
@@ -629,16 +608,10 @@ class Scheduler:
         return None
 
     def _end_without_number(self, request: Request) -> Event:
-        at = f"at position {len(request.tokens)}"
-        if request.guide is not None:
-            error = RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
+        error = cannot_draw(request)
+        if error is not None:
             return self._end_failed(request, error)
-        if request.constraints is not None and request.task is GENERATE:
-            error = RequestError(f"no token that allowed_token_ids and bad_words leave has a finite logit {at}")
-            return self._end_failed(request, error)
-        lacks = {Task.LOGLIKELIHOOD: "logit within the prompt", Task.EMBED: "hidden state after the prompt"}
-        message = f"the model gave no finite {lacks.get(request.task, f'logit {at}')}"
-        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=message))
+        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=no_number(request)))
 
     def _end_failed(self, request: Request, error: BaseException) -> Event:
         message = f"{type(error).__name__}: {error}"
@@ -668,11 +641,3 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self.manager.release(request)
-
-
-def _difference(request: Request, drawn: int) -> str:
-    at = len(request.tokens) - 1
-    return (
-        f"the token at position {at} was delivered as {request.tokens[at]} before the request was interrupted, and is "
-        f"{drawn} here: what goes on here would not be the same answer"
-    )
