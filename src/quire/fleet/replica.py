@@ -270,7 +270,7 @@ class Replica:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
 
-    def _share_blocks(self, metrics: Metrics) -> tuple[PeerSource, BlockServer] | tuple[None, None]:
+    def _share_blocks(self, metrics: Metrics) -> tuple[PeerSource | None, BlockServer | None]:
         """What reads blocks of other replicas, not started yet, and what sends them blocks. None: not on a GPU."""
         llm, runner = self._llm, self._llm.engine.runner
         if llm.config.device != "cpu" or not isinstance(runner, Runner):
