@@ -158,7 +158,12 @@ class Chooser:
                 cached = stored = 0
             held, reach = cached // one.state.block_size, stored // one.state.block_size
             given = reach if one.state.seconds_a_peer_block else 0
-            return replace(one, num_blocks=held, num_disk_blocks=reach - held, num_given=given)
+            return replace(
+                one,
+                num_blocks=held,
+                num_disk_blocks=reach - held,
+                num_given=given if one.state.seconds_a_peer_block else 0,
+            )
 
         asked = await asyncio.gather(*map(ask, candidates))
         there = [one for one in asked if self._is_there(one)]

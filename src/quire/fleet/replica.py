@@ -209,7 +209,7 @@ class Replica:
     async def _blocks(self, request: HttpRequest) -> Response:
         """Blocks for another replica."""
         if self._block_server is None:
-            message = "this replica sends no blocks: they are not in a CPU's memory"
+            message = "this replica sends no blocks: they are not in one CPU process's memory"
             raise ApiError(message, HTTPStatus.NOT_FOUND, code="no_blocks")
         return await self._block_server.answer(request)
 
@@ -271,9 +271,12 @@ class Replica:
         return [(output, requests)]
 
     def _share_blocks(self, metrics: Metrics) -> tuple[PeerSource | None, BlockServer | None]:
-        """What reads blocks of other replicas, not started yet, and what sends them blocks. None: not on a GPU."""
+        """What reads blocks of other replicas, not started yet, and what sends them blocks.
+
+        None on a GPU, and where several processes compute the model: each of them has a part of every block.
+        """
         llm, runner = self._llm, self._llm.engine.runner
-        if llm.config.device != "cpu" or not isinstance(runner, Runner):
+        if llm.config.device != "cpu" or llm.group is not None or not isinstance(runner, Runner):
             return None, None
         memory, widths = runner.cache, runner.cache.widths()
         prefetch = prefetch_of(llm.engine, llm.decoder, memory)
