@@ -91,8 +91,18 @@ def test_a_system_that_is_too_old_for_torch_gets_a_sentence() -> None:
 def test_a_repetition_penalty_ends_a_loop() -> None:
     arguments = ["def __repr__(self):", "--temperature", "0", "--max-tokens", "64"]
     name = "self.__class__.__name__"
-    assert generated(*arguments).count(name) > 2
+    assert generated(*arguments, "--repetition-penalty", "1").count(name) > 2
     assert generated(*arguments, "--repetition-penalty", "1.25").count(name) <= 2
+
+
+def test_the_embedded_model_does_not_loop_without_options() -> None:
+    """By its generation_config.json: without it some lines come ten times and more."""
+    prompts = ("import os", "import os\n", "def fibonacci(", "class Stack:\n")
+    repeated = []
+    for line in generated(*prompts, "--json").splitlines():
+        lines = [one.strip() for one in json.loads(line)["text"].splitlines()]
+        repeated += [one for one in set(lines) if len(one) > 3 and lines.count(one) > 2]
+    assert repeated == []
 
 
 WITHOUT_BENCH = """

@@ -36,7 +36,8 @@ class Eager:
 
 uvicorn.server.asyncio = Eager()  # type: ignore[attr-defined]
 
-SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+# Tokens are chosen as LLM does by `SamplingParams`: without the defaults that the embedded model has.
+SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, "generation_config": "none"}
 
 
 @dataclass

@@ -66,7 +66,7 @@ def test_generation_config_gives_the_defaults_of_a_body(tmp_path: Path) -> None:
 
 
 def test_where_defaults_come_from(tmp_path: Path) -> None:
-    assert read_default_sampling("auto", EMBEDDED) == {}
+    assert read_default_sampling("auto", EMBEDDED) == {"temperature": 0.5, "repetition_penalty": 1.15}
     write(tmp_path, top_p=0.9, repetition_penalty=1.1, eos_token_id=0)
     assert read_default_sampling("auto", tmp_path) == {"top_p": 0.9, "repetition_penalty": 1.1}
     assert read_default_sampling(str(tmp_path), EMBEDDED) == read_default_sampling("auto", tmp_path)

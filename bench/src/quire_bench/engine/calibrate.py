@@ -29,7 +29,7 @@ from quire_bench.fleet.running import fleet
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
 from quire_bench.server.client import Run, Server, send
-from quire_bench.server.process import running
+from quire_bench.server.process import server
 from quire_bench.server.prompts import random_prompts, request_body
 from quire_bench.server.report import latencies
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
@@ -249,7 +249,7 @@ def _medians(steps: Sequence[Timed]) -> list[Timed]:
 
 def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], None]) -> ServerFit:
     """What a server adds to steps and requests."""
-    with running("serve", "--port", "0", *options) as process:
+    with server(*options) as process:
         server = Server(process.url)
         _asked(server, 4, 32, 8, 4)
         gaps, longest = [], []

@@ -12,7 +12,7 @@ from quire.errors import ConfigError, QuireError, check_integer
 from quire_bench.fleet.running import ONE_THREAD, fleet
 from quire_bench.proc import cpu_seconds
 from quire_bench.server.client import Run, Server, send
-from quire_bench.server.process import running
+from quire_bench.server.process import server
 from quire_bench.server.prompts import random_prompts, request_body
 from quire_bench.server.report import percentile
 
@@ -82,7 +82,7 @@ def measure(
     """
     for name, value in (("requests", requests), ("output_len", output_len), ("runs", runs)):
         check_integer(ConfigError, name, value, 1)
-    with running("serve", "--port", "0", *options, environment=ONE_THREAD) as plain, fleet(1, *options) as found:
+    with server(*options, environment=ONE_THREAD) as plain, fleet(1, *options) as found:
         ways, seeds = (plain.url, found.url), count()  # two engines: no prompt is found in a cache
         for url in ways:
             _send(url, max(streams), 2 * max(streams), output_len, next(seeds))  # warms up

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from quire.errors import QuireError
-from quire_bench.server.process import Process, running
+from quire_bench.server.process import Process, running, server
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several processes share the cores
 PATIENCE = 30.0  # seconds within which everything that is waited for has to come
@@ -40,9 +40,7 @@ class Replica:
     def start(self) -> None:
         """Begin to serve. Raises QuireError where it does not get ready."""
         port = self.url.rpartition(":")[2] or "0"
-        process = self._stack.enter_context(
-            running("serve", "--port", port, *self._options, environment=self._environment)
-        )
+        process = self._stack.enter_context(server(*self._options, port=port, environment=self._environment))
         self.url, self.pid = process.url, process.pid
 
     def kill(self) -> None:

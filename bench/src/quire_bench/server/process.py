@@ -35,9 +35,14 @@ class Process:
     said: str = ""  # on standard error
 
 
-def server(*options: str) -> AbstractContextManager[Process]:
-    """`quire serve` on a free port, as `running` has it."""
-    return running("serve", "--port", "0", *options)
+def server(
+    *options: str, port: str = "0", environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[Process]:
+    """`quire serve` as `running` has it, on a free port by default.
+
+    Tokens are chosen as a request says, whatever the checkpoint's generation_config.json does.
+    """
+    return running("serve", "--port", port, "--generation-config", "none", *options, environment=environment)
 
 
 @contextmanager
