@@ -229,7 +229,11 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     shipped.load_state_dict(model.state_dict())
     shipped.to(torch.bfloat16)
     shipped.generation_config = GenerationConfig(
-        bos_token_id=0, eos_token_id=0, pad_token_id=0, temperature=0.5, repetition_penalty=1.15  # no loops
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        temperature=0.5,
+        repetition_penalty=1.15,  # no loops
     )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT}
     settings |= {"bos_token": END, "eos_token": END, "pad_token": END, "clean_up_tokenization_spaces": False}

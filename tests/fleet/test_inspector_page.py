@@ -12,7 +12,7 @@ from quire.fleet.placement import PARTS, reason_of
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
 from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
-from tests.server.browsing import open_browser
+from tests.server.browsing import FAULTS, open_browser
 from tests.server.serving import Serving
 
 pytestmark = pytest.mark.slow
@@ -153,3 +153,27 @@ def test_a_gateway_that_goes(browser: Any, servers: list[Serving]) -> None:
     until(lambda: page.evaluate("inspector.status") == "lost")
     assert page.locator("#counts").inner_text() == "1 up"  # the last that was known
     context.close()
+
+
+# Whether the first row of each table can be seen, in what scrolls.
+ROWS = """["requests", "placements", "candidates"].every(name => {
+  const row = document.querySelector(`#${name} tr`), box = row.closest(".scroll").getBoundingClientRect();
+  return row.getBoundingClientRect().bottom <= box.bottom + 1;
+})"""
+
+
+def test_it_can_be_read(browser: Any, front: Front, servers: list[Serving]) -> None:
+    for server in servers:
+        slow(server, 0.02)
+    with shown(browser, front) as page:
+        asked = [Asked(front, prompt=list(range(5, 45)), max_tokens=60, temperature=0, ignore_eos=True) for _ in "ab"]
+        until(lambda: page.locator("#requests tr").count() == 2)
+        page.locator("#placements tr").first.click()
+        page.keyboard.press("Space")
+        for width in (1360, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            for theme in ("light", "dark"):
+                page.emulate_media(color_scheme=theme)
+                assert page.evaluate(FAULTS) == []
+            assert page.evaluate(ROWS)
+        assert all(one.result().status == 200 for one in asked)

@@ -35,7 +35,8 @@ async function* eventsOf(answer) {
 // ------------------------------------------------------------------------------------------------------ asking
 
 async function ask(text) {
-  const body = { model, stream: true, stream_options: { include_usage: true }, max_tokens: +$("most").value || 200, temperature: +$("temperature").value };
+  const body = { model, stream: true, stream_options: { include_usage: true }, max_tokens: +$("most").value || 200 };
+  if ($("temperature").value !== "") body.temperature = +$("temperature").value;
   const system = isChat && $("system").value.trim();
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...history, { role: "user", content: text }];
   const what = isChat ? { messages } : { prompt: text };
