@@ -51,7 +51,8 @@ def test_an_arc_goes_from_a_copied_block_to_its_copy_and_fades(browser: Any) -> 
     with shown(browser, engine) as it:
         it.ask(KEEP_ARCS)
         for turn, name in enumerate(("hidden", "shown")):
-            it.worker.do(lambda name=name: [engine.add(r) for r in siblings(name, [*range(9), turn], 2, max_tokens=9)])
+            two = siblings(name, [*range(9), turn], 2, max_tokens=9)
+            it.worker.do(lambda two=two: [engine.add(r) for r in two])
             it.worker.steps(2)
             it.catch_up()
             if name == "hidden":  # no request is in focus, and not all are asked for
@@ -67,7 +68,10 @@ def test_an_arc_goes_from_a_copied_block_to_its_copy_and_fades(browser: Any) -> 
         assert reaches == sorted(reaches)
         assert alphas == sorted(alphas, reverse=True)
         assert alphas[-1] < alphas[0]
-        assert all(alpha == pytest.approx(min(1, 1.6 * (1 - done)), abs=1e-3) for done, alpha in zip(reaches, alphas))
+        assert all(
+            alpha == pytest.approx(min(1, 1.6 * (1 - done)), abs=1e-3)
+            for done, alpha in zip(reaches, alphas, strict=True)
+        )
         it.page.mouse.move(640, 4)
         it.settle()
         assert it.ask(IS_CLEAR)
@@ -98,7 +102,10 @@ SCALES = """(points => {
   const found = {}, write = CanvasRenderingContext2D.prototype.fillText;
   for (const canvas of document.querySelectorAll("canvas[data-series]")) {
     const labels = [];
-    CanvasRenderingContext2D.prototype.fillText = function (text, ...at) { labels.push(text); write.call(this, text, ...at); };
+    CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+      labels.push(text);
+      write.call(this, text, ...at);
+    };
     sparkline(canvas, points);
     CanvasRenderingContext2D.prototype.fillText = write;
     const { isCount } = COURSES[canvas.dataset.series], column = canvas.width - (isCount ? COUNT_MARGIN : MARGIN) - 1;
@@ -127,7 +134,7 @@ def test_each_course_has_a_scale_and_is_drawn_to_it(browser: Any) -> None:
     }
     counts = {"copies": 2, "evictions": 1, "preemptions": 1, "swaps": 4}
     high = {"saved": 1200, "running": 16, "rate": 25_000, "copies": 4, "evictions": 2, "preemptions": 2, "swaps": 8}
-    points = [{"time": time / 2} | point | counts | (high if time == 5 else {}) for time in range(25)]
+    points = [{"time": time / 2, "prompt": 0} | point | counts | (high if time == 5 else {}) for time in range(25)]
     with shown(browser, fake_engine(num_blocks=8)) as it:
         it.settle()
         found = it.ask(f"{SCALES}({json.dumps(points)})")
@@ -136,7 +143,7 @@ def test_each_course_has_a_scale_and_is_drawn_to_it(browser: Any) -> None:
             "rate": ["25.0k", "12 s"], "copies": ["4"], "evictions": ["2"], "preemptions": ["2"], "swaps": ["8"],
         }  # fmt: skip
         assert {name for name, (_, height) in found.items() if not 0.38 < height < 0.56} == set()
-        flat = it.ask(f"{SCALES}({json.dumps([{'time': 0.0} | dict.fromkeys([*point, *counts], 0)])})")
+        flat = it.ask(f"{SCALES}({json.dumps([{'time': 0.0, 'prompt': 0} | dict.fromkeys([*point, *counts], 0)])})")
         assert flat["running"] == [["1"], pytest.approx(0, abs=0.1)]
         assert flat["copies"][0] == []  # nothing was counted, and no scale says otherwise
 

@@ -250,11 +250,11 @@ def _medians(steps: Sequence[Timed]) -> list[Timed]:
 def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], None]) -> ServerFit:
     """What a server adds to steps and requests."""
     with server(*options) as process:
-        server = Server(process.url)
-        _asked(server, 4, 32, 8, 4)
+        target = Server(process.url)
+        _asked(target, 4, 32, 8, 4)
         gaps, longest = [], []
         for streams in STREAMS:
-            run = _asked(server, streams, 64, TOKENS, streams)
+            run = _asked(target, streams, 64, TOKENS, streams)
             each = [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps[4:]]
             context = 64 + TOKENS // 2
             step = cost.decode_seconds(streams, streams * context) if _plain(cost) else 0.0
@@ -264,7 +264,7 @@ def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], Non
             if length + 4 > cost.model.max_model_len:
                 advance()
                 continue
-            run = _asked(server, TIMES, length, 1, 1)
+            run = _asked(target, TIMES, length, 1, 1)
             first = [found.ttft for found in map(latencies, run.records) if found is not None]
             longest.append((length, statistics.median(first) - _prompt_seconds(cost, length)))
             advance()
