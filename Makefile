@@ -104,7 +104,7 @@ sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threa
 	TSAN_OPTIONS=halt_on_error=1:suppressions=tests/ops/cpu/threads.supp LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
 	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/ops/cpu/test_recurrent_program.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --timeout 1800 --native-library build/sanitize-threads/libquire_cpu.so
 
-emulate: $(INSTALLED)  ## the operators' tests on an emulated Arm processor; needs a cross compiler and QEMU, see docs/develop/arm.md
+emulate: $(INSTALLED)  ## the operators' tests on an emulated Arm processor; needs a cross compiler and QEMU, see docs/develop/add-an-instruction-set.md
 	$(BIN)/python tools/emulate.py
 
 clean:

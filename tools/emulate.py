@@ -1,6 +1,6 @@
 """The operators' tests on an emulated Arm processor.
 
-`python tools/emulate.py [--cpu NAME] [--optimize FLAG] [OPTIONS OF PYTEST]` compiles the native kernels with a cross
+`python tools/emulate.py [--cpu NAME] [--optimize=FLAG] [OPTIONS OF PYTEST]` compiles the native kernels with a cross
 compiler, and runs the tests in an AArch64 Python under QEMU's emulation of a process. It needs Debian's packages cmake,
 g++-aarch64-linux-gnu, qemu-user and mmdebstrap, and a package index for the wheels. All it makes lies in build/emulate.
 Without options of pytest it runs the operators' tests of the backend `cpu`, which takes the better part of an hour.
@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument(
         "--cpu", default="max", help="a processor that QEMU knows; the default has all instruction sets"
     )
-    parser.add_argument("--optimize", default="-O3", help="-O1 compiles faster")
+    parser.add_argument("--optimize", default="-O3", help="--optimize=-O1 compiles in a third of the time")
     options, tests = parser.parse_known_args()
     missing = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
     if missing:
@@ -84,7 +85,7 @@ def prepare_system() -> None:
 
 
 def prepare_packages() -> None:
-    """Torch without what it depends on, and of Quire's dependencies and test tools those that the operators need."""
+    """Torch without what it depends on for GPUs, what Quire depends on, and the test tools that the operators need."""
     if PACKAGES.exists():
         return
     made = PACKAGES.with_suffix(".new")
@@ -96,17 +97,7 @@ def prepare_packages() -> None:
     ]
     subprocess.run([*pip, "--no-deps", TORCH], check=True)
     of_torch = ("filelock", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools")
-    of_quire = (
-        "numpy",
-        "safetensors",
-        "tokenizers",
-        "transformers",
-        "huggingface_hub",
-        "typer",
-        "rich",
-        "pydantic",
-        "pyyaml",
-    )
+    of_quire = [one for one in requires("quire") or () if "extra ==" not in one and not one.startswith("torch")]
     of_tests = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "gguf", "psutil")
     subprocess.run([*pip, "--constraint", str(constraints()), *of_torch, *of_quire, *of_tests], check=True)
     made.rename(PACKAGES)
