@@ -3,6 +3,8 @@
 python tools/inspector_speed.py: a server without a model, whose scheduler and block manager are Quire's, steps 50 times
 a second; chromium shows its page. Prints frames a second, the page's own script time a frame, and the share of a core
 that the server needs more while the page is open. Needs chromium.
+
+python tools/inspector_speed.py --unwatched: what the inspector adds to a step while no page is open.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 import os
 import queue
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -21,10 +24,12 @@ from pathlib import Path
 from typing import Any, cast
 
 NUM_BLOCKS, BLOCK_SIZE = 100_000, 16
-NUM_RUNNING = 64
+NUM_RUNNING, NUM_WAITING = 64, 0
 STEPS = 50  # a second: 64 * 50 / 16 = 200 blocks a second
 PROMPT, SHARED = 25_000, 8_000  # tokens; half of the requests begin with the same ones
 SECONDS = 12.0
+UNWATCHED = {"running": 256, "waiting": 3_000}  # requests
+TURNS = 2_000
 VIEWS = {"pool": "1", "by request": "2", "prefix tree": "3", "timeline": "4"}
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 FRAMES = """seconds => new Promise(done => {
@@ -45,22 +50,24 @@ FRAMES = """seconds => new Promise(done => {
 class Worker:
     """The thread that an engine without a model belongs to."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, num_running: int = NUM_RUNNING, num_waiting: int = NUM_WAITING, prompt: int = PROMPT, shared: int = SHARED
+    ) -> None:
         from quire.cache.groups import CacheGroup
         from quire.cache.manager import BlockManager
         from quire.engine.scheduler import Scheduler
         from quire.request import Request, SamplingParams
         from quire.server.watch.inspector import Inspector
 
-        manager = BlockManager((CacheGroup((0,)),), NUM_BLOCKS, BLOCK_SIZE, NUM_RUNNING * PROMPT)
+        manager = BlockManager((CacheGroup((0,)),), NUM_BLOCKS, BLOCK_SIZE, num_running * prompt)
         self.scheduler = Scheduler(
-            manager, max_model_len=10**6, max_num_seqs=NUM_RUNNING, max_num_batched_tokens=NUM_RUNNING * PROMPT
+            manager, max_model_len=10**6, max_num_seqs=num_running, max_num_batched_tokens=num_running * prompt
         )
-        for i in range(NUM_RUNNING):
-            own = [i + 1] * (PROMPT - SHARED)
-            prompt = array("i", [7] * SHARED + own if i % 2 else own + [i] * SHARED)
+        for i in range(num_running + num_waiting):
+            own = [i + 1] * (prompt - shared)
+            tokens = array("i", [7] * shared + own if i % 2 else own + [i] * shared)
             sampling = SamplingParams(max_tokens=10**5, ignore_eos=True)
-            self.scheduler.add(Request(f"r{i}", prompt, len(prompt), sampling))
+            self.scheduler.add(Request(f"r{i}", tokens, len(tokens), sampling))
         # An Inspector needs of an engine its scheduler, and what it hears of.
         self.inspector = Inspector(cast(Any, self), {"model": "none"})
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -113,6 +120,37 @@ def serve() -> None:
         time.sleep(0.05)
     print(server.servers[0].sockets[0].getsockname()[1], worker.scheduler.manager.pools[0].num_used, flush=True)
     sys.stdin.read()
+
+
+def unwatched() -> None:
+    """What an inspector takes of each step, for what it hears of blocks and for the step itself."""
+    from quire_bench.engine.no_model import sampled
+
+    worker = Worker(UNWATCHED["running"], UNWATCHED["waiting"], 256, 128)
+    [hear] = worker.scheduler.manager.listeners
+    taken = 0.0
+
+    def timed(event: Any) -> None:
+        nonlocal taken
+        begun = time.perf_counter()
+        hear(event)
+        taken += time.perf_counter() - begun
+
+    worker.scheduler.manager.listeners[:] = [timed]
+    steps = []
+    for _ in range(TURNS + TURNS // 4):  # the first ones prefill
+        taken = 0.0
+        plan = worker.scheduler.plan()
+        events = worker.scheduler.commit(plan, sampled(plan))
+        begun = time.perf_counter()
+        worker.inspector.observe(events)
+        steps.append(1e6 * (taken + time.perf_counter() - begun))
+    steps = steps[-TURNS:]  # all sequences fill a block in the same one of so many steps
+    print(
+        f"a step of {UNWATCHED['running']:,} sequences, {UNWATCHED['waiting']:,} waiting, that no page watches: "
+        f"{statistics.fmean(steps):.0f} us for the inspector on average, {statistics.median(steps):.0f} us where no "
+        f"block is filled"
+    )
 
 
 def cpu_seconds(pid: int) -> float:
@@ -169,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["--serve"] else main()
+    {("--serve",): serve, ("--unwatched",): unwatched}.get(tuple(sys.argv[1:]), main)()
