@@ -137,7 +137,7 @@ def test_blocks_and_requests_tell_their_stories(browser: Any) -> None:
         assert it.text("#d-badge") == "shared by 4"
         assert it.page.locator("#d-owners .chip").count() == 4
         story = " ".join(it.text("#d-story").split())
-        for part in ("given to R1", "full, and reusable as", "freed by R1", "found in the cache by R2.1",
+        for part in ("allocated to R1", "full, and reusable as", "freed by R1", "found in the cache by R2.1",
                      "shared with R2.2 as a fork of R2.1"):  # fmt: skip
             assert part in story
         assert it.ask("document.querySelectorAll('#d-story time').length") >= 7

@@ -40,10 +40,10 @@ def test_the_empty_page_explains_itself_and_plays_a_demo(browser: Any) -> None:
         assert 20 < last - first < 40
         counts = {}
         for chapter in chapters:
-            it.page.get_by_role("button", name=f"Chapter: {chapter['title']}").click()
+            it.page.get_by_role("button", name=f"Chapter: {chapter['title']}").click()  # and plays on from there
             it.settle()
             assert it.text("#caption") == f"{chapter['title']}\n{chapter['caption']}"
-            counts[chapter["title"]] = it.ask("({...inspector.state.gauges})")
+            counts[chapter["title"]] = it.ask(f"(goTo({chapter['at']}), {{...inspector.state.gauges}})")
         it.page.locator("#scrub").fill(str(it.ask("inspector.timeline.end")))
         it.settle()
         end = it.ask("inspector.state.gauges")

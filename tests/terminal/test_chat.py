@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,8 @@ def test_own_model_answers_as_llm_chat_does_and_reuses_the_conversation(llm: LLM
     partner = OwnModel(llm, None, {"temperature": 0.0, "max_tokens": 40})
     messages = [{"role": "user", "content": "a stack\nwith two methods"}]
     said = "".join(piece.text for piece in partner.answer(messages))
-    from quire import SamplingParams
-
-    [expected] = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
+    params = replace(llm.get_default_sampling_params(), temperature=0.0, max_tokens=40)
+    [expected] = llm.chat(messages, params, use_tqdm=False)
     assert said == expected.outputs[0].text
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
     assert list(partner.answer(messages))

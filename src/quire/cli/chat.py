@@ -33,7 +33,7 @@ def chat(
         str | None, typer.Option(help="Talk to the OpenAI-compatible server there, and load no model here.")
     ] = None,
     api_key: ApiKey = None,
-    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer at most. Default: the model's own, else what fits.")
     ] = None,

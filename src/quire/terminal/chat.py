@@ -33,12 +33,12 @@ class Chat:
     console: Console  # for answers
     notes: Console  # for all else
     markdown: bool  # whether answers are rendered as such, where the terminal can show it
-    system: str = ""  # what the model is told first; empty: nothing
+    system: str = ""  # the system message; empty: none
     messages: list[Message] = field(default_factory=list)  # what was said, the system's message aside
     num_new_tokens: int = 0
 
     COMMANDS: ClassVar[dict[str, tuple[str, str]]] = {  # what follows each, and what it does
-        "/system": (" TEXT", "tell the model what to be; without TEXT show what it was told"),
+        "/system": (" TEXT", "set the system message; without TEXT show it"),
         "/clear": ("", "forget the conversation; what /system said stays"),
         "/stats": ("", "show what the last answer cost"),
         "/help": ("", "show this"),
@@ -154,9 +154,9 @@ class Chat:
     def _set_system(self, text: str) -> None:
         if text:
             self.system = text.removeprefix(QUOTES).removesuffix(QUOTES)
-            self.note("The model is told this from the next message on.")
+            self.note("The system message is sent from the next message on.")
         else:
-            self.note(self.system or "The model is told nothing.")
+            self.note(self.system or "There is no system message.")
 
     def _clear(self, _: str) -> None:
         self.messages.clear()

@@ -61,7 +61,7 @@ def shown(console: Console, markdown: bool, fence: str = "") -> Iterator[Display
 
 
 class PlainDisplay:
-    """Writes an answer as it comes. Thoughts only where somebody looks."""
+    """Writes an answer as it comes. Thoughts only on a terminal."""
 
     def __init__(self, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts

@@ -164,7 +164,7 @@ class OwnModel:
             )
 
     def _parser(self, prompt: str) -> AnswerParser | None:
-        """What tells thoughts from what is said, for a model that thinks."""
+        """What separates thoughts from the answer, for a model that thinks."""
         if self._dialect.thoughts is None or self._template is None:
             return None
         special = self._tokenizer.special_tokens

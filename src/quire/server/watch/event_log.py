@@ -1,4 +1,4 @@
-"""What happens to blocks and requests, recorded as it happens and reported as lines of JSON when somebody asks.
+"""What happens to blocks and requests, recorded as it happens and reported as lines of JSON when asked for.
 
 A line holds ids and counts, never a token. All times are seconds since the log began.
 """
@@ -321,5 +321,5 @@ def _shortened(value: Any) -> Any:
 
 
 def _name(digest: bytes) -> str:
-    """Enough of a block's digest to tell it from others."""
+    """Enough of a block's digest to identify it."""
     return digest.hex()[:8]

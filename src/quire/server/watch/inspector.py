@@ -1,7 +1,7 @@
 """The block inspector: records of what happens in the cache, for a page that draws it.
 
 A watcher gets a snapshot of all books, then records of what happened since, at most one every INTERVAL seconds; from
-these he can rebuild every table. While nobody watches, what happens is only noted, so that a snapshot can show the
+these it can rebuild every table. While there is no watcher, what happens is only noted, so that a snapshot can show the
 stories up to it.
 """
 
@@ -32,26 +32,26 @@ log = logging.getLogger("quire.server")
 
 INTERVAL = 0.05  # seconds from one record to the next
 MAX_HISTORY = 400_000  # bytes of events before a snapshot that it reports
-MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for him
+MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for it
 KINDS = {CacheGroup: "attention", StateGroup: "states", RowGroup: "rows"}
 PATIENCE = 0.2  # seconds after which a stream asks for what no record has reported yet
 T = TypeVar("T")
 
 
 class Watcher:
-    """Somebody who watches."""
+    """One reader of the stream."""
 
     def __init__(self, deliver: Callable[[bytes], None]) -> None:
         """deliver: takes a part of the stream, on the engine's thread; an empty one is the end."""
         self.deliver = deliver
-        self.gone = False  # set by whoever reads: he wants nothing more
-        self.num_taken = 0  # bytes; whoever reads counts
+        self.gone = False  # set by the reader: it wants nothing more
+        self.num_taken = 0  # bytes; the reader counts
         self.num_delivered = 0  # bytes; Inspector counts
-        self.missed = False  # records were left out for him: the next thing he gets is a snapshot; set by Inspector
+        self.missed = False  # records were left out: the next thing that it gets is a snapshot; set by Inspector
 
 
 class Inspector:
-    """Tells watchers what happens in an engine. Methods are for the thread that it belongs to, where none is named."""
+    """Reports to watchers what happens in an engine. Methods are for the thread that it belongs to, where none is named."""
 
     def __init__(
         self, engine: Engine, about: Mapping[str, str | int] | None = None, reports_salts: bool = True
@@ -78,7 +78,7 @@ class Inspector:
         return len(self._log) > 0
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Take in what a step reported, and send it to whoever watches if it is time."""
+        """Take in what a step reported, and send it to the watchers if it is time."""
         self._log.observe(events)
         if self._watchers and (time.monotonic() >= self._next_flush or len(self._log) > MAX_UNREPORTED // 2):
             self.flush()
@@ -97,7 +97,7 @@ class Inspector:
             self._hand(watcher, b"")
 
     def unsubscribe(self, watcher: Watcher) -> None:
-        """Tell a watcher nothing more. Any thread may call it."""
+        """Send a watcher nothing more. Any thread may call it."""
         watcher.gone = True
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Inspector:
             self._hand(watcher, b"")
 
     def flush(self) -> None:
-        """Tell whoever watches what happened since the last record."""
+        """Send the watchers what happened since the last record."""
         self._watchers = [watcher for watcher in self._watchers if not watcher.gone]
         if not self._watchers:
             return

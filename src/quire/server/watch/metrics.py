@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names under our prefix, or under theirs, and a few that only Quire has.
 
-What happens is counted on the engine's thread, in plain numbers and without a lock. Whoever scrapes reads them, and
+What happens is counted on the engine's thread, in plain numbers and without a lock. A scrape reads them, and
 the engine's own, while the engine goes on: nothing here waits for a step, and nothing is iterated over that changes.
 """
 
@@ -444,7 +444,7 @@ def _blocks(scheduler: Scheduler, kind: type[AnyGroup]) -> dict[str, int]:
     for group, pool, index in zip(manager.groups, manager.pools, manager.indexes, strict=True):
         if not isinstance(group, kind):
             continue
-        reusable = list(index.by_block)  # one operation of the interpreter: nobody can change it half-way
+        reusable = list(index.by_block)  # one operation of the interpreter: no other thread changes it half-way
         idle = list(map(pool.ref_counts.__getitem__, reusable)).count(0)
         num_free = pool.num_free
         cached += min(idle, num_free)

@@ -1,4 +1,4 @@
-"""A page of the server's own: files beside each other, put together to one that loads nothing from elsewhere."""
+"""A page of the server's own: several files, put together into one that loads nothing else."""
 
 from __future__ import annotations
 

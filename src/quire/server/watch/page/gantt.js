@@ -180,7 +180,7 @@ class TimeView {
       }
     }
     ctx.fillStyle = palette.panel;
-    for (const piece of request.pieces) {  // one after the other, they are told apart
+    for (const piece of request.pieces) {  // one after the other, they can be distinguished
       const x = this.x(piece.at);
       if (piece.from + piece.count < request.prompt && x > GUTTER) ctx.fillRect(x - 0.75, y + 3, 1.5, ROW - 6);
     }

@@ -35,7 +35,7 @@ const COURSES = {
   swaps: { colour: "swap", isCount: true, value: point => point.swaps, say: point => plural(point.swaps, "block") + " swapped" },
 };
 
-const MARGIN = 28, COUNT_MARGIN = 16;  // css pixels beside a course, for its scale
+const MARGIN = 28, COUNT_MARGIN = 16;  // css pixels to the right of a course, for its scale
 function sparkline(canvas, series) {
   const scale = window.devicePixelRatio || 1, width = Math.round(canvas.clientWidth * scale), height = Math.round(canvas.clientHeight * scale);
   if (!width || !height) return;

@@ -312,7 +312,7 @@ class BlockMap {
   }
 }
 
-/** All of a map's blocks in a narrow strip beside it, with a frame around those that are seen. */
+/** All of a map's blocks in a narrow strip at its right, with a frame around those that are seen. */
 class Minimap {
   constructor(canvas, map) {
     this.canvas = canvas; this.map = map; this.ctx = canvas.getContext("2d");

@@ -13,7 +13,7 @@ class Timeline {
     this.chapters = [];   // {at: index, title, caption}
   }
   get end() { return this.items.length - 1; }
-  /** Adds what came. Where nobody follows, a full recording takes no more. */
+  /** Adds what came. While it is paused, a full recording takes no more. */
   add(text, parsed) {
     if (this.size + text.length > MAX_RECORDED) {
       if (!this.isFollowing) { this.isFull = true; return; }

@@ -2,7 +2,7 @@
 // Events as sentences: of a block, of a request, and of all, folded by step with the cause above its effect.
 
 const nameOf = (state, key) => state.label(key);
-const reasons = { stop: "a stop token or text", length: "all its tokens", abort: "taken back", error: "a failed step" };
+const reasons = { stop: "a stop token or text", length: "all its tokens", abort: "aborted", error: "a failed step" };
 const ABOUT_REQUESTS = new Set(["arrived", "ran", "first_token", "preempted", "resumed", "ended"]);
 const ABOUT_ALL = new Set(["evicted", "forgotten", "cleared", "step"]);
 
@@ -17,7 +17,7 @@ function tellOfBlock(event, state, { block, group, isHost }) {
     return null;
   }
   switch (what) {
-    case "allocated": return holds(event[4], block) ? ["given to ", who] : null;
+    case "allocated": return holds(event[4], block) ? ["allocated to ", who] : null;
     case "shared": return holds(event[4], block) ? ["found in the cache by ", who] : null;
     case "forked": return holds(event[5], block) ? ["shared with ", who, " as a fork of ", { name: event[4] }] : null;
     case "copied": return event[4] === block ? [who, " was about to write here, and got the copy ", { block: event[5], group }] : event[5] === block ? ["became a copy of ", { block: event[4], group }, " for ", who] : null;
@@ -26,7 +26,7 @@ function tellOfBlock(event, state, { block, group, isHost }) {
     case "swapped_in": return holds(event[4], block) ? [`back from host block ${expand(event[5])[expand(event[4]).indexOf(block)]} for `, who] : null;
     case "stored": return holds(event[4], block) ? ["full, and reusable as ", { code: event[5][expand(event[4]).indexOf(block)] }] : null;
     case "evicted": return holds(event[3], block) ? ["evicted: its memory was needed (was ", { code: event[4][expand(event[3]).indexOf(block)] }, ")"] : null;
-    case "forgotten": return holds(event[3], block) ? ["forgotten: its request went on, and others hardly begin here (was ", { code: event[4][expand(event[3]).indexOf(block)] }, ")"] : null;
+    case "forgotten": return holds(event[3], block) ? ["forgotten: its request went on, and no other prompt is likely to begin like it (was ", { code: event[4][expand(event[3]).indexOf(block)] }, ")"] : null;
     case "cleared": return ["the prefix cache was reset"];
   }
   return null;
@@ -61,7 +61,7 @@ function tellOfRequest(event, state, key) {
   return null;
 }
 
-/** What an event means for somebody who looks at everything. */
+/** What an event means where nothing is selected. */
 function tellOfAll(event, state) {
   const [what, , g] = event;
   if (what === "evicted") return [`${plural(countOf(event[3]), "block")} evicted `, ...expand(event[3]).slice(0, 4).map(block => ({ block, group: g })), countOf(event[3]) > 4 ? " …" : ""];
@@ -107,7 +107,7 @@ function tellStep({ step, first, events, decoded, count }, state) {
   if (step?.[4]) parts.push(`${plural(step[4], "prompt token")} computed`);
   const arrived = times("arrived") - began.length;
   if (arrived > 0) parts.push(`${arrived} arrived`);
-  for (const [what, at, word] of [["allocated", 4, "given"], ["shared", 4, "found in the cache"], ["forked", 5, "shared by forks"], ["evicted", 3, "evicted"], ["swapped_out", 4, "moved to the host"], ["swapped_in", 4, "brought back"]]) {
+  for (const [what, at, word] of [["allocated", 4, "allocated"], ["shared", 4, "found in the cache"], ["forked", 5, "shared by forks"], ["evicted", 3, "evicted"], ["swapped_out", 4, "moved to the host"], ["swapped_in", 4, "brought back"]]) {
     const blocks = sum(what, at);
     if (blocks) parts.push(`${plural(blocks, "block")} ${word}`);
   }
@@ -166,7 +166,7 @@ function requestChip(key, state, extra = "") {
 }
 const blockChip = (block, group) => chip(String(block), { block, group, isHost: false });
 
-// The tip beside the pointer. Whoever shows it keeps it true, and only the same one may hide it.
+// The tip next to the pointer. Its owner keeps it up to date, and only its owner hides it.
 let tipOwner = null;
 function showTip(owner, title, text, x, y) {
   const tip = $("tip");
