@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from tests.loopback import Quiet, answering
 
 Repositories = Mapping[str, Mapping[str, bytes]]  # the files of each, by their names
 
@@ -21,7 +21,7 @@ def commit_of(name: str) -> str:
 def fake_hub(repositories: Repositories) -> Iterator[str]:
     """The URL of one with these repositories. Each has one commit, which main and v1 name."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         protocol_version = "HTTP/1.1"
 
         def do_HEAD(self) -> None:
@@ -69,18 +69,8 @@ def fake_hub(repositories: Repositories) -> Iterator[str]:
             if self.command == "GET":
                 self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
     def _known(repository: str, revision: str) -> bool:
         return revision in ("main", "v1", commit_of(repository))
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(Handler) as url:
+        yield url

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.loopback import Quiet, answering
 
 
 def chunk(text: str | None = None, thought: str | None = None, reason: str | None = None) -> bytes:
@@ -24,7 +24,7 @@ def fake_server(parts: Sequence[bytes], status: int = 200, models: bytes | None 
     """The URL of one that answers a chat with these parts, and then hangs up."""
     listed = json.dumps({"data": [{"id": "fake"}]}).encode() if models is None else models
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
@@ -39,15 +39,5 @@ def fake_server(parts: Sequence[bytes], status: int = 200, models: bytes | None 
             for part in parts:
                 self.wfile.write(part)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(Handler) as url:
+        yield url

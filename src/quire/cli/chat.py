@@ -8,24 +8,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.options import ENGINE, ApiKey, complete_model, fail, no_model, taken_model, with_options
+from quire.cli.options import (
+    ENGINE,
+    OF_MANY,
+    ApiKey,
+    ModelName,
+    fail,
+    field_option,
+    no_model,
+    taken_model,
+    with_options,
+)
 from quire.config import parse_loras
 from quire.errors import QuireError
+from quire.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.terminal.partner import Partner
 
-# Of many requests at a time: here there is one, in steps short enough that Ctrl-C is soon heard.
-OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
+# One request at a time, in steps short enough that Ctrl-C is soon heard.
 ONE: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
 
 
 @with_options(*ENGINE, without=OF_MANY)
 def chat(
     context: typer.Context,
-    model_name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", autocompletion=complete_model)
-    ] = None,
+    model_name: ModelName = None,
     message: Annotated[
         str | None, typer.Argument(metavar="MESSAGE", help="Answer this alone, and end. - reads it from stdin.")
     ] = None,
@@ -40,9 +48,7 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the most probable token each time. Default: the model's own, else 1.")
     ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file of a chat template, instead of the model's own.")
-    ] = None,
+    chat_template: Annotated[Path | None, field_option(ServerConfig, "chat_template")] = None,
     lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that answers.")] = None,
     markdown: Annotated[bool, typer.Option(help="Render the markdown of answers, where the terminal can.")] = True,
     **options: Any,

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.options import ENGINE, AsJson, fail, with_options
+from quire.cli.options import ENGINE, OF_MANY, AsJson, fail, with_options
 from quire.config import parse_loras
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
     from quire import LLM, SamplingParams
     from quire.text import RequestOutput
-
-
-# Of many prompts, or of several adapters: no word of these for a handful of prompts.
-OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
 
 
 @with_options(*ENGINE, without=OF_MANY)

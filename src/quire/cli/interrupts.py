@@ -16,7 +16,8 @@ STOPPING = "\nstopping as soon as the present step is done; Ctrl-C again ends it
 def said_interrupts() -> Iterator[None]:
     """Within it the first interrupt is said on standard error and raised, and the second one ends the process.
 
-    Where interrupts are ignored, as for what a shell starts in the background, or are handled by other code, nothing changes.
+    Where interrupts are ignored, as for what a shell starts in the background, or other code handles them, nothing
+    changes.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

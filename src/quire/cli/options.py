@@ -16,6 +16,8 @@ from quire.server.logs import JSON
 
 Config = type[Any]  # a dataclass with options
 ENGINE = (EngineConfig, CacheConfig)  # their fields are what `quire.LLM` takes
+# Fields of these for many requests at a time, or several adapters: commands that serve a few have no options for them.
+OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
 MEMORY = int | float | str  # bytes, or a share
 
 
@@ -105,6 +107,11 @@ def complete_model(incomplete: str) -> list[str]:
     from quire.models.cached import cached_names
 
     return [name for name in cached_names() if name.startswith(incomplete)]
+
+
+ModelName = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="The same as --model.", autocompletion=complete_model)
+]
 
 
 def no_model(command: str) -> str:

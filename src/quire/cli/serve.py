@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli.config_file import read_config_file
-from quire.cli.options import ENGINE, complete_model, fail, fail_in, no_model, taken, taken_model, with_options
+from quire.cli.options import ENGINE, ModelName, fail, fail_in, no_model, taken, taken_model, with_options
 from quire.errors import QuireError
 from quire.importing import uncollected
 from quire.server.logs import JSON, fields, set_up_logs
@@ -25,9 +25,7 @@ log = logging.getLogger("quire.server")
 @with_options(ServerConfig, *ENGINE)
 def serve(
     context: typer.Context,
-    model_name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", autocompletion=complete_model)
-    ] = None,
+    model_name: ModelName = None,
     _config: Annotated[
         Path | None,
         typer.Option("--config", help="YAML: these options by name.", is_eager=True, callback=read_config_file),

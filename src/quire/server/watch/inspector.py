@@ -51,7 +51,7 @@ class Watcher:
 
 
 class Inspector:
-    """Reports to watchers what happens in an engine. Methods are for the thread that it belongs to, where none is named."""
+    """Reports to watchers what happens in an engine. Methods are for the thread that it belongs to, or say which."""
 
     def __init__(
         self, engine: Engine, about: Mapping[str, str | int] | None = None, reports_salts: bool = True
