@@ -11,17 +11,19 @@ import io
 import json
 import random
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
+from quire_bench.server.process import running
+
 ROOT = Path(__file__).parent.parent
-SERVE = ["-m", "quire", "serve", "--port", "0", "--num-blocks", "768", "--max-num-seqs", "40"]
+SERVE = ["serve", "--port", "0", "--num-blocks", "768", "--max-num-seqs", "40"]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 CLIENTS = 22
 WARM_UP = 24.0  # seconds of load before a picture is taken
@@ -86,36 +88,25 @@ def film(page: Page, path: Path) -> None:
 def main() -> None:
     """Serve, ask, look."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
-    server = subprocess.Popen(
-        [sys.executable, *SERVE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
     stop = threading.Event()
-    try:
-        assert server.stdout is not None
-        line = next(line for line in server.stdout if "http://" in line)
-        port = int(line.split("http://")[1].split()[0].rsplit(":", 1)[1])
+    with running(*SERVE) as server, sync_playwright() as playwright:
+        port = urlsplit(server.url).port
         clients = [threading.Thread(target=ask, args=(port, seed, stop), daemon=True) for seed in range(CLIENTS)]
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
-            page = browser.new_page(
-                viewport={"width": 1280, "height": 800}, device_scale_factor=1.5, color_scheme="dark"
-            )
-            page.goto(f"http://127.0.0.1:{port}/inspector")
-            for client in clients:
-                client.start()
-                time.sleep(0.1)
-            time.sleep(WARM_UP)
-            take(page, out / "inspector.png", MOST_SHARED)
-            film(page, out / "inspector.webp")
-            page.emulate_media(color_scheme="light")
-            take(page, out / "inspector-request.png", MOST_TOLD)
-            browser.close()
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, device_scale_factor=1.5, color_scheme="dark")
+        page.goto(f"{server.url}/inspector")
+        for client in clients:
+            client.start()
+            time.sleep(0.1)
+        time.sleep(WARM_UP)
+        take(page, out / "inspector.png", MOST_SHARED)
+        film(page, out / "inspector.webp")
+        page.emulate_media(color_scheme="light")
+        take(page, out / "inspector-request.png", MOST_TOLD)
+        browser.close()
         stop.set()
         for client in clients:
             client.join()
-    finally:
-        server.terminate()
-        server.wait(30)
 
 
 if __name__ == "__main__":
