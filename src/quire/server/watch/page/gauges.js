@@ -14,8 +14,8 @@ function drawGauges(state) {
   put($("g-running"), fmt(gauges.running));
   put($("g-queue"), `${fmt(gauges.waiting)} waiting${gauges.swapped ? ` · ${fmt(gauges.swapped)} out` : ""}`);
   put($("g-rate"), fmt(last.rate || 0)); put($("g-prompt"), `prompts ${fmt(last.prompt || 0)}/s`);
-  put($("g-copies"), fmt(gauges.copies)); put($("g-evictions"), fmt(gauges.evictions));
-  put($("g-preemptions"), fmt(gauges.preemptions)); put($("g-swaps"), fmt(gauges.swapped_out + gauges.swapped_in));
+  put($("g-copies"), brief(gauges.copies)); put($("g-evictions"), brief(gauges.evictions));
+  put($("g-preemptions"), brief(gauges.preemptions)); put($("g-swaps"), brief(gauges.swapped_out + gauges.swapped_in));
   if (drawGauges.series === last.time && drawGauges.theme === palette.panel) return;
   drawGauges.series = last.time; drawGauges.theme = palette.panel;
   document.querySelectorAll("canvas[data-series]").forEach(canvas => sparkline(canvas, state.series));
