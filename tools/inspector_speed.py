@@ -207,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    {("--serve",): serve, ("--unwatched",): unwatched}.get(tuple(sys.argv[1:]), main)()
+    {"--serve": serve, "--unwatched": unwatched}.get(" ".join(sys.argv[1:]), main)()
