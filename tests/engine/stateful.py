@@ -47,10 +47,11 @@ class StatefulModel:
     origin, quantisation, weight_bytes = "a test", None, WeightBytes()
     max_model_len, eos_token_ids = 2_048, frozenset[int]()
     rows_keep_bits, capturable = True, False
-    loras = None
+    loras = exchange = None
 
     def __init__(self, dtype: torch.dtype, shape: Shape = Shape()) -> None:
         self.dtype, self.config, self.backend = dtype, shape, load("auto")
+        self.whole = self.config
         generator = torch.Generator().manual_seed(4)
 
         def weight(*sizes: int) -> Tensor:

@@ -52,6 +52,7 @@ IN: dict[str, tuple[dict[str, Any], set[str]]] = {
 OUT: dict[str, dict[str, Any]] = {
     "model": {"model": str(EMBEDDED)},
     "device": {"device": "cpu"},
+    "tensor_parallel_size": {"tensor_parallel_size": 2},
     "generation_config": {"generation_config": "none"},
     "prefetch": {"prefetch": "t0:2560:t1"},
     "reproducible": {"reproducible": True},

@@ -105,7 +105,15 @@ def test_it_offers_the_whole_protocol(backend, device):
     assert ops.load(backend.name, device) is backend
     names = [name for name, _ in inspect.getmembers(ops.Backend, inspect.isfunction) if not name.startswith("_")]
     assert {"attention", "write_kv", "merge_states", "rope"} <= set(names)
-    own = {"unavailable", "set_prefetch", "linears", "compile", "swap"}  # what a backend spells out itself
+    own = {
+        "unavailable",
+        "set_prefetch",
+        "linears",
+        "compile",
+        "swap",
+        "exchange",
+        "exchange_bytes",
+    }  # what a backend spells out itself
     for name in set(names) - own:
         assert getattr(type(backend), name) is getattr(ops.Backend, name), f"{name} is checked in one place"
 

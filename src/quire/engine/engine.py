@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from quire.batch import Batch
 from quire.cache.events import Listener
-from quire.cache.groups import CacheGroup, StateGroup, StatePools, check_pieces, has_states
+from quire.cache.groups import CacheGroup, StateGroup, check_pieces, has_states
 from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
@@ -22,6 +21,7 @@ from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop, StepRunner
 from quire.engine.order import ORDERS
+from quire.engine.packing import Pools, pack
 from quire.engine.plan import Plan
 from quire.engine.ranks import LeadingRunner
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
@@ -316,7 +316,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     )
     pools = Pools(num_blocks, num_host_blocks, state_pools)
     if model.exchange is not None:
-        model.exchange.send(pickle.dumps(pools))
+        model.exchange.send(pack(pools))
     eager = make_runner(Runner if model.exchange is None else LeadingRunner, model, backend, config, pools)
     runner: StepRunner = eager
     limits = runner_limits(model, config)
@@ -325,14 +325,6 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     buffers = Buffers(groups, block_size, *limits)
     seed, loras = config.seed, model.loras
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, seed, loop, loras)
-
-
-class Pools(NamedTuple):
-    """Blocks of a cache."""
-
-    num_blocks: int
-    num_host_blocks: int
-    states: StatePools
 
 
 def runner_limits(model: Model, config: EngineConfig) -> tuple[int, int, int]:

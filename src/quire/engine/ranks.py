@@ -7,19 +7,14 @@ waiting for one another, so it ends the group.
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Sequence
-from copyreg import dispatch_table
-from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from quire.batch import Batch, SamplingRows
+from quire.batch import Batch
 from quire.cache.storage import KVCache
+from quire.engine.packing import pack_batch, unpack
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Reader, Runner
 from quire.models.model import Model
@@ -60,7 +55,7 @@ class LeadingRunner(_RankRunner):
     def launch(self, batch: Batch) -> Launched:
         """As a runner alone, with the other ranks."""
         try:
-            self.exchange.send(pack(batch))
+            self.exchange.send(pack_batch(batch))
             return super().launch(batch)
         except BaseException:
             self.exchange.lose(0)
@@ -98,28 +93,3 @@ class FollowingRunner(_RankRunner):
 
 def _nothing(output: StepOutput) -> None:
     """There is nothing to report: rank 0 does that."""
-
-
-class _Pickler(pickle.Pickler):
-    """Tensors as arrays, which is many times as fast."""
-
-    dispatch_table = dispatch_table.copy()
-    dispatch_table[Tensor] = lambda tensor: (_tensor, (tensor.numpy(),))
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(array)
-
-
-def pack(batch: Batch) -> bytes:
-    """What the other ranks need of a batch."""
-    wanted = replace(batch, sampling=cast(SamplingRows, None), logit_ids=[])  # which rank 0 alone looks at
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(wanted)
-    return buffer.getvalue()
-
-
-def unpack(message: bytes) -> Batch:
-    """The batch of which that was made."""
-    batch: Batch = pickle.loads(message)
-    return batch

@@ -10,6 +10,7 @@ is left out, since no token, logprob or digest of a block depends on it:
           max_model_len                          ends sequences, and chooses longrope's factors
           attention_backend, model_impl          whose operators and layers compute
     out   model, gguf_file, tokenizer            where the files lie; their contents are in
+          tensor_parallel_size                   how many processes compute: no sum is divided among them
           device, prefetch                       which GPU, how memory is fetched; what is computed there is probed
           reproducible                           where bits need it, there is no fingerprint without it
           max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, num_speculative_tokens

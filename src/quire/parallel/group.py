@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -73,7 +72,7 @@ class Group:
 
         Raises ConfigError where options differ, GroupLost where a rank does not come.
         """
-        self.agree("options", _options(config), JOIN_WITHIN)
+        self.agree("options", {name: repr(value) for name, value in launch.options(config).items()}, JOIN_WITHIN)
         places = self.said("place", json.dumps([host_name(), self._before.cpus]))
         alike = [rank for rank, place in enumerate(places) if place == places[self.rank]]
         self._taken = self._before.part(alike.index(self.rank), len(alike))
@@ -230,11 +229,6 @@ def _met(place: launch.Place) -> Store:
     if again:
         raise ConfigError("the processes of a launcher compute one model; this is the second one with several ranks")
     return store
-
-
-def _options(config: EngineConfig) -> dict[str, str]:
-    own = {one.name: repr(getattr(config, one.name)) for one in fields(config) if one.name != "cache"}
-    return own | {one.name: repr(getattr(config.cache, one.name)) for one in fields(config.cache)}
 
 
 def host_name() -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import subprocess
 import sys
-from typing import NamedTuple, Protocol
+from dataclasses import fields
+from typing import Any, NamedTuple, Protocol
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, engine_config
 from quire.errors import ConfigError
 
 GIVEN = "QUIRE_RANK"  # what rank 0 says to a process that it starts
@@ -76,13 +77,19 @@ def threads(cores: int) -> int:
     return int(given) if given.isdecimal() and int(given) > 1 else cores
 
 
+def options(config: EngineConfig) -> dict[str, Any]:
+    """The config's options, those of the cache among them, as `engine_config` takes them."""
+    own = {one.name: getattr(config, one.name) for one in fields(config) if one.name != "cache"}
+    return own | {one.name: getattr(config.cache, one.name) for one in fields(config.cache)}
+
+
 def given() -> Given:
     """What rank 0 has started this process with."""
-    found: Given = pickle.loads(bytes.fromhex(os.environ[GIVEN]))
-    return found
+    said = json.loads(os.environ[GIVEN])
+    return Given(**said | {"config": engine_config(**said["config"])})
 
 
 def start(what: Given) -> Process:
     """A rank as a process of this host."""
-    variables = {**os.environ, GIVEN: pickle.dumps(what).hex()}
+    variables = {**os.environ, GIVEN: json.dumps(what._asdict() | {"config": options(what.config)})}
     return subprocess.Popen([sys.executable, "-m", "quire.parallel.worker"], env=variables, stdin=subprocess.DEVNULL)

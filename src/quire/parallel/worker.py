@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 import sys
 from contextlib import suppress
@@ -13,7 +12,8 @@ from quire import ops
 from quire.bits.parts import model_parts
 from quire.cache.sizing import free_memory
 from quire.config import EngineConfig
-from quire.engine.engine import Pools, make_runner
+from quire.engine.engine import make_runner
+from quire.engine.packing import Pools, unpack
 from quire.engine.ranks import FollowingRunner
 from quire.errors import QuireError
 from quire.models import load_model, locate
@@ -53,7 +53,7 @@ def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Exc
     model = load_model(files, config, backend, exchange)
     if (free := free_memory()) is not None:
         least(exchange, free // exchange.size_here)  # for the size of the cache, which is rank 0's choice
-    pools: Pools = pickle.loads(exchange.receive())
+    pools: Pools = unpack(exchange.receive())
     return make_runner(FollowingRunner, model, backend, config, pools)
 
 
