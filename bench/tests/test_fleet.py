@@ -134,7 +134,7 @@ def test_what_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 def _forked(forks: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes start in a fraction of the time. tests/fleet/test_fleet_command.py starts them as everywhere."""
     monkeypatch.setattr("quire_bench.fleet.running.running", forks.running)
-    monkeypatch.setattr("quire_bench.fleet.overhead.running", forks.running)
+    monkeypatch.setattr("quire_bench.server.process.running", forks.running)
 
 
 @pytest.mark.slow
