@@ -40,6 +40,8 @@ aborted waiting, aborted running, aborted swapped, aborted under way, planned ah
 class OverlappedRun(RandomRun):
     """A random run whose steps overlap, on a device that computes as late as can be."""
 
+    may_have_disk = False  # that is for CPUs, where steps do not overlap
+
     def __init__(self, seed: int, seen: Counter[str]) -> None:
         super().__init__(seed, seen, checked=True)
         scheduler, manager = self.scheduler, self.scheduler.manager

@@ -164,6 +164,8 @@ class Disk:
 class RandomRun(Simulation):
     """A simulation with a random load and random aborts. Counts in `seen` what happened."""
 
+    may_have_disk = True
+
     def __init__(self, seed: int, seen: Counter[str], checked: bool) -> None:
         rng = self.rng = random.Random(seed)
         self.seen = seen
@@ -201,7 +203,7 @@ class RandomRun(Simulation):
             self.runner = FakeRunner(scheduler.manager.num_blocks, size, self.groups, host_blocks, state_pools=pools)
             self.buffers = Buffers(self.groups, size, *limits)
             scheduler.manager.listeners.append(self.replay.take)
-            if rng.random() < 0.3:
+            if rng.random() < 0.3 and self.may_have_disk:
                 self.disk = Disk(self, self.runner)
             if rng.random() < 0.25:
                 self.break_things()
