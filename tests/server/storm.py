@@ -133,6 +133,9 @@ def storm(server: Serving, count: int, seed: int) -> Report:
     before = num_tasks(server), num_descriptors(server), num_threads()
     completed = asyncio.run(clients(server, count, seed))
     settle(server)
+    end = time.monotonic() + 60
+    while num_tasks(server) > before[0] and time.monotonic() < end:  # some wait for a template's process
+        time.sleep(0.05)
     after = num_tasks(server), num_descriptors(server), num_threads()
     leaked = [
         f"{now - then} {what}"

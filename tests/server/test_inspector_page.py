@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,11 @@ def test_100_000_blocks(browser: Any) -> None:
         per = it.ask("inspector.device.per")
         assert per > 1
         assert it.ask("inspector.device.count") < 100_000  # those never used are hidden
-        drawn = it.ask("({...inspector.device.drawn})")
+        drawn, before = it.ask("({...inspector.device.drawn})"), -1
+        while drawn["all"] != before:  # the page's layout comes to rest
+            before = drawn["all"]
+            time.sleep(0.3)
+            drawn = it.ask("({...inspector.device.drawn})")
         used = pool.num_used
         for _ in range(5):
             it.worker.steps(1)
