@@ -47,7 +47,7 @@ docs: $(INSTALLED)  ## the documentation: build/site/index.html
 	$(BIN)/mkdocs build --strict
 
 VERSION = dev
-docs-version: $(INSTALLED)  ## the documentation of one version beside the others, on the branch gh-pages: VERSION=0.1.0 ALIAS=latest PUSH=--push
+docs-version: $(INSTALLED)  ## the documentation of one version next to the others, on the branch gh-pages: VERSION=0.1.0 ALIAS=latest PUSH=--push
 	$(BIN)/mike deploy --update-aliases $(PUSH) $(VERSION) $(ALIAS)
 	$(BIN)/mike set-default --allow-undefined $(PUSH) latest
 

@@ -233,7 +233,7 @@ class Leap:
         if not self._manager.evicts(len(taken)):
             self._take(taken[-1][0], [request for _, request in taken])
             return
-        for step, those in groupby(taken, itemgetter(0)):  # others are told when
+        for step, those in groupby(taken, itemgetter(0)):  # the others hear of them when
             self._take(step, [request for _, request in those])
 
     def _take(self, step: int, requests: list[Request]) -> None:
