@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from subprocess import TimeoutExpired
+from subprocess import Popen, TimeoutExpired
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Group:
         store: Store,
         rank: int,
         size: int,
-        processes: Sequence[launch.Process] = (),
+        processes: Sequence[Popen[bytes]] = (),
         directory: Path | None = None,
         launched: bool = False,
     ) -> None:

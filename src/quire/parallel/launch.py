@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol
+from subprocess import DEVNULL, Popen
+from typing import Any, NamedTuple
 
 from quire.config import EngineConfig, engine_config
 from quire.errors import ConfigError
@@ -31,23 +31,6 @@ class Given(NamedTuple):
     store: str  # path of the file through which the ranks meet
     threads: int  # of all ranks together
     config: EngineConfig
-
-
-class Process(Protocol):
-    """One of the other ranks, as its starter sees it."""
-
-    @property
-    def pid(self) -> int:
-        """Its number on this host."""
-
-    def poll(self) -> int | None:
-        """Its exit status; None: it runs."""
-
-    def wait(self, timeout: float) -> int:
-        """Wait for its end, at most so many seconds. Raises an exception where it runs on."""
-
-    def kill(self) -> None:
-        """End it at once."""
 
 
 def place() -> Place | None:
@@ -89,7 +72,7 @@ def given() -> Given:
     return Given(**said | {"config": engine_config(**said["config"])})
 
 
-def start(what: Given) -> Process:
+def start(what: Given) -> Popen[bytes]:
     """A rank as a process of this host."""
     variables = {**os.environ, GIVEN: json.dumps(what._asdict() | {"config": options(what.config)})}
-    return subprocess.Popen([sys.executable, "-m", "quire.parallel.worker"], env=variables, stdin=subprocess.DEVNULL)
+    return Popen([sys.executable, "-m", "quire.parallel.worker"], env=variables, stdin=DEVNULL)
