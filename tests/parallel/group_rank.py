@@ -1,6 +1,7 @@
 """A rank of a group that a launcher has started: python -m tests.parallel.group_rank [WHAT]. Rank 0 prints an answer.
 
-apart: the ranks cannot open the same memory, as on several hosts. load, step: rank 1 fails there.
+apart: the ranks cannot open the same memory, as on several hosts. load, step: rank 1 fails there. weights: it has
+others than rank 0.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def main() -> None:
         group.mapped = _apart
     if what == "load" and os.environ["RANK"] == "1":
         worker.follower = _fail
+    if what == "weights" and os.environ["RANK"] == "1":
+        worker.model_parts = lambda *_: {"weights": "others"}
     if what == "step" and os.environ["RANK"] == "1":
         FollowingRunner.compute = _fail  # type: ignore[assignment]
     options = json.loads(os.environ.get("OPTIONS", "{}"))

@@ -200,6 +200,14 @@ def test_ranks_that_disagree() -> None:
         assert second.returncode
 
 
+def test_ranks_that_have_loaded_other_weights() -> None:
+    with ranks("weights") as (first, second):
+        _, errors = first.communicate(timeout=60)
+        assert "rank 1 of the tensor-parallel group has weights 'others', and rank 0 '" in errors
+        assert first.returncode
+        assert second.wait(20)
+
+
 def test_ranks_of_another_number() -> None:
     with ranks(WORLD_SIZE="3") as (first, _):
         assert "tensor_parallel_size is 2, and a launcher has started 3 processes" in first.communicate(timeout=60)[1]

@@ -47,7 +47,7 @@ QUIRE_EXPORT int32_t quire_exchange_lost(Exchange* of) { return of->memory->lost
 
 QUIRE_EXPORT void quire_exchange_lose(Exchange* of, int32_t rank) { of->lose(rank); }
 
-// Each rank's `bytes` bytes, those of rank 0 first. to: null: they are not wanted. Returns 0, or -1 where a rank is lost.
+// Each rank's `bytes` bytes, those of rank 0 first. Returns 0, or -1 where a rank is lost.
 QUIRE_EXPORT int32_t quire_exchange_gather(Exchange* of, const char* from, int64_t bytes, char* to) {
     for (int64_t at = 0; at < bytes; at += of->slot_bytes) {
         const int64_t count = bytes - at < of->slot_bytes ? bytes - at : of->slot_bytes;
@@ -55,7 +55,7 @@ QUIRE_EXPORT int32_t quire_exchange_gather(Exchange* of, const char* from, int64
         memcpy(of->slot(of->rank), from + at, (size_t)count);
         of->publish();
         if (!of->wait_for_all()) return -1;
-        for (int r = 0; to && r < of->size; r++) memcpy(to + r * bytes + at, of->slot(r), (size_t)count);
+        for (int r = 0; r < of->size; r++) memcpy(to + r * bytes + at, of->slot(r), (size_t)count);
     }
     return 0;
 }
