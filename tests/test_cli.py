@@ -378,7 +378,7 @@ def run(self, batch):
 Runner.run = run
 main()
 """
-LINGERING = "import atexit, time; atexit.register(time.sleep, 3600)\n"  # as where a last step is long
+LINGERING = INTERRUPTED.replace("main()\n", "try:\n    main()\nfinally:\n    time.sleep(3600)\n")  # as a long last step
 
 
 @pytest.mark.slow
@@ -401,7 +401,7 @@ ASKED = "import io, sys; sys.stdin = io.StringIO('a stack')\n"
 
 @pytest.mark.slow
 def test_the_second_interrupt_ends_it_at_once_without_a_traceback(forks: Spawner) -> None:
-    process = forks.start("generate", "x", "--max-tokens", "900", program=LINGERING + INTERRUPTED)
+    process = forks.start("generate", "x", "--max-tokens", "900", program=LINGERING)
     process.said("in a step")
     process.send(signal.SIGINT)
     process.said("stopping as soon as")
