@@ -22,7 +22,7 @@ from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow
 from tests.fleet.serving import SECRET, Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.forks import Spawner
-from tests.server.collected import ENDPOINT, Kept, collecting, is_below, until
+from tests.server.collected import ENDPOINT, Kept, collecting, counted, flush, is_below, until
 from tests.server.serving import Serving
 
 BODY = {"prompt": list(range(5, 45)), "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -33,7 +33,7 @@ def traced(count: int = 2) -> Iterator[tuple[Kept, list[Serving], Front]]:
     """A fleet whose spans all go to one place."""
     kept = Kept()
     patch = pytest.MonkeyPatch()
-    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: cls(kept, *names)))
+    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: counted(cls(kept, *names))))
     try:
         with (
             replicas(count, otlp_traces_endpoint=ENDPOINT) as servers,
@@ -48,11 +48,6 @@ def traced(count: int = 2) -> Iterator[tuple[Kept, list[Serving], Front]]:
 def fleet() -> Iterator[tuple[Kept, list[Serving], Front]]:
     with traced() as found:
         yield found
-
-
-def flush(*servers: Serving) -> None:
-    for server in servers:
-        server.service.traces._provider.force_flush()
 
 
 def clear(fleet: tuple[Kept, list[Serving], Front]) -> tuple[Kept, list[Serving], Front]:
@@ -197,7 +192,7 @@ def test_a_drained_replica() -> None:
 def test_replicas_without_traces_serve_a_gateway_that_has_them() -> None:
     kept = Kept()
     patch = pytest.MonkeyPatch()
-    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: cls(kept, *names)))
+    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: counted(cls(kept, *names))))
     with replicas(1) as servers, fronting(servers[0].url, otlp_traces_endpoint=ENDPOINT) as front:
         assert front.post("/v1/completions", **BODY).status == 200
         flush(front)

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 ENDPOINT = "http://127.0.0.1:9/v1/traces"  # where nothing listens
@@ -28,6 +28,37 @@ class Kept(SpanExporter):
 
     def named(self, name: str) -> list[ReadableSpan]:
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.start_time)
+
+
+class Open(SpanProcessor):
+    """Counts the spans that have begun and not ended: a request's ends a moment after its client has the answer."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        with self._lock:
+            self.count += 1
+
+    def on_end(self, span: Any) -> None:
+        with self._lock:
+            self.count -= 1
+
+
+def counted(traces: Any) -> Any:
+    """These traces, whose open spans `flush` waits for."""
+    traces.open = Open()
+    traces._provider.add_span_processor(traces.open)
+    return traces
+
+
+def flush(*servers: Any) -> None:
+    """Export all spans of these servers, once those that began have ended."""
+    for server in servers:
+        traces = server.service.traces
+        until(lambda traces=traces: traces.open.count == 0)
+        traces._provider.force_flush()
 
 
 class Failing(SpanExporter):

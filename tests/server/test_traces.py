@@ -21,7 +21,7 @@ from quire.server.run import open_traces
 from quire.server.server_config import ServerConfig
 from quire.server.watch import traces as traced
 from quire.server.watch.traces import Traces
-from tests.server.collected import ENDPOINT, Failing, Kept, is_below
+from tests.server.collected import ENDPOINT, Failing, Kept, counted, flush, is_below
 from tests.server.serving import Serving, serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -33,7 +33,7 @@ BODY = {"prompt": "import", "max_tokens": 5, "temperature": 0, "ignore_eos": Tru
 def tracing(exporter: Any, **config: Any) -> Iterator[Serving]:
     """A server whose spans go there."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: cls(exporter, *names)))
+    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: counted(cls(exporter, *names))))
     try:
         with serving(otlp_traces_endpoint=ENDPOINT, **config) as server:
             yield server
@@ -55,11 +55,11 @@ def server(kept: Kept) -> Iterator[Serving]:
 @pytest.fixture
 def spans(server: Serving, kept: Kept) -> Callable[[str], list[Any]]:
     """The spans of a name since this test began."""
-    server.service.traces._provider.force_flush()
+    flush(server)
     kept.spans.clear()
 
     def named(name: str) -> list[Any]:
-        server.service.traces._provider.force_flush()
+        flush(server)
         return kept.named(name)
 
     return named
