@@ -27,11 +27,9 @@ def ranks(
 
     try:
         found = measure(model, size or [1, 2], threads, runs, steps, sequences, tokens)
-        exchanges = {
-            f"{through}, {rows} x 2,048 fp32": exchange_seconds(rows, 2000 // rows, through)
-            for through in ("memory", "gloo")
-            for rows in (1, 64)
-        }
+        cases = [(through, rows, 2000 // rows) for through in ("memory", "gloo") for rows in (1, 64)]
+        names = [f"{through}, {rows} x 2,048 fp32" for through, rows, _ in cases]
+        exchanges = dict(zip(names, exchange_seconds(cases), strict=True))
     except QuireError as error:
         fail(error)
     if as_json:

@@ -84,15 +84,15 @@ def _seconds(llm: LLM, tokens: int, sequences: int, new: int) -> float:
     return time.perf_counter() - start
 
 
-def exchange_seconds(rows: int, count: int, through: str) -> float:
-    """Median of an exchange of so many rows of 2,048 fp32 numbers between two processes.
+def exchange_seconds(cases: Sequence[tuple[str, int, int]]) -> list[float]:
+    """Medians of exchanges of rows of 2,048 fp32 numbers between two processes.
 
-    through: "memory" or "gloo".
+    cases: "memory" or "gloo"; the number of rows; how many times to exchange them.
     """
     with tempfile.NamedTemporaryFile(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as file:
         file.truncate(ops.load("cpu").exchange_bytes(2))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=1))
-        work = partial(_rank, file.name, store.port, rows, count, through)
+        work = partial(_rank, file.name, store.port, cases)
         other = multiprocessing.get_context("spawn").Process(target=work, args=(1,))
         other.start()
         try:
@@ -101,19 +101,22 @@ def exchange_seconds(rows: int, count: int, through: str) -> float:
             other.join(30)
 
 
-def _rank(path: str, port: int, rows: int, count: int, through: str, rank: int) -> float:
+def _rank(path: str, port: int, cases: Sequence[tuple[str, int, int]], rank: int) -> list[float]:
     torch.set_num_threads(1)
     backend, store = ops.load("cpu"), TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(minutes=1))
-    exchange: Exchange
-    if through == "memory":
-        size = backend.exchange_bytes(2)
-        exchange = backend.exchange(torch.from_file(path, shared=True, size=size, dtype=torch.uint8), rank, 2)
-    else:
-        exchange = TorchExchange(store, rank, 2, size_here=2)
-    x, took = torch.randn(rows, ROW), []
-    for _ in range(count):
-        start = time.perf_counter()
-        exchange.gather(x)
-        took.append(time.perf_counter() - start)
-    exchange.leave()
-    return statistics.median(took)
+    memory = torch.from_file(path, shared=True, size=backend.exchange_bytes(2), dtype=torch.uint8)
+    exchanges: dict[str, Exchange] = {
+        "memory": backend.exchange(memory, rank, 2),
+        "gloo": TorchExchange(store, rank, 2, size_here=2),
+    }
+    medians = []
+    for through, rows, count in cases:
+        x, took = torch.randn(rows, ROW), []
+        for _ in range(count):
+            start = time.perf_counter()
+            exchanges[through].gather(x)
+            took.append(time.perf_counter() - start)
+        medians.append(statistics.median(took))
+    for exchange in exchanges.values():
+        exchange.leave()
+    return medians
