@@ -17,11 +17,16 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+import quire.llm
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.chosen import chosen
+from quire.config import EngineConfig
 from quire.errors import ConfigError, GroupLost, Unsupported
+from quire.models.weights import Weights
+from quire.ops import Backend
 from quire.ops.cpu import native
 from quire.parallel.cores import Binding, by_place
+from quire.parallel.group import Group
 from tests.models.checkpoints import save
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -131,6 +136,30 @@ def test_why_a_rank_has_failed_is_said(where: str) -> None:
         assert "GroupLost: rank 1 of the tensor-parallel group has failed: this rank is broken" in errors
         assert first.returncode == 1
         assert second.wait(10) == 1
+
+
+def test_a_rank_that_dies_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Group] = []
+    names: list[str] = []
+    join, read = quire.llm.join, Weights.__getitem__
+
+    def joined(config: EngineConfig, backend: Backend) -> Group:
+        groups.append(join(config, backend))
+        return groups[0]
+
+    def read_and_kill(weights: Weights, name: str) -> Any:
+        names.append(name)
+        groups[0].processes[0].kill()
+        deadline = time.monotonic() + 20
+        while groups[0].exchange.lost is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return read(weights, name)
+
+    monkeypatch.setattr(quire.llm, "join", joined)
+    monkeypatch.setattr(Weights, "__getitem__", read_and_kill)
+    with pytest.raises(GroupLost, match="rank 1 of the tensor-parallel group has died or hangs"):
+        LLM(num_blocks=100, tensor_parallel_size=2)
+    assert len(names) == 1  # no other weight is read
 
 
 def test_a_group_that_was_stopped_as_a_whole_goes_on() -> None:

@@ -118,7 +118,9 @@ class ShardWeights(Mapping[str, Weight]):
         self._weights, self._shard = weights, shard
 
     def __getitem__(self, name: str) -> Weight:
-        """The rank's rows of the weight of that name."""
+        """The rank's rows of the weight of that name. Raises GroupLost where another rank has died meanwhile."""
+        if self._shard.exchange.lost is not None:
+            raise self._shard.exchange.loss()
         weight, rows = self._weights[name], self._rows(name)
         if rows is None:
             return weight

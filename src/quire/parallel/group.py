@@ -88,6 +88,7 @@ class Group:
         exchange.reason = self._failure
         self._exchange = exchange
         threading.Thread(target=self._watch, args=(exchange,), name="quire-ranks", daemon=True).start()
+        self.said("formed", "")  # from here on a rank that dies is seen to be lost
 
     def agree(self, what: str, own: Mapping[str, str], seconds: float) -> None:
         """Raise ConfigError unless all ranks have the same. what: a name for it, that was not used before."""

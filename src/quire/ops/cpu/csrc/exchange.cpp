@@ -36,7 +36,9 @@ QUIRE_EXPORT void quire_exchange_watch(Exchange* of, int32_t ends) {
 QUIRE_EXPORT int64_t quire_exchange_bytes(int32_t size, int64_t slot_bytes) { return Exchange::SLOTS + 2 * size * slot_bytes; }
 
 QUIRE_EXPORT Exchange* quire_exchange_new(void* memory, int32_t rank, int32_t size, int64_t slot_bytes) {
-    return new Exchange(memory, rank, size, slot_bytes);
+    auto* made = new Exchange(memory, rank, size, slot_bytes);
+    made->memory->ranks[rank].beats.fetch_add(1, std::memory_order_relaxed);  // from here on its silence counts
+    return made;
 }
 
 // This rank ends in order. What `new` gave stays: threads may look at it.
