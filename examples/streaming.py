@@ -1,4 +1,4 @@
-"""Text as it comes: print a continuation token by token, and leave early without leaving anything behind."""
+"""Text as it comes: print a continuation token by token, and stop early with nothing left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway on a virtual clock: the real index, score and averages, and views that lag behind."""
+"""A gateway on a virtual clock: the real index, score and averages, and views that lag."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 // Threads that stay together for many small pieces of parallel work, one after the other.
 //
 // Torch's pool waits in each of them for all of its threads: where another process has the core of one, for as long as the
-// system lets that process run, some milliseconds, thirty times as long as the piece. Here nobody is waited for who has not
-// come: whoever leads does what the others have not taken.
+// system lets that process run, some milliseconds, thirty times as long as the piece. Here a thread that has not come is
+// not waited for: the calling thread does what the others have not taken.
 #pragma once
 
 #include <sched.h>
