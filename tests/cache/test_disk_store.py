@@ -17,6 +17,7 @@ from quire.cache.disk.directory import SECRET, TAG, check_root, clear, listed, m
 from quire.cache.disk.store import LOG, RECORD_SIZE, DiskStore
 from quire.cache.incoming import Fault, Name
 from quire.errors import ConfigError
+from tests.patches import set_in_this_thread
 
 WIDTHS, SLOTS = (96, 40), (8, 5)
 SECRETS = b"s" * 32
@@ -177,8 +178,8 @@ def test_a_disk_that_is_full_loses_that_block_alone(tmp_path: Path, at: int, mon
 
         return write
 
-    monkeypatch.setattr(os, "pwrite", failing(real[0]))
-    monkeypatch.setattr(os, "write", failing(real[1]))
+    set_in_this_thread(monkeypatch, os, "pwrite", failing(real[0]))
+    set_in_this_thread(monkeypatch, os, "write", failing(real[1]))
     done = 0
     while done < 4:
         try:
@@ -270,7 +271,7 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path: Path, error: int, monk
     def failing(*_: object, **__: object) -> int:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(os, "open", failing)
+    set_in_this_thread(monkeypatch, os, "open", failing)
     with pytest.raises(ConfigError, match=os.strerror(error).lower()):
         make_root(tmp_path)
     monkeypatch.undo()

@@ -12,6 +12,7 @@ from quire.fleet.attempts import WAIT_FOR_ROOM, Attempts
 from quire.fleet.link import Link, Refused
 from quire.fleet.roster import Roster
 from quire.server.http.api_error import ApiError
+from tests.patches import set_in_this_thread
 
 
 class FakeRoster:
@@ -131,7 +132,7 @@ def test_only_what_has_begun_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    set_in_this_thread(monkeypatch, asyncio, "sleep", sleep)
 
     async def main() -> None:
         tried = attempts()

@@ -18,12 +18,13 @@ from quire.fleet.state import ReplicaState
 from quire.fleet.wire import Frame, Hello, check_blocks, dumps
 from tests.fleet.routing import state
 from tests.fleet.test_wire import HELLO
+from tests.patches import set_in_this_thread
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    set_in_this_thread(monkeypatch, time, "monotonic", lambda: clock[0])
     return clock
 
 
