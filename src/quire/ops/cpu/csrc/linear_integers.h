@@ -136,6 +136,10 @@ QUIRE_INLINE I low_sums(const int32_t* sums, U line) {
 // `count` numbers as fp32, zero after the row's end.
 template <class E, class T = typename E::T>
 static void get_group(const LinearParams& p, const T* row, int64_t first, int64_t count, float* to) {
+    if (!p.order && first + count <= p.in_size) {
+        for (int64_t c = 0; c < count; c += W) store(to + c, E::get(row + first + c));
+        return;
+    }
     for (int64_t c = 0; c < count; c += W) {
         const int64_t left = p.in_size - first - c;
         const int n = left < 0 ? 0 : left < W ? (int)left : W;
@@ -149,59 +153,56 @@ static void get_group(const LinearParams& p, const T* row, int64_t first, int64_
     }
 }
 
-// The sum of whole numbers, which is exact.
-static int32_t sum_bytes(const int8_t* bytes, int64_t count) {
-    V sum = {};
-    for (int64_t k = 0; k < count; k += W) sum = sum + S8::get(bytes + k);
-    return (int32_t)reduce_add(sum);
-}
-
-// The sums of a segment's bytes.
+// The sums of a row's bytes.
 template <class K>
-static void put_row_sums(const int8_t* bytes, int64_t size, int32_t* to) {
-    if constexpr (K::SUB == 0) {
-        *to = sum_bytes(bytes, size);
-    } else if constexpr (K::SUB == 16) {
-        for (int i = 0; i < 8; i++) to[i] = sum_bytes(bytes + i * 16, 16);
-    } else {
-        for (int i = 0; i < 4; i++) ((int16_t*)to)[i % 2 * 2 + i / 2] = (int16_t)sum_bytes(bytes + i * 32, 32);
+static void put_row_sums(const int8_t* bytes, const Segments<K>& segments, int32_t* to) {
+    const int64_t each = K::SUB ? K::SUB : segments.size, count = segments.size * segments.count / each;
+    for (int64_t first = 0; first < count; first += W) {
+        const int64_t left = count - first < W ? count - first : W;
+        V rows[W] = {};
+        for (int64_t i = 0; i < left; i++)
+            for (int64_t k = 0; k < each; k += W) rows[i] = rows[i] + S8::get(bytes + (first + i) * each + k);
+        const I found = __builtin_convertvector(reduce_rows(rows, [](V a, V b) { return a + b; }), I);  // of whole numbers: exact
+        for (int64_t i = 0; i < left; i++) {
+            const int64_t n = first + i;
+            if constexpr (K::SUB == 32) ((int16_t*)to)[n / 4 * 4 + n % 2 * 2 + n % 4 / 2] = (int16_t)found[i];
+            else to[n] = found[i];
+        }
     }
 }
 
+// As many groups at a time as a vector has lanes: what is computed of a group by itself would take longer than its rounding.
 template <class K, class E>
 static void round_groups(const LinearParams& p, const typename E::T* row, float* to) {
     const Segments<K> segments(p);
-    int8_t* bytes = (int8_t*)to;
+    int8_t* const bytes = (int8_t*)to;
     float* scales = segments.scales(to);
-    int32_t* sums = segments.sums(to);
-    const int64_t end = segments.size * segments.count;
-    alignas(64) float group[ACTIVATION_GROUP];
-    const bool whole = p.activation_group > segments.group;
-    Rounding rounding;
+    const int64_t group = segments.group, end = segments.size * segments.count;
+    alignas(64) float numbers[W * ACTIVATION_GROUP];
+    const bool whole = p.activation_group > group;
+    Rounding roundings[W];
     if (whole) {
         float largest = 0.0f;
         bool finite = true;
-        for (int64_t first = 0; first < end; first += segments.group) {
-            get_group<E>(p, row, first, segments.group, group);
-            const float found = largest_number<F32>(group, segments.group, finite);
+        for (int64_t first = 0; first < end; first += group) {
+            get_group<E>(p, row, first, group, numbers);
+            const float found = largest_number<F32>(numbers, group, finite);
             largest = found > largest ? found : largest;
         }
-        rounding = rounding_of(largest, finite);
+        roundings[0] = rounding_of(largest, finite);
     }
-    for (int64_t first = 0; first < end; first += segments.group) {
-        const int64_t count = end - first < segments.group ? end - first : segments.group;
-        get_group<E>(p, row, first, segments.group, group);
-        if (!whole) {
-            bool finite = true;
-            const float largest = largest_number<F32>(group, segments.group, finite);
-            rounding = rounding_of(largest, finite);
-        }
-        round_numbers<F32>(group, count, rounding, bytes + first);
-        for (int64_t c = first; c < first + count; c += segments.size) {
-            *scales++ = rounding.scale;
-            put_row_sums<K>(bytes + c, segments.size, sums), sums += K::SUMS;
+    for (int64_t first = 0; first < end; first += W * group) {
+        const int64_t left = end - first < W * group ? end - first : W * group, groups = (left + group - 1) / group;
+        get_group<E>(p, row, first, groups * group, numbers);
+        if (!whole) roundings_of(numbers, groups, group, roundings);
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t count = left - g * group < group ? left - g * group : group;
+            const Rounding& rounding = roundings[whole ? 0 : g];
+            round_numbers<F32>(numbers + g * group, count, rounding, bytes + first + g * group);
+            for (int64_t k = 0; k < count; k += segments.size) *scales++ = rounding.scale;
         }
     }
+    put_row_sums(bytes, segments, segments.sums(to));
 }
 
 // -------------------------------------------------------------------------------------------------- products
@@ -232,6 +233,54 @@ QUIRE_INLINE I quad_of(const char* unit, int i) {
 // The four sub-scales that a line has of each column.
 QUIRE_INLINE I sub_scale_of(const char* line, int i) { return (I)((U)load((const float*)line) << (24 - 8 * i)) >> 24; }
 
+// A segment's lines, from a strip on.
+template <class K>
+struct SegmentLines {
+    static constexpr int LINE = Lines<K>::BYTES;
+    const LinearParams& p;
+    const char *subs, *scales;  // lines of sub-scales, after which the values are, and lines of scales
+    int64_t stride, segment;
+
+    SegmentLines(const LinearItem& item, const Lines<K>& lines, int64_t s)
+        : p(*item.call->params), subs(item.weight + lines.at(s) * LINE), scales(item.weight + lines.scales_at(s) * LINE),
+          stride(item.stride), segment(s) {}
+
+    void skip(int strips) { subs += strips * stride, scales += strips * stride; }
+
+    // Of strip j: the i-th four inputs of a unit, the sub-scales that are the sub-th ones, and so on.
+    QUIRE_INLINE_MEMBER I quad(int64_t unit, int i, int j) const {
+        return quad_of<K>(subs + (K::SUB_LINES + unit * K::LINES) * LINE + j * stride, i);
+    }
+    QUIRE_INLINE_MEMBER I sub_scale(int sub, int j) const { return sub_scale_of(subs + sub / 4 * LINE + j * stride, sub % 4); }
+    QUIRE_INLINE_MEMBER V scale(int j) const { return scales_of<K>(scales + j * stride, segment); }
+    QUIRE_INLINE_MEMBER V offset(int j) const { return offsets_of<K>(p, scales + j * stride, segment); }
+    QUIRE_INLINE_MEMBER U sub_minimums(int j) const { return (U)load((const float*)(subs + LINE + j * stride)); }
+};
+
+// Rows of x that are multiplied together, from a segment on. What addresses them is held here: read out of the call anew after each
+// store, it would take as long as the products.
+template <class K>
+struct RowsOfX {
+    const char *bytes, *scales, *sums;  // the first row's
+    int64_t stride, size;               // bytes from one row to the next, and of a segment
+
+    RowsOfX(const LinearCall& call, const Segments<K>& segments, int64_t row) : stride(call.x_stride * 4), size(segments.size) {
+        float* const first = (float*)call.x + row * call.x_stride;
+        bytes = (const char*)first, scales = (const char*)segments.scales(first), sums = (const char*)segments.sums(first);
+    }
+
+    void next(int64_t count = 1) { bytes += count * size, scales += count * 4, sums += count * 4 * K::SUMS; }
+
+    // Of row i: the q-th four inputs of the segment, its scale, its i-th sum.
+    QUIRE_INLINE_MEMBER I quad(int i, int64_t q) const { return (I)broadcast((const float*)(bytes + i * stride) + q); }
+    QUIRE_INLINE_MEMBER V scale(int i) const { return broadcast((const float*)(scales + i * stride)); }
+    QUIRE_INLINE_MEMBER const int32_t* sum(int i) const { return (const int32_t*)(sums + i * stride); }
+    // What takes the zero of the middle, 2 ** (bits - 1), from as many inputs as the sum is of.
+    QUIRE_INLINE_MEMBER I taken(int i, int which = 0) const {
+        return I{} - ((I)broadcast((const float*)sum(i) + which) << (K::BITS - 1));
+    }
+};
+
 // Multiplies items of up to MOST_ROWS rows and COLUMNS strips by vectors.
 template <class K, int MOST_ROWS>
 class IntegerVectors {
@@ -241,113 +290,121 @@ class IntegerVectors {
     // after: the weight of the next item, which is fetched once nothing is left of this one.
     void multiply(const LinearItem& item, const char* after) {
         memset(sums, 0, (size_t)item.rows * PANEL * sizeof *sums);
-        const LinearParams& p = *item.call->params;
-        const Lines<K> lines(p);
-        const int64_t near = NEAR / (COLUMNS * LINE * lines.each) & ~1, stretch = near ? near : 2, count = lines.segments.count;
-        for (int64_t begin = 0; begin < count; begin += stretch)
-            add_segments(item, begin, begin + stretch < count ? begin + stretch : count, lines, after);
-        with_element(p.out_dtype, [&](auto element) { finish<decltype(element)>(item); });
+        const Lines<K> lines(*item.call->params);
+        with_vectors(item.strips, [&]<int N>() { multiply<N>(item, lines, after); });
+        with_element(item.call->params->out_dtype, [&](auto element) { finish<decltype(element)>(item); });
     }
 
   private:
+    // Rows of a block, where there are several: what follows the few products of 32 inputs is done beside the next ones if there are
+    // registers for it.
+#ifdef QUIRE_BYTE_DOT
+    static constexpr int HEIGHT = K::BLOCKS ? 4 : ROWS;
+#else
+    static constexpr int HEIGHT = ROWS;
+#endif
+
     const Fetching fetching = quire_fetching;
     alignas(64) float sums[MOST_ROWS * PANEL];  // int32 until they are complete, where they are by row
 
-    void add_segments(const LinearItem& item, int64_t begin, int64_t end, const Lines<K>& lines, const char* after) {
-        const RowBlocks blocks(item.rows);
-        const LinearCall& call = *item.call;
-        const int64_t stride = item.stride, first = lines.at(begin), stop = end < lines.segments.count ? lines.at(end) : lines.all;
-        const int64_t ahead = blocks.blocks == 1 ? fetching.weights_ahead / LINE : stop - first;
-        const int64_t turn = call.lanes - ahead;
-        const char *here = item.weight + ahead * LINE, *next = after - turn * LINE;
-        for (int b = 0; b < blocks.blocks; b++) {
-            with_vectors(item.strips, [&]<int N>() {
-                with_rows(blocks.rows(b), [&]<int R>() {
-                    const int row = blocks.first(b);
-                    if (MOST_ROWS <= ROWS || blocks.blocks == 1)
-                        return add_rows<R, N>(item, row, begin, end, lines, FetchAhead<LINE>{here, next, turn, stride, fetching.weights});
-                    const char* from = first < turn ? here : next;
-                    const char* share = b < COLUMNS ? from + b * stride : from;
-                    const bool past = fetching.weights == FETCH_PAST && call.chunks == 1;
-                    if (past) add_rows<R, N>(item, row, begin, end, lines, Fetch<LINE, 1, FETCH_PAST>{share, stride});
-                    else add_rows<R, N>(item, row, begin, end, lines, Fetch<LINE, 1, FETCH_FIRST>{share, stride});
-                });
-            });
+    // One block of rows fetches the lines a little ahead. Several ones share those of the next stretch among them.
+    template <int N>
+    void multiply(const LinearItem& item, const Lines<K>& lines, const char* after) {
+        const RowBlocks blocks(item.rows, item.rows <= ROWS ? ROWS : HEIGHT);
+        const int64_t count = lines.segments.count, stride = item.stride;
+        if (blocks.blocks == 1) {
+            const int64_t ahead = fetching.weights_ahead / LINE, turn = lines.all - ahead;
+            const FetchAhead<LINE> fetch{item.weight + ahead * LINE, after - turn * LINE, turn, stride, fetching.weights};
+            return add_stretch<N>(item, lines, 0, count, 0, item.rows, fetch);
+        }
+        const int64_t near = NEAR / (COLUMNS * LINE * lines.each) & ~(int64_t)1, stretch = near ? near : 2;
+        const bool past = fetching.weights == FETCH_PAST && item.call->chunks == 1;
+        for (int64_t begin = 0; begin < count; begin += stretch) {
+            const int64_t end = begin + stretch < count ? begin + stretch : count;
+            const int64_t first = lines.at(begin), stop = lines.at(end);
+            const char* const next = end < count ? item.weight + (stop - first) * LINE : after - first * LINE;
+            for (int b = 0; b < blocks.blocks; b++) {
+                const char* const share = b < COLUMNS ? next + b * stride : next;
+                const auto run = [&](const auto& fetch) {
+                    add_stretch<N>(item, lines, begin, end, blocks.first(b), blocks.rows(b), fetch);
+                };
+                if (past) run(Fetch<LINE, 1, FETCH_PAST>{share, stride});
+                else run(Fetch<LINE, 1, FETCH_FIRST>{share, stride});
+            }
         }
     }
 
-    // Adds what segments begin.. give for R rows and N strips to their sums.
+    // Adds what segments begin.. give for some rows and N strips to their sums.
+    template <int N, class F>
+    void add_stretch(const LinearItem& item, const Lines<K>& lines, int64_t begin, int64_t end, int row, int rows, const F& fetch) {
+        with_rows(rows, [&]<int R>() {
+            const LinearParams& p = *item.call->params;
+            RowsOfX<K> x(*item.call, lines.segments, item.first_row + row);
+            x.next(begin);
+            for (int64_t s = begin; s < end; s++, x.next()) {
+                const int64_t line = lines.at(s);
+                const auto fetch_here = [&](int64_t i) __attribute__((always_inline)) { fetch(line + i); };
+                add_rows<R, N>(p, x, SegmentLines<K>(item, lines, s), lines.units(s), sums + row * PANEL, fetch_here);
+                // In the order of memory: the hardware's own fetching is lost where it is left.
+                for (int64_t i = line + lines.each; i < lines.at(s + 1); i++) fetch(i);
+            }
+        });
+    }
+
+    // Adds what a segment gives for R rows and N strips to their sums. fetch(i) is called for each of its lines but those of scales.
     template <int R, int N, class F>
-    void add_rows(const LinearItem& item, int row, int64_t begin, int64_t end, const Lines<K>& lines, const F& fetch) {
+    QUIRE_INLINE_MEMBER static void add_rows(
+        const LinearParams& p, const RowsOfX<K>& x, SegmentLines<K> segment, int64_t units, float* to, const F& fetch) {
         // Sums of a sub-scale and sums of all of them are more than there are registers.
         constexpr int AT_ONCE = K::SUB && R * COLUMNS > 8 ? COLUMNS / 2 : COLUMNS;
-        for (int64_t s = begin; s < end; s++) {
-            if constexpr (K::BLOCKS) add_block<R, N>(item, row, s, lines, fetch);
-            else add_segment<R, N < AT_ONCE ? N : AT_ONCE>(item, row, 0, s, lines, fetch);
-            if constexpr (N > AT_ONCE) add_segment<R, N - AT_ONCE>(item, row, AT_ONCE, s, lines, idle);
-            // In the order of memory: the hardware's own fetching is lost where it is left.
-            for (int64_t line = lines.at(s) + lines.each; line < lines.at(s + 1); line++) fetch(line);
+        if constexpr (K::BLOCKS) return add_block<R, N>(p, x, segment, to, fetch);
+        add_segment<R, N < AT_ONCE ? N : AT_ONCE>(p, x, segment, units, to, fetch);
+        if constexpr (N > AT_ONCE) {
+            segment.skip(AT_ONCE);
+            add_segment<R, N - AT_ONCE>(p, x, segment, units, to + AT_ONCE * W, idle);
         }
     }
 
     // The same of one block, whose few products are followed by as little as can be.
     template <int R, int N, class F>
-    QUIRE_INLINE_MEMBER void add_block(const LinearItem& item, int row, int64_t s, const Lines<K>& lines, const F& fetch) {
+    QUIRE_INLINE_MEMBER static void add_block(
+        const LinearParams& p, const RowsOfX<K>& x, const SegmentLines<K>& segment, float* to, const F& fetch) {
         constexpr int UNITS = BLOCK / K::INPUTS;
-        const LinearCall& call = *item.call;
-        const Segments<K>& segments = lines.segments;
-        const bool minimums = call.params->minimums;
-        const float* const x = call.x + (item.first_row + row) * call.x_stride;
-        const float* const x_scales = segments.scales((float*)x) + s;
-        const int32_t* const x_sums = segments.sums((float*)x) + s;
-        float* const to = sums + row * PANEL;
-        const int64_t line = lines.at(s);
-        const char *const weight = item.weight + line * LINE, *const scales = item.weight + lines.scales_at(s) * LINE;
+        const bool minimums = p.minimums;
         I sum[R][N];
         QUIRE_UNROLL for (int i = 0; i < R; i++) {
-            const int32_t taken = minimums ? 0 : x_sums[i * call.x_stride] << (K::BITS - 1);
-            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{} - taken;
+            const I taken = minimums ? I{} : x.taken(i);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = taken;
         }
         QUIRE_UNROLL for (int unit = 0; unit < UNITS; unit++) {
-            add_unit<R, N>(sum, x + s * (BLOCK / 4) + unit * K::QUADS, call.x_stride, weight + unit * K::LINES * LINE, item.stride);
-            QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(line + unit * K::LINES + l);
+            add_unit<R, N>(sum, x, unit, segment);
+            QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(unit * K::LINES + l);
         }
-        QUIRE_UNROLL for (int j = 0; j < N; j++) {
-            const V scale = scales_of<K>(scales + j * item.stride, s);
-            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const V x_scale = x.scale(i);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) {
                 float* const at = to + i * PANEL + j * W;
-                const V x_scale = splat(x_scales[i * call.x_stride]);
-                store(at, fma(__builtin_convertvector(sum[i][j], V), x_scale * scale, load(at)));
+                store(at, fma(__builtin_convertvector(sum[i][j], V), x_scale * segment.scale(j), load(at)));
             }
         }
         if (!minimums) return;
-        QUIRE_UNROLL for (int j = 0; j < N; j++) {
-            const V minimum = offsets_of<K>(*call.params, scales + j * item.stride, s);
-            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const V low = splat((float)*x.sum(i)), x_scale = x.scale(i);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) {
                 float* const at = to + i * PANEL + j * W;
-                const V low = splat((float)x_sums[i * call.x_stride]), x_scale = splat(x_scales[i * call.x_stride]);
-                store(at, fma(low, x_scale * minimum, load(at)));
+                store(at, fma(low, x_scale * segment.offset(j), load(at)));
             }
         }
     }
 
-    // The same of one segment and N strips from `first` on.
+    // The same of one segment.
     template <int R, int N, class F>
-    QUIRE_INLINE_MEMBER void add_segment(const LinearItem& item, int row, int first, int64_t s, const Lines<K>& lines, const F& fetch) {
-        const LinearCall& call = *item.call;
-        const LinearParams& p = *call.params;
-        const Segments<K>& segments = lines.segments;
+    QUIRE_INLINE_MEMBER static void add_segment(
+        const LinearParams& p, const RowsOfX<K>& x, const SegmentLines<K>& segment, int64_t units, float* to, const F& fetch) {
         constexpr bool minimums = K::SUB == 32;
         const bool zeros = !K::SUB && p.zeros, by_output = !K::SUB && p.scales, as_integers = !K::SUB && by_row(p);
-        float* const x = (float*)call.x + (item.first_row + row) * call.x_stride;
-        float* const to = sums + row * PANEL + first * W;
-        const int64_t line = lines.at(s);
-        const char* const strip = item.weight + first * item.stride;
-        const char *const sub_lines = strip + line * LINE, *const weight = sub_lines + K::SUB_LINES * LINE;
-        const float* const row_bytes = x + s * (segments.size / 4);
-        const auto sums_of = [&](int i) { return segments.sums(x + i * call.x_stride) + s * K::SUMS; };
         I sum[R][N];
-        int64_t fetched = line;
+        int64_t fetched = 0;
         QUIRE_UNROLL for (int l = 0; l < K::SUB_LINES; l++) fetch(fetched++);
         if constexpr (K::SUB) {
             QUIRE_UNROLL for (int i = 0; i < R; i++) QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{};
@@ -355,15 +412,15 @@ class IntegerVectors {
             const auto add_sub = [&](int sub) __attribute__((always_inline)) {
                 I part[R][N];
                 QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                    const int32_t taken = K::BITS == 6 ? sums_of(i)[sub] << 5 : 0;
-                    QUIRE_UNROLL for (int j = 0; j < N; j++) part[i][j] = I{} - taken;
+                    const I taken = K::BITS == 6 ? x.taken(i, sub) : I{};
+                    QUIRE_UNROLL for (int j = 0; j < N; j++) part[i][j] = taken;
                 }
                 for (int unit = sub * UNITS; unit < (sub + 1) * UNITS; unit++) {
-                    add_unit<R, N>(part, row_bytes + unit * K::QUADS, call.x_stride, weight + unit * K::LINES * LINE, item.stride);
+                    add_unit<R, N>(part, x, unit, segment);
                     QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(fetched++);
                 }
                 QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                    const I scale = sub_scale_of(sub_lines + sub / 4 * LINE + j * item.stride, sub % 4);
+                    const I scale = segment.sub_scale(sub, j);
                     QUIRE_UNROLL for (int i = 0; i < R; i++) sum[i][j] = sum[i][j] + part[i][j] * scale;
                 }
             };
@@ -375,32 +432,30 @@ class IntegerVectors {
             }
         } else {
             QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const int32_t taken = zeros ? 0 : *sums_of(i) << (K::BITS - 1);
-                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{} - taken;
+                const I taken = zeros ? I{} : x.taken(i);
+                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = taken;
             }
-            const int64_t units = lines.units(s);
             for (int64_t unit = 0; unit < units; unit++) {
-                add_unit<R, N>(sum, row_bytes + unit * K::QUADS, call.x_stride, weight + unit * K::LINES * LINE, item.stride);
+                add_unit<R, N>(sum, x, unit, segment);
                 QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(fetched++);
             }
         }
-        const char* const scales = strip + lines.scales_at(s) * LINE;
         QUIRE_UNROLL for (int j = 0; j < N; j++) {
             V of_group = {}, offset = {};
-            if (!by_output) of_group = scales_of<K>(scales + j * item.stride, s);
-            if (zeros || minimums) offset = offsets_of<K>(p, scales + j * item.stride, s);
+            if (!by_output) of_group = segment.scale(j);
+            if (zeros || minimums) offset = segment.offset(j);
             U sub_minimums = {};
-            if constexpr (K::SUB == 32) sub_minimums = (U)load((const float*)(sub_lines + LINE + j * item.stride));
+            if constexpr (K::SUB == 32) sub_minimums = segment.sub_minimums(j);
             QUIRE_UNROLL for (int i = 0; i < R; i++) {
                 float* const at = to + i * PANEL + j * W;
                 if (as_integers) {
                     store(at, (V)((I)load(at) + sum[i][j]));
                     continue;
                 }
-                const V scale = splat(segments.scales(x + i * call.x_stride)[s]);
+                const V scale = x.scale(i);
                 V total = __builtin_convertvector(sum[i][j], V), low = {};
-                if constexpr (K::SUB == 32) low = __builtin_convertvector(low_sums(sums_of(i), sub_minimums), V);
-                else if (zeros) low = splat((float)*sums_of(i));
+                if constexpr (K::SUB == 32) low = __builtin_convertvector(low_sums(x.sum(i), sub_minimums), V);
+                else if (zeros) low = splat((float)*x.sum(i));
                 if (zeros) total = total - offset * low;  // exact: whole numbers
                 V result = fma(total, by_output ? scale : scale * of_group, load(at));
                 if (minimums) result = fma(low, scale * offset, result);
@@ -411,15 +466,15 @@ class IntegerVectors {
 
     // Adds the products of one unit.
     template <int R, int N>
-    QUIRE_INLINE void add_unit(I (&sum)[R][N], const float* x, int64_t x_stride, const char* unit, int64_t stride) {
-        QUIRE_UNROLL for (int quad = 0; quad < K::QUADS; quad++) {
+    QUIRE_INLINE_MEMBER static void add_unit(I (&sum)[R][N], const RowsOfX<K>& x, int64_t unit, const SegmentLines<K>& segment) {
+        QUIRE_UNROLL for (int i = 0; i < K::QUADS; i++) {
             I column[N];
-            QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = quad_of<K>(unit + j * stride, quad);
-            QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const I bytes = (I)broadcast(x + i * x_stride + quad);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = segment.quad(unit, i, j);
+            QUIRE_UNROLL for (int row = 0; row < R; row++) {
+                const I bytes = x.quad(row, unit * K::QUADS + i);
                 QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                    if constexpr (K::BITS == 8) sum[i][j] = dot_bytes(sum[i][j], column[j], bytes);
-                    else sum[i][j] = dot_small(sum[i][j], column[j], bytes);
+                    if constexpr (K::BITS == 8) sum[row][j] = dot_bytes(sum[row][j], column[j], bytes);
+                    else sum[row][j] = dot_small(sum[row][j], column[j], bytes);
                 }
             }
         }

@@ -77,10 +77,10 @@ QUIRE_INLINE void with_vectors(int vectors, const F& f) {
     return f.template operator()<1>();
 }
 
-// Rows `first`.. of a split of `total` rows into blocks of nearly equal height.
+// Rows `first`.. of a split of `total` rows into blocks of nearly equal height, `most` at most.
 struct RowBlocks {
     int blocks, height, taller;
-    explicit RowBlocks(int total) : blocks((total + ROWS - 1) / ROWS) {
+    explicit RowBlocks(int total, int most = ROWS) : blocks((total + most - 1) / most) {
         height = blocks ? total / blocks : 0;
         taller = blocks ? total % blocks : 0;
     }

@@ -48,6 +48,9 @@ QUIRE_INLINE V load(const float* p) {
 
 QUIRE_INLINE void store(float* p, V v) { memcpy(p, &v, sizeof v); }
 
+// The larger of each two lanes as integers.
+QUIRE_INLINE V larger_bits(V a, V b) { return (I)a > (I)b ? a : b; }
+
 QUIRE_INLINE V iota() {
     V v;
     for (int i = 0; i < W; i++) v[i] = (float)i;
@@ -102,6 +105,15 @@ QUIRE_INLINE void transpose(V* rows) {
     exchange<2>(rows);
     exchange<4>(rows);
     exchange<8>(rows);
+}
+
+// Lane i gets all lanes of row i combined. The rows are overwritten.
+template <class F>
+QUIRE_INLINE V reduce_rows(V (&rows)[W], const F& f) {
+    transpose(rows);
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) rows[i] = f(rows[i], rows[i + half]);
+    return rows[0];
 }
 
 }  // namespace
