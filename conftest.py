@@ -36,6 +36,11 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
         yield found
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: a fifth of the time a worker waits for servers and other processes."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
 def pytest_configure() -> None:
     # Workers side by side on the same cores would spend their time waiting for each other's threads.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
