@@ -170,9 +170,12 @@ class CostModel:
         self.pair_flops = sum(map(model.attention_flops, attention))
         self._decode: dict[int, tuple[float, float]] = {}  # by sequences: bytes of weights and operations of linears
 
-    def seconds(self, plan: Plan, num_drawn: int) -> float:
-        """How long the plan takes, if that many of its requests draw a token. To be asked before its commit."""
-        return self.time_of(self.work_of(plan, num_drawn))
+    def seconds(self, plan: Plan, num_drawn: int, num_decoding: int = 0, keys: int = 0) -> float:
+        """How long a step takes in which that many requests draw a token. To be asked before its commit.
+
+        num_decoding: of these, the ones that get a token beside what the plan's items have. keys: that those see.
+        """
+        return self.time_of(self.work_of(plan, num_drawn, num_decoding, keys))
 
     def time_of(self, work: StepWork) -> float:
         """Seconds of a step with that much work."""
@@ -180,26 +183,26 @@ class CostModel:
         seconds = max(size / self.device.bytes_per_second, flops / self.device.flops_per_second)
         return seconds + work.moved_bytes / self.device.link_bytes_per_second
 
-    def work_of(self, plan: Plan, num_drawn: int) -> StepWork:
-        """What the plan reads and multiplies."""
-        model, num_tokens = self.model, plan.num_tokens
+    def work_of(self, plan: Plan, num_drawn: int, num_decoding: int = 0, keys: int = 0) -> StepWork:
+        """What a step reads and multiplies; as `seconds`. With num_decoding, for layers that attend to all tokens."""
+        model, num_tokens = self.model, plan.num_tokens + num_decoding
         size: float = 2 * self._moved(plan.copies)
         flops = 0
         for group, block_bytes in zip(model.groups, self.block_bytes, strict=True):
             if isinstance(group, CacheGroup):
-                keys, pairs = attended(plan.items, group.window)
-                size += (keys + num_tokens) * model.kv_bytes(group)
-                flops += pairs * model.attention_flops(group)
+                seen, pairs = attended(plan.items, group.window)
+                size += (seen + keys + num_tokens) * model.kv_bytes(group)
+                flops += (pairs + keys) * model.attention_flops(group)
             else:
                 size += recalled(plan.items, group) * block_bytes
                 flops += num_tokens * model.state_flops(group) if isinstance(group, StateGroup) else 0
         return StepWork(
             num_tokens,
             num_drawn,
-            len(plan.items),
-            model.weight_bytes(num_tokens) if plan.items else 0,
+            len(plan.items) + num_decoding,
+            model.weight_bytes(num_tokens) if num_tokens else 0,
             size,
-            model.linear_flops(num_tokens, num_drawn) if plan.items else 0,
+            model.linear_flops(num_tokens, num_drawn) if num_tokens else 0,
             flops,
             self._moved(plan.swap_out) + self._moved(plan.swap_in),
         )

@@ -33,7 +33,7 @@ class Autoscaler:
         loads = []
         for replica in there:
             replica.catch_up(cell.now, last=False)
-            state = replica.report.state(draining=False)
+            state = replica.state()
             found = {name: getattr(state, name) for name in READ}
             found |= {"prompt_tokens": replica.report.prompt_tokens, "decoded_tokens": replica.report.decoded_tokens}
             loads.append(self._meters.setdefault(replica.number, Meter()).read(found, cell.now))

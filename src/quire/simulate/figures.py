@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+
+import numpy as np
 
 RESOLUTION = math.log(1.01)  # of a Histogram: its classes are 1 % wide
 SHORTEST = 1e-9  # seconds that a Histogram tells from none
@@ -28,22 +29,20 @@ class Histogram:
         self.max = max(self.max, value)
         self._classes[_class_of(value)] += count
 
-    def add_all(self, values: Sequence[float], count: int) -> None:
-        """Take in durations each of which occurred so often; as `add` of one after the other."""
-        if not values:
-            return
-        total = self.sum
-        for value in values:
-            total += value * count
-        self.sum = total
+    def add_between(self, moments: Sequence[float], count: int) -> None:
+        """Take in the times from each moment to the next, so often each; as `add` of one after the other."""
+        many = np.asarray(moments)
+        values = many[1:] - many[:-1]
+        self.sum = float(np.add.accumulate(np.concatenate([[self.sum], values * count]))[-1])
         self.count += count * len(values)
-        ordered, at = sorted(values), 0
-        self.max = max(self.max, ordered[-1])
-        while at < len(ordered):
-            number = _class_of(ordered[at])
-            end = bisect_right(ordered, number, at, key=_class_of)
-            self._classes[number] += count * (end - at)
-            at = end
+        shortest, longest = float(values.min()), float(values.max())
+        self.max = max(self.max, longest)
+        number = _class_of(longest)
+        if number == _class_of(shortest):
+            self._classes[number] += count * len(values)
+        else:
+            for value in values.tolist():
+                self._classes[_class_of(value)] += count
 
     def merge(self, other: Histogram) -> None:
         """Take in all that another one has."""

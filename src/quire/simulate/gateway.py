@@ -131,7 +131,7 @@ class Gateway:
         replica.catch_up(now, last=False)
         box.blocks.clear()
         self.index.replace(slot, replica.held())
-        self._states[slot] = (now, replica.report.state(draining=replica.draining))
+        self._states[slot] = (now, replica.state())
 
     @property
     def num_known(self) -> int:

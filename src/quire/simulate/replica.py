@@ -17,7 +17,7 @@ from quire.fleet.report import STATE_EVERY, Report, load_differs
 from quire.fleet.state import ReplicaState
 from quire.request import Event, FinishReason, Request
 from quire.simulate.device import NO_DEVICE, ReplicaCost
-from quire.simulate.leap import Leap, can_leap
+from quire.simulate.leap import Leap
 from quire.simulate.simulation import Simulation, Step
 
 
@@ -144,6 +144,7 @@ class Replica:
                 self._started.append(flow)
             else:
                 refused.append(request)
+        engine.leaps = self.leaps and not self.aborted
         for name in self.aborted:
             engine.scheduler.finish(name, FinishReason.ABORT)
         self.aborted.clear()
@@ -152,9 +153,10 @@ class Replica:
             return None, refused
         self.host.computing.add(self.number)
         self.host.changed(self.cost)
-        if self._repeated:  # who publishes a block first matters then, and a leap publishes late
+        if self._repeated:  # who publishes a block first matters then, and decoders publish late
             self._repeated &= engine.scheduler.requests.keys()
-        if self.leaps and not self._repeated and can_leap(engine.scheduler):
+            engine.leaps = engine.leaps and not self._repeated
+        if engine.can_leap():
             leap = Leap(engine)
             if leap.plan_ahead():
                 self.leap, self.is_cut, self._new_segment = leap, False, True
@@ -219,9 +221,8 @@ class Replica:
 
     def num_drawn(self, request: Request, now: float) -> int:
         """Tokens that a request has got by now."""
-        if self.leap is not None:
-            self.catch_up(now, last=False)
-            self.leap.sync()
+        self.catch_up(now, last=False)
+        self.engine.decoders.tell(request)
         return request.num_generated
 
     def catch_up(self, now: float, *, last: bool = True) -> None:
@@ -259,9 +260,7 @@ class Replica:
         elif now >= self._next_state:
             for at in self._due(leap, min(leap.num_planned - 1, leap.num_done(now)))[-1:]:
                 self._observe_leap(leap)
-                taken, published = leap.blocks_by(at)
-                state = self.report.state(draining=self.draining, taken=taken, published=published)
-                self._put_state(leap.times[at], state)
+                self._put_state(leap.times[at], self.state(*leap.blocks_by(at)))
 
     def _apply(self, leap: Leap, stop: int) -> None:
         if stop > leap.num_applied:
@@ -273,13 +272,14 @@ class Replica:
     # the same again.
 
     def _observe_step(self, step: Step, events: Sequence[Event]) -> None:
-        items = step.plan.items
-        decoding = len(items) if all(item.start >= item.request.num_prompt for item in items) else -1
+        items, num_untold = step.plan.items, len(step.decoders)
+        only_decodes = all(item.start >= item.request.num_prompt for item in items)
+        decoding = len(items) + num_untold if only_decodes else -1
         if decoding >= 0 and decoding == self._observed:
-            self.report.count(events)
+            self.report.count(events, num_untold)
             return
         self._observed = decoding
-        self.report.observe(events, step.seconds)
+        self.report.observe(events, step.seconds, num_untold)
 
     def _observe_leap(self, leap: Leap) -> None:
         count = len(self.engine.scheduler.running)
@@ -309,13 +309,13 @@ class Replica:
         is_decode = self._observed >= 0 and not self._started and not any(one.finish_reason for one in events)
         if is_decode and now < self._next_state:
             return
-        state = self.report.state(draining=self.draining)
+        state = self.state()
         if now >= self._next_state or load_differs(state, self._sent):
             self._put_state(now, state)
             self._next_state = now + STATE_EVERY
 
     def _put_state(self, now: float, state: ReplicaState | None = None) -> None:
-        state = state or self.report.state(draining=self.draining)
+        state = state or self.state()
         self._sent = state
         for box in self.boxes:
             box.states.append((now, state, self._started))
@@ -326,8 +326,15 @@ class Replica:
         if self.boxes:
             self._put_state(now)
 
+    def state(self, taken: int = 0, published: int | None = None) -> ReplicaState:
+        """What it says of itself now; or with blocks taken and published that are not in the books yet."""
+        decoders = self.engine.decoders
+        unheard = decoders.untold_blocks(decoders.step) if published is None else published
+        return self.report.state(draining=self.draining, taken=taken, published=unheard)
+
     def held(self) -> list[int]:
         """The blocks that it has, as gateways name them."""
+        self.engine.decoders.tell_all()
         return [wire_name(one.digest) for one in self.engine.scheduler.manager.indexes[0].by_block.values()]
 
     # --------------------------------------------------------------------------------------------------- figures

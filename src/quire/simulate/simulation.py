@@ -10,7 +10,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from itertools import pairwise
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -28,7 +27,7 @@ from quire.engine.trace import TraceRow
 from quire.errors import BadValue, ConfigError, RequestError
 from quire.request import Event, FinishReason, Request, SamplingParams
 from quire.simulate.figures import Histogram, SimulationResult
-from quire.simulate.leap import Leap, can_leap, fake_token
+from quire.simulate.leap import Decoders, Leap, fake_token
 from quire.simulate.prompts import NamedTokens, named_prompt
 
 SAMPLE_EVERY = 61  # steps between two looks at all blocks; a prime, so that equal requests are not seen equally full
@@ -51,6 +50,7 @@ class Step(NamedTuple):
     plan: Plan
     output: StepOutput
     seconds: float  # that it takes
+    decoders: Sequence[Request] = ()  # that get a token each, besides what the plan has
 
 
 # ------------------------------------------------------------------------------------------------------ simulation
@@ -75,7 +75,7 @@ class Simulation:
         """num_host_blocks: room for swapped requests, for preemption="swap"; seed: of the prompts' tokens.
 
         hashed: compute the result's trace_hash. sample_every: steps between two looks at the cache; 0: none.
-        leaps: go through steps that only decode without planning each of them; the result is the same.
+        leaps: do not plan for requests that only decode; the result is the same.
         cost: how long steps take; None: as long as the device needs to read and to multiply.
         Raises ConfigError where the config does not say how many blocks there are, or its sequences are too long.
         """
@@ -119,7 +119,8 @@ class Simulation:
         self.num_uncounted = 0  # blocks that were evicted for a step that never ended
         self._started: float | None = None  # when the first request arrived
         self.sample_every = sample_every
-        self._leaps = leaps
+        self.leaps = leaps
+        self.decoders = Decoders(self.scheduler)
         self._hash = blake2b(digest_size=16) if hashed else None
         self._params: dict[int, SamplingParams] = {}  # by max_tokens
         self._arrivals: dict[str, float] = {}  # of requests without a token yet
@@ -159,7 +160,7 @@ class Simulation:
 
         Raises BadValue if nobody can go on.
         """
-        if not self._leaps or not can_leap(self.scheduler):
+        if not self.can_leap():
             return self.step()
         leap, ends = Leap(self), []
         while leap.times[-1] < until and leap.plan_ahead(until):
@@ -198,22 +199,54 @@ class Simulation:
         self.clock.now += step.seconds
         return self.finish(step)
 
+    def can_leap(self) -> bool:
+        """Whether the next step decodes all that run, and nothing else is to be planned."""
+        if not self.leaps:
+            return False
+        self.decoders.gather(self._latest)
+        return self.decoders.are_alone()
+
     def begin(self) -> Step:
         """Plan a step, which begins now."""
+        if self.leaps:
+            self.decoders.gather(self._latest)
+            if self.decoders.leave_enough():
+                return self._begin_beside_decoders()
+        self.gather_none()
         plan = self.scheduler.plan()
         output = self.compute(plan)
         return Step(plan, output, self.cost.seconds(plan, len(output.tokens)))
 
+    def _begin_beside_decoders(self) -> Step:
+        decoders = self.decoders
+        self.scheduler.manager.now = self.clock.now
+        decoders.take([request for _, request in decoders.blocks_wanted(decoders.step + 1)])
+        requests, count = self.scheduler.running[: decoders.count], decoders.count
+        with decoders.aside():
+            plan = self.scheduler.plan()
+        output = self.compute(plan)
+        seconds = self.cost.seconds(plan, len(output.tokens) + count, count, decoders.keys + count)
+        return Step(plan, output, seconds, requests)
+
+    def gather_none(self) -> None:
+        """Plan all that run again, one by one."""
+        for request in self.decoders.scatter():
+            self._latest[request.id] = self.decoders.latest
+
     def finish(self, step: Step) -> list[Event]:
         """Commit a step, which ends now. Raises BadValue if nobody can go on."""
-        plan = step.plan
-        ending = self.scheduler.commit(plan, step.output)
-        if plan.is_empty and not (ending or plan.preempted):
+        plan, ending = step.plan, []
+        if step.decoders:
+            plan.num_tokens += len(step.decoders)
+            self.decoders.go_on(1)
+            ending = self.decoders.end()
+        ending += self.scheduler.commit(plan, step.output)
+        if plan.is_empty and not (ending or plan.preempted or step.decoders):
             running, swapped, waiting = self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
             raise BadValue(
                 f"no request can go on: {len(running)} run, {len(swapped)} are swapped out, {len(waiting)} wait"
             )
-        self._observe(plan, ending)
+        self._observe(step, ending)
         return ending
 
     def compute(self, plan: Plan) -> StepOutput:
@@ -228,11 +261,14 @@ class Simulation:
         }
         return StepOutput(tokens, hidden_states=states)
 
-    def _observe(self, plan: Plan, events: Sequence[Event]) -> None:
+    def _observe(self, step: Step, events: Sequence[Event]) -> None:
         """Take in what a step did."""
-        now, arrivals, latest = self.clock.now, self._arrivals, self._latest
+        now, arrivals, latest, plan = self.clock.now, self._arrivals, self._latest, step.plan
         before: dict[float, int] = {}  # most requests drew their last token at the same time
-        num_new = 0
+        num_new = len(step.decoders)
+        if step.decoders:
+            before[self.decoders.latest] = num_new
+            self.decoders.latest = now
         for event in events:
             name = event.request_id
             if event.token is not None:
@@ -253,7 +289,7 @@ class Simulation:
         counts["swapped"] += len(plan.swap_out) + len(plan.swap_in)
         counts["copied"] += len(plan.copies)
         if self._hash is not None:
-            self._hash.update(_written(plan, now).encode())
+            self._hash.update(_written(plan, now, step.decoders).encode())
         if self.sample_every and self.num_steps % self.sample_every == 0:
             self.look()
         self.note_blocks(now)
@@ -261,6 +297,7 @@ class Simulation:
 
     def look(self) -> None:
         """Look at how much of the cache is wasted."""
+        self.decoders.tell_all()
         usage = self.scheduler.usage()
         self._owned_slots += usage.used_slots
         self._wasted_slots += usage.wasted_slots
@@ -276,17 +313,11 @@ class Simulation:
 
     # ----------------------------------------------------------------------------------------- what a leap tells
 
-    def decoded(self, times: Sequence[float], start: int, stop: int, count: int) -> None:
-        """So many requests got a token in each of the steps that end at times[start + 1 .. stop]."""
-        if start == 0:
-            before: dict[float, int] = {}
-            for request in self.scheduler.running:
-                last = self._latest[request.id]
-                before[last] = before.get(last, 0) + 1
-            for last, number in before.items():
-                self.itl.add(times[1] - last, number)
-        first = max(start, 1)
-        self.itl.add_all([after - before for before, after in pairwise(times[first : stop + 1])], count)
+    def decoded(self, times: Sequence[float], start: int, stop: int) -> None:
+        """The decoders got a token in each of the steps that end at times[start + 1 .. stop]."""
+        count = self.decoders.count
+        self.itl.add_between([self.decoders.latest, *times[start + 1 : stop + 1]], count)
+        self.decoders.latest = times[stop]
         self._counts["new"] += count * (stop - start)
         self._counts["computed"] += count * (stop - start)
         self.num_steps += stop - start
@@ -301,10 +332,8 @@ class Simulation:
         self._counts["finished" if event.finish_reason is FinishReason.LENGTH else "ended early"] += 1
 
     def leapt(self, now: float) -> None:
-        """A leap is over, and all that run have got a token at this moment."""
+        """A leap is over."""
         self.clock.now = now
-        for request in self.scheduler.running:
-            self._latest[request.id] = now
 
     def result(self) -> SimulationResult:
         """The figures so far."""
@@ -339,12 +368,12 @@ class Simulation:
         )
 
 
-def _written(plan: Plan, now: float) -> str:
-    """Everything that was decided, as text."""
+def _written(plan: Plan, now: float, others: Sequence[Request] = ()) -> str:
+    """Everything that was decided, as text. others: that get a token each, too."""
     rest = (plan.swap_out, plan.swap_in, plan.copies, plan.preempted, plan.resumed, plan.failed)
     if not any(rest) and all(item.num_new == 1 and item.start >= item.request.num_prompt for item in plan.items):
-        return _decode_written(len(plan.items), now)
-    items = [(item.request.id, item.num_new) for item in plan.items]
+        return _decode_written(len(others) + len(plan.items), now)
+    items = [*((request.id, 1) for request in others), *((item.request.id, item.num_new) for item in plan.items)]
     moves = [[(m.group, m.src, m.dst) for m in part] for part in (plan.swap_out, plan.swap_in, plan.copies)]
     named = [[request.id for request in part] for part in (plan.preempted, plan.resumed)]
     return f"{now!r} {items} {moves} {named} {[(request.id, str(error)) for request, error in plan.failed]}\n"
