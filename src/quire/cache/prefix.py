@@ -91,8 +91,10 @@ class PrefixIndex:
             raise BadValue(f"block {block} is published twice, with different tokens")
         cached = CachedBlock(block, digest, parent, tokens)
         self._by_digest[digest] = self.by_block[block] = cached
-        children = self._children.setdefault(parent, [])
-        if len(children) < MAX_CHILDREN:
+        children = self._children.get(parent)
+        if children is None:  # as of most
+            self._children[parent] = [tokens]
+        elif len(children) < MAX_CHILDREN:
             insort(children, tokens)
         if first:
             self._roots.setdefault(tokens, set()).add(parent)

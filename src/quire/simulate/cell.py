@@ -6,9 +6,9 @@ import heapq
 import random
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
-from quire.cache.prefix import block_digest, root_digest, root_salt
+from quire.cache.prefix import root_digest, root_salt
 from quire.errors import BadValue, NoReplica
 from quire.fleet.resume import MOST_LOST
 from quire.request import Event, FinishReason, Request, SamplingParams
@@ -16,6 +16,7 @@ from quire.simulate.flow import Flow, request_of
 from quire.simulate.gateway import Gateway
 from quire.simulate.loads import Job
 from quire.simulate.outcome import Outcome
+from quire.simulate.prompts import NamedTokens
 from quire.simulate.replica import Host, Replica, wire_name
 from quire.simulate.spec import FleetSpec
 
@@ -248,8 +249,7 @@ class Cell:
         size, digests = manager.block_size, request.cache.digests
         if not digests:
             digests.append(root_digest(root_salt(manager.lookup.salt, "", "")))
-        for start in range((len(digests) - 1) * size, len(request.tokens) - size + 1, size):
-            digests.append(block_digest(digests[-1], request.tokens[start : start + size].tobytes()))
+        cast("NamedTokens", request.tokens).extend_digests(digests, len(request.tokens) // size, size)
         return [wire_name(digest) for digest in digests[1:]]
 
     def _found_none(self, flow: Flow) -> None:

@@ -7,9 +7,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+from quire.cache.prefix import DIGEST_SIZE, block_digest
 from quire.engine.trace import TraceRow
 
 NAME_SIZE = 8  # bytes
+MASK = (1 << 8 * DIGEST_SIZE) - 1
+STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835  # from a digest to the next one within a part; odd, so that all differ
 
 
 class Part:
@@ -39,25 +42,21 @@ class NamedTokens:
     Two of them begin alike as far as their parts have the same names and ends.
     """
 
-    __slots__ = ("_ends", "_length", "_names", "_parts")
+    __slots__ = ("_ends", "_length", "_names")
 
     def __init__(self, names: Sequence[bytes], ends: Sequence[int], length: int) -> None:
         """names: of 8 bytes each. ends: of all parts but the last one, ascending. length: tokens that there are."""
         self._names = names
         self._ends = ends
         self._length = length
-        self._parts: dict[int, Part] = {}  # by where they start: a block manager asks for most of them three times
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, where: slice) -> Part:
-        start, stop = where.start, where.stop
-        found = self._parts.get(start)
-        if found is None or found.count != stop - start:
-            count = min(stop, self._length) - start
-            found = self._parts[start] = Part(self._content(start, count), count)
-        return found
+        start = where.start
+        count = min(where.stop, self._length) - start
+        return Part(self._content(start, count), count)
 
     def _content(self, start: int, count: int) -> bytes:
         ends, names = self._ends, self._names
@@ -67,6 +66,28 @@ class NamedTokens:
             content += ends[at].to_bytes(4, "little") + names[at + 1]
             at += 1
         return content
+
+    def extend_digests(self, digests: list[bytes], count: int, size: int) -> None:
+        """Name the first `count` blocks of `size` tokens, those that there are, and will be, after the ones named.
+
+        Faster than block by block: within a part, all after the first block follow from that one's digest.
+        digests: their root's, then theirs.
+        """
+        index, begin = len(digests) - 1, 0
+        for end in (*self._ends, count * size):
+            first = -(-begin // size)  # block that lies in this part alone
+            while index < min(count, first + 1):
+                digests.append(block_digest(digests[-1], self._content(index * size, size)))
+                index += 1
+            last = min(count, end // size)
+            if index < last:
+                head = int.from_bytes(digests[first + 1], "little")
+                digests += [
+                    (head + at * STRIDE & MASK).to_bytes(DIGEST_SIZE, "little")
+                    for at in range(index - first, last - first)
+                ]
+                index = last
+            begin = end
 
     def append(self, _: int) -> None:
         """One token more. Which one it is follows from the name of the last part."""

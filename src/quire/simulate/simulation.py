@@ -188,10 +188,20 @@ class Simulation:
             self._counts["refused"] += 1
             return False
         self._counts["prompt"] += request.num_prompt
+        self._name_blocks(request)
         self._arrivals[request.id] = self.clock.now if arrival is None else arrival
         if self._started is None:
             self._started = self._arrivals[request.id]
         return True
+
+    def _name_blocks(self, request: Request) -> None:
+        """Let a request have the digests of all blocks that it will fill."""
+        lookup, tokens = self.scheduler.manager.lookup, cast("object", request.tokens)
+        if lookup.enable_prefix_caching and isinstance(tokens, NamedTokens):
+            lookup.know_digests(request, 0)
+            tokens.extend_digests(
+                request.cache.digests, self.scheduler.longest(request) // lookup.block_size, lookup.block_size
+            )
 
     def step(self) -> list[Event]:
         """One step of the engine. Raises BadValue if nobody can go on."""
