@@ -167,16 +167,17 @@ class BlockManager:
         if cache.nonfinite_at is not None:
             full = min(full, cache.nonfinite_at // size)
         self.lookup.know_digests(request, full)
+        digests = cache.digests
         for i in range(cache.num_published, full):
             end = (i + 1) * size
             tokens = request.tokens[i * size : end]
-            parent, digest = cache.digests[i], cache.digests[i + 1]
             for g, span, index in self._published:
                 at = end // span - 1
                 if end % span or at < cache.num_freed[g]:
                     continue
                 block = cache.block_ids[g][at]
                 if block != NONE and block not in index.by_block:
+                    parent, digest = digests[i], digests[i + 1]
                     new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
                     if new and self.listeners:
                         names = ([block], [digest], parent if i else None)

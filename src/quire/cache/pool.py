@@ -41,9 +41,10 @@ class BlockPool:
         """
         if count > len(self._free):
             raise OutOfBlocks(f"{count} KV blocks were asked for and {len(self._free)} of {self.num_blocks} are free")
-        blocks = array("i", (self._free.popitem(last=False)[0] for _ in range(count)))
+        take, ref_counts = self._free.popitem, self.ref_counts
+        blocks = array("i", [take(last=False)[0] for _ in range(count)])
         for block in blocks:
-            self.ref_counts[block] = 1
+            ref_counts[block] = 1
         return blocks
 
     def in_order(self, number: int) -> int:
@@ -64,15 +65,17 @@ class BlockPool:
 
         Raises BadValue for a block that nobody owns.
         """
+        free, ref_counts = self._free, self.ref_counts
         for block in blocks:
             self._check_id(block)
-            if self.ref_counts[block] == 0:
+            left = ref_counts[block] - 1
+            if left < 0:
                 raise BadValue(f"block {block} is released, but nobody owns it")
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self._free[block] = None
+            ref_counts[block] = left
+            if left == 0:
+                free[block] = None
                 if block not in keep:
-                    self._free.move_to_end(block, last=False)
+                    free.move_to_end(block, last=False)
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Nobody will reuse the contents of these free blocks: they go to the front of the order."""

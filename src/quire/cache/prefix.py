@@ -114,15 +114,16 @@ class PrefixIndex:
         cached = self.by_block.pop(block)
         del self._by_digest[cached.digest]
         siblings = self._children.get(cached.parent, [])
-        at = bisect_left(siblings, cached.tokens)
+        at = bisect_left(siblings, cached.tokens) if len(siblings) > 1 else 0
         if siblings[at : at + 1] == [cached.tokens]:
             del siblings[at]
         if not siblings:
             self._children.pop(cached.parent, None)
-        roots = self._roots.get(cached.tokens, set())
-        roots.discard(cached.parent)
-        if not roots:
-            self._roots.pop(cached.tokens, None)
+        roots = self._roots.get(cached.tokens)
+        if roots is not None:
+            roots.discard(cached.parent)
+            if not roots:
+                del self._roots[cached.tokens]
         return cached
 
     def clear(self) -> None:
