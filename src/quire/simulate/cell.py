@@ -346,8 +346,9 @@ class Cell:
 
     def rate_changed(self, host: Host, cause: Replica | None) -> None:
         """Steps on a host take another time from the next one on."""
+        rates = host.rates()
         for other in host.replicas:
-            if other is not cause and other.leap is not None:
+            if other is not cause and other.leap is not None and (other.cost.reading, other.cost.slowness) != rates:
                 end = other.cut(self.now)
                 if end is not None:
                     self.push_end(other, end)

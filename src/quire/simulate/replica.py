@@ -33,11 +33,10 @@ class Host:
     computing: set[int] = field(default_factory=set)  # their numbers
     slowness: float = 1.0
 
-    def changed(self, cost: ReplicaCost) -> None:
-        """Let a replica's steps take as long as they do beside those that compute now."""
+    def rates(self) -> tuple[float, float]:
+        """So many times as long do reading, and all of a step, take beside those that compute now."""
         count = max(1, len(self.computing))
-        cost.reading = max(1.0, count * self.reads / self.total)
-        cost.slowness = self.slowness * (1.0 + self.beside * (count - 1))
+        return max(1.0, count * self.reads / self.total), self.slowness * (1.0 + self.beside * (count - 1))
 
 
 class Outbox:
@@ -152,7 +151,7 @@ class Replica:
             self.host.computing.discard(self.number)
             return None, refused
         self.host.computing.add(self.number)
-        self.host.changed(self.cost)
+        self.cost.reading, self.cost.slowness = self.host.rates()
         if self._repeated:  # who publishes a block first matters then, and decoders publish late
             self._repeated &= engine.scheduler.requests.keys()
             engine.leaps = engine.leaps and not self._repeated
