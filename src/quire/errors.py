@@ -109,6 +109,14 @@ def are_counts(*values: object) -> bool:
     return True
 
 
+def are_times(*values: object) -> bool:
+    """Whether all of them are floats, finite and not negative: most are, and that is soon seen."""
+    for value in values:  # noqa: SIM110 (a generator takes twice as long)
+        if type(value) is not float or not 0.0 <= value < math.inf:
+            return False
+    return True
+
+
 def check_number(error: type[QuireError], name: str, value: object, lower: float, upper: float = math.inf) -> None:
     """Raise `error` unless the value is a finite number in lower..upper."""
     if isinstance(value, bool) or not isinstance(value, (float, Real)):

@@ -52,13 +52,13 @@ class Report:
         """
         scheduler, manager, rates = self._scheduler, self._scheduler.manager, self.rates
         pools, indexes = manager.pools, manager.indexes
-        fewest = min(range(len(pools)), key=lambda g: pools[g].num_free)
-        waiting = sum(max(0, request.num_missing - 1) for request in scheduler.running)
-        waiting += sum(  # what one of them computes, others that wait may find in the cache
-            min(request.num_missing, self.uncached.get(request.id, request.num_missing))
-            for request in (*scheduler.waiting, *scheduler.swapped)
-            if request.group is None or request.group.members[0] is request
-        )
+        fewest = min(range(len(pools)), key=lambda g: pools[g].num_free) if len(pools) > 1 else 0
+        waiting = sum([max(0, request.num_missing - 1) for request in scheduler.running])
+        for queue in (scheduler.waiting, scheduler.swapped):
+            for request in queue:
+                if request.group is None or request.group.members[0] is request:
+                    # What one of them computes, others that wait may find in the cache.
+                    waiting += min(request.num_missing, self.uncached.get(request.id, request.num_missing))
         free = pools[fewest].num_free - taken
         return ReplicaState(
             waiting_tokens=waiting,

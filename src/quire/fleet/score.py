@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
-from itertools import groupby
-from operator import itemgetter
+from itertools import groupby, starmap
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from quire.errors import BadValue, NoReplica, are_counts, check_integer, check_number
+from quire.errors import BadValue, NoReplica, are_counts, are_times, check_integer, check_number
 from quire.fleet.state import ReplicaState
 from quire.request import Holder
 
@@ -65,7 +65,8 @@ class Candidate:
         ):
             for name in ("num_blocks", "unseen_tokens", "unseen_requests", "num_disk_blocks", "num_given"):
                 check_integer(BadValue, name, getattr(self, name), 0)
-        check_number(BadValue, "step_age", self.step_age, 0.0)
+        if not are_times(self.step_age):
+            check_number(BadValue, "step_age", self.step_age, 0.0)
 
 
 class Parts(NamedTuple):
@@ -84,8 +85,14 @@ class Parts(NamedTuple):
     @property
     def total(self) -> float:
         """The cost."""
-        computing = self.queue + self.step + self.compute + self.delay + self.decode
-        return computing + self.disk + self.peer + self.room + self.evict
+        return _total(*self)
+
+
+def _total(
+    queue: float, step: float, compute: float, delay: float, disk: float, peer: float, decode: float, room: float,
+    evict: float,
+) -> float:  # fmt: skip
+    return queue + step + compute + delay + decode + disk + peer + room + evict
 
 
 class Ranked(NamedTuple):
@@ -96,25 +103,22 @@ class Ranked(NamedTuple):
     parts: Parts
 
 
-@dataclass(frozen=True, slots=True)
 class Choice:
-    """All candidates, the best first, so that it can be seen why."""
+    """Where a request goes."""
 
-    ranking: tuple[Ranked, ...]
-    num_tied: int  # of these, the first ones that are as good as the cheapest
+    def __init__(self, best: Ranked, num_tied: int, rank: Callable[[], tuple[Ranked, ...]]) -> None:
+        """num_tied: candidates that are as good as the cheapest. rank: puts all of them in order, these first."""
+        self.best = best
+        self.num_tied = num_tied
+        self._rank = rank
 
-    @property
-    def best(self) -> Ranked:
-        """Where the request goes."""
-        return self.ranking[0]
+    @cached_property
+    def ranking(self) -> tuple[Ranked, ...]:
+        """All candidates, the best first, so that it can be seen why. Worked out when somebody looks."""
+        return self._rank()
 
 
-class _Rates(NamedTuple):
-    """Seconds of a step, a prompt token and a sequence, none of them unknown."""
-
-    step: float
-    prompt_token: float
-    sequence: float
+Rates: TypeAlias = tuple[float, float, float]  # seconds of a step, a prompt token and a sequence
 
 
 def eligible(
@@ -152,25 +156,35 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
     if not candidates:
         raise NoReplica("no replica can take the request: the fleet has none")
     rates = _known_rates([candidate.state for candidate in candidates])
-    ranked = []
+    uncached: list[int] = []
+    costs: list[tuple[float, ...]] = []  # as Parts have them
     for candidate, those in zip(candidates, rates, strict=True):
-        read = reading(candidate, those.prompt_token)
-        uncached = uncached_tokens(demand, candidate, read.num_blocks)
-        parts = _cost(demand, candidate, uncached, read, those)
-        ranked.append((parts.total, Ranked(candidate, uncached, parts)))
-    limit = min([total for total, _ in ranked]) * TIE
-    tied = [one for total, one in ranked if total <= limit]
-    others = [item for item in ranked if item[0] > limit]
+        read = reading(candidate, those[1])
+        tokens = uncached_tokens(demand, candidate, read.num_blocks)
+        uncached.append(tokens)
+        costs.append(_cost(demand, candidate, tokens, read, those))
+    totals = list(starmap(_total, costs))
+    limit = min(totals) * TIE
+    tied = [i for i, total in enumerate(totals) if total <= limit]
 
-    def by_chance(one: Ranked) -> bytes:
-        return _hash(demand.request_id, one.candidate.slot)
+    def ranked(i: int) -> Ranked:
+        return Ranked(candidates[i], uncached[i], Parts(*costs[i]))
 
-    def wealth(one: Ranked) -> tuple[int, int]:
-        return one.uncached_tokens, one.candidate.state.held_blocks
+    def wealth(i: int) -> tuple[int, int]:
+        return uncached[i], candidates[i].state.held_blocks
 
-    best = _ordered(tied, wealth, by_chance)
-    worse = _ordered(others, itemgetter(0), lambda item: by_chance(item[1]))
-    return Choice((*best, *(one for _, one in worse)), len(tied))
+    def by_chance(i: int) -> bytes:
+        return _hash(demand.request_id, candidates[i].slot)
+
+    def rank() -> tuple[Ranked, ...]:
+        worse = [i for i, total in enumerate(totals) if total > limit]
+        order = *_ordered(tied, wealth, by_chance), *_ordered(worse, totals.__getitem__, by_chance)
+        return tuple(map(ranked, order))
+
+    fortunes = list(map(wealth, tied))
+    least = min(fortunes)
+    poorest = [i for i, fortune in zip(tied, fortunes, strict=True) if fortune == least]
+    return Choice(ranked(poorest[0] if len(poorest) == 1 else min(poorest, key=by_chance)), len(tied), rank)
 
 
 def _ordered(items: Iterable[T], key: Callable[[T], Any], then: Callable[[T], Any]) -> Iterator[T]:
@@ -197,12 +211,17 @@ class Reading(NamedTuple):
     peer: float = 0.0  # s
 
 
+NOTHING = Reading()
+
+
 def reading(candidate: Candidate, prompt_token: float) -> Reading:
     """What the candidate would read from its disk or from another replica: as it decides itself, where it saves most.
 
     prompt_token: seconds that it computes one. A replica that does not say what reading takes does not read.
     """
-    state, found, saved = candidate.state, Reading(), 0.0
+    if not candidate.num_disk_blocks and candidate.holder is None:  # as of most
+        return NOTHING
+    state, found, saved = candidate.state, NOTHING, 0.0
     computing = state.block_size * prompt_token
     peer_blocks = 0 if candidate.holder is None else candidate.holder.num_blocks - candidate.num_blocks
     for name, count, seconds in (
@@ -237,49 +256,53 @@ def uncached_tokens(demand: Demand, candidate: Candidate, read: int = 0) -> int:
     return max(1, demand.num_tokens - (candidate.num_blocks + read) * candidate.state.block_size)
 
 
-def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, rates: _Rates) -> Parts:
-    state = candidate.state
+def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, rates: Rates) -> tuple[float, ...]:
+    """What a request costs at a replica: Parts. All of them are numbers: this is asked of each replica each time."""
+    state, (a_step, a_token, a_sequence) = candidate.state, rates
+    num_blocks, block_size, most = state.num_blocks, state.block_size, state.max_running
     reported = state.num_running + state.num_waiting
     ahead = reported + candidate.unseen_requests
-    running = min(ahead, state.max_running)
-    step = rates.step + running * rates.sequence
+    running = ahead if ahead < most else most
+    step = a_step + running * a_sequence
     # Some of what has begun is done by now. What was sent since has begun, too, where it came to an idle replica.
     waiting = state.waiting_tokens + candidate.unseen_tokens
     begun = state.waiting_tokens if reported else waiting
-    left = begun * rates.prompt_token + (step if ahead else 0.0) - candidate.step_age
-    queue = (left if left > 0.0 else 0.0) + (waiting - begun) * rates.prompt_token
+    left = begun * a_token + (step if ahead else 0.0) - candidate.step_age
+    queue = (left if left > 0.0 else 0.0) + (waiting - begun) * a_token
 
-    blocks = -(-(demand.num_tokens + round(demand.new_tokens)) // state.block_size) - candidate.num_blocks
-    promised = -(-waiting // state.block_size)  # blocks that those before it take first
-    evicted = max(0, blocks - max(0, state.free_blocks - state.cached_blocks - promised))
+    blocks = -(-(demand.num_tokens + round(demand.new_tokens)) // block_size) - candidate.num_blocks
+    promised = -(-waiting // block_size)  # blocks that those before it take first
+    empty = state.free_blocks - state.cached_blocks - promised
+    evicted = blocks - empty if empty > 0 else blocks
     # The share of what runs that has to end before there is room; all of it is replaced in the time of one answer.
-    seats = (ahead + 1 - state.max_running) / state.max_running
-    memory = (blocks + promised - state.free_blocks) / state.num_blocks
+    seats = (ahead + 1 - most) / most
+    memory = (blocks + promised - state.free_blocks) / num_blocks
+    short = seats if seats > memory else memory
 
-    compute = uncached * rates.prompt_token
-    return Parts(
-        queue=queue,
-        step=step,
-        compute=compute,
-        delay=compute,
-        disk=read.disk,
-        peer=read.peer,
+    compute = uncached * a_token
+    return (
+        queue,
+        step,
+        compute,
+        compute,
+        read.disk,
+        read.peer,
         # Each of those that run ends, on average, when half of it is done, and what comes then goes where least runs.
-        decode=demand.new_tokens * (running / 2 + 1) * rates.sequence,
-        room=max(0.0, seats, memory) * demand.new_tokens * step,
-        evict=min(evicted, state.cached_blocks) * state.block_size * rates.prompt_token * demand.hit_rate,
+        demand.new_tokens * (running / 2 + 1) * a_sequence,
+        short * demand.new_tokens * step if short > 0.0 else 0.0,
+        min(evicted, state.cached_blocks) * block_size * a_token * demand.hit_rate if evicted > 0 else 0.0,
     )
 
 
-def _known_rates(states: Sequence[ReplicaState]) -> list[_Rates]:
+def _known_rates(states: Sequence[ReplicaState]) -> list[Rates]:
     """Each replica's rates. One that is not known yet is taken to be the median of the others'."""
-    known = [_Rates(state.seconds_a_step, state.seconds_a_prompt_token, state.seconds_a_sequence) for state in states]
+    known = [(state.seconds_a_step, state.seconds_a_prompt_token, state.seconds_a_sequence) for state in states]
     if all(map(all, known)):
         return known
     if not any(map(any, known)):
-        known = [_Rates(ASSUMED_STEP, ASSUMED_PROMPT_TOKEN, ASSUMED_SEQUENCE)] * len(states)
+        known = [(ASSUMED_STEP, ASSUMED_PROMPT_TOKEN, ASSUMED_SEQUENCE)] * len(states)
     usual = [median([value for value in values if value > 0.0] or [0.0]) for values in zip(*known, strict=True)]
-    return [_Rates(*(value or other for value, other in zip(those, usual, strict=True))) for those in known]
+    return [(a or usual[0], b or usual[1], c or usual[2]) for a, b, c in known]
 
 
 def _hash(request_id: str, slot: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.errors import BadValue, are_counts, check_integer, check_number
+from quire.errors import BadValue, are_counts, are_times, check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +41,11 @@ class ReplicaState:
                 and self.block_size):  # fmt: skip
             for name in ("max_running", "num_blocks", "block_size"):
                 check_integer(BadValue, name, getattr(self, name), 1)
-        for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence"):
-            check_number(BadValue, name, getattr(self, name), 0.0)
-        for name in ("seconds_a_disk_block", "seconds_a_peer_block"):
-            check_number(BadValue, name, getattr(self, name), 0.0)
+        times = self.seconds_a_step, self.seconds_a_prompt_token, self.seconds_a_sequence
+        if not are_times(*times, self.seconds_a_disk_block, self.seconds_a_peer_block):
+            for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence", "seconds_a_disk_block",
+                         "seconds_a_peer_block"):  # fmt: skip
+                check_number(BadValue, name, getattr(self, name), 0.0)
         if not (are_counts(self.free_blocks) and self.cached_blocks <= self.free_blocks <= self.num_blocks):
             check_integer(BadValue, "free_blocks", self.free_blocks, self.cached_blocks, self.num_blocks)
         if not isinstance(self.draining, bool):
