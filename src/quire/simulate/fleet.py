@@ -18,6 +18,7 @@ from quire.simulate.device import DeviceFile, ReplicaCost, read_device
 from quire.simulate.loads import Load, drawn, rows_of
 from quire.simulate.outcome import Outcome
 from quire.simulate.replica import Host, Replica
+from quire.simulate.simulation import no_collector
 from quire.simulate.spec import FleetSpec, KindSpec
 from quire.simulate.trouble import Trouble
 
@@ -167,7 +168,8 @@ class FleetSimulation:
         Trouble(made, spec.events)
         if spec.autoscaling is not None:
             Autoscaler(made, spec.autoscaling.share(number, self.num_cells), another)
-        return made.run(advance)
+        with no_collector():
+            return made.run(advance)
 
     def run(self, processes: int = 1, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run all cells. advance: is called for each request that ends, or with several processes for each cell."""
