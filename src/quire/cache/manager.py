@@ -273,6 +273,11 @@ class BlockManager:
         pairs = zip(self.pools, self.indexes, strict=True)
         return any(pool.in_order(count) in index.by_block for pool, index in pairs)
 
+    def num_to_evict(self, count: int) -> int:
+        """How many of the next free blocks of the first group, of that number of them, are reusable until then."""
+        by_block = self.indexes[0].by_block
+        return sum([block in by_block for block in self.pools[0].next_free(count)])
+
     def keep_states(self, request: Request, start: int, end: int) -> None:
         """Let a step from token `start` to token `end`, which has all blocks that it needs, store states for others.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from itertools import islice
 
 from quire.errors import BadValue, OutOfBlocks
@@ -50,6 +50,10 @@ class BlockPool:
     def in_order(self, number: int) -> int:
         """The free block that is given out as the number-th from now on, the first one being 1."""
         return next(islice(self._free, number - 1, None))
+
+    def next_free(self, count: int) -> Iterator[int]:
+        """The free blocks that are given out from now on, up to so many."""
+        return islice(self._free, count)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each block; a free one leaves the free order. Raises BadValue for an unknown id."""

@@ -9,7 +9,7 @@ from quire.fleet.averages import Averages
 from quire.fleet.index import Expectation, FleetIndex
 from quire.fleet.score import Candidate, Choice, choose, eligible, step_age
 from quire.fleet.state import ReplicaState
-from quire.simulate.replica import Replica
+from quire.simulate.replica import Outbox, Replica
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +47,8 @@ class Gateway:
             if replica.leap is not None:
                 replica.tell(horizon)
             box = replica.boxes[number]
-            while box.blocks and box.blocks[0][0] <= horizon:
-                _, stored, digest = box.blocks.popleft()
-                (self.index.store if stored else self.index.remove)(slot, (digest,))
+            if box.blocks:
+                self._hear_of_blocks(slot, box, horizon)
             while box.states and box.states[0][0] <= horizon:
                 at, state, started = box.states.popleft()
                 self._states[slot] = (at + self.lag, state)
@@ -57,13 +56,29 @@ class Gateway:
                     if unseen := self._unseen.get(slot):
                         unseen.pop(flow, None)
 
+    def _hear_of_blocks(self, slot: int, box: Outbox, horizon: float) -> None:
+        while box.blocks and box.blocks[0][0] <= horizon:
+            _, stored, digest = box.blocks.popleft()
+            (self.index.store if stored else self.index.remove)(slot, (digest,))
+
+    def _runs(self, digests: Sequence[int], now: float) -> dict[int, int]:
+        """As the index has them. Of blocks that were evicted it hears only where it matters: here."""
+        runs, horizon, is_late = self.index.runs(digests), now - self.lag, False
+        for slot in runs:
+            replica = self.replicas[slot]
+            if slot not in self.lost and replica.cut_off_until <= now and replica.owes_evictions(horizon):
+                replica.catch_up(horizon)
+                self._hear_of_blocks(slot, replica.boxes[self.number], horizon)
+                is_late = True
+        return self.index.runs(digests) if is_late else runs
+
     def choose(
         self, name: str, tokens: int, most: int, digests: Sequence[int], bits: str | None,
         passed_over: Collection[int], now: float,
     ) -> Choice:  # fmt: skip
         """Where a request goes. tokens: to compute. most: that it may generate. Raises NoReplica."""
         self.hear(now)
-        runs = self.index.runs(digests)
+        runs = self._runs(digests, now)
         candidates = []
         for slot, (came, state) in self._states.items():
             if slot in self.lost or slot in passed_over:

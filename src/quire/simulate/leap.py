@@ -333,12 +333,13 @@ class Leap:
         return at < len(self.times) and self.times[at] <= moment
 
     def blocks_by(self, step: int) -> tuple[int, int]:
-        """Blocks that requests have taken by the end of a planned step, and that became reusable, if none is evicted.
+        """Blocks that requests have taken by the end of a planned step, and how many more are reusable.
 
         In every group, and not in the books yet.
         """
         step += self._before
-        return self._decoders.taken_blocks(step), self._decoders.untold_blocks(step)
+        taken, filled = self._decoders.taken_blocks(step), self._decoders.untold_blocks(step)
+        return taken, filled - (self._manager.num_to_evict(taken) if self._evicts else 0)
 
     def num_done(self, moment: float) -> int:
         """Planned steps that have ended by then."""

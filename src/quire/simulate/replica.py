@@ -250,16 +250,16 @@ class Replica:
         return due
 
     def tell(self, now: float) -> None:
-        """Let gateways have what they are sent by now."""
+        """Let gateways have the state that they are sent by now."""
         leap = self.leap
-        if leap is None:
-            return
-        if leap.evicts_by(now):
-            self.catch_up(now)
-        elif now >= self._next_state:
+        if leap is not None and now >= self._next_state:
             for at in self._due(leap, min(leap.num_planned - 1, leap.num_done(now)))[-1:]:
                 self._observe_leap(leap)
                 self._put_state(leap.times[at], self.state(*leap.blocks_by(at)))
+
+    def owes_evictions(self, now: float) -> bool:
+        """Whether gateways would know of more blocks that were evicted by now, if it caught up."""
+        return self.leap is not None and self.leap.evicts_by(now)
 
     def _apply(self, leap: Leap, stop: int) -> None:
         if stop > leap.num_applied:
