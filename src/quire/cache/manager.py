@@ -167,6 +167,9 @@ class BlockManager:
         if cache.nonfinite_at is not None:
             full = min(full, cache.nonfinite_at // size)
         self.lookup.know_digests(request, full)
+        if len(self._published) == 1 and not self.frees_early and self._publish_new(request, full):
+            cache.num_published = full
+            return
         digests = cache.digests
         for i in range(cache.num_published, full):
             end = (i + 1) * size
@@ -185,6 +188,19 @@ class BlockManager:
                             events.BlockStored(self.now, g, request.id, *names, tokens.tolist(), size, request.lora)
                         )
         cache.num_published = full
+
+    def _publish_new(self, request: Request, full: int) -> bool:
+        """As `_publish`, all blocks at once, where a single group is told of them and has none of them: as of most."""
+        cache, size, (g, _, index) = request.cache, self.block_size, self._published[0]
+        first = cache.num_published
+        blocks, digests = cache.block_ids[g][first:full], cache.digests[first : full + 1]
+        parts = [request.tokens[at : at + size] for at in range(first * size, full * size, size)]
+        if not index.publish_new(blocks, digests, [part.tobytes() for part in parts], first=first == 0):
+            return False
+        for i, (block, part) in enumerate(zip(blocks, parts, strict=True)) if self.listeners else ():
+            names = ([block], [digests[i + 1]], digests[i] if first + i else None)
+            self._tell(events.BlockStored(self.now, g, request.id, *names, part.tolist(), size, request.lora))
+        return True
 
     def reset_prefix_cache(self) -> None:
         """Forget all reusable blocks. Running requests keep theirs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -91,14 +92,33 @@ class PrefixIndex:
             raise BadValue(f"block {block} is published twice, with different tokens")
         cached = CachedBlock(block, digest, parent, tokens)
         self._by_digest[digest] = self.by_block[block] = cached
-        children = self._children.get(parent)
-        if children is None:  # as of most
-            self._children[parent] = [tokens]
-        elif len(children) < MAX_CHILDREN:
+        self._add_child(parent, tokens, first=first)
+        self._evicted.pop(digest, None)
+        return True
+
+    def _add_child(self, parent: bytes, tokens: bytes, *, first: bool) -> None:
+        children = self._children.setdefault(parent, [])
+        if len(children) < MAX_CHILDREN:
             insort(children, tokens)
         if first:
             self._roots.setdefault(tokens, set()).add(parent)
-        self._evicted.pop(digest, None)
+
+    def publish_new(self, blocks: Sequence[int], digests: list[bytes], tokens: list[bytes], *, first: bool) -> bool:
+        """As `publish` of blocks one after the other. False, and nothing changes, where one of them is known already.
+
+        digests: of the block before them, then theirs. first: whether the first of them is a request's first one.
+        """
+        parents, own = digests[:-1], digests[1:]
+        is_new = len({*own}) == len(own) and self._by_digest.keys().isdisjoint(own)
+        if not is_new or not (self.by_block.keys().isdisjoint(blocks) and self._children.keys().isdisjoint(own)):
+            return False
+        cached = list(map(CachedBlock, blocks, own, parents, tokens))
+        self._by_digest.update(zip(own, cached, strict=True))
+        self.by_block.update(zip(blocks, cached, strict=True))
+        self._add_child(parents[0], tokens[0], first=first)
+        self._children.update(zip(parents[1:], [[those] for those in tokens[1:]], strict=True))
+        for digest in own if self._evicted else ():
+            self._evicted.pop(digest, None)
         return True
 
     def evict(self, block: int, now: float) -> CachedBlock:

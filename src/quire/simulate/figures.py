@@ -38,7 +38,8 @@ class Histogram:
             for value in values:
                 total += value * count
         else:
-            at_once = np.diff(moments)
+            ends = np.array(moments)
+            at_once = ends[1:] - ends[:-1]
             values = at_once.tolist()
             total = float(np.add.accumulate(np.concatenate([[self.sum], at_once * count]))[-1])
         self.sum = total

@@ -15,25 +15,21 @@ MASK = (1 << 8 * DIGEST_SIZE) - 1
 STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835  # from a digest to the next one within a part; odd, so that all differ
 
 
-class Part:
-    """Some tokens in a row, as a block manager reads them."""
+class Part(bytes):
+    """Some tokens in a row, as a block manager reads them: the name of their part, where they start, and their number.
 
-    __slots__ = ("_bytes", "count")
+    And where other parts begin among them, with their names.
+    """
 
-    def __init__(self, content: bytes, count: int) -> None:
-        self._bytes = content
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
+    __slots__ = ()
 
     def tobytes(self) -> bytes:
         """The same for the same tokens, and for no others."""
-        return self._bytes
+        return self
 
     def tolist(self) -> list[int]:
         """A number for each token, which says nothing."""
-        return [0] * self.count
+        return [0] * int.from_bytes(self[NAME_SIZE + 4 : NAME_SIZE + 6], "little")
 
 
 class NamedTokens:
@@ -55,12 +51,11 @@ class NamedTokens:
 
     def __getitem__(self, where: slice) -> Part:
         start = where.start
-        count = min(where.stop, self._length) - start
-        return Part(self._content(start, count), count)
+        return Part(self._content(start, min(where.stop, self._length) - start))
 
     def _content(self, start: int, count: int) -> bytes:
         ends, names = self._ends, self._names
-        at = bisect_right(ends, start)
+        at = bisect_right(ends, start) if ends else 0
         content = names[at] + start.to_bytes(4, "little") + count.to_bytes(2, "little")
         while at < len(ends) and ends[at] < start + count:
             content += ends[at].to_bytes(4, "little") + names[at + 1]

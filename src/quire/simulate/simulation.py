@@ -155,11 +155,6 @@ class Simulation:
 
     def run(self, rows: Iterable[TraceRow], advance: Callable[[], None] = lambda: None) -> SimulationResult:
         """Serve a trace to its end. `advance` is called at the end of each request."""
-        with no_collector():
-            self._serve(rows, advance)
-        return self.result()
-
-    def _serve(self, rows: Iterable[TraceRow], advance: Callable[[], None]) -> None:
         pending = deque(sorted(enumerate(rows), key=lambda numbered: numbered[1].arrival))
         while pending or self.scheduler.has_work:
             if not self.scheduler.has_work:
@@ -172,6 +167,7 @@ class Simulation:
                 for event in self.go_on(pending[0][1].arrival if pending else math.inf):
                     if event.finish_reason is not None:
                         advance()
+        return self.result()
 
     def go_on(self, until: float) -> list[Event]:
         """A step; or several that only decode, to the one that ends at that time or later, of which only ends are told.
