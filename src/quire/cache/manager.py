@@ -287,7 +287,7 @@ class BlockManager:
     def evicts(self, count: int) -> bool:
         """Whether so many further blocks of each group, which are free, cannot be had without evicting one."""
         pairs = zip(self.pools, self.indexes, strict=True)
-        return any(pool.in_order(count) in index.by_block for pool, index in pairs)
+        return any([pool.in_order(count) in index.by_block for pool, index in pairs])
 
     def num_to_evict(self, count: int) -> int:
         """How many of the next free blocks of the first group, of that number of them, are reusable until then."""

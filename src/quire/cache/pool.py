@@ -69,9 +69,10 @@ class BlockPool:
 
         Raises BadValue for a block that nobody owns.
         """
-        free, ref_counts = self._free, self.ref_counts
+        free, ref_counts, num_blocks = self._free, self.ref_counts, self.num_blocks
         for block in blocks:
-            self._check_id(block)
+            if not 0 <= block < num_blocks:
+                self._check_id(block)
             left = ref_counts[block] - 1
             if left < 0:
                 raise BadValue(f"block {block} is released, but nobody owns it")

@@ -40,7 +40,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 
 
-MANY = 40  # steps: from here on it is faster to compute them at once
+MANY = 24  # steps: from here on it is faster to compute them at once
 STATE_BYTES = 4  # of a number of a state, which is fp32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -44,14 +45,14 @@ class Histogram:
             total = float(np.add.accumulate(np.concatenate([[self.sum], at_once * count]))[-1])
         self.sum = total
         self.count += count * len(values)
-        longest = max(values)
-        self.max = max(self.max, longest)
-        number = _class_of(longest)
-        if number == _class_of(min(values)):
-            self._classes[number] += count * len(values)
-        else:
-            for value in values:
-                self._classes[_class_of(value)] += count
+        values.sort()
+        self.max = max(self.max, values[-1])
+        at, last = 0, _class_of(values[-1])
+        while at < len(values):
+            number = _class_of(values[at])
+            end = len(values) if number == last else bisect_right(values, number, at, key=_class_of)
+            self._classes[number] += count * (end - at)
+            at = end
 
     def merge(self, other: Histogram) -> None:
         """Take in all that another one has."""

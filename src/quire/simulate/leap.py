@@ -28,6 +28,7 @@ from quire.simulate.prompts import NamedTokens
 
 NUM_FAKE_TOKENS = 65_521  # a prime, so that requests of neighbouring ordinals draw different tokens
 MOST_STEPS = 4096  # that are planned ahead
+NO_PLAN, NO_OUTPUT = Plan(), StepOutput({})  # of a commit that only ends requests
 
 
 def fake_token(request: Request, position: int) -> int:
@@ -228,7 +229,7 @@ class Decoders:
             del self._told[request]
             self.keys -= request.cache.num_computed
             scheduler.finish(request.id, FinishReason.LENGTH)
-        return scheduler.commit(Plan(), StepOutput({}))
+        return scheduler.commit(NO_PLAN, NO_OUTPUT)
 
 
 def _is_plain(one: Request) -> bool:
@@ -285,7 +286,7 @@ class Leap:
         self.seconds = 0.0  # of the first step that was planned last
         self.times = [simulation.now]  # when it began, and the ends of the steps that are planned
         self.num_applied = 0  # steps
-        self._evicts = False  # the steps that are planned
+        self._most_taken = 0  # blocks of each group that the steps take which are planned
         every = simulation.sample_every  # of the steps from the first one on
         self._next_look = -simulation.num_steps % every + 1 if every else math.inf
 
@@ -308,7 +309,7 @@ class Leap:
         steps = min(to_end, free // count * size, MOST_STEPS)
         if steps < 1:
             return False
-        self._evicts = self._manager.evicts(min(free, count * (-(-steps // size) + 1)))
+        self._most_taken = min(free, count * (-(-steps // size) + 1))
         keys = self._decoders.keys
         self.seconds = self._cost.decoder(count)(keys + count)
         while steps > 0 and times[-1] < until:
@@ -327,10 +328,11 @@ class Leap:
 
     def evicts_by(self, moment: float) -> bool:
         """Whether blocks may be evicted in steps that have ended by then and are not applied."""
-        if not self._evicts:
-            return False
         at = self._decoders.next_taker - self._before
-        return at < len(self.times) and self.times[at] <= moment
+        if at >= len(self.times) or self.times[at] > moment:
+            return False
+        free = min([pool.num_free for pool in self._manager.pools])
+        return self._manager.evicts(min(free, self._most_taken))
 
     def blocks_by(self, step: int) -> tuple[int, int]:
         """Blocks that requests have taken by the end of a planned step, and how many more are reusable.
@@ -339,7 +341,7 @@ class Leap:
         """
         step += self._before
         taken, filled = self._decoders.taken_blocks(step), self._decoders.untold_blocks(step)
-        return taken, filled - (self._manager.num_to_evict(taken) if self._evicts else 0)
+        return taken, filled - self._manager.num_to_evict(taken)
 
     def num_done(self, moment: float) -> int:
         """Planned steps that have ended by then."""

@@ -16,9 +16,9 @@ STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835  # from a digest to the next one wit
 
 
 class Part(bytes):
-    """Some tokens in a row, as a block manager reads them: the name of their part, where they start, and their number.
+    """Some tokens in a row, as a block manager reads them.
 
-    And where other parts begin among them, with their names.
+    The name of their part, where they start, and how many they are; then where other parts begin, with their names.
     """
 
     __slots__ = ()
@@ -29,7 +29,7 @@ class Part(bytes):
 
     def tolist(self) -> list[int]:
         """A number for each token, which says nothing."""
-        return [0] * int.from_bytes(self[NAME_SIZE + 4 : NAME_SIZE + 6], "little")
+        return [0] * int.from_bytes(self[NAME_SIZE + 4 : NAME_SIZE + 6], "big")
 
 
 class NamedTokens:
@@ -50,15 +50,18 @@ class NamedTokens:
         return self._length
 
     def __getitem__(self, where: slice) -> Part:
-        start = where.start
-        return Part(self._content(start, min(where.stop, self._length) - start))
+        start, stop = where.start, where.stop
+        return Part(self._content(start, (stop if stop < self._length else self._length) - start))
 
     def _content(self, start: int, count: int) -> bytes:
         ends, names = self._ends, self._names
-        at = bisect_right(ends, start) if ends else 0
-        content = names[at] + start.to_bytes(4, "little") + count.to_bytes(2, "little")
+        where = (start << 16 | count).to_bytes(6, "big")
+        if not ends:  # as of most
+            return names[0] + where
+        at = bisect_right(ends, start)
+        content = names[at] + where
         while at < len(ends) and ends[at] < start + count:
-            content += ends[at].to_bytes(4, "little") + names[at + 1]
+            content += ends[at].to_bytes(4, "big") + names[at + 1]
             at += 1
         return content
 
