@@ -4,6 +4,8 @@ import random
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.cache import lookup as lookup_module
 from quire.cache.audit import audit
@@ -367,3 +369,35 @@ class TestIndex:
         index._children.clear()
         with pytest.raises(BadValue, match="knows other blocks after their parents than by id"):
             index.audit()
+
+
+class TestRuns:
+    @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 6), st.booleans(), st.booleans())
+    def test_a_run_is_published_as_its_blocks_are(self, tokens: list[int], known: int, gone: bool, first: bool) -> None:
+        """If it has a block that is known, nothing is changed."""
+        contents = [array("i", [token] * 4).tobytes() for token in tokens]
+        digests = [root_digest("")]
+        for content in contents:
+            digests.append(block_digest(digests[-1], content))
+        one, other = PrefixIndex(32), PrefixIndex(32)
+        known = min(known, len(tokens))
+        for index in (one, other):
+            for i in range(known):
+                index.publish(20 + i, digests[i + 1], digests[i], contents[i], first=first and i == 0)
+            for i in range(known if gone else 0):
+                index.evict(20 + i, 0.0)
+        blocks = array("i", range(len(tokens)))
+        if one.publish_new(blocks, digests, contents, first=first):
+            assert gone or not known
+            for i, block in enumerate(blocks):
+                assert other.publish(block, digests[i + 1], digests[i], contents[i], first=first and i == 0)
+        else:
+            assert known
+            assert not gone
+        assert vars(one) == vars(other)
+        one.audit()
+
+    def test_equal_digests_in_a_run_are_no_run(self) -> None:
+        index = PrefixIndex(4)
+        assert not index.publish_new([0, 1], [b"root", b"same", b"same"], [b"aaaa", b"bbbb"], first=True)
+        assert not index.by_block

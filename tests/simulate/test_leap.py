@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from quire.config import engine_config
 from quire.engine.cost import DEVICES, Device
+from quire.engine.pace import Pace
 from quire.engine.trace import TraceRow
 from quire.simulate.device import ReplicaCost, StepFit
 from quire.simulate.simulation import Simulation
@@ -57,6 +58,31 @@ def test_leaps_give_what_steps_give(
         one.scheduler.audit()
     assert found[0] == found[1]
     assert found[0].finished + found[0].refused == 25
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**30), st.sampled_from([400, 4000]), st.sampled_from([2.0, 20.0]))
+def test_leaps_keep_the_pace_of_steps(seed: int, blocks: int, rate: float) -> None:
+    """With so many that decode, the pace learns from each step, and bounds the prompts that are computed with them."""
+    rows = rows_of(seed, 120, rate, 200)
+    found = []
+    for leaps in (False, True):
+        config = engine_config(num_blocks=blocks, max_num_seqs=100, max_num_batched_tokens=256)
+        one = Simulation(TOY, SLOW, config, hashed=True, leaps=leaps)
+        one.scheduler.pace = Pace(3e-3)
+        found.append(one.run(rows))
+    assert found[0] == found[1]
+
+
+def test_a_prompt_is_planned_without_those_that_decode() -> None:
+    one = Simulation(TOY, SLOW, engine_config(num_blocks=300))
+    planned = []
+    real = one.scheduler.commit
+    one.scheduler.commit = lambda plan, output: planned.append(len(plan.items)) or real(plan, output)  # type: ignore[method-assign, func-returns-value]
+    found = one.run([TraceRow(at, 100, 500) for at in (0.0, 500.0, 1000.0)])
+    assert (found.finished, found.new_tokens) == (3, 1500)
+    assert sum(planned) == 3
+    assert max(planned) == 1
 
 
 def test_a_leap_makes_few_plans() -> None:

@@ -1,8 +1,10 @@
 """The simulator: it plans what the engine plans, and its figures are those of its cost model, worked out by hand."""
 
 import json
+import random
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -280,6 +282,21 @@ def test_histogram() -> None:
     assert histogram.percentile(99) == pytest.approx(0.990, rel=0.01)
     assert histogram.as_dict()["max"] == histogram.percentile(100) == 1.0
     assert histogram.as_dict()["mean"] == pytest.approx(500.5 / 1010)
+
+
+@pytest.mark.parametrize("count", [2, 10, 200])
+def test_times_between_are_added_as_one_by_one(count: int) -> None:
+    rng, at, moments = random.Random(count), 5.0, []
+    for _ in range(count):
+        moments.append(at)
+        at += rng.choice([0.01, 0.0101, rng.random()])
+    one, other = Histogram(), Histogram()
+    for histogram in (one, other):
+        histogram.add(0.3)
+    one.add_between(moments, 7)
+    for before, after in pairwise(moments):
+        other.add(after - before, 7)
+    assert vars(one) == vars(other)
 
 
 # --------------------------------------------------------------------------------------------------- the command

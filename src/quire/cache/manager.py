@@ -287,12 +287,7 @@ class BlockManager:
     def evicts(self, count: int) -> bool:
         """Whether so many further blocks of each group, which are free, cannot be had without evicting one."""
         pairs = zip(self.pools, self.indexes, strict=True)
-        return any([pool.in_order(count) in index.by_block for pool, index in pairs])
-
-    def num_to_evict(self, count: int) -> int:
-        """How many of the next free blocks of the first group, of that number of them, are reusable until then."""
-        by_block = self.indexes[0].by_block
-        return sum([block in by_block for block in self.pools[0].next_free(count)])
+        return any(pool.in_order(count) in index.by_block for pool, index in pairs)
 
     def keep_states(self, request: Request, start: int, end: int) -> None:
         """Let a step from token `start` to token `end`, which has all blocks that it needs, store states for others.

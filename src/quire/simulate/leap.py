@@ -341,7 +341,8 @@ class Leap:
         """
         step += self._before
         taken, filled = self._decoders.taken_blocks(step), self._decoders.untold_blocks(step)
-        return taken, filled - self._manager.num_to_evict(taken)
+        reusable = self._manager.indexes[0].by_block
+        return taken, filled - sum([block in reusable for block in self._manager.pools[0].next_free(taken)])
 
     def num_done(self, moment: float) -> int:
         """Planned steps that have ended by then."""

@@ -236,7 +236,7 @@ class Simulation:
             self.decoders.gather(self._latest)
             if self.decoders.leave_enough():
                 return self._begin_beside_decoders()
-        self.gather_none()
+        self.scatter()
         plan = self.scheduler.plan()
         output = self.compute(plan)
         return Step(plan, output, self.cost.seconds(plan, len(output.tokens)))
@@ -252,7 +252,7 @@ class Simulation:
         seconds = self.cost.seconds(plan, len(output.tokens) + count, count, decoders.keys + count)
         return Step(plan, output, seconds, requests)
 
-    def gather_none(self) -> None:
+    def scatter(self) -> None:
         """Plan all that run again, one by one."""
         for request in self.decoders.scatter():
             self._latest[request.id] = self.decoders.latest
