@@ -184,7 +184,7 @@ class Replica:
         leap = self.leap
         if leap is None:
             return [], None
-        self.catch_up(now, last=False)
+        self._put_due(leap, now, last=False)
         self._observe_leap(leap)
         events = leap.apply(leap.num_planned)
         self.report.count_decoded()
@@ -232,12 +232,20 @@ class Replica:
         leap = self.leap
         if leap is None:
             return
+        done = self._put_due(leap, now, last=last)
+        if done > leap.num_applied:
+            self._observe_leap(leap)
+            leap.apply(done)
+            self.report.count_decoded()
+
+    def _put_due(self, leap: Leap, now: float, *, last: bool) -> int:
+        """Send the states that are due by now. The steps that have ended by now, but the last planned one."""
         done = min(leap.num_planned - 1, leap.num_done(now))
         due = self._due(leap, done)
         for at in due[-1:] if last else due:
-            self._apply(leap, at)
-            self._put_state(leap.times[at])
-        self._apply(leap, done)
+            self._observe_leap(leap)
+            self._put_state(leap.times[at], self.state(*leap.blocks_by(at)))
+        return done
 
     def _due(self, leap: Leap, done: int) -> list[int]:
         """The planned steps, of which so many have ended, after which a state is to be sent."""
@@ -253,19 +261,11 @@ class Replica:
         """Let gateways have the state that they are sent by now."""
         leap = self.leap
         if leap is not None and now >= self._next_state:
-            for at in self._due(leap, min(leap.num_planned - 1, leap.num_done(now)))[-1:]:
-                self._observe_leap(leap)
-                self._put_state(leap.times[at], self.state(*leap.blocks_by(at)))
+            self._put_due(leap, now, last=True)
 
     def owes_evictions(self, now: float) -> bool:
         """Whether gateways would know of more blocks that were evicted by now, if it caught up."""
         return self.leap is not None and self.leap.evicts_by(now)
-
-    def _apply(self, leap: Leap, stop: int) -> None:
-        if stop > leap.num_applied:
-            self._observe_leap(leap)
-            leap.apply(stop)
-            self.report.count_decoded()
 
     # Of steps that decode the same number of sequences one after the other, the first one is observed: the others say
     # the same again.
