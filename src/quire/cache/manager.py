@@ -193,13 +193,14 @@ class BlockManager:
         """As `_publish`, all blocks at once, where a single group is told of them and has none of them: as of most."""
         cache, size, (g, _, index) = request.cache, self.block_size, self._published[0]
         first = cache.num_published
-        blocks, digests = cache.block_ids[g][first:full], cache.digests[first : full + 1]
-        parts = [request.tokens[at : at + size] for at in range(first * size, full * size, size)]
-        if not index.publish_new(blocks, digests, [part.tobytes() for part in parts], first=first == 0):
+        blocks, digests, tokens = cache.block_ids[g][first:full], cache.digests[first : full + 1], request.tokens
+        parts = [tokens[at : at + size].tobytes() for at in range(first * size, full * size, size)]
+        if not index.publish_new(blocks, digests, parts, first=first == 0):
             return False
-        for i, (block, part) in enumerate(zip(blocks, parts, strict=True)) if self.listeners else ():
-            names = ([block], [digests[i + 1]], digests[i] if first + i else None)
-            self._tell(events.BlockStored(self.now, g, request.id, *names, part.tolist(), size, request.lora))
+        if self.listeners:
+            names = (blocks.tolist(), digests[1:], digests[0] if first else None)
+            those = tokens[first * size : full * size].tolist()
+            self._tell(events.BlockStored(self.now, g, request.id, *names, those, size, request.lora))
         return True
 
     def reset_prefix_cache(self) -> None:
