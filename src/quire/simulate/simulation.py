@@ -28,8 +28,9 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.trace import TraceRow
 from quire.errors import BadValue, ConfigError, RequestError
 from quire.request import Event, FinishReason, Request, SamplingParams
+from quire.simulate.decoders import Decoders, fake_token
 from quire.simulate.figures import Histogram, SimulationResult
-from quire.simulate.leap import Decoders, Leap, fake_token
+from quire.simulate.leap import Leap
 from quire.simulate.prompts import NamedTokens, named_prompt
 
 SAMPLE_EVERY = 61  # steps between two looks at all blocks; a prime, so that equal requests are not seen equally full

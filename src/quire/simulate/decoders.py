@@ -1,0 +1,236 @@
+"""Decoders: the running requests that get a token in every step and need nothing else, in one set of books.
+
+A plan is known beforehand for them: each gets one token. What changes is when a request needs its next block and when
+it ends. So steps that only decode need no plan, and where a prompt is computed with them, the scheduler plans that one
+alone, with what they leave of its bounds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from quire.engine.pace import LEAST
+from quire.engine.plan import GENERATE, Plan, StepOutput
+from quire.engine.queue import RankedList
+from quire.engine.scheduler import Scheduler
+from quire.errors import BadValue
+from quire.request import Event, FinishReason, Request
+from quire.simulate.prompts import NamedTokens
+
+NUM_FAKE_TOKENS = 65_521  # a prime, so that requests of neighbouring ordinals draw different tokens
+NO_PLAN, NO_OUTPUT = Plan(), StepOutput({})  # of a commit that only ends requests
+
+
+def fake_token(request: Request, position: int) -> int:
+    """What a request draws for that position."""
+    return (40_503 * request.schedule.ordinal + 30_011 * position) % NUM_FAKE_TOKENS
+
+
+class Decoders:
+    """The requests that get a token in every step and need nothing else. One number counts the steps of all of them.
+
+    They are the first ones that run. Each takes the blocks that it needs in time, but gets its tokens, and offers its
+    full blocks to others, only when it ends or when it is told.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.step = 0  # that they have made
+        self.latest = 0.0  # when they drew their latest tokens, in seconds
+        self.keys = 0  # tokens that all of them have computed
+        self._scheduler = scheduler
+        self._manager = scheduler.manager
+        self._told: dict[Request, int] = {}  # the step as of which each has its tokens
+        # Heaps, whose first numbers are steps. Who needs its next block there, or needed it if it had not ended; and
+        # who draws its last token there.
+        self._takers: list[tuple[int, tuple[float, int, int], Request]] = []
+        self._ends: list[tuple[int, tuple[float, int, int], Request]] = []
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self._told)
+
+    @property
+    def next_end(self) -> int:
+        """The step in which the next of them draws its last token."""
+        return self._ends[0][0]
+
+    @property
+    def next_taker(self) -> int:
+        """The step in which the next of them needs a block."""
+        takers, told = self._takers, self._told
+        while takers[0][2] not in told:
+            heapq.heappop(takers)
+        return takers[0][0]
+
+    # ----------------------------------------------------------------------------------------------- who they are
+
+    def gather(self, latest: Mapping[str, float]) -> None:
+        """Take in the next ones that run, as far as they only decode. latest: when each drew its latest token."""
+        running, told, step = self._scheduler.running, self._told, self.step
+        if self._manager.frees_early or self._scheduler.lookup is not None:
+            return
+        while len(told) < len(running):
+            request = running[len(told)]
+            cache, length = request.cache, len(request.tokens)
+            if length - cache.num_computed != 1 or length == request.num_prompt or cache.room < cache.num_computed:
+                return
+            if request.finish_reason is not None or request.to_check or not _is_plain(request):
+                return
+            if told and latest[request.id] != self.latest:
+                return
+            self.latest = latest[request.id]
+            told[request] = step
+            self.keys += cache.num_computed
+            rank = request.schedule.rank
+            # In the step after this one it computes the token at num_computed.
+            heapq.heappush(self._takers, (step + cache.room - cache.num_computed + 1, rank, request))
+            heapq.heappush(self._ends, (step + self._scheduler.longest(request) - length, rank, request))
+
+    def scatter(self) -> list[Request]:
+        """Tell them all, and be none: the scheduler plans each of them again. Who they were."""
+        requests = list(self._told)
+        self.tell_all()
+        self._told.clear()
+        self._takers.clear()
+        self._ends.clear()
+        self.keys = 0
+        return requests
+
+    def tell_all(self) -> None:
+        """Let all of them have their tokens."""
+        for request in self._told:
+            self.tell(request)
+
+    def tell(self, request: Request) -> None:
+        """Let a request have the tokens of its steps, if it is one of these, and others find its full blocks."""
+        new = self.step - self._told.get(request, self.step)
+        if new > 0:
+            self._told[request] = self.step
+            tokens = request.tokens
+            if isinstance(tokens, NamedTokens):
+                tokens.grow(new)
+            else:
+                start = len(tokens)
+                tokens.extend([fake_token(request, at) for at in range(start, start + new)])
+            self._manager.advance(request, new)
+
+    def untold_blocks(self, step: int) -> int:
+        """Blocks that they will have filled by that step, and have not offered to others."""
+        if not self._manager.enable_prefix_caching:
+            return 0
+        size = self._manager.block_size
+        return sum(
+            [
+                (one.cache.num_computed + step - told) // size - one.cache.num_published
+                for one, told in self._told.items()
+            ]
+        )
+
+    def taken_blocks(self, step: int) -> int:
+        """Blocks that they will have taken by that step, and have not taken yet."""
+        size, told = self._manager.block_size, self._told
+        return sum([(step - at) // size + 1 for at, _, one in self._takers if at <= step and one in told])
+
+    # --------------------------------------------------------------------------------------------- what they do
+
+    def are_alone(self) -> bool:
+        """Whether the next step decodes them and does nothing else, nor has the scheduler anything to learn of it."""
+        scheduler, count = self._scheduler, len(self._told)
+        if not count or count < len(scheduler.running) or scheduler.waiting or scheduler.swapped:
+            return False
+        return count <= scheduler.max_num_batched_tokens and (scheduler.pace is None or count < LEAST)
+
+    def leave_enough(self) -> bool:
+        """Whether each of them gets its token in the next step, whatever the others get in it.
+
+        Then there are blocks for all, and nobody who ranks before one of these takes part.
+        """
+        scheduler, manager, count = self._scheduler, self._manager, len(self._told)
+        first = scheduler.waiting.first()
+        if not count or scheduler.swapped or count >= scheduler.max_num_batched_tokens:
+            return False
+        if first is not None and first.schedule.rank < scheduler.running[count - 1].schedule.rank:
+            return False
+        free = min([pool.num_free for pool in manager.pools]) - self.taken_blocks(self.step + 1)
+        for one in scheduler.running[count:]:
+            free -= max(manager.lacking(one))
+            if free < 0 or one.group is not None:
+                return False
+        for one in scheduler.waiting:
+            free -= max([manager.most_blocks(len(one.tokens), len(one.tokens), g) for g in range(len(manager.groups))])
+            if free < 0 or one.group is not None:
+                return False
+        return free >= 0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let the scheduler plan the others: with the seats, and of a step's tokens those, that these leave."""
+        scheduler, count = self._scheduler, len(self._told)
+        running, seats, most, pace = (
+            scheduler.running, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.pace
+        )  # fmt: skip
+        others = RankedList(running[count:])
+        del running[count:]
+        budget = most
+        if pace is not None:
+            singles = sum([len(one.tokens) - one.cache.num_computed == 1 for one in others])
+            budget = min(most, pace.most(count + singles))
+        scheduler.running, scheduler.max_num_seqs, scheduler.pace = others, seats - count, None
+        scheduler.max_num_batched_tokens = budget - count
+        try:
+            yield
+        finally:
+            running += scheduler.running
+            scheduler.running, scheduler.max_num_seqs, scheduler.pace = running, seats, pace
+            scheduler.max_num_batched_tokens = most
+
+    def go_on(self, steps: int) -> None:
+        """Count so many steps in which they got a token each."""
+        self.step += steps
+        self.keys += steps * len(self._told)
+
+    def blocks_wanted(self, stop: int) -> list[tuple[int, Request]]:
+        """Who needs a block in the steps up to that one, in their order, and when. Each is asked for once."""
+        takers, told, size = self._takers, self._told, self._manager.block_size
+        wanted: list[tuple[int, Request]] = []
+        while takers and takers[0][0] <= stop:
+            step, rank, request = takers[0]
+            if request in told:
+                heapq.heapreplace(takers, (step + size, rank, request))
+                wanted.append((step, request))
+            else:
+                heapq.heappop(takers)
+        return wanted
+
+    def take(self, requests: list[Request]) -> None:
+        """Let each of these have its next block."""
+        if requests and not self._manager.grow_each(requests):
+            raise BadValue(f"{len(requests)} requests find no blocks in steps that were to have enough of them")
+
+    def end(self) -> list[Event]:
+        """End those that have drawn their last token."""
+        scheduler, ends = self._scheduler, self._ends
+        if not ends or ends[0][0] > self.step:
+            return []
+        while ends and ends[0][0] <= self.step:
+            _, _, request = heapq.heappop(ends)
+            self.tell(request)
+            del self._told[request]
+            self.keys -= request.cache.num_computed
+            scheduler.finish(request.id, FinishReason.LENGTH)
+        return scheduler.commit(NO_PLAN, NO_OUTPUT)
+
+
+def _is_plain(one: Request) -> bool:
+    """Whether a request only gets token after token, up to a number of them."""
+    return (
+        one.group is None
+        and one.guide is None
+        and not one.driven
+        and not one.ending_tokens
+        and one.task is GENERATE
+        and one.sampling.prompt_logprobs is None
+    )
