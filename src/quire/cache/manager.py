@@ -167,7 +167,8 @@ class BlockManager:
         if cache.nonfinite_at is not None:
             full = min(full, cache.nonfinite_at // size)
         self.lookup.know_digests(request, full)
-        if len(self._published) == 1 and not self.frees_early and self._publish_new(request, full):
+        has_new = full > cache.num_published
+        if has_new and len(self._published) == 1 and not self.frees_early and self._publish_new(request, full):
             cache.num_published = full
             return
         digests = cache.digests
