@@ -96,6 +96,7 @@ class BlockManager:
         self.listeners: list[Listener] = []
         # Requests free blocks as they go on. How much of a prompt is cached, the blocks from the first on do not say.
         self.frees_early = any(group.window is not None or group.piece is not None for group in groups)
+        self._is_plain = len(groups) == 1 and not self.frees_early
 
     def _tell(self, event: CacheEvent) -> None:
         for listener in tuple(self.listeners):
@@ -167,11 +168,8 @@ class BlockManager:
         if cache.nonfinite_at is not None:
             full = min(full, cache.nonfinite_at // size)
         self.lookup.know_digests(request, full)
-        has_new = full > cache.num_published
-        if has_new and len(self._published) == 1 and not self.frees_early and self._publish_new(request, full):
-            cache.num_published = full
+        if self._is_plain and full > cache.num_published and self._publish_new(request, full):
             return
-        digests = cache.digests
         for i in range(cache.num_published, full):
             end = (i + 1) * size
             tokens = request.tokens[i * size : end]
@@ -181,7 +179,7 @@ class BlockManager:
                     continue
                 block = cache.block_ids[g][at]
                 if block != NONE and block not in index.by_block:
-                    parent, digest = digests[i], digests[i + 1]
+                    parent, digest = cache.digests[i], cache.digests[i + 1]
                     new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
                     if new and self.listeners:
                         names = ([block], [digest], parent if i else None)
@@ -198,6 +196,7 @@ class BlockManager:
         parts = [tokens[at : at + size].tobytes() for at in range(first * size, full * size, size)]
         if not index.publish_new(blocks, digests, parts, first=first == 0):
             return False
+        cache.num_published = full
         if self.listeners:
             names = (blocks.tolist(), digests[1:], digests[0] if first else None)
             those = tokens[first * size : full * size].tolist()
