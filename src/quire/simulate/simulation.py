@@ -176,12 +176,12 @@ class Simulation:
         Raises BadValue if nobody can go on.
         """
         if not self.can_leap():
-            return self.step()
+            return self._make(self.begin())
         leap, ends = Leap(self), []
         while leap.times[-1] < until and leap.plan_ahead(until):
             ends += leap.apply(leap.num_planned)
         if not leap.num_applied:
-            return self.step()
+            return self._make(self.begin())
         leap.close()
         return ends
 
@@ -219,8 +219,10 @@ class Simulation:
             )
 
     def step(self) -> list[Event]:
-        """One step of the engine. Raises BadValue if nobody can go on."""
-        step = self.begin()
+        """One step of the engine, in which all that run are planned. Raises BadValue if nobody can go on."""
+        return self._make(self._begin_all())
+
+    def _make(self, step: Step) -> list[Event]:
         self.clock.now += step.seconds
         return self.finish(step)
 
@@ -237,7 +239,10 @@ class Simulation:
             self.decoders.gather(self._latest)
             if self.decoders.leave_enough():
                 return self._begin_beside_decoders()
-        self.scatter()
+        return self._begin_all()
+
+    def _begin_all(self) -> Step:
+        self._scatter()
         plan = self.scheduler.plan()
         output = self.compute(plan)
         return Step(plan, output, self.cost.seconds(plan, len(output.tokens)))
@@ -253,7 +258,7 @@ class Simulation:
         seconds = self.cost.seconds(plan, len(output.tokens) + count, count, decoders.keys + count)
         return Step(plan, output, seconds, requests)
 
-    def scatter(self) -> None:
+    def _scatter(self) -> None:
         """Plan all that run again, one by one."""
         for request in self.decoders.scatter():
             self._latest[request.id] = self.decoders.latest
