@@ -139,17 +139,15 @@ def test_a_listener_that_fails_is_let_go_and_harms_nobody(caplog: pytest.LogCapt
     assert caplog.text.count("a listener failed") == len(kinds)
 
 
-def test_stored_blocks_tell_their_tokens_their_hashes_and_their_parents() -> None:
+def test_a_stored_block_tells_its_tokens_its_hash_and_its_parents() -> None:
     engine = fake_engine(block_size=4)
     stored: list[events.BlockStored] = []
     engine.listen(lambda event: stored.append(event) if isinstance(event, events.BlockStored) else None)
-    engine.add(request("r", list(range(9)), max_tokens=4))
-    while engine.has_work:
-        engine.step()
-    assert [event.token_ids[:8] for event in stored] == [[*range(8)], [8, *stored[1].token_ids[1:]]]
-    assert [len(event.token_ids) for event in stored] == [8, 4]
-    assert stored[1].parent_block_hash == stored[0].block_hashes[1] != stored[0].block_hashes[0]
+    engine.add(request("r", list(range(9)), max_tokens=1))
+    engine.step()
+    assert [event.token_ids for event in stored] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [stored[1].parent_block_hash] == stored[0].block_hashes
     assert stored[0].parent_block_hash is None
     assert [event.request_id for event in stored] == ["r", "r"]
-    assert [event.blocks for event in stored] == [[0, 1], [2]]
+    assert [event.blocks for event in stored] == [[0], [1]]
     assert [event.block_size for event in stored] == [4, 4]

@@ -98,16 +98,14 @@ class HostBlocksFreed:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Full blocks, each after the one before it, can be reused from now on by every request that begins with the same
-    tokens under the same salt.
-    """
+    """A full block can be reused from now on by every request that begins with the same tokens under the same salt."""
 
     time: float
     group: int
     request_id: str
     blocks: list[int]
     block_hashes: list[bytes]
-    parent_block_hash: bytes | None  # of the block before them; None for a first one
+    parent_block_hash: bytes | None  # of the block before; None for a first one
     token_ids: list[int]
     block_size: int
     lora: str | None = None  # the name of its request's adapter; only blocks of that one's weights are shared

@@ -197,9 +197,10 @@ class BlockManager:
         if not index.publish_new(blocks, digests, parts, first=first == 0):
             return False
         cache.num_published = full
-        if self.listeners:
-            names = (blocks.tolist(), digests[1:], digests[0] if first else None)
-            those = tokens[first * size : full * size].tolist()
+        for i, block in enumerate(blocks) if self.listeners else ():
+            at = first + i
+            names = ([block], [digests[i + 1]], digests[i] if at else None)
+            those = tokens[at * size : (at + 1) * size].tolist()
             self._tell(events.BlockStored(self.now, g, request.id, *names, those, size, request.lora))
         return True
 

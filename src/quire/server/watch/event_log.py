@@ -22,7 +22,7 @@ WAITING, RUNNING, SWAPPED = "waiting", "running", "swapped"
 # With these a request begins to run, or goes on.
 BEGINNINGS = frozenset({cache.BlocksAllocated, cache.BlocksShared, cache.BlocksForked, cache.BlocksSwappedIn})
 PLAIN = {cache.BlocksAllocated: "allocated", cache.BlocksShared: "shared", cache.BlocksFreed: "freed"}
-JOINED = {"stored": 4, "evicted": 3, "forgotten": 3}  # lines that are joined, and how many fields must agree
+ONE_BLOCK_EACH = {"stored": 4, "evicted": 3, "forgotten": 3}  # lines that are joined, and how many fields must agree
 ON_DISK = (cache.DiskBlockStored, cache.DiskBlockRemoved)
 SWAPS = {cache.BlocksSwappedOut: "swapped_out", cache.BlocksSwappedIn: "swapped_in"}
 
@@ -238,7 +238,7 @@ class EventLog:
                 lines.append([plain(value) for value in heard])
                 continue
             line = self._line(*heard)
-            if lines and (fixed := JOINED.get(line[0])) and lines[-1][:fixed] == line[:fixed]:
+            if lines and (fixed := ONE_BLOCK_EACH.get(line[0])) and lines[-1][:fixed] == line[:fixed]:
                 for whole, part in zip(lines[-1][fixed:], line[fixed:], strict=True):
                     whole += part
             else:
@@ -259,8 +259,7 @@ class EventLog:
             return ["host_freed", at, group, ordinal, event.host_blocks]
         if isinstance(event, cache.BlockStored):
             names = [_name(digest) for digest in event.block_hashes]
-            parents = [one + 1 for one in (before, *event.blocks[:-1])]
-            return ["stored", at, group, ordinal, [*event.blocks], names, parents]
+            return ["stored", at, group, ordinal, [*event.blocks], names, [before + 1]]
         if isinstance(event, cache.BlockRemoved):
             what = "evicted" if event.evicted else "forgotten"
             return [what, at, group, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
