@@ -14,7 +14,7 @@ from quire.engine.cost import model_cost
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ServerFit, StepFit, model_digest, write_device
 from quire_bench.fleet import validate
-from quire_bench.fleet.validate import TRACES, Compared, sessions, simulated, tokens_of
+from quire_bench.fleet.validate import TRACES, Compared, sessions, simulated, tokens_of, within_goals
 
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 STEP = StepFit(step=1e-3, sequence=1e-5, token=2e-5, drawn=0.0, weight_byte=1e-11, cache_byte=1e-11, linear_flop=0.0,
@@ -56,20 +56,39 @@ def test_a_neighbour_is_simulated_to_take_time() -> None:
     assert two.itl.percentile(50) > 1.05 * one.itl.percentile(50)
 
 
+def compared(load: float, throughput: float) -> Compared:
+    measured, simulated = {"throughput": 100.0, "hit_rate": 0.0}, {"throughput": throughput, "hit_rate": 0.0}
+    return Compared(1, "poisson", load, 10, measured, simulated, {"throughput": 0.01}, (0.9, 1.1), 0.1)
+
+
+def test_loads_within_their_goals_are_counted() -> None:
+    found = [compared(0.3, 96.0), compared(0.6, 94.0), compared(0.8, 101.0), compared(0.95, 50.0)]
+    met, count, median, largest = within_goals(found, "throughput")
+    assert (met, count) == (2, 3)  # 95 % has no goal
+    assert (median, largest) == (pytest.approx(0.04), pytest.approx(0.06))
+    assert within_goals([], "throughput") == (0, 0, 0.0, 0.0)
+
+
+def test_each_turn_of_a_load_has_tokens_of_its_own() -> None:
+    """Else the second one would find the prompts of the first in the caches."""
+    rows = sessions(2.0, 20.0, 0)
+    once, again = ([tokens_of(row, i, 0, turn) for i, row in enumerate(rows)] for turn in (0, 1))
+    assert [len(one) for one in once] == [len(one) for one in again]
+    assert not {tuple(one[:16]) for one in once} & {tuple(one[:16]) for one in again}
+
+
 def test_errors_are_relative() -> None:
-    found = Compared(
-        1, "poisson", 0.3, 10, {"throughput": 100.0, "hit_rate": 0.0}, {"throughput": 90.0, "hit_rate": 0.0}, 0.1
-    )
+    found = compared(0.3, 90.0)
     assert found.as_dict()["errors"] == {"throughput": pytest.approx(-0.1), "hit_rate": 0.0}
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SEATS": 4, "SATURATING": 2, "WARM_UP": 2}.items():
+    for name, value in {"SEATS": 4, "SATURATING": 2, "WARM_UP": 2, "BLOCKS": 256}.items():
         monkeypatch.setattr(validate, name, value)
     write_device(tmp_path / "device.json", DEVICE)
     arguments = ["bench", "validate", "--device", str(tmp_path / "device.json"), "--traces", "sessions"]
-    arguments += ["--loads", "40", "--seconds", "2", "--json", "--out", str(tmp_path / "table.md")]
+    arguments += ["--loads", "40", "--seconds", "2", "--repeats", "2", "--json", "--out", str(tmp_path / "table.md")]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
@@ -81,6 +100,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for one in found:
         assert one["real"].keys() == one["simulated"].keys()
+        assert one["spread"].keys() == one["real"].keys()
+        assert 0 < one["speed"][0] <= one["speed"][1]
         assert one["real"]["throughput"] > 0 < one["simulated"]["throughput"]
     assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(found)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.options import AsJson, fail
+from quire.cli.options import AsJson, fail, row
 from quire.errors import ConfigError, QuireError, check_number
 from quire.progress import progress_bar
 from quire_bench.cli.options import Model
@@ -23,6 +23,7 @@ def validate(
     traces: Annotated[str, typer.Option(help="That are replayed.")] = "poisson,clusters,sessions",
     loads: Annotated[str, typer.Option(help="In percent of what the replicas sustain.")] = "30,60,80,95",
     seconds: Annotated[float, typer.Option(help="In which the requests of a run come.")] = 20.0,
+    repeats: Annotated[int, typer.Option(help="Runs of each load, looked at together.", min=1)] = 3,
     out: Annotated[Path | None, typer.Option(help="A file for the table, in Markdown.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -31,7 +32,7 @@ def validate(
     Starts replicas with as many threads as the device file was measured with, and stops them again.
     """
     from quire.simulate.device import read_device
-    from quire_bench.fleet.validate import FIGURES, TRACES, Compared
+    from quire_bench.fleet.validate import FIGURES, TRACES, Compared, within_goals
     from quire_bench.fleet.validate import validate as measure
 
     try:
@@ -45,7 +46,7 @@ def validate(
         known = read_device(device)
         found: list[Compared] = []
         with progress_bar("validate", len(counts) * len(names) * (1 + len(shares))) as advance:
-            found += measure(known, model, counts, names, shares, seconds, advance=advance)
+            found += measure(known, model, counts, names, shares, seconds, repeats, advance=advance)
     except QuireError as error:
         fail(error)
     table = _table(found, FIGURES)
@@ -58,6 +59,12 @@ def validate(
         print(json.dumps([one.as_dict() for one in found]))
         return
     print(table, end="")
+    for name in FIGURES:
+        met, count, median, largest = within_goals(found, name)
+        row(
+            _title(name),
+            f"{met} of {count} loads up to 80% are within the goal; errors: median {median:.1%}, largest {largest:.1%}",
+        )
 
 
 def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
@@ -72,14 +79,16 @@ def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
 
 
 def _table(found: list[Any], figures: tuple[str, ...]) -> str:
-    """Measured, simulated and by how much that is wrong, a line for each run."""
-    lines = ["| replicas | trace | load | requests | " + " | ".join(map(_title, figures)) + " |"]
-    lines.append("|---" * (4 + len(figures)) + "|")
+    """Measured and how far runs lie apart, simulated and by how much that is wrong, a line for each load."""
+    lines = ["| replicas | trace | load | requests | speed | " + " | ".join(map(_title, figures)) + " |"]
+    lines.append("|---" * (5 + len(figures)) + "|")
     for one in found:
         load = "all at once" if one.load == float("inf") else f"{one.load:.0%}"
-        cells = [str(one.replicas), one.trace, load, str(one.requests)]
+        cells = [str(one.replicas), one.trace, load, str(one.requests), "{:.2f} to {:.2f}".format(*one.speed)]
         for name in figures:
             real, predicted = (_shown(name, those[name]) for those in (one.real, one.simulated))
+            if one.spread[name]:
+                real += f" ± {one.spread[name]:.0%}"
             cells.append(f"{real}, {predicted}: {one.error(name):+.1%}" if one.real[name] else f"{real}, {predicted}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from quire.llm import LLM
 from quire.request import Request
 from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, StepFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
+from quire.simulate.replica import Host
 from quire_bench.engine.neighbour import neighbour
 from quire_bench.fleet.running import fleet
 from quire_bench.kernels.attention import product_rate, read_rate
@@ -48,6 +50,9 @@ BESIDE = ((1, 128, 0), (8, 128, 0), (32, 128, 0), (0, 0, 256), (4, 64, 128))  # 
 AGAIN_BESIDE = 2  # times that each of these is measured
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 TOKENS = 48  # of each of these
+SHARED = (2, 8, 16)  # streams at each of two replicas behind a gateway, and at one of them alone
+AGAIN_SHARED = 2  # times that each of these is measured
+FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
 # A chunk for each token, also where a text is held back until its last character is whole.
@@ -72,6 +77,7 @@ def calibrate(
     """
     threads = torch.get_num_threads()
     model, block_size = cost_of(llm.decoder), llm.config.cache.block_size
+    _touch(llm)
     rates = [_rates(threads)]
     advance()
     steps: list[Timed] = []
@@ -85,6 +91,10 @@ def calibrate(
     beside, reading = _beside(llm, known, CostModel(model, Device("any", 1.0, 1.0, 1.0), block_size), fit)
     advance()
     server = _server(options, ReplicaCost(model, fit, block_size), advance)
+    host = Host("this machine", read, 2 * read / reading, beside)
+    gateway, shared = _behind_gateway(options, ReplicaCost(model, fit, block_size, server), host)
+    server = replace(server, gateway=gateway)
+    advance()
     cases = [
         {"kind": one.kind, "seconds": one.seconds, "predicted": predicted(fit, one.work)} for one in kinds
     ]  # for people
@@ -95,7 +105,7 @@ def calibrate(
         block_size=block_size,
         bytes_per_second=read,
         host_bytes_per_second=2 * read / reading,
-        beside=beside,
+        beside=max(0.0, (1.0 + beside) * shared - 1.0),
         step=fit,
         server=server,
         machine={
@@ -108,12 +118,22 @@ def calibrate(
             "read_bytes_per_second": [one[0] for one in rates],
             "product_flops_per_second": [one[1] for one in rates],
             "mean_product": multiplied,
+            "beside_in_engine": beside,
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
 
 
 PARTS = 3 + ROUNDS + len(STREAMS) + len(ASKED)
+
+
+def _touch(llm: LLM) -> None:
+    """Let the cache have all of its memory: where a step is the first to use some, the system makes it wait."""
+    cache = llm.engine.runner.cache  # type: ignore[attr-defined]
+    for group in range(len(llm.decoder.config.groups)):
+        for layer in cache.layers(group):
+            for tensor in layer.tensors().values():
+                tensor.zero_()
 
 
 def _rates(threads: int) -> tuple[float, float]:
@@ -255,10 +275,9 @@ def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], Non
         gaps, longest = [], []
         for streams in STREAMS:
             run = _asked(target, streams, 64, TOKENS, streams)
-            each = [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps[4:]]
             context = 64 + TOKENS // 2
             step = cost.decode_seconds(streams, streams * context) if _plain(cost) else 0.0
-            gaps.append((streams, statistics.fmean(sorted(each)[: len(each) * 98 // 100]) - step))
+            gaps.append((streams, _mean_gap(run) - step))
             advance()
         for length in ASKED:
             if length + 4 > cost.model.max_model_len:
@@ -271,21 +290,42 @@ def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], Non
     step, drawn = _line(gaps)
     request, prompt_token = _line(longest)
     request = max(0.0, request - step - drawn)
-    gateway = _gateway(options)
-    advance()
-    return ServerFit(step=step, drawn=drawn, request=request, prompt_token=prompt_token, gateway=gateway)
+    return ServerFit(step=step, drawn=drawn, request=request, prompt_token=prompt_token)
 
 
-def _gateway(options: Sequence[str]) -> float:
-    """Seconds that a gateway adds to a request, to the first token, by requests both ways in turns."""
-    found: dict[str, list[float]] = {}
-    with fleet(1, *options, threads=torch.get_num_threads()) as running:
-        ways = running.url, running.replicas[0].url
-        for url in ways * TIMES:
-            run = _asked(Server(url), 1, ASKED[0], 1, 1)
-            found.setdefault(url, []).extend(one.ttft for one in map(latencies, run.records) if one is not None)
-    through, direct = (statistics.median(found[url][1:]) for url in ways)
-    return max(0.0, through - direct)
+def _mean_gap(run: Run) -> float:
+    """Seconds between tokens of streams that all decode, the longest gaps left out."""
+    each = [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps[FIRST_GAPS:]]
+    return statistics.fmean(sorted(each)[: len(each) * 98 // 100])
+
+
+def _behind_gateway(options: Sequence[str], cost: ReplicaCost, host: Host) -> tuple[float, float]:
+    """Seconds that a gateway adds to a request, to the first token; and how many times as long steps take.
+
+    The latter of two replicas that serve through a gateway, whose clients are on the machine, too: all of them share
+    its cores. It is relative to what the host says of two engines. Everything is asked both ways in turns.
+    """
+    asked: dict[str, list[float]] = {}
+    ratios = []
+    with fleet(2, *options, threads=torch.get_num_threads()) as running:
+        gateway, alone = Server(running.url), Server(running.replicas[0].url)
+        for one in (gateway, alone, Server(running.replicas[1].url)):
+            _asked(one, 4, 32, 8, 4)
+        for target in (gateway, alone) * TIMES:
+            run = _asked(target, 1, ASKED[0], 1, 1)
+            asked.setdefault(target.url, []).extend(one.ttft for one in map(latencies, run.records) if one is not None)
+        for streams in SHARED * AGAIN_SHARED if _plain(cost) else ():
+            own = _mean_gap(_asked(alone, streams, 64, TOKENS, streams))
+            shared = _mean_gap(_asked(gateway, 2 * streams, 64, TOKENS, 2 * streams))
+            context = streams * (64 + TOKENS // 2)
+            host.computing = {0}
+            host.changed(cost)
+            predicted_alone = cost.decode_seconds(streams, context)
+            host.computing = {0, 1}
+            host.changed(cost)
+            ratios.append(shared / own / (cost.decode_seconds(streams, context) / predicted_alone))
+    through, direct = (statistics.median(asked[one.url][1:]) for one in (gateway, alone))
+    return max(0.0, through - direct), statistics.fmean(ratios) if ratios else 1.0
 
 
 def _plain(cost: ReplicaCost) -> bool:

@@ -2,12 +2,17 @@
 
 A trace is drawn as rows, as `quire simulate --trace` reads them; its prompts are tokens by the names of their parts.
 Nothing of it was known to `quire bench calibrate`, whose device file the prediction is made with.
+
+A run of some seconds has few requests, and no two runs of the same rows are alike. So the same rows are sent several
+times, with other tokens, and the requests of all runs are looked at together; how far the runs lie apart is noted
+besides. Around each run a single stream shows whether the machine is as fast as it was when it was calibrated.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,9 +20,11 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
+from quire.engine.cost import model_cost
 from quire.engine.trace import TraceRow, write_trace
 from quire.errors import QuireError
-from quire.simulate.device import DeviceFile, write_device
+from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.simulate.device import DeviceFile, ReplicaCost, write_device
 from quire.simulate.fleet import FleetSimulation
 from quire.simulate.loads import arrivals, drawn
 from quire.simulate.outcome import Outcome
@@ -30,7 +37,7 @@ from quire_bench.workloads import FIRST_TOKEN, VOCABULARY
 
 LOADS = (0.3, 0.6, 0.8, 0.95)  # of what the replicas sustain
 SEATS = 32  # requests that a replica computes together at most
-BLOCKS = 2048  # of each cache
+BLOCKS = 1024  # of each cache
 BLOCK = 16  # tokens
 TURNS = 4  # of a conversation
 THINK = 2.0  # seconds between turns, on the average
@@ -38,9 +45,15 @@ ASKED = Lengths(median=96, spread=0.6, least=8, most=384)
 ANSWERED = Lengths(median=40, spread=0.5, least=4, most=128)
 SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
 WARM_UP = 16  # requests
+FILLING = 256  # tokens of each of the prompts that fill a cache
+REFERENCE = (32, 32)  # tokens of the prompt and of the answer of the stream that shows how fast the machine is
 # A chunk for each token, also where a text is held back until its last character is whole.
 OPTIONS = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
-FIGURES = ("throughput", "ttft_p50", "ttft_p90", "itl_p50", "itl_p99", "hit_rate")
+GOALS: Mapping[str, float] = MappingProxyType(  # the largest error of each figure
+    {"throughput": 0.05, "ttft_p50": 0.1, "ttft_p90": 0.1, "itl_p50": 0.1, "itl_p99": 0.1, "hit_rate": 0.1}
+)
+FIGURES = tuple(GOALS)
+MOST_LOAD = 0.8  # to which they are goals
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,8 @@ class Compared:
     requests: int
     real: Mapping[str, float]  # of FIGURES: tokens or requests a second, seconds, a share
     simulated: Mapping[str, float]
+    spread: Mapping[str, float]  # half of how far the runs of the same rows lie apart, relative to all together
+    speed: tuple[float, float]  # of the machine next to when it was calibrated, the least and the most around the runs
     client_share: float  # of a core that sending took
 
     def error(self, figure: str) -> float:
@@ -104,11 +119,11 @@ TRACES: Mapping[str, Callable[[float, float, int], list[TraceRow]]] = MappingPro
 )
 
 
-def tokens_of(row: TraceRow, number: int, seed: int) -> list[int]:
-    """A row's prompt: what has the same name has the same tokens. number: of the row."""
+def tokens_of(row: TraceRow, number: int, seed: int, turn: int = 0) -> list[int]:
+    """A row's prompt: what has the same name has the same tokens. number: of the row. turn: has tokens of its own."""
     found: list[int] = []
     for name, end in [*row.prefixes(), (f"row {seed}/{number}", row.prompt_tokens)]:
-        rng = random.Random(name)
+        rng = random.Random(f"{turn}/{name}")
         found += rng.choices(range(FIRST_TOKEN, VOCABULARY), k=end - len(found))
     return found
 
@@ -123,28 +138,29 @@ def validate(
     traces: Sequence[str],
     loads: Sequence[float],
     seconds: float,
+    repeats: int = 1,
     options: Sequence[str] = (),
     advance: Callable[[], None] = lambda: None,
 ) -> Iterator[Compared]:
     """Each trace at each load, with each number of replicas; before, what these sustain of it.
 
-    model: as `quire serve` has it. seconds: in which the requests of a run come. options: of each replica.
-    advance: is called for each run. Raises QuireError where a request fails or a server does not get ready.
+    model: as `quire serve` has it. seconds: in which the requests of a run come. repeats: runs of each load.
+    options: of each replica. advance: is called for each load.
+    Raises QuireError where a request fails or a server does not get ready.
     """
     for count in counts:
-        with _serving(count, device, model, options) as (url, replicas):
+        with _serving(count, device, model, options) as serving:
             for number, name in enumerate(traces):
                 seed = 1000 * count + 100 * number
                 rows = _at_once(TRACES[name](1.0, SATURATING * SEATS * count * 1.1, seed), SATURATING * SEATS * count)
-                run, real = _replayed(url, replicas, rows, seed)
-                sustained = real.pop("requests")
-                yield _compared(count, name, float("inf"), rows, run, real, device, model)
+                runs = [_replayed(serving, rows, seed, 0)]
+                sustained = _rate(sorted(record.ended for record in runs[0].run.records if record.ended is not None))
+                yield _compared(serving, name, float("inf"), rows, runs)
                 advance()
                 for at, load in enumerate(loads):
                     rows = TRACES[name](load * sustained, seconds, seed + at + 1)
-                    run, real = _replayed(url, replicas, rows, seed + at + 1)
-                    del real["requests"]
-                    yield _compared(count, name, load, rows, run, real, device, model)
+                    runs = [_replayed(serving, rows, seed + at + 1, turn) for turn in range(repeats)]
+                    yield _compared(serving, name, load, rows, runs)
                     advance()
 
 
@@ -152,37 +168,56 @@ def _at_once(rows: Sequence[TraceRow], count: int) -> list[TraceRow]:
     return [replace(row, arrival=0.0) for row in rows[:count]]
 
 
+@dataclass(frozen=True)
+class _Serving:
+    """Replicas that are warm."""
+
+    url: str  # where they are asked
+    replicas: Sequence[Replica]
+    device: DeviceFile
+    model: str | None
+    cost: ReplicaCost
+
+
 @contextmanager
-def _serving(
-    count: int, device: DeviceFile, model: str | None, options: Sequence[str]
-) -> Iterator[tuple[str, Sequence[Replica]]]:
-    """Replicas that are warm, and where to ask them."""
+def _serving(count: int, device: DeviceFile, model: str | None, options: Sequence[str]) -> Iterator[_Serving]:
     own = ["--num-speculative-tokens", "0", "--max-num-seqs", str(SEATS), "--num-blocks", str(BLOCKS)]
     own += ["--block-size", str(BLOCK), *options, *([] if model is None else ["--model", model])]
     threads = int(device.machine.get("threads", 1))
+    path = EMBEDDED if model is None else Path(model)
+    cost = ReplicaCost(model_cost(*read_config(path), expected_weight_bytes(path)), device.step, BLOCK, device.server)
     if count == 1:
         one = Replica(own, threads)
         try:
             one.start()
             _warm(one.url)
-            yield one.url, [one]
+            _fill(one.url)
+            yield _Serving(one.url, [one], device, model, cost)
         finally:
             one.close()
         return
     with fleet(count, *own, threads=threads) as running:
-        for url in (*(one.url for one in running.replicas), running.url):
-            _warm(url)
-        yield running.url, running.replicas
+        urls = [one.url for one in running.replicas]
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(_warm, urls))
+            list(pool.map(_fill, urls))
+        _warm(running.url)
+        yield _Serving(running.url, running.replicas, device, model, cost)
 
 
 def _warm(url: str) -> None:
     rows = _at_once(poisson(10.0, 60.0, -1), WARM_UP)
-    _send(url, rows, -1)
+    _send(url, rows, -1, 0)
 
 
-def _send(url: str, rows: Sequence[TraceRow], seed: int) -> Run:
+def _fill(url: str) -> None:
+    """Let a cache have all of its memory: the first use of each page makes a step wait, which is not simulated."""
+    _send(url, [TraceRow(0.0, FILLING, 1)] * (BLOCKS * BLOCK // FILLING), -2, 0)
+
+
+def _send(url: str, rows: Sequence[TraceRow], seed: int, turn: int) -> Run:
     bodies = [
-        request_body(Prompt(tokens_of(row, i, seed), row.new_tokens), "completions", "", OPTIONS)
+        request_body(Prompt(tokens_of(row, i, seed, turn), row.new_tokens), "completions", "", OPTIONS)
         for i, row in enumerate(rows)
     ]
     run = send(Server(url), bodies, [row.arrival for row in rows])
@@ -192,25 +227,47 @@ def _send(url: str, rows: Sequence[TraceRow], seed: int) -> Run:
     return run
 
 
-def _replayed(
-    url: str, replicas: Sequence[Replica], rows: Sequence[TraceRow], seed: int
-) -> tuple[Run, dict[str, float]]:
-    """What the replicas came to."""
+@dataclass(frozen=True)
+class _Replay:
+    """One run of a load."""
+
+    run: Run
+    looked_for: float  # tokens of prompts, in the caches
+    hits: float
+    speeds: tuple[float, float]  # before and after
+
+
+def _replayed(serving: _Serving, rows: Sequence[TraceRow], seed: int, turn: int) -> _Replay:
     if not rows:
         raise QuireError("a trace has no request within its seconds; give more of them")
-    before = _hits(replicas)
-    run = _send(url, rows, seed)
-    looked_for, hits = (after - other for after, other in zip(_hits(replicas), before, strict=True))
-    found = [one for one in map(latencies, run.records) if one is not None]
+    speed, before = _speed(serving, 2 * turn), _hits(serving.replicas)
+    run = _send(serving.url, rows, seed, turn)
+    looked_for, hits = (after - other for after, other in zip(_hits(serving.replicas), before, strict=True))
+    return _Replay(run, looked_for, hits, (speed, _speed(serving, 2 * turn + 1)))
+
+
+def _speed(serving: _Serving, turn: int) -> float:
+    """How fast the replicas are, one after the other, next to what the device file says of a single stream."""
+    prompt, new = REFERENCE
+    says, took = serving.cost.decode_seconds(1, prompt + new // 2), []
+    for one in serving.replicas:
+        run = _send(one.url, [TraceRow(0.0, prompt, new)], -3, turn)
+        took += [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps]
+    return says / percentile(sorted(took), 50)
+
+
+def _figures(replays: Sequence[_Replay]) -> dict[str, float]:
+    """What runs came to, all together."""
+    records = [record for one in replays for record in one.run.records]
+    found = [one for one in map(latencies, records) if one is not None]
     first, gaps = sorted(one.ttft for one in found), sorted(gap for one in found for gap in one.gaps)
-    return run, {
-        "requests": _rate(sorted(record.ended for record in run.records if record.ended is not None)),
-        "throughput": sum(record.answer.num_tokens for record in run.records) / run.seconds,
+    return {
+        "throughput": sum(record.answer.num_tokens for record in records) / sum(one.run.seconds for one in replays),
         "ttft_p50": percentile(first, 50),
         "ttft_p90": percentile(first, 90),
         "itl_p50": percentile(gaps, 50),
         "itl_p99": percentile(gaps, 99),
-        "hit_rate": hits / max(1.0, looked_for),
+        "hit_rate": sum(one.hits for one in replays) / max(1.0, sum(one.looked_for for one in replays)),
     }
 
 
@@ -229,17 +286,33 @@ def _hits(replicas: Sequence[Replica]) -> tuple[float, float]:
 
 
 def _compared(
-    count: int, name: str, load: float, rows: Sequence[TraceRow], run: Run, real: dict[str, float],
-    device: DeviceFile, model: str | None,
-) -> Compared:  # fmt: skip
-    outcome = simulated(count, rows, device, model)
+    serving: _Serving, name: str, load: float, rows: Sequence[TraceRow], replays: Sequence[_Replay]
+) -> Compared:
+    count, real, each = len(serving.replicas), _figures(replays), [_figures([one]) for one in replays]
+    outcome = simulated(count, rows, serving.device, serving.model)
     predicted = {
         "throughput": outcome.counts["new_tokens"] / outcome.seconds,
         **{figure: outcome.figure(figure) for figure in FIGURES[1:-1]},
         "hit_rate": outcome.hit_rate,
     }
-    share = run.cpu_seconds / max(1e-9, run.seconds)
-    return Compared(count, name, load, len(rows), real, predicted, share)
+    spread = {
+        figure: (max(one[figure] for one in each) - min(one[figure] for one in each)) / 2 / value if value else 0.0
+        for figure, value in real.items()
+    }
+    speeds = [speed for one in replays for speed in one.speeds]
+    share = sum(one.run.cpu_seconds for one in replays) / max(1e-9, sum(one.run.seconds for one in replays))
+    num_requests = len(rows) * len(replays)
+    return Compared(
+        count, name, load, num_requests, real, predicted, spread, (min(speeds), max(speeds)), share
+    )  # fmt: skip
+
+
+def within_goals(found: Sequence[Compared], figure: str) -> tuple[int, int, float, float]:
+    """How many loads of those that have a goal meet it, of how many; their median error and the largest, unsigned."""
+    errors = sorted(abs(one.error(figure)) for one in found if one.load <= MOST_LOAD)
+    if not errors:
+        return 0, 0, 0.0, 0.0
+    return sum(error <= GOALS[figure] for error in errors), len(errors), percentile(errors, 50), errors[-1]
 
 
 def simulated(count: int, rows: Sequence[TraceRow], device: DeviceFile, model: str | None) -> Outcome:
