@@ -15,7 +15,13 @@ from quire_bench.engine import calibrate
 
 @pytest.mark.slow
 def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"SEQUENCES": (1, 4), "CONTEXTS": (16, 64), "PROMPTS": (4, 16, 64, 128), "MIXED": ((2, 32), (4, 16))}
+    small = {
+        "SEQUENCES": (1, 4),
+        "CONTEXTS": (16, 64),
+        "BETWEEN": (3,),
+        "PROMPTS": (4, 16, 64, 128),
+        "MIXED": ((2, 32), (4, 16)),
+    }
     short = {
         "ROUNDS": 2,
         "STEPS": 3,
@@ -34,7 +40,8 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     found = read_device(path)
-    assert found.residuals["steps"] == 2 * 2 + 4 + 2
+    assert found.residuals["steps"] == 2 * 2 + 1 + 4 + 2
+    assert {rows for rows, _ in found.step.rows} >= {1, 3, 4, 16, 64, 128}
     assert found.model_name == "embedded"
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0

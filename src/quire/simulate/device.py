@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ EXPONENTS = (1, 2, 3, 4, 6, 8)
 class StepFit:
     """Seconds of a step, fitted: a fixed part, parts for sequences, rows and draws, and reading beside multiplying.
 
-    t = step + sequence * S + token * T + drawn * R + (reading^p + multiplying^p)^(1/p) + moved, with reading =
-    weight_byte * bytes of weights + cache_byte * bytes of keys and values, and multiplying likewise. All are seconds a
-    unit. Raises ConfigError for a number that is negative or not finite.
+    t = (step + sequence * S + token * T + drawn * R + (reading^p + multiplying^p)^(1/p) + moved) * factor(T), with
+    reading = weight_byte * bytes of weights + cache_byte * bytes of keys and values, and multiplying likewise. All are
+    seconds a unit. Raises ConfigError for a number that is negative or not finite.
     """
 
     step: float
@@ -39,13 +41,43 @@ class StepFit:
     attention_flop: float
     moved_byte: float = 0.0  # to the host and back
     exponent: int = 1
+    rows: tuple[tuple[float, float], ...] = ()  # rows of the linears, ascending, and the factor of steps with so many
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            if one.name != "exponent":
+            if one.name not in ("exponent", "rows"):
                 check_number(ConfigError, one.name, getattr(self, one.name), 0.0)
+        object.__setattr__(self, "rows", _pairs(self.rows))
         if self.exponent not in EXPONENTS:
             raise ConfigError(f"exponent is {self.exponent!r}; it must be one of {', '.join(map(str, EXPONENTS))}")
+
+    def factor(self, num_rows: int) -> float:
+        """How many times as long steps with so many rows take as the sum says: kernels compute rows by the dozen.
+
+        Between two numbers of rows that are known, a line.
+        """
+        known = self.rows
+        if not known:
+            return 1.0
+        at = bisect_left(known, (num_rows,))
+        if at == 0 or at == len(known):
+            return known[min(at, len(known) - 1)][1]
+        (low, before), (high, after) = known[at - 1 : at + 1]
+        return before + (after - before) * (num_rows - low) / (high - low)
+
+
+def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
+    """Rows and factors. Raises ConfigError for what is none."""
+    try:
+        found = tuple((float(rows), float(factor)) for rows, factor in given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"rows is {given!r}; it must be pairs of a number of rows and a factor") from error
+    for rows, factor in found:
+        check_number(ConfigError, "rows", rows, 1.0)
+        check_number(ConfigError, f"the factor of {rows:g} rows", factor, 1e-3)
+    if any(after[0] <= before[0] for before, after in pairwise(found)):
+        raise ConfigError(f"rows is {given!r}; its numbers of rows must ascend")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +189,7 @@ class ReplicaCost(CostModel):
         multiplying = fit.linear_flop * work.linear_flops + fit.attention_flop * work.attention_flops
         both = _together(fit.exponent, many=False)(reading, multiplying)
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
-        own += both + fit.moved_byte * work.moved_bytes
+        own = (own + (both + fit.moved_byte * work.moved_bytes)) * fit.factor(work.num_tokens)
         return float((own + server.step + server.drawn * work.num_drawn) * self.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
@@ -168,12 +200,12 @@ class ReplicaCost(CostModel):
         told, factor, slowness = server.drawn * num_sequences, self.reading, self.slowness
         weights, linears, step = fit.weight_byte * weight_bytes, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
-        together = _together(fit.exponent, many=many)
+        together, longer = _together(fit.exponent, many=many), fit.factor(num_sequences)
 
         def seconds(keys: Any) -> Any:
             reading = (weights + cache_byte * ((keys + num_sequences) * kv_bytes)) * factor
             multiplying = linears + attention_flop * (keys * pair_flops)
-            return (fixed + together(reading, multiplying) + step + told) * slowness
+            return ((fixed + together(reading, multiplying)) * longer + step + told) * slowness
 
         return seconds
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -50,10 +53,18 @@ def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
 
 
 def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
-    """The fit whose relative errors are smallest, of all exponents. Raises BadValue for fewer than 10 steps."""
+    """The fit whose relative errors are smallest, of all exponents, with the factors of the rows that steps had.
+
+    Raises BadValue for fewer than 10 steps.
+    """
     if len(works) != len(seconds) or len(works) < 10:
         raise BadValue(f"{len(works)} steps and {len(seconds)} times; a fit needs 10 of both, or more")
-    return min((_fit(works, seconds, exponent) for exponent in EXPONENTS), key=lambda one: _error(one, works, seconds))
+    fits = (_fit(works, seconds, exponent) for exponent in EXPONENTS)
+    best = min(fits, key=lambda one: _error(one, works, seconds))
+    left: dict[int, list[float]] = {}
+    for work, took in zip(works, seconds, strict=True):
+        left.setdefault(work.num_tokens, []).append(math.log(took / predicted(best, work)))
+    return replace(best, rows=tuple((rows, math.exp(fmean(those))) for rows, those in sorted(left.items())))
 
 
 def predicted(fit: StepFit, work: StepWork) -> float:
@@ -61,7 +72,8 @@ def predicted(fit: StepFit, work: StepWork) -> float:
     reading = fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes
     multiplying = fit.linear_flop * work.linear_flops + fit.attention_flop * work.attention_flops
     own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
-    return float(own + (reading**fit.exponent + multiplying**fit.exponent) ** (1.0 / fit.exponent))
+    both = (reading**fit.exponent + multiplying**fit.exponent) ** (1.0 / fit.exponent)
+    return float((own + both) * fit.factor(work.num_tokens))
 
 
 def residuals(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 128, 512, 2048)
+BETWEEN = (3, 6, 10, 12, 13, 14, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
 PROMPTS = (4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MIXED = ((2, 32), (4, 128), (8, 64), (8, 256), (16, 128), (32, 256), (32, 512))  # sequences that decode, and a prompt
 STEPS = 10  # of each kind that decodes, in each round
@@ -152,6 +153,7 @@ def _round(llm: LLM, cost: CostModel, seed: int) -> Iterator[Timed]:
     room = llm.config.max_num_seqs
     cases: list[tuple[int, int, int]] = []  # sequences that decode, their context, tokens of a prompt beside
     cases += [(s, c, 0) for s in SEQUENCES for c in CONTEXTS if s <= room and c + MARGIN <= longest]
+    cases += [(s, CONTEXTS[0], 0) for s in BETWEEN if s <= room and CONTEXTS[0] + MARGIN <= longest]
     cases += [(0, 0, n) for n in PROMPTS if n < longest]
     cases += [(s, 64, n) for s, n in MIXED if s < room and n < longest]
     rng.shuffle(cases)
