@@ -24,11 +24,12 @@ EXPONENTS = (1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class StepFit:
-    """Seconds of a step, fitted: a fixed part, parts for sequences, rows and draws, and reading beside multiplying.
+    """Seconds of a step, fitted: a fixed part, parts for sequences, rows and draws, for linears and for attention.
 
-    t = (step + sequence * S + token * T + drawn * R + (reading^p + multiplying^p)^(1/p) + moved) * factor(T), with
-    reading = weight_byte * bytes of weights + cache_byte * bytes of keys and values, and multiplying likewise. All are
-    seconds a unit. Raises ConfigError for a number that is negative or not finite.
+    t = (step + sequence * S + token * T + drawn * R + linears + attention + moved) * factor(T), each of the two being
+    (reading^p + multiplying^p)^(1/p): of weights and of keys and values. Attention comes after linears, so reading for
+    the one does not hide behind multiplying for the other. All are seconds a unit. Raises ConfigError for a number that
+    is negative or not finite.
     """
 
     step: float
@@ -185,9 +186,12 @@ class ReplicaCost(CostModel):
     def time_of(self, work: StepWork) -> float:
         """Seconds of a step with that much work."""
         fit, server = self.fit, self.server
-        reading = (fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes) * self.reading
-        multiplying = fit.linear_flop * work.linear_flops + fit.attention_flop * work.attention_flops
-        both = _together(fit.exponent, many=False)(reading, multiplying)
+        both = _computing(fit.exponent, many=False)(
+            fit.weight_byte * work.weight_bytes * self.reading,
+            fit.linear_flop * work.linear_flops,
+            fit.cache_byte * work.cache_bytes * self.reading,
+            fit.attention_flop * work.attention_flops,
+        )
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
         own = (own + (both + fit.moved_byte * work.moved_bytes)) * fit.factor(work.num_tokens)
         return float((own + server.step + server.drawn * work.num_drawn) * self.slowness)
@@ -198,14 +202,14 @@ class ReplicaCost(CostModel):
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
         told, factor, slowness = server.drawn * num_sequences, self.reading, self.slowness
-        weights, linears, step = fit.weight_byte * weight_bytes, fit.linear_flop * linear_flops, server.step
+        weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
-        together, longer = _together(fit.exponent, many=many), fit.factor(num_sequences)
+        computing, longer = _computing(fit.exponent, many=many), fit.factor(num_sequences)
 
         def seconds(keys: Any) -> Any:
-            reading = (weights + cache_byte * ((keys + num_sequences) * kv_bytes)) * factor
-            multiplying = linears + attention_flop * (keys * pair_flops)
-            return ((fixed + together(reading, multiplying)) * longer + step + told) * slowness
+            read = cache_byte * ((keys + num_sequences) * kv_bytes) * factor
+            both = computing(weights, linears, read, attention_flop * (keys * pair_flops))
+            return ((fixed + both) * longer + step + told) * slowness
 
         return seconds
 
@@ -213,6 +217,14 @@ class ReplicaCost(CostModel):
     def seconds_a_prompt_token(self) -> float:
         """Of a long prompt, its attention left out."""
         return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowness
+
+
+def _computing(exponent: int, *, many: bool) -> Callable[[Any, Any, Any, Any], Any]:
+    """Seconds of reading and multiplying for linears and of the same for attention, of numbers or of arrays."""
+    together = _together(exponent, many=many)
+    if exponent == 0:  # as a data sheet has it: all that is read, or all that is multiplied
+        return lambda weights, linears, read, attended: together(weights + read, linears + attended)
+    return lambda weights, linears, read, attended: together(weights, linears) + together(read, attended)
 
 
 def _together(exponent: int, *, many: bool) -> Callable[[Any, Any], Any]:

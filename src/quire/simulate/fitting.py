@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,9 @@ from quire.errors import BadValue
 from quire.simulate.device import EXPONENTS, StepFit
 
 Numbers = NDArray[np.float64]
-ROUNDS = 60  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
+GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
+LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
+ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
 
 
@@ -69,10 +71,11 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
 
 def predicted(fit: StepFit, work: StepWork) -> float:
     """Seconds of a step by that fit."""
-    reading = fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes
-    multiplying = fit.linear_flop * work.linear_flops + fit.attention_flop * work.attention_flops
+    p = fit.exponent
     own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
-    both = (reading**fit.exponent + multiplying**fit.exponent) ** (1.0 / fit.exponent)
+    linears = (fit.weight_byte * work.weight_bytes) ** p + (fit.linear_flop * work.linear_flops) ** p
+    attention = (fit.cache_byte * work.cache_bytes) ** p + (fit.attention_flop * work.attention_flops) ** p
+    both = linears ** (1.0 / p) + attention ** (1.0 / p)
     return float((own + both) * fit.factor(work.num_tokens))
 
 
@@ -89,29 +92,49 @@ def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) ->
 
 def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> StepFit:
     """With one exponent p. (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the
-    fit before, a round is linear.
+    fit before, for linears and for attention, a round is linear. Which of r and m is longer for which steps is guessed
+    first, in several ways.
     """
     took = np.array(seconds)
     table = np.array([tuple(work)[:7] for work in works], float)
     rows, drawn, sequences = table[:, 0], table[:, 1], table[:, 2]
     columns = np.column_stack([np.ones(len(works)), sequences, rows, drawn, table[:, 3:7]])
-    weights = np.full((len(works), 2), 2 ** (1 / exponent - 1))  # as if both took as long
-    best: StepFit | None = None
-    for _ in range(1 if exponent == 1 else ROUNDS):
-        scaled = columns.copy()
-        scaled[:, 4:6] *= weights[:, :1]
-        scaled[:, 6:8] *= weights[:, 1:]
-        x = nonnegative_least_squares(scaled / took[:, None], np.ones(len(works)))
-        fit = StepFit(
-            step=float(x[0]), sequence=float(x[1]), token=float(x[2]), drawn=float(x[3]), weight_byte=float(x[4]),
-            cache_byte=float(x[5]), linear_flop=float(x[6]), attention_flop=float(x[7]), exponent=exponent,
-        )  # fmt: skip
-        if best is None or _error(fit, works, seconds) < _error(best, works, seconds):
-            best = fit
-        reading, multiplying = columns[:, 4:6] @ x[4:6], columns[:, 6:8] @ x[6:8]
-        both = np.maximum((reading**exponent + multiplying**exponent) ** (1 / exponent), 1e-300)
-        fresh = np.column_stack([(reading / both) ** (exponent - 1), (multiplying / both) ** (exponent - 1)])
-        weights = 0.5 * weights + 0.5 * np.maximum(fresh, 1e-3)
+    best: tuple[float, StepFit] | None = None
+    for weights in _guesses(columns, exponent):
+        for _ in range(1 if exponent == 1 else ROUNDS):
+            scaled = columns.copy()
+            scaled[:, 4:8] *= weights
+            x = nonnegative_least_squares(scaled / took[:, None], np.ones(len(works)))
+            fit = StepFit(
+                step=float(x[0]), sequence=float(x[1]), token=float(x[2]), drawn=float(x[3]), weight_byte=float(x[4]),
+                cache_byte=float(x[5]), linear_flop=float(x[6]), attention_flop=float(x[7]), exponent=exponent,
+            )  # fmt: skip
+            error = _error(fit, works, seconds)
+            if best is None or error < best[0]:
+                best = error, fit
+            weights = 0.5 * weights + 0.5 * _shares(columns[:, 4:8] * x[4:8], exponent)
     if best is None:
         raise BadValue("no round was made")
-    return best
+    return best[1]
+
+
+def _guesses(columns: Numbers, exponent: int) -> Iterator[Numbers]:
+    """Shares with which a fit may begin: for linears and for attention, some steps take as long in reading as in
+    multiplying, those with fewer operations for a byte longer in reading.
+    """
+    if exponent == 1:
+        yield np.ones((len(columns), 4))
+        return
+    ratios = columns[:, 6:8] / np.maximum(columns[:, 4:6], 1.0)
+    for linears in np.quantile(ratios[:, 0], GUESSED):
+        for attention in np.quantile(ratios[:, 1], GUESSED):
+            multiplying = ratios / np.maximum([linears, attention], 1e-300)
+            yield _shares(np.column_stack([np.ones_like(ratios), multiplying]), exponent)
+
+
+def _shares(parts: Numbers, exponent: int) -> Numbers:
+    """The u and v. parts: read for linears and for attention, then multiplied for both."""
+    reading, multiplying = parts[:, :2], parts[:, 2:]
+    both = np.maximum((reading**exponent + multiplying**exponent) ** (1 / exponent), 1e-300)
+    both = np.column_stack([both, both])
+    return np.maximum((parts / both) ** (exponent - 1), LEAST_SHARE)
