@@ -48,7 +48,7 @@ def calibrate(
             options += [f"--{name.replace('_', '-')}", str(value)]
         options += ["--num-speculative-tokens", "0"]
         with progress_bar("calibrate", PARTS) as advance:
-            found = measure(llm, common | {"model": model}, options, kind or processor(), advance)
+            found = measure(llm, options, kind or processor(), advance)
         write_device(out, found)
     except QuireError as error:
         fail(error)

@@ -10,9 +10,10 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +24,8 @@ from quire.engine.plan import Plan
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.request import Request
-from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, StepFit, model_digest
+from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
-from quire.simulate.replica import Host
-from quire_bench.engine.neighbour import neighbour
 from quire_bench.fleet.running import fleet
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
@@ -47,12 +46,11 @@ AGAIN = 3  # times that a prompt is computed, in each round
 ROUNDS = 3
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
-BESIDE = ((1, 128, 0), (8, 128, 0), (32, 128, 0), (0, 0, 256), (4, 64, 128))  # steps while another process decodes
-AGAIN_BESIDE = 2  # times that each of these is measured
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 TOKENS = 48  # of each of these
 SHARED = (2, 8, 16)  # streams at each of two replicas behind a gateway, and at one of them alone
-AGAIN_SHARED = 2  # times that each of these is measured
+SHARED_PROMPTS = (128, 512)  # tokens of prompts that both of them compute, and one of them alone
+AGAIN_SHARED = 2  # times that each of the streams is measured; of the prompts, three times as often
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
@@ -68,12 +66,10 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def calibrate(
-    llm: LLM, known: Mapping[str, Any], options: Sequence[str], kind: str, advance: Callable[[], None] = lambda: None
-) -> DeviceFile:
+def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[], None] = lambda: None) -> DeviceFile:
     """Measure everything. Several minutes.
 
-    llm: without guesses. known: its options. options: of `quire serve` for the same model. advance: is called for each
+    llm: without guesses. options: of `quire serve` for the same model. advance: is called for each
     of `PARTS`. Raises QuireError where a request fails, or another process does not get ready.
     """
     threads = torch.get_num_threads()
@@ -89,11 +85,8 @@ def calibrate(
     fit = fit_steps([one.work for one in kinds], [one.seconds for one in kinds])
     rates.append(_rates(threads))
     read, multiplied = (statistics.fmean(one) for one in zip(*rates, strict=True))
-    beside, reading = _beside(llm, known, CostModel(model, Device("any", 1.0, 1.0, 1.0), block_size), fit)
-    advance()
     server = _server(options, ReplicaCost(model, fit, block_size), advance)
-    host = Host("this machine", read, 2 * read / reading, beside)
-    gateway, shared = _behind_gateway(options, ReplicaCost(model, fit, block_size, server), host)
+    gateway, beside, reading = _behind_gateway(options, ReplicaCost(model, fit, block_size, server))
     server = replace(server, gateway=gateway)
     advance()
     cases = [
@@ -106,7 +99,7 @@ def calibrate(
         block_size=block_size,
         bytes_per_second=read,
         host_bytes_per_second=2 * read / reading,
-        beside=max(0.0, (1.0 + beside) * shared - 1.0),
+        beside=beside,
         step=fit,
         server=server,
         machine={
@@ -119,13 +112,12 @@ def calibrate(
             "read_bytes_per_second": [one[0] for one in rates],
             "product_flops_per_second": [one[1] for one in rates],
             "mean_product": multiplied,
-            "beside_in_engine": beside,
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
 
 
-PARTS = 3 + ROUNDS + len(STREAMS) + len(ASKED)
+PARTS = 2 + ROUNDS + len(STREAMS) + len(ASKED)
 
 
 def _touch(llm: LLM) -> None:
@@ -200,30 +192,6 @@ def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, 
             engine.step()
 
 
-def _beside(llm: LLM, known: Mapping[str, Any], cost: CostModel, fit: StepFit) -> tuple[float, float]:
-    """How much longer steps take while another process decodes, as a share; and how many times as long reading takes.
-
-    Both in turns, so that a machine whose speed drifts does not count.
-    """
-    rng, ratios, room = random.Random("beside"), [], llm.config.max_num_seqs
-    with neighbour(known) as other:
-        for sequences, context, prompt in BESIDE * AGAIN_BESIDE:
-            if sequences + bool(prompt) > room:
-                continue
-            found: list[list[Timed]] = []
-            for change in (other.stop, other.go_on):
-                change()
-                found.append(list(_case(llm, cost, sequences, context, prompt, rng)))
-            other.stop()
-            alone, beside = (statistics.median(one.seconds for one in those) for those in found)
-            work = found[0][len(found[0]) // 2].work
-            reading = fit.weight_byte * work.weight_bytes + fit.cache_byte * work.cache_bytes
-            ratios.append((reading / predicted(fit, work), beside / alone - 1))
-    a = np.array([[1.0, share] for share, _ in ratios])
-    found_beside, longer = nonnegative_least_squares(a, np.array([max(0.0, more) for _, more in ratios]))
-    return float(found_beside), 1.0 + float(longer)
-
-
 def _request(name: str, length: int, new: int, rng: random.Random) -> Request:
     tokens = array("i", (rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length)))
     return Request(name, tokens, length, greedy(new))
@@ -276,10 +244,10 @@ def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], Non
         _asked(target, 4, 32, 8, 4)
         gaps, longest = [], []
         for streams in STREAMS:
-            run = _asked(target, streams, 64, TOKENS, streams)
             context = 64 + TOKENS // 2
             step = cost.decode_seconds(streams, streams * context) if _plain(cost) else 0.0
-            gaps.append((streams, _mean_gap(run) - step))
+            took = _gap(target, streams)
+            gaps.append((streams, took - step, took))
             advance()
         for length in ASKED:
             if length + 4 > cost.model.max_model_len:
@@ -287,7 +255,8 @@ def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], Non
                 continue
             run = _asked(target, TIMES, length, 1, 1)
             first = [found.ttft for found in map(latencies, run.records) if found is not None]
-            longest.append((length, statistics.median(first) - _prompt_seconds(cost, length)))
+            took = statistics.median(first)
+            longest.append((length, took - _prompt_seconds(cost, length), took))
             advance()
     step, drawn = _line(gaps)
     request, prompt_token = _line(longest)
@@ -295,39 +264,55 @@ def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], Non
     return ServerFit(step=step, drawn=drawn, request=request, prompt_token=prompt_token)
 
 
-def _mean_gap(run: Run) -> float:
-    """Seconds between tokens of streams that all decode, the longest gaps left out."""
+def _gap(server: Server, streams: int) -> float:
+    """Mean seconds between tokens of streams that all decode, the longest gaps left out."""
+    run = _asked(server, streams, 64, TOKENS, streams)
     each = [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps[FIRST_GAPS:]]
     return statistics.fmean(sorted(each)[: len(each) * 98 // 100])
 
 
-def _behind_gateway(options: Sequence[str], cost: ReplicaCost, host: Host) -> tuple[float, float]:
-    """Seconds that a gateway adds to a request, to the first token; and how many times as long steps take.
+def _behind_gateway(options: Sequence[str], cost: ReplicaCost) -> tuple[float, float, float]:
+    """Seconds that a gateway adds to a request, to the first token; and what two replicas behind it cost one another.
 
-    The latter of two replicas that serve through a gateway, whose clients are on the machine, too: all of them share
-    its cores. It is relative to what the host says of two engines. Everything is asked both ways in turns.
+    The latter is how much longer steps take while both compute, as a share, and how many times as long reading takes
+    besides. A gateway and clients are on the machine, too, and all of them share its cores. Everything is asked both
+    ways in turns, so that a machine whose speed drifts does not count.
     """
-    asked: dict[str, list[float]] = {}
-    ratios = []
+    fit, points = cost.fit, []  # share of reading in a step, and how many times as long it took
     with fleet(2, *options, threads=torch.get_num_threads()) as running:
         gateway, alone = Server(running.url), Server(running.replicas[0].url)
-        for one in (gateway, alone, Server(running.replicas[1].url)):
-            _asked(one, 4, 32, 8, 4)
-        for target in (gateway, alone) * TIMES:
-            run = _asked(target, 1, ASKED[0], 1, 1)
-            asked.setdefault(target.url, []).extend(one.ttft for one in map(latencies, run.records) if one is not None)
-        for streams in SHARED * AGAIN_SHARED if _plain(cost) else ():
-            own = _mean_gap(_asked(alone, streams, 64, TOKENS, streams))
-            shared = _mean_gap(_asked(gateway, 2 * streams, 64, TOKENS, 2 * streams))
-            context = streams * (64 + TOKENS // 2)
-            host.computing = {0}
-            host.changed(cost)
-            predicted_alone = cost.decode_seconds(streams, context)
-            host.computing = {0, 1}
-            host.changed(cost)
-            ratios.append(shared / own / (cost.decode_seconds(streams, context) / predicted_alone))
-    through, direct = (statistics.median(asked[one.url][1:]) for one in (gateway, alone))
-    return max(0.0, through - direct), statistics.fmean(ratios) if ratios else 1.0
+        for target in (gateway, alone, Server(running.replicas[1].url)):
+            _asked(target, 4, 32, 8, 4)
+        through, direct = partial(_ttft, gateway, ASKED[0], 1), partial(_ttft, alone, ASKED[0], 1)
+        added = _more(through, direct, TIMES)[0]
+        for streams in SHARED if _plain(cost) else ():
+            both, one = partial(_gap, gateway, 2 * streams), partial(_gap, alone, streams)
+            ratio = _more(both, one, AGAIN_SHARED)[1]
+            keys = streams * (64 + TOKENS // 2)
+            read = fit.weight_byte * cost.model.weight_bytes(streams) + fit.cache_byte * keys * cost.kv_bytes
+            points.append((read / cost.decode_seconds(streams, keys), ratio))
+        for length in SHARED_PROMPTS:
+            if length + 4 <= cost.model.max_model_len:
+                ratio = _more(partial(_ttft, gateway, length, 2), partial(_ttft, gateway, length, 1), 3 * AGAIN_SHARED)[
+                    1
+                ]
+                points.append((0.0, ratio))  # what is read hides behind what is multiplied
+    a = np.array([[1.0, share] for share, _ in points])
+    beside, longer = nonnegative_least_squares(a, np.array([ratio - 1 for _, ratio in points]))
+    return max(0.0, added), float(beside), 1.0 + float(longer)
+
+
+def _more(one: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
+    """How much more the median of one is than that of the other, and how many times as much; in turns."""
+    found = [(one(), other()) for _ in range(times)]
+    more, less = (statistics.median(those) for those in zip(*found, strict=True))
+    return more - less, more / less
+
+
+def _ttft(server: Server, length: int, at_a_time: int) -> float:
+    """Mean seconds to the first token of so many prompts at once."""
+    run = _asked(server, at_a_time, length, 1, at_a_time)
+    return statistics.fmean(one.ttft for one in map(latencies, run.records) if one is not None)
 
 
 def _plain(cost: ReplicaCost) -> bool:
@@ -343,10 +328,10 @@ def _prompt_seconds(cost: ReplicaCost, length: int) -> float:
     return cost.seconds(Plan([PlanItem(request, 0, length)], num_tokens=length), 1)
 
 
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The line through them, neither part of which is negative."""
-    a = np.array([[1.0, x] for x, _ in points])
-    found = nonnegative_least_squares(a, np.array([max(0.0, y) for _, y in points]))
+def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
+    """The line through them, neither part of which is negative. points: x, y, and how far off y may be."""
+    a = np.array([[1.0 / off, x / off] for x, _, off in points])
+    found = nonnegative_least_squares(a, np.array([y / off for _, y, off in points]))
     return float(found[0]), float(found[1])
 
 
