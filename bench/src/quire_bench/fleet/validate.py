@@ -256,13 +256,19 @@ def _speed(serving: _Serving, turn: int) -> float:
     return says / percentile(sorted(took), 50)
 
 
+def _seconds(replay: _Replay) -> float:
+    """From the first request to the last token, as the simulator counts."""
+    records = replay.run.records
+    return max(record.ended or 0.0 for record in records) - min(record.due for record in records)
+
+
 def _figures(replays: Sequence[_Replay]) -> dict[str, float]:
     """What runs came to, all together."""
     records = [record for one in replays for record in one.run.records]
     found = [one for one in map(latencies, records) if one is not None]
     first, gaps = sorted(one.ttft for one in found), sorted(gap for one in found for gap in one.gaps)
     return {
-        "throughput": sum(record.answer.num_tokens for record in records) / sum(one.run.seconds for one in replays),
+        "throughput": sum(record.answer.num_tokens for record in records) / sum(map(_seconds, replays)),
         "ttft_p50": percentile(first, 50),
         "ttft_p90": percentile(first, 90),
         "itl_p50": percentile(gaps, 50),
