@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,41 @@ def test_a_fit_finds_what_steps_were_made_of() -> None:
         StepFit(**vars(truth) | {"exponent": 5})
 
 
+def test_a_fit_knows_what_numbers_of_rows_take() -> None:
+    """Kernels compute rows by the dozen: between 12 and 13 there is a stair that no line has."""
+    works = [
+        StepWork(s, s, s, 1e8, 1e5 * s * context, 1e7 * s, 1e4 * s, 0)
+        for s in (1, 2, 4, 8, 12, 13, 16, 32) for context in (16, 256)
+    ]  # fmt: skip
+    truth = StepFit(step=1e-3, sequence=2e-5, token=3e-6, drawn=0.0, weight_byte=3e-11, cache_byte=2e-10,
+                    linear_flop=2e-12, attention_flop=0.0, rows=((12, 1.0), (13, 1.4)))  # fmt: skip
+    seconds = [predicted(truth, work) for work in works]
+    fit = fit_steps(works, seconds)
+    assert [rows for rows, _ in fit.rows] == [1, 2, 4, 8, 12, 13, 16, 32]
+    assert residuals(fit, works, seconds)["max"] < 0.1 < residuals(replace(fit, rows=()), works, seconds)["max"]
+
+
+def test_between_two_numbers_of_rows_there_is_a_line() -> None:
+    fit = replace(SLOW, rows=[(4, 1.0), (8, 2.0)])
+    assert [fit.factor(rows) for rows in (1, 4, 5, 6, 8, 100)] == [1.0, 1.0, 1.25, 1.5, 2.0, 2.0]
+    assert SLOW.factor(7) == 1.0
+    for rows, message in (
+        ([(8, 1.0), (4, 1.0)], "its numbers of rows must ascend"),
+        ([(1, 0.0)], "the factor of 1 rows is 0.0"),
+        ([4], "it must be pairs of a number of rows and a factor"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace(SLOW, rows=rows)
+
+
+def test_reading_for_attention_does_not_hide_behind_linears() -> None:
+    """A long prompt is computed while others decode: what these read comes on top."""
+    fit = replace(SLOW, exponent=8)
+    alone, beside = (StepWork(512, 1, 1, 1e8, size, 1e10, 1e6, 0) for size in (0, 1e8))
+    read = fit.cache_byte * 1e8
+    assert predicted(fit, beside) - predicted(fit, alone) == pytest.approx(read, rel=0.05)
+
+
 def test_a_device_costs_what_its_cost_model_says() -> None:
     work = StepWork(3, 1, 2, 2e6, 3e5, 5e9, 1e7, 1e6)
     cost = ReplicaCost(MODEL, DEVICES["cpu"], 16)
@@ -275,8 +311,8 @@ def test_a_device_file_of_another_model_is_refused(tmp_path: Path) -> None:
         FleetSimulation(spec(tmp_path))
     for content, message in (
         ("{", "cannot be read as a device file"),
-        ("{}", "is no device file of format 1"),
-        (json.dumps({"format": 1}), "step is None; it must be an object of numbers"),
+        ("{}", "is no device file of format 2"),
+        (json.dumps({"format": 2}), "step is None; it must be an object of numbers"),
     ):
         (tmp_path / "slow.json").write_text(content)
         with pytest.raises(ConfigError, match=message):

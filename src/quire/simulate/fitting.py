@@ -17,6 +17,7 @@ from quire.simulate.device import EXPONENTS, StepFit
 
 Numbers = NDArray[np.float64]
 GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
+TURNS = 4  # in which the factors of rows and the rest are found, each with the other
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
@@ -63,10 +64,19 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
         raise BadValue(f"{len(works)} steps and {len(seconds)} times; a fit needs 10 of both, or more")
     fits = (_fit(works, seconds, exponent) for exponent in EXPONENTS)
     best = min(fits, key=lambda one: _error(one, works, seconds))
+    for _ in range(TURNS):
+        best = replace(best, rows=_factors(best, works, seconds))
+        rest = [took / best.factor(work.num_tokens) for work, took in zip(works, seconds, strict=True)]
+        best = _fit(works, rest, best.exponent)
+    return replace(best, rows=_factors(best, works, seconds))
+
+
+def _factors(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """What a fit leaves, for each number of rows."""
     left: dict[int, list[float]] = {}
     for work, took in zip(works, seconds, strict=True):
-        left.setdefault(work.num_tokens, []).append(math.log(took / predicted(best, work)))
-    return replace(best, rows=tuple((rows, math.exp(fmean(those))) for rows, those in sorted(left.items())))
+        left.setdefault(work.num_tokens, []).append(math.log(took / predicted(replace(fit, rows=()), work)))
+    return tuple((rows, math.exp(fmean(those))) for rows, those in sorted(left.items()))
 
 
 def predicted(fit: StepFit, work: StepWork) -> float:
