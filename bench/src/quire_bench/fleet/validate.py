@@ -5,7 +5,8 @@ Nothing of it was known to `quire bench calibrate`, whose device file the predic
 
 A run of some seconds has few requests, and no two runs of the same rows are alike. So the same rows are sent several
 times, with other tokens, and the requests of all runs are looked at together; how far the runs lie apart is noted
-besides. Around each run a single stream shows whether the machine is as fast as it was when it was calibrated.
+besides. Memory is as fast as others on the same machine let it be, from minute to minute. So around each run a single
+stream shows how long reading takes now, and the load is simulated with that; all else is as it was calibrated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +48,7 @@ ANSWERED = Lengths(median=40, spread=0.5, least=4, most=128)
 SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
 WARM_UP = 16  # requests
 FILLING = 256  # tokens of each of the prompts that fill a cache
+SCALES = (0.5, 2.0)  # of what reading takes, at most
 REFERENCE = (32, 32)  # tokens of the prompt and of the answer of the stream that shows how fast the machine is
 # A chunk for each token, also where a text is held back until its last character is whole.
 OPTIONS = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
@@ -295,7 +298,8 @@ def _compared(
     serving: _Serving, name: str, load: float, rows: Sequence[TraceRow], replays: Sequence[_Replay]
 ) -> Compared:
     count, real, each = len(serving.replicas), _figures(replays), [_figures([one]) for one in replays]
-    outcome = simulated(count, rows, serving.device, serving.model)
+    speeds = [speed for one in replays for speed in one.speeds]
+    outcome = simulated(count, rows, at_speed(serving.device, serving.cost, fmean(speeds)), serving.model)
     predicted = {
         "throughput": outcome.counts["new_tokens"] / outcome.seconds,
         **{figure: outcome.figure(figure) for figure in FIGURES[1:-1]},
@@ -305,12 +309,25 @@ def _compared(
         figure: (max(one[figure] for one in each) - min(one[figure] for one in each)) / 2 / value if value else 0.0
         for figure, value in real.items()
     }
-    speeds = [speed for one in replays for speed in one.speeds]
     share = sum(one.run.cpu_seconds for one in replays) / max(1e-9, sum(one.run.seconds for one in replays))
     num_requests = len(rows) * len(replays)
     return Compared(
         count, name, load, num_requests, real, predicted, spread, (min(speeds), max(speeds)), share
     )  # fmt: skip
+
+
+def at_speed(device: DeviceFile, cost: ReplicaCost, speed: float) -> DeviceFile:
+    """The device, reading as fast as a single stream says that is so many times as fast as by the device file."""
+    prompt, new = REFERENCE
+    wanted, low, high = cost.decode_seconds(1, prompt + new // 2) / speed, *SCALES
+    for _ in range(40):
+        scale = (low + high) / 2
+        step = replace(
+            device.step, weight_byte=device.step.weight_byte * scale, cache_byte=device.step.cache_byte * scale
+        )
+        took = ReplicaCost(cost.model, step, BLOCK, device.server).decode_seconds(1, prompt + new // 2)
+        low, high = (scale, high) if took < wanted else (low, scale)
+    return replace(device, step=step)
 
 
 def within_goals(found: Sequence[Compared], figure: str) -> tuple[int, int, float, float]:
