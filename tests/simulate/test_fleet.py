@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from quire.simulate.device import (
     read_device,
     write_device,
 )
+from quire.simulate.figures import Histogram
 from quire.simulate.fitting import fit_steps, predicted, residuals
 from quire.simulate.fleet import FleetSimulation, least_replicas, with_replicas
 from quire.simulate.outcome import Outcome
@@ -204,7 +206,18 @@ def test_the_fewest_replicas_that_are_enough(directory: Path) -> None:
         least_replicas(fleet, {"ttft_p50": 0.001})
 
 
-# ---------------------------------------------------------------------------------------------------- the fit
+# ------------------------------------------------------------------------------------------------ figures and the fit
+
+
+def test_a_percentile_lies_between_its_neighbours() -> None:
+    """As that of a sorted list does, to a percent."""
+    for values in ([1.0], [1.0, 2.0], [1.0, 2.0, 4.0], [1.0, 1.0, 3.0, 9.0, 9.0], [0.5 * i for i in range(1, 41)]):
+        found = Histogram()
+        for value in values:
+            found.add(value)
+        for percent in (0, 10, 50, 90, 99, 100):
+            assert found.percentile(percent) == pytest.approx(float(np.percentile(values, percent)), rel=0.011)
+    assert Histogram().percentile(50) == 0.0
 
 
 def test_a_fit_finds_what_steps_were_made_of() -> None:

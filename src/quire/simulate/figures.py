@@ -62,13 +62,19 @@ class Histogram:
         self._classes.update(other._classes)
 
     def percentile(self, percent: float) -> float:
-        """The duration that so many percent do not exceed; 0 where there is none."""
-        rank, seen = percent / 100 * self.count, 0
+        """What so many percent lie below, on the line between the two neighbours; 0 where there is nothing."""
+        place, seen, low = percent / 100 * max(0, self.count - 1), 0, self.max
+        is_found = False
         for number in sorted(self._classes):
             seen += self._classes[number]
-            if seen >= rank:
-                return min(self.max, math.exp((number + 0.5) * RESOLUTION))
-        return self.max
+            here = min(self.max, math.exp((number + 0.5) * RESOLUTION))
+            if is_found:
+                return low + (here - low) * (place - int(place))
+            if seen > place:
+                if seen > int(place) + 1 or place == int(place):
+                    return here
+                low, is_found = here, True
+        return low
 
     @property
     def mean(self) -> float:
