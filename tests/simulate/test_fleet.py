@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.engine.cost import DEVICES, StepWork, model_cost
+from quire.engine.trace import TraceRow, write_trace
 from quire.errors import ConfigError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import (
@@ -151,6 +152,15 @@ def test_replicas_come_and_go(directory: Path) -> None:
     assert max(counts) > 2
     assert found.counts["finished"] == found.counts["requests"]
     assert found.as_dict() == run(fleet, leaps=False).as_dict()
+
+
+def test_a_server_reads_requests_in_the_order_in_which_they_come(tmp_path: Path) -> None:
+    device(tmp_path, server=ServerFit(request=1e-3, prompt_token=1e-2))
+    write_trace(tmp_path / "two.csv", [TraceRow(0.0, 100, 5), TraceRow(0.0, 4, 5)])
+    replicas = [{"kind": "a", "device": "slow.json", "blocks": 200}]
+    found = run(spec(tmp_path, replicas=replicas, load={"arrivals": "trace", "trace": "two.csv"}))
+    assert found.counts["finished"] == 2
+    assert found.ttft.percentile(0) > 1.0  # the short one's, which came after the long one
 
 
 def test_neighbours_share_what_a_host_reads(directory: Path) -> None:

@@ -402,7 +402,7 @@ def test_percentiles_are_told_apart() -> None:
     for i in range(1, 101):
         histogram.add(float(i))
     shown = histogram.as_dict()
-    for name, value in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
+    for name, value in (("p50", 50.5), ("p90", 90.1), ("p99", 99.01), ("max", 100)):
         assert shown[name] == pytest.approx(value, rel=0.011)
 
 

@@ -220,7 +220,10 @@ class Cell:
         self.note("route", flow.number, slot)
         server = replica.cost.server
         overhead = server.request + server.prompt_token * len(request.tokens)
-        self.push(self.now + self.delay(self.spec.network.to_replica) + overhead, self._admit, flow, slot)
+        at = self.now + self.delay(self.spec.network.to_replica) + overhead
+        if overhead:  # its event loop takes them in the order in which they come, also a long one before a short one
+            at = replica.reads_until = max(at, replica.reads_until)
+        self.push(at, self._admit, flow, slot)
 
     def _chosen(self, flow: Flow, request: Request) -> int:
         if not self.gateways:

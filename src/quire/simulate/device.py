@@ -224,7 +224,8 @@ def _computing(exponent: int, *, many: bool) -> Callable[[Any, Any, Any, Any], A
     together = _together(exponent, many=many)
     if exponent == 0:  # as a data sheet has it: all that is read, or all that is multiplied
         return lambda weights, linears, read, attended: together(weights + read, linears + attended)
-    return lambda weights, linears, read, attended: together(weights, linears) + together(read, attended)
+    once = _together(exponent, many=False)  # weights are read once for all of an array's steps alike
+    return lambda weights, linears, read, attended: once(weights, linears) + together(read, attended)
 
 
 def _together(exponent: int, *, many: bool) -> Callable[[Any, Any], Any]:

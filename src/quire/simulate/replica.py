@@ -80,6 +80,7 @@ class Replica:
         self.is_up = True
         self.draining = False
         self.hung_until = self.cut_off_until = 0.0  # seconds
+        self.reads_until = 0.0  # when the last request that went to it is in its engine
         self.is_mute = False  # gateways have lost it, and hear no more of what it computes
         self.incarnation = 0
         self.version = 0  # of what is under way: an older end is none

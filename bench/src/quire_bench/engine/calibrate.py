@@ -52,6 +52,7 @@ TOKENS = 48  # of each of these
 SHARED = (2, 8, 16)  # streams at each of two replicas behind a gateway, and at one of them alone
 SHARED_PROMPTS = (128, 512)  # tokens of prompts that both of them compute, and one of them alone
 AGAIN_SHARED = 2  # times that each of the streams is measured; of the prompts, three times as often
+SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
@@ -309,7 +310,7 @@ def _more(one: Callable[[], float], other: Callable[[], float], times: int) -> t
     """How much more the median of one is than that of the other, and how many times as much; in turns."""
     found = [(one(), other()) for _ in range(times)]
     more, less = (statistics.median(those) for those in zip(*found, strict=True))
-    return more - less, more / less
+    return more - less, more / max(less, SHORTEST)
 
 
 def _ttft(server: Server, length: int, at_a_time: int) -> float:
@@ -333,8 +334,9 @@ def _prompt_seconds(cost: ReplicaCost, length: int) -> float:
 
 def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     """The line through them, neither part of which is negative. points: x, y, and how far off y may be."""
-    a = np.array([[1.0 / off, x / off] for x, _, off in points])
-    found = nonnegative_least_squares(a, np.array([y / off for _, y, off in points]))
+    weights = [1.0 / max(off, SHORTEST) for _, _, off in points]
+    a = np.array([[weight, x * weight] for (x, _, _), weight in zip(points, weights, strict=True)])
+    found = nonnegative_least_squares(a, np.array([y * w for (_, y, _), w in zip(points, weights, strict=True)]))
     return float(found[0]), float(found[1])
 
 

@@ -48,6 +48,7 @@ ANSWERED = Lengths(median=40, spread=0.5, least=4, most=128)
 SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
 WARM_UP = 16  # requests
 FILLING = 256  # tokens of each of the prompts that fill a cache
+SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 SCALES = (0.5, 2.0)  # of what reading takes, at most
 REFERENCE = (32, 32)  # tokens of the prompt and of the answer of the stream that shows how fast the machine is
 # A chunk for each token, also where a text is held back until its last character is whole.
@@ -256,7 +257,7 @@ def _speed(serving: _Serving, turn: int) -> float:
     for one in serving.replicas:
         run = _send(one.url, [TraceRow(0.0, prompt, new)], -3, turn)
         took += [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps]
-    return says / percentile(sorted(took), 50)
+    return says / max(percentile(sorted(took), 50), SHORTEST)
 
 
 def _seconds(replay: _Replay) -> float:
