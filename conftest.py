@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.forks import Spawner
 
 # Each has a test of ten seconds or more: at the end one worker would wait for it.
 LONGEST = ("test_compiled.py", "test_chaos.py", "test_fuzz.py", "test_throughput.py", "test_fleet.py")
+
+# How long an example may take says something of the machine, not of the code.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,11 +39,6 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
     """Starts `quire` in processes that have imported all they need."""
     with Spawner(tmp_path_factory.mktemp("forks")) as found:
         yield found
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: a fifth of the time a worker waits for servers and other processes."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
 
 
 def pytest_configure() -> None:

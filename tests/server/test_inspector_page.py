@@ -258,7 +258,7 @@ def test_a_recording_opens_offline_and_shows_the_same(browser: Any, tmp_path: Pa
     assert recording["format"] == "quire-inspector"
     (tmp_path / "other.json").write_text('{"items": []}')
     with shown(browser, url=PAGE.as_uri()) as it:
-        assert it.page.locator("#nofile").is_visible()
+        it.page.locator("#nofile").wait_for(state="visible")
         it.page.locator("#file").set_input_files(tmp_path / "other.json")
         it.until("!document.getElementById('toast').hidden")
         assert it.text("#toast") == "other.json cannot be shown: it was not exported from a block inspector."

@@ -265,7 +265,7 @@ def test_a_broken_recording_is_a_sentence(offline: Any, tmp_path: Path, text: st
     offline.page.locator("#file").set_input_files(tmp_path / "broken.json")
     offline.until("!document.getElementById('toast').hidden")
     assert offline.text("#toast") == f"broken.json cannot be shown: {words}."
-    assert offline.page.locator("#nofile").is_visible()
+    offline.page.locator("#nofile").wait_for(state="visible")
 
 
 @pytest.fixture(scope="module")

@@ -163,6 +163,29 @@ def test_a_server_reads_requests_in_the_order_in_which_they_come(tmp_path: Path)
     assert found.ttft.percentile(0) > 1.0  # the short one's, which came after the long one
 
 
+def test_a_request_that_was_read_by_a_process_that_died_is_read_again(tmp_path: Path) -> None:
+    device(tmp_path, server=ServerFit(request=1e-3, prompt_token=1e-2))
+    write_trace(tmp_path / "one.csv", [TraceRow(0.0, 300, 800)])
+    replicas = [{"kind": "a", "device": "slow.json", "blocks": 200}]
+    load, events = {"arrivals": "trace", "trace": "one.csv"}, [{"at": 1, "kill": "a-0", "for": 1}]
+    found = run(spec(tmp_path, replicas=replicas, load=load, events=events))
+    assert (found.counts["finished"], dict(found.errors)) == (1, {})
+    assert found.ttft.max > 2.0 + 3.0  # started again after two seconds, and read in three
+
+
+def test_a_replica_that_starts_again_is_measured_from_nothing(directory: Path) -> None:
+    scaling = {"least": 3, "most": 3, "every": 2, "start_seconds": 1}
+    fleet = spec(directory, events=[{"at": 4.5, "kill": "a-0", "for": 1}], autoscaling=scaling, load={"rate": 8})
+    assert run(fleet).counts["finished"] > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_leaps_change_nothing_where_gateways_hear_late(directory: Path, seed: int) -> None:
+    load = {"turns": 3, "think": 0.0, "rate": 2, "duration": 10}
+    fleet = spec(directory, seed=seed, gateways={"count": 1, "lag": 1.0}, load=load)
+    assert run(fleet, leaps=False).as_dict() == run(fleet).as_dict()
+
+
 def test_neighbours_share_what_a_host_reads(directory: Path) -> None:
     reading = StepFit(step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=1e-9, cache_byte=1e-9, linear_flop=0.0,
                       attention_flop=0.0)  # fmt: skip

@@ -79,6 +79,11 @@ class Scheduler:
         self._shortage = Shortage()
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the next commit ends requests, whatever its step gives them."""
+        return bool(self._marked)
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self.requests)

@@ -21,7 +21,7 @@ class Autoscaler:
         self._cell = cell
         self._spec = spec
         self._make = make
-        self._meters: dict[int, Meter] = {}
+        self._meters: dict[tuple[int, int], Meter] = {}  # by number and incarnation: a new process counts from 0
         self._target = Target(len(cell.replicas), 0.0)
         cell.push(spec.every, self._scale)
 
@@ -36,7 +36,7 @@ class Autoscaler:
             state = replica.state()
             found = {name: getattr(state, name) for name in READ}
             found |= {"prompt_tokens": replica.report.prompt_tokens, "decoded_tokens": replica.report.decoded_tokens}
-            loads.append(self._meters.setdefault(replica.number, Meter()).read(found, cell.now))
+            loads.append(self._meters.setdefault((replica.number, replica.incarnation), Meter()).read(found, cell.now))
         before = self._target.replicas
         self._target = target(loads, cell.now, self._target, spec.least, spec.most)
         if self._target.replicas != before:

@@ -218,12 +218,8 @@ class Cell:
         self._at[slot][flow] = None
         self.outcome.routed[replica.name] += 1
         self.note("route", flow.number, slot)
-        server = replica.cost.server
-        overhead = server.request + server.prompt_token * len(request.tokens)
-        at = self.now + self.delay(self.spec.network.to_replica) + overhead
-        if overhead:  # its event loop takes them in the order in which they come, also a long one before a short one
-            at = replica.reads_until = max(at, replica.reads_until)
-        self.push(at, self._admit, flow, slot)
+        flow.routing += 1
+        self.push(self.now + self.delay(self.spec.network.to_replica), self._read, flow, slot, flow.routing)
 
     def _chosen(self, flow: Flow, request: Request) -> int:
         if not self.gateways:
@@ -299,15 +295,35 @@ class Cell:
 
     # ------------------------------------------------------------------------------------------------- replicas
 
-    def _admit(self, flow: Flow, slot: int) -> None:
-        """A request has come to its replica."""
+    def _is_expected(self, flow: Flow, slot: int, routing: int) -> bool:
+        """Whether a request that was sent to a replica is still to go there. Where it died, its gateway finds out."""
         replica = self.replicas[slot]
-        if flow.is_done or flow.replica != slot:
+        return (
+            not flow.is_done
+            and (flow.replica, flow.routing) == (slot, routing)
+            and replica.is_up
+            and replica.incarnation == flow.incarnation
+        )
+
+    def _read(self, flow: Flow, slot: int, routing: int) -> None:
+        """A request has come to its replica, which reads requests in the order in which they come."""
+        if not self._is_expected(flow, slot, routing):
             return
-        if not replica.is_up or replica.incarnation != flow.incarnation:
-            return  # its gateway finds out
+        replica, server = self.replicas[slot], self.replicas[slot].cost.server
+        overhead = server.request + server.prompt_token * len(flow.request.tokens)
+        replica.reads_until = max(self.now + overhead, replica.reads_until)
+        if replica.reads_until > self.now:
+            self.push(replica.reads_until, self._admit, flow, slot, routing)
+        else:
+            self._admit(flow, slot, routing)
+
+    def _admit(self, flow: Flow, slot: int, routing: int) -> None:
+        """A replica has read a request."""
+        if not self._is_expected(flow, slot, routing):
+            return
+        replica = self.replicas[slot]
         if replica.cut_off_until > self.now:
-            self.push(replica.cut_off_until, self._admit, flow, slot)
+            self.push(replica.cut_off_until, self._admit, flow, slot, routing)
             return
         if replica.draining or replica.num_requests >= replica.most:
             self._leave(flow)

@@ -139,7 +139,7 @@ class Decoders:
     def are_alone(self) -> bool:
         """Whether the next step decodes them and does nothing else, nor has the scheduler anything to learn of it."""
         scheduler, count = self._scheduler, len(self._told)
-        if not count or count < len(scheduler.running) or scheduler.waiting or scheduler.swapped:
+        if not count or count < len(scheduler.running) or scheduler.waiting or scheduler.swapped or scheduler.is_ending:
             return False
         return count <= scheduler.max_num_batched_tokens and (scheduler.pace is None or count < LEAST)
 
@@ -150,7 +150,7 @@ class Decoders:
         """
         scheduler, manager, count = self._scheduler, self._manager, len(self._told)
         first = scheduler.waiting.first()
-        if not count or scheduler.swapped or count >= scheduler.max_num_batched_tokens:
+        if not count or scheduler.swapped or scheduler.is_ending or count >= scheduler.max_num_batched_tokens:
             return False
         if first is not None and first.schedule.rank < scheduler.running[count - 1].schedule.rank:
             return False

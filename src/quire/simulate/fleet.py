@@ -37,7 +37,10 @@ class FleetSimulation:
     def __init__(self, spec: FleetSpec, *, leaps: bool = True) -> None:
         """leaps: as `Simulation`. Raises ConfigError for what cannot be."""
         self.spec = spec
-        self._leaps = leaps
+        # A leap publishes the blocks of an answer at its end. Stepping publishes each when it is full, which makes a
+        # difference to who asks for them again before its gateway has heard of the end.
+        again = spec.gateways.seconds + spec.network.to_gateway
+        self._leaps = leaps and (not spec.gateways.count or spec.gateways.lag <= again)
         path = spec.directory / spec.model if spec.model else EMBEDDED
         self.model: ModelCost = model_cost(*read_config(path), expected_weight_bytes(path))
         self._devices = {kind.kind: self._device(kind) for kind in spec.replicas}

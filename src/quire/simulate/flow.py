@@ -25,6 +25,7 @@ class Flow:
     request: Request
     digests: list[int]
     replica: int = -1
+    routing: int = 0  # how often it was sent to a replica
     incarnation: int = 0  # of the replica
     bits: str | None = None  # of the replicas that may go on with it; None: it has not begun
     ledger: Ledger | None = None  # once it went on elsewhere

@@ -80,7 +80,6 @@ class Replica:
         self.is_up = True
         self.draining = False
         self.hung_until = self.cut_off_until = 0.0  # seconds
-        self.reads_until = 0.0  # when the last request that went to it is in its engine
         self.is_mute = False  # gateways have lost it, and hear no more of what it computes
         self.incarnation = 0
         self.version = 0  # of what is under way: an older end is none
@@ -100,6 +99,7 @@ class Replica:
         if self._config.max_num_batched_tokens is None:
             scheduler.pace = Pace(self.cost.seconds_a_prompt_token)
         self.report = Report(scheduler)
+        self.reads_until = 0.0  # when the last request that came to it is in its engine
         self.inbox: deque[tuple[Request, float, int]] = deque()  # with when it came, and its flow
         self.aborted: list[str] = []  # requests that are to be taken back before the next step
         self._served: set[str] = set()  # names of the jobs that it has got

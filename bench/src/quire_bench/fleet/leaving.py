@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from quire.errors import ConfigError, QuireError, check_integer
-from quire_bench.fleet.running import Fleet, Replica, fleet, pieces, waited_for
+from quire_bench.fleet.running import GONE, Fleet, Replica, fleet, pieces, waited_for
 from quire_bench.server.prompts import random_prompts
 
 PROMPT, NEW_TOKENS = 64, 128
@@ -65,13 +65,13 @@ def measure(
 def _hang(running: Fleet, replica: Replica) -> float:
     moment = time.time()
     os.kill(replica.pid, signal.SIGSTOP)
-    return running.seen(replica, "is lost", moment) - moment
+    return running.seen(replica, GONE, moment) - moment
 
 
 def _kill(running: Fleet, replica: Replica) -> float:
     moment = time.time()
     replica.kill()
-    return running.seen(replica, "is lost", moment) - moment
+    return running.seen(replica, GONE, moment) - moment
 
 
 def _drain(running: Fleet, replica: Replica) -> float:
