@@ -45,7 +45,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.model_name == "embedded"
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0
-    assert found.beside >= 0
+    assert found.per_neighbour >= 0
     (tmp_path / "fleet.yaml").write_text(
         "replicas: [{kind: a, device: device.json, blocks: 200}]\n"
         "load: {rate: 2, duration: 3, prompt_tokens: 50, new_tokens: 10}\n"

@@ -1,4 +1,4 @@
-"""quire bench validate: its traces, and real replicas beside simulated ones, with tiny numbers."""
+"""quire bench validate: its traces, and real replicas next to simulated ones, with tiny numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = StepFit(step=1e-3, sequence=1e-5, token=2e-5, drawn=0.0, weight_byte=1e-1
                attention_flop=0.0)  # fmt: skip
 DEVICE = DeviceFile(
     kind="any", model=model_digest(MODEL), model_name="embedded", block_size=16, bytes_per_second=1e10,
-    host_bytes_per_second=2e10, beside=0.5, step=STEP, server=ServerFit(step=1e-3, gateway=2e-3),
+    host_bytes_per_second=2e10, per_neighbour=0.5, step=STEP, server=ServerFit(step=1e-3, gateway=2e-3),
     machine={"threads": 1},
 )  # fmt: skip
 

@@ -173,6 +173,17 @@ def test_a_request_that_was_read_by_a_process_that_died_is_read_again(tmp_path: 
     assert found.ttft.max > 2.0 + 3.0  # started again after two seconds, and read in three
 
 
+def test_a_replica_that_starts_again_reads_nothing_of_before(tmp_path: Path) -> None:
+    device(tmp_path, server=ServerFit(request=1e-3, prompt_token=1e-2))
+    write_trace(tmp_path / "two.csv", [TraceRow(0.0, 900, 5), TraceRow(3.0, 4, 5)])
+    replicas = [{"kind": "a", "device": "slow.json", "blocks": 200}]
+    load, events = {"arrivals": "trace", "trace": "two.csv"}, [{"at": 1, "kill": "a-0", "for": 1}]
+    found = run(spec(tmp_path, replicas=replicas, load=load, events=events, gateways={"count": 0},
+                     clients={"retries": 0}))  # fmt: skip
+    assert found.counts["finished"] == 1  # without a gateway the first one is lost
+    assert found.ttft.max < 1.0  # which would have been read for nine seconds
+
+
 def test_a_replica_that_starts_again_is_measured_from_nothing(directory: Path) -> None:
     scaling = {"least": 3, "most": 3, "every": 2, "start_seconds": 1}
     fleet = spec(directory, events=[{"at": 4.5, "kill": "a-0", "for": 1}], autoscaling=scaling, load={"rate": 8})
@@ -267,6 +278,19 @@ def test_a_fit_finds_what_steps_were_made_of() -> None:
         StepFit(**vars(truth) | {"exponent": 5})
 
 
+def test_residuals_show_a_kind_of_steps_that_the_fit_has_wrong() -> None:
+    """Also one that alone has its number of rows, whose factor fits it to the last bit."""
+    works = [
+        StepWork(s, s, s, 1e8, 1e5 * s * context, 1e7 * s, 1e4 * s, 0)
+        for s in (1, 2, 4, 8, 16, 32) for context in (16, 256)
+    ]  # fmt: skip
+    mixed = StepWork(20, 4, 4, 1e8, 1e5, 2e8, 1e4, 0)
+    seconds = [predicted(SLOW, work) for work in works] + [1.5 * predicted(SLOW, mixed)]
+    fit = fit_steps([*works, mixed], seconds)
+    assert predicted(fit, mixed) == pytest.approx(seconds[-1], rel=0.01)
+    assert residuals(fit, [*works, mixed], seconds)["max"] > 0.2
+
+
 def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     """Kernels compute rows by the dozen: between 12 and 13 there is a stair that no line has."""
     works = [
@@ -297,9 +321,9 @@ def test_between_two_numbers_of_rows_there_is_a_line() -> None:
 def test_reading_for_attention_does_not_hide_behind_linears() -> None:
     """A long prompt is computed while others decode: what these read comes on top."""
     fit = replace(SLOW, exponent=8)
-    alone, beside = (StepWork(512, 1, 1, 1e8, size, 1e10, 1e6, 0) for size in (0, 1e8))
+    alone, with_keys = (StepWork(512, 1, 1, 1e8, size, 1e10, 1e6, 0) for size in (0, 1e8))
     read = fit.cache_byte * 1e8
-    assert predicted(fit, beside) - predicted(fit, alone) == pytest.approx(read, rel=0.05)
+    assert predicted(fit, with_keys) - predicted(fit, alone) == pytest.approx(read, rel=0.05)
 
 
 def test_a_device_costs_what_its_cost_model_says() -> None:
@@ -342,7 +366,7 @@ def test_a_device_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"replicas": [{"kind": "a"}]}, r"replicas\[0\]: device is missing"),
         ({"replicas": [{"kind": "a", "device": "none.json"}]}, "there is no device file"),
         ({"replicas": [{"kind": "a", "device": "cpu", "options": {"max_seats": 3}}]}, "options of a: .*max_seats"),
-        ({"replicas": [{"kind": "a", "device": "cpu", "beside": -1}]}, r"replicas\[0\]: beside is -1"),
+        ({"replicas": [{"kind": "a", "device": "cpu", "per_neighbour": -1}]}, r"replicas\[0\]: per_neighbour is -1"),
         ({"replicas": [{"kind": "a", "device": "cpu", "count": 0}]}, r"replicas\[0\]: count is 0"),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """The simulator: it plans what the engine plans, and its figures are those of its cost model, worked out by hand."""
 
 import json
+import math
 import random
 from array import array
 from dataclasses import replace
@@ -444,7 +445,26 @@ def test_copies_and_early_ends_are_counted() -> None:
     assert (found.finished, found.ended_early) == (2, 1)
 
 
-def test_nobody_who_can_go_on_is_told_at_once() -> None:
+def test_a_request_that_is_taken_back_ends_with_the_next_step() -> None:
+    def generated(*, leaps: bool) -> list[int]:
+        one = Simulation(TOY, SLOW, engine_config(num_blocks=50), leaps=leaps)
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        requests = [Request(f"r{i}", array("i", range(10)), 10, params) for i in range(2)]
+        for request in requests:
+            one.add(request)
+        for _ in range(5):
+            one.go_on(one.clock.now)
+        one.scheduler.finish("r0", FinishReason.ABORT)
+        while one.scheduler.has_work:
+            one.go_on(math.inf)
+        return [request.num_generated for request in requests]
+
+    stepped = generated(leaps=False)
+    assert stepped[0] < 10 < stepped[1] == 60
+    assert generated(leaps=True) == stepped
+
+
+def test_that_no_request_can_go_on_is_an_error() -> None:
     one = Simulation(TOY, SLOW, engine_config(num_blocks=50))
     one.add(Request("r", array("i", [1]), 1, SamplingParams(max_tokens=4)))
     one.scheduler.plan = Plan

@@ -189,7 +189,7 @@ class BlockManager:
         cache.num_published = full
 
     def _publish_new(self, request: Request, full: int) -> bool:
-        """As `_publish`, all blocks at once, where a single group is told of them and has none of them: as of most."""
+        """As `_publish`, all blocks at once, where one group publishes and knows none of them: the common case."""
         cache, size, (g, _, index) = request.cache, self.block_size, self._published[0]
         first = cache.num_published
         blocks, digests, tokens = cache.block_ids[g][first:full], cache.digests[first : full + 1], request.tokens

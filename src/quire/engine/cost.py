@@ -173,7 +173,7 @@ class CostModel:
     def seconds(self, plan: Plan, num_drawn: int, num_decoding: int = 0, keys: int = 0) -> float:
         """How long a step takes in which that many requests draw a token. To be asked before its commit.
 
-        num_decoding: of these, the ones that get a token beside what the plan's items have. keys: that those see.
+        num_decoding: of these, the ones that get a token besides the plan's items. keys: that those see.
         """
         return self.time_of(self.work_of(plan, num_drawn, num_decoding, keys))
 

@@ -22,18 +22,21 @@ class Report:
         self._scheduler = scheduler
         self._num_planned = 0
 
-    def observe(self, events: Sequence[Event], seconds: float, num_untold: int = 0) -> None:
-        """A step was computed and committed. events: what came of it, but of so many requests that decoded in it."""
-        self.rates.observe(*self.count(events, num_untold), seconds)
+    def observe(self, events: Sequence[Event], seconds: float, num_silent: int = 0) -> None:
+        """A step was computed and committed.
 
-    def count(self, events: Sequence[Event], num_untold: int = 0) -> tuple[int, int]:
+        events: what came of it. num_silent: requests that decoded in it and have no event.
+        """
+        self.rates.observe(*self.count(events, num_silent), seconds)
+
+    def count(self, events: Sequence[Event], num_silent: int = 0) -> tuple[int, int]:
         """Count what steps computed since the last time: tokens of prompts, and sequences that decoded."""
         num_planned = self._scheduler.num_planned
         rows, self._num_planned = num_planned - self._num_planned, num_planned
         for event in events:
             if event.finish_reason is not None:
                 self.uncached.pop(event.request_id, None)
-        drawn = len({event.request_id for event in events if event.token is not None}) + num_untold
+        drawn = len({event.request_id for event in events if event.token is not None}) + num_silent
         computed, decoded = max(0, rows - drawn), min(rows, drawn)
         self.prompt_tokens += computed
         self.decoded_tokens += decoded

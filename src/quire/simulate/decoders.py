@@ -1,4 +1,4 @@
-"""Decoders: the running requests that get a token in every step and need nothing else, in one set of books.
+"""Decoders: the running requests that get a token in every step and need nothing else, kept by one counter.
 
 A plan is known beforehand for them: each gets one token. What changes is when a request needs its next block and when
 it ends. So steps that only decode need no plan, and where a prompt is computed with them, the scheduler plans that one
@@ -32,7 +32,7 @@ class Decoders:
     """The requests that get a token in every step and need nothing else. One number counts the steps of all of them.
 
     They are the first ones that run. Each takes the blocks that it needs in time, but gets its tokens, and offers its
-    full blocks to others, only when it ends or when it is told.
+    full blocks to others, only when it ends or is brought up to date.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -41,7 +41,7 @@ class Decoders:
         self.keys = 0  # tokens that all of them have computed
         self._scheduler = scheduler
         self._manager = scheduler.manager
-        self._told: dict[Request, int] = {}  # the step as of which each has its tokens
+        self._as_of: dict[Request, int] = {}  # the step as of which each has its tokens
         # Heaps, whose first numbers are steps. Who needs its next block there, or needed it if it had not ended; and
         # who draws its last token there.
         self._takers: list[tuple[int, tuple[float, int, int], Request]] = []
@@ -50,7 +50,7 @@ class Decoders:
     @property
     def count(self) -> int:
         """How many they are."""
-        return len(self._told)
+        return len(self._as_of)
 
     @property
     def next_end(self) -> int:
@@ -60,8 +60,8 @@ class Decoders:
     @property
     def next_taker(self) -> int:
         """The step in which the next of them needs a block."""
-        takers, told = self._takers, self._told
-        while takers[0][2] not in told:
+        takers, as_of = self._takers, self._as_of
+        while takers[0][2] not in as_of:
             heapq.heappop(takers)
         return takers[0][0]
 
@@ -69,20 +69,20 @@ class Decoders:
 
     def gather(self, latest: Mapping[str, float]) -> None:
         """Take in the next ones that run, as far as they only decode. latest: when each drew its latest token."""
-        running, told, step = self._scheduler.running, self._told, self.step
+        running, as_of, step = self._scheduler.running, self._as_of, self.step
         if self._manager.frees_early or self._scheduler.lookup is not None:
             return
-        while len(told) < len(running):
-            request = running[len(told)]
+        while len(as_of) < len(running):
+            request = running[len(as_of)]
             cache, length = request.cache, len(request.tokens)
             if length - cache.num_computed != 1 or length == request.num_prompt or cache.room < cache.num_computed:
                 return
             if request.finish_reason is not None or request.to_check or not _is_plain(request):
                 return
-            if told and latest[request.id] != self.latest:
+            if as_of and latest[request.id] != self.latest:
                 return
             self.latest = latest[request.id]
-            told[request] = step
+            as_of[request] = step
             self.keys += cache.num_computed
             rank = request.schedule.rank
             # In the step after this one it computes the token at num_computed.
@@ -90,25 +90,25 @@ class Decoders:
             heapq.heappush(self._ends, (step + self._scheduler.longest(request) - length, rank, request))
 
     def scatter(self) -> list[Request]:
-        """Tell them all, and be none: the scheduler plans each of them again. Who they were."""
-        requests = list(self._told)
-        self.tell_all()
-        self._told.clear()
+        """Bring all up to date, and be none: the scheduler plans each of them again. Who they were."""
+        requests = list(self._as_of)
+        self.update_all()
+        self._as_of.clear()
         self._takers.clear()
         self._ends.clear()
         self.keys = 0
         return requests
 
-    def tell_all(self) -> None:
+    def update_all(self) -> None:
         """Let all of them have their tokens."""
-        for request in self._told:
-            self.tell(request)
+        for request in self._as_of:
+            self.update(request)
 
-    def tell(self, request: Request) -> None:
+    def update(self, request: Request) -> None:
         """Let a request have the tokens of its steps, if it is one of these, and others find its full blocks."""
-        new = self.step - self._told.get(request, self.step)
+        new = self.step - self._as_of.get(request, self.step)
         if new > 0:
-            self._told[request] = self.step
+            self._as_of[request] = self.step
             tokens = request.tokens
             if isinstance(tokens, NamedTokens):
                 tokens.grow(new)
@@ -117,28 +117,28 @@ class Decoders:
                 tokens.extend([fake_token(request, at) for at in range(start, start + new)])
             self._manager.advance(request, new)
 
-    def untold_blocks(self, step: int) -> int:
-        """Blocks that they will have filled by that step, and have not offered to others."""
+    def unpublished_blocks(self, step: int) -> int:
+        """Blocks that they will have filled by that step, and not offered to others."""
         if not self._manager.enable_prefix_caching:
             return 0
         size = self._manager.block_size
         return sum(
             [
-                (one.cache.num_computed + step - told) // size - one.cache.num_published
-                for one, told in self._told.items()
+                (one.cache.num_computed + step - as_of) // size - one.cache.num_published
+                for one, as_of in self._as_of.items()
             ]
         )
 
     def taken_blocks(self, step: int) -> int:
         """Blocks that they will have taken by that step, and have not taken yet."""
-        size, told = self._manager.block_size, self._told
-        return sum([(step - at) // size + 1 for at, _, one in self._takers if at <= step and one in told])
+        size, as_of = self._manager.block_size, self._as_of
+        return sum([(step - at) // size + 1 for at, _, one in self._takers if at <= step and one in as_of])
 
     # --------------------------------------------------------------------------------------------- what they do
 
     def are_alone(self) -> bool:
         """Whether the next step decodes them and does nothing else, nor has the scheduler anything to learn of it."""
-        scheduler, count = self._scheduler, len(self._told)
+        scheduler, count = self._scheduler, len(self._as_of)
         if not count or count < len(scheduler.running) or scheduler.waiting or scheduler.swapped or scheduler.is_ending:
             return False
         return count <= scheduler.max_num_batched_tokens and (scheduler.pace is None or count < LEAST)
@@ -146,9 +146,9 @@ class Decoders:
     def leave_enough(self) -> bool:
         """Whether each of them gets its token in the next step, whatever the others get in it.
 
-        Then there are blocks for all, and nobody who ranks before one of these takes part.
+        Then there are blocks for all, and no request that ranks before one of these takes part.
         """
-        scheduler, manager, count = self._scheduler, self._manager, len(self._told)
+        scheduler, manager, count = self._scheduler, self._manager, len(self._as_of)
         first = scheduler.waiting.first()
         if not count or scheduler.swapped or scheduler.is_ending or count >= scheduler.max_num_batched_tokens:
             return False
@@ -168,7 +168,7 @@ class Decoders:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let the scheduler plan the others: with the seats, and of a step's tokens those, that these leave."""
-        scheduler, count = self._scheduler, len(self._told)
+        scheduler, count = self._scheduler, len(self._as_of)
         running, seats, most, pace = (
             scheduler.running, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.pace
         )  # fmt: skip
@@ -190,15 +190,15 @@ class Decoders:
     def go_on(self, steps: int) -> None:
         """Count so many steps in which they got a token each."""
         self.step += steps
-        self.keys += steps * len(self._told)
+        self.keys += steps * len(self._as_of)
 
     def blocks_wanted(self, stop: int) -> list[tuple[int, Request]]:
         """Who needs a block in the steps up to that one, in their order, and when. Each is asked for once."""
-        takers, told, size = self._takers, self._told, self._manager.block_size
+        takers, as_of, size = self._takers, self._as_of, self._manager.block_size
         wanted: list[tuple[int, Request]] = []
         while takers and takers[0][0] <= stop:
             step, rank, request = takers[0]
-            if request in told:
+            if request in as_of:
                 heapq.heapreplace(takers, (step + size, rank, request))
                 wanted.append((step, request))
             else:
@@ -217,8 +217,8 @@ class Decoders:
             return []
         while ends and ends[0][0] <= self.step:
             _, _, request = heapq.heappop(ends)
-            self.tell(request)
-            del self._told[request]
+            self.update(request)
+            del self._as_of[request]
             self.keys -= request.cache.num_computed
             scheduler.finish(request.id, FinishReason.LENGTH)
         return scheduler.commit(NO_PLAN, NO_OUTPUT)

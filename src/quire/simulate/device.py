@@ -106,7 +106,7 @@ class DeviceFile:
     block_size: int  # tokens
     bytes_per_second: float  # that one replica reads, weights and cache together
     host_bytes_per_second: float  # that all replicas on the machine read together
-    beside: float = 0.0  # how much longer steps take for each other replica that computes there, as a share
+    per_neighbour: float = 0.0  # how much longer steps take for each other replica that computes there, as a share
     step: StepFit
     server: ServerFit = field(default_factory=ServerFit)
     machine: dict[str, Any] = field(default_factory=dict)  # what was measured on, and when
@@ -116,7 +116,7 @@ class DeviceFile:
         check_integer(ConfigError, "block_size", self.block_size, 1)
         for name in ("bytes_per_second", "host_bytes_per_second"):
             check_number(ConfigError, name, getattr(self, name), 1.0)
-        check_number(ConfigError, "beside", self.beside, 0.0, 100.0)
+        check_number(ConfigError, "per_neighbour", self.per_neighbour, 0.0, 100.0)
 
     def check_model(self, path: Path | str, model: ModelCost) -> None:
         """Raise ConfigError where it is of another model. path: of the file."""
@@ -201,7 +201,7 @@ class ReplicaCost(CostModel):
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
-        told, factor, slowness = server.drawn * num_sequences, self.reading, self.slowness
+        drawn, factor, slowness = server.drawn * num_sequences, self.reading, self.slowness
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
         computing, longer = _computing(fit.exponent, many=many), fit.factor(num_sequences)
@@ -209,7 +209,7 @@ class ReplicaCost(CostModel):
         def seconds(keys: Any) -> Any:
             read = cache_byte * ((keys + num_sequences) * kv_bytes) * factor
             both = computing(weights, linears, read, attention_flop * (keys * pair_flops))
-            return ((fixed + both) * longer + step + told) * slowness
+            return ((fixed + both) * longer + step + drawn) * slowness
 
         return seconds
 

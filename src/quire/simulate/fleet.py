@@ -140,10 +140,15 @@ class FleetSimulation:
     def _host(self, kind: KindSpec, name: str) -> Host:
         device = self._devices[kind.kind]
         reads = device.bytes_per_second
-        total, beside = reads * kind.per_host, 0.0
+        total, per_neighbour = reads * kind.per_host, 0.0
         if isinstance(device, DeviceFile):
-            total, beside = device.host_bytes_per_second, device.beside
-        return Host(name, reads, kind.host_bytes_per_second or total, beside if kind.beside is None else kind.beside)
+            total, per_neighbour = device.host_bytes_per_second, device.per_neighbour
+        return Host(
+            name,
+            reads,
+            kind.host_bytes_per_second or total,
+            per_neighbour if kind.per_neighbour is None else kind.per_neighbour,
+        )
 
     def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run one of the cells. Hosts are dealt out among them in turns."""

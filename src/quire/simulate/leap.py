@@ -117,7 +117,7 @@ class Leap:
         In every group, and not in the books yet.
         """
         step += self._before
-        taken, filled = self._decoders.taken_blocks(step), self._decoders.untold_blocks(step)
+        taken, filled = self._decoders.taken_blocks(step), self._decoders.unpublished_blocks(step)
         reusable = self._manager.indexes[0].by_block
         return taken, filled - sum([block in reusable for block in self._manager.pools[0].next_free(taken)])
 

@@ -28,19 +28,19 @@ class Host:
     name: str
     reads: float  # bytes a second of one replica
     total: float  # of all of them together
-    beside: float  # how much longer steps take for each other one that computes
+    per_neighbour: float  # how much longer steps take for each other one that computes
     replicas: list[Replica] = field(default_factory=list)
     computing: set[int] = field(default_factory=set)  # their numbers
     slowness: float = 1.0
 
     def rates(self) -> tuple[float, float]:
-        """So many times as long do reading, and all of a step, take beside those that compute now."""
+        """So many times as long do reading, and all of a step, take next to those that compute now."""
         count = max(1, len(self.computing))
-        return max(1.0, count * self.reads / self.total), self.slowness * (1.0 + self.beside * (count - 1))
+        return max(1.0, count * self.reads / self.total), self.slowness * (1.0 + self.per_neighbour * (count - 1))
 
 
 class Outbox:
-    """What a replica has told one gateway, which has not heard it yet."""
+    """What a replica has sent to one gateway, which has not received it yet."""
 
     def __init__(self) -> None:
         self.blocks: deque[tuple[float, bool, int]] = deque()  # when, stored or else removed, digest
@@ -222,7 +222,7 @@ class Replica:
     def num_drawn(self, request: Request, now: float) -> int:
         """Tokens that a request has got by now."""
         self.catch_up(now, last=False)
-        self.engine.decoders.tell(request)
+        self.engine.decoders.update(request)
         return request.num_generated
 
     def catch_up(self, now: float, *, last: bool = True) -> None:
@@ -272,14 +272,14 @@ class Replica:
     # the same again.
 
     def _observe_step(self, step: Step, events: Sequence[Event]) -> None:
-        items, num_untold = step.plan.items, len(step.decoders)
+        items, num_silent = step.plan.items, len(step.decoders)
         only_decodes = all(item.start >= item.request.num_prompt for item in items)
-        decoding = len(items) + num_untold if only_decodes else -1
+        decoding = len(items) + num_silent if only_decodes else -1
         if decoding >= 0 and decoding == self._observed:
-            self.report.count(events, num_untold)
+            self.report.count(events, num_silent)
             return
         self._observed = decoding
-        self.report.observe(events, step.seconds, num_untold)
+        self.report.observe(events, step.seconds, num_silent)
 
     def _observe_leap(self, leap: Leap) -> None:
         count = len(self.engine.scheduler.running)
@@ -329,12 +329,12 @@ class Replica:
     def state(self, taken: int = 0, published: int | None = None) -> ReplicaState:
         """What it says of itself now; or with blocks taken and published that are not in the books yet."""
         decoders = self.engine.decoders
-        unheard = decoders.untold_blocks(decoders.step) if published is None else published
+        unheard = decoders.unpublished_blocks(decoders.step) if published is None else published
         return self.report.state(draining=self.draining, taken=taken, published=unheard)
 
     def held(self) -> list[int]:
         """The blocks that it has, as gateways name them."""
-        self.engine.decoders.tell_all()
+        self.engine.decoders.update_all()
         return [wire_name(one.digest) for one in self.engine.scheduler.manager.indexes[0].by_block.values()]
 
     # --------------------------------------------------------------------------------------------------- figures

@@ -171,9 +171,11 @@ class Simulation:
         return self.result()
 
     def go_on(self, until: float) -> list[Event]:
-        """A step; or several that only decode, to the one that ends at that time or later, of which only ends are told.
+        """A step; or several that only decode, to the one that ends at that time or later.
 
-        Raises BadValue if nobody can go on.
+        Of several, the events are only those of requests that end.
+
+        Raises BadValue if no request can go on.
         """
         if not self.can_leap():
             return self._make(self.begin())
@@ -219,7 +221,7 @@ class Simulation:
             )
 
     def step(self) -> list[Event]:
-        """One step of the engine, in which all that run are planned. Raises BadValue if nobody can go on."""
+        """One step of the engine, in which all that run are planned. Raises BadValue if no request can go on."""
         return self._make(self._begin_all())
 
     def _make(self, step: Step) -> list[Event]:
@@ -264,7 +266,7 @@ class Simulation:
             self._latest[request.id] = self.decoders.latest
 
     def finish(self, step: Step) -> list[Event]:
-        """Commit a step, which ends now. Raises BadValue if nobody can go on."""
+        """Commit a step, which ends now. Raises BadValue if no request can go on."""
         plan, ending = step.plan, []
         if step.decoders:
             plan.num_tokens += len(step.decoders)
@@ -327,7 +329,7 @@ class Simulation:
 
     def look(self) -> None:
         """Look at how much of the cache is wasted."""
-        self.decoders.tell_all()
+        self.decoders.update_all()
         usage = self.scheduler.usage()
         self._owned_slots += usage.used_slots
         self._wasted_slots += usage.wasted_slots

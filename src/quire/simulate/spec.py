@@ -83,7 +83,7 @@ class KindSpec:
     per_host: int = 1  # replicas on each machine
     host_bytes_per_second: float = 0.0  # that those of a machine read together; 0: what the device file says
     # How much longer steps take for each other replica of the machine that computes, as a share. None: as the device.
-    beside: float | None = None
+    per_neighbour: float | None = None
     bits: str = "same"  # answers move only among replicas that have this in common
     queue: int = 1024  # requests that wait at most: further ones are refused
     options: Mapping[str, Any] = field(default_factory=dict)  # of the engine: max_num_seqs, block_size, ...
@@ -97,8 +97,8 @@ class KindSpec:
         check_integer(ConfigError, "per_host", self.per_host, 1)
         check_integer(ConfigError, "queue", self.queue, 0)
         check_number(ConfigError, "host_bytes_per_second", self.host_bytes_per_second, 0.0)
-        if self.beside is not None:
-            check_number(ConfigError, "beside", self.beside, 0.0, 100.0)
+        if self.per_neighbour is not None:
+            check_number(ConfigError, "per_neighbour", self.per_neighbour, 0.0, 100.0)
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options is {self.options!r}; it must be options of the engine with their values")
 

@@ -88,7 +88,7 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     rates.append(_rates(threads))
     read, multiplied = (statistics.fmean(one) for one in zip(*rates, strict=True))
     server = _server(options, ReplicaCost(model, fit, block_size), advance)
-    gateway, beside, reading = _behind_gateway(options, ReplicaCost(model, fit, block_size, server))
+    gateway, per_neighbour, reading = _behind_gateway(options, ReplicaCost(model, fit, block_size, server))
     server = replace(server, gateway=gateway)
     advance()
     cases = [
@@ -101,7 +101,7 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         block_size=block_size,
         bytes_per_second=read,
         host_bytes_per_second=2 * read / reading,
-        beside=beside,
+        per_neighbour=per_neighbour,
         step=fit,
         server=server,
         machine={
@@ -145,7 +145,7 @@ def _round(llm: LLM, cost: CostModel, seed: int) -> Iterator[Timed]:
     """Each kind of step, in another order for another seed."""
     longest, rng = llm.decoder.max_model_len, random.Random(seed)
     room = llm.config.max_num_seqs
-    cases: list[tuple[int, int, int]] = []  # sequences that decode, their context, tokens of a prompt beside
+    cases: list[tuple[int, int, int]] = []  # sequences that decode, their context, tokens of a prompt next to them
     cases += [(s, c, 0) for s in SEQUENCES for c in CONTEXTS if s <= room and c + MARGIN <= longest]
     cases += [(s, CONTEXTS[0], 0) for s in BETWEEN if s <= room and CONTEXTS[0] + MARGIN <= longest]
     cases += [(0, 0, n) for n in PROMPTS if n < longest]
@@ -300,10 +300,10 @@ def _behind_gateway(options: Sequence[str], cost: ReplicaCost) -> tuple[float, f
                 ratio = _more(partial(_ttft, gateway, length, 2), partial(_ttft, gateway, length, 1), 3 * AGAIN_SHARED)[
                     1
                 ]
-                points.append((0.0, ratio))  # what is read hides behind what is multiplied
+                points.append((0.0, ratio))  # reading overlaps with multiplying
     a = np.array([[1.0, share] for share, _ in points])
-    beside, longer = nonnegative_least_squares(a, np.array([ratio - 1 for _, ratio in points]))
-    return max(0.0, added), float(beside), 1.0 + float(longer)
+    per_neighbour, longer = nonnegative_least_squares(a, np.array([ratio - 1 for _, ratio in points]))
+    return max(0.0, added), float(per_neighbour), 1.0 + float(longer)
 
 
 def _more(one: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
