@@ -180,12 +180,8 @@ class BlockManager:
                 block = cache.block_ids[g][at]
                 if block != NONE and block not in index.by_block:
                     parent, digest = cache.digests[i], cache.digests[i + 1]
-                    new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
-                    if new and self.listeners:
-                        names = ([block], [digest], parent if i else None)
-                        self._tell(
-                            events.BlockStored(self.now, g, request.id, *names, tokens.tolist(), size, request.lora)
-                        )
+                    if index.publish(block, digest, parent, tokens.tobytes(), first=i == 0) and self.listeners:
+                        self._tell_stored(request, g, i, block)
         cache.num_published = full
 
     def _publish_new(self, request: Request, full: int) -> bool:
@@ -198,11 +194,15 @@ class BlockManager:
             return False
         cache.num_published = full
         for i, block in enumerate(blocks) if self.listeners else ():
-            at = first + i
-            names = ([block], [digests[i + 1]], digests[i] if at else None)
-            those = tokens[at * size : (at + 1) * size].tolist()
-            self._tell(events.BlockStored(self.now, g, request.id, *names, those, size, request.lora))
+            self._tell_stored(request, g, first + i, block)
         return True
+
+    def _tell_stored(self, request: Request, g: int, i: int, block: int) -> None:
+        """Report that group g has the request's i-th block for others."""
+        size, digests = self.block_size, request.cache.digests
+        names = ([block], [digests[i + 1]], digests[i] if i else None)
+        tokens = request.tokens[i * size : (i + 1) * size].tolist()
+        self._tell(events.BlockStored(self.now, g, request.id, *names, tokens, size, request.lora))
 
     def reset_prefix_cache(self) -> None:
         """Forget all reusable blocks. Running requests keep theirs."""
