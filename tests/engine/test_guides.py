@@ -340,7 +340,7 @@ def test_on_a_real_model(llm: LLM) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
-    backend = ops.load("triton")
+    backend = ops.load("triton", "cuda")
     asked = requests(280)
     for r in asked[::3]:
         r.schedule.allowed = bitmask(list(range(5, 900, 13)), 1_000)

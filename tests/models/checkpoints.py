@@ -135,7 +135,7 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
 
 def engine(directory: Path, **options: Any) -> Engine:
     config: EngineConfig = engine_config(**({"num_blocks": 64, "num_speculative_tokens": 0} | options))
-    ops = load(config.attention_backend)
+    ops = load(config.attention_backend, config.device)
     return build_engine(load_model(directory, config, ops), ops, config)
 
 
@@ -176,6 +176,7 @@ def probed_logits(
     engine: Engine, prompts: list[list[int]], max_tokens: int
 ) -> tuple[LogitsProbe, dict[str, list[int]]]:
     """Run the prompts greedily together: logits of every row, and the tokens of each request."""
+    engine.runner = getattr(engine.runner, "runner", engine.runner)  # a captured graph would not ask the probe
     probe = LogitsProbe(engine.runner.model)
     engine.runner.model = probe
     plan = engine.scheduler.plan
