@@ -7,12 +7,21 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadStride, QuireError, Unsupported
-from quire.ops.triton.linear import FEW_ROWS, MANY_ROWS, LinearTile, linear
+from quire.ops.triton.linear import (
+    FEW_ON_HOPPER,
+    FEW_ROWS,
+    MANY_ON_HOPPER,
+    MANY_ROWS,
+    DescribedLinear,
+    LinearTile,
+    describable,
+    linear,
+)
 from tests.ops.conftest import DEVICES
 from tests.ops.dense import check_close
 
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
-TILES = [FEW_ROWS, MANY_ROWS]
+TILES = [FEW_ROWS, MANY_ROWS, FEW_ON_HOPPER]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -49,6 +58,26 @@ def test_a_row_does_not_depend_on_the_others(tile, dtype):
         assert torch.equal(linear(x[begin:end], weight, bias, tile), together[begin:end])
 
 
+needs_descriptions = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper"
+)
+
+
+@needs_descriptions
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "size", "columns"), [(1, 8, 8), (300, 72, 136), (257, 64, 130), (3, 200, 5)])
+def test_tiles_that_the_hardware_copies_have_the_same_bits(dtype, rows, size, columns):
+    """Also of an x that it cannot copy, which then takes the other kernel, and of none."""
+    weight, bias = draw(columns, size, dtype, seed=1).contiguous(), draw(1, columns, dtype, seed=2)[0]
+    for x in (draw(rows, size, dtype), draw(rows, size + 1, dtype)[:, 1:], draw(rows, size, dtype)[:0]):
+        for b in (bias, None):
+            got = DescribedLinear(weight, b, MANY_ON_HOPPER, MANY_ROWS)(x)
+            assert torch.equal(got, linear(x, weight, b, FEW_ROWS))
+    assert describable(weight)
+    assert not describable(draw(rows, size + 1, dtype)[:, 1:])
+    assert not describable(draw(rows, size, torch.float32))
+
+
 def test_columns_do_not_depend_on_the_others():
     """So a tensor-parallel share of a weight gives the same bits as the whole."""
     x, weight = draw(5, 70, torch.float32), draw(90, 70, torch.float32, seed=1)
@@ -58,7 +87,7 @@ def test_columns_do_not_depend_on_the_others():
 def test_tiles_of_many_row_and_column_tiles_cover_all():
     """More tiles of rows than share the weights at a time, and not a multiple of them."""
     x, weight = draw(19, 16, torch.float32), draw(50, 16, torch.float32, seed=1)
-    got = linear(x, weight, None, LinearTile(2, 16, 4, 2))
+    got = linear(x, weight, None, LinearTile(2, 16, 64, 4, 2))
     check_close("linear", got.cpu().double(), x.cpu().double() @ weight.cpu().double().T, 1e-5)
 
 

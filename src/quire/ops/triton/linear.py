@@ -8,37 +8,70 @@ steps; who wants to rely on that compares the two first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.errors import BadShape, BadStride
 from quire.ops import checks
 from quire.ops.linear import Linear, Linears, LinearWeight, rows_are_independent
 from quire.ops.triton.launch import check_dtype, on_device_of
+from quire.ops.triton.tiles import chip_of
 
 
 @dataclass(frozen=True)
 class LinearTile:
-    """Rows and columns of the result that a program computes, its warps and its pipeline."""
+    """Rows and columns of the result that a program computes, inputs a step, its warps and its pipeline."""
 
     rows: int
     columns: int
+    depth: int
     warps: int
     stages: int
 
 
-FEW_ROWS = LinearTile(64, 32, 4, 5)  # 64 rows is the least of the matrix instructions that MANY_ROWS uses
-MANY_ROWS = LinearTile(128, 128, 8, 3)
+# By chip, as `tiles.chip_of` names it; Hopper's were the fastest of those measured on an H100. 64 rows is the least of
+# the matrix instructions that many rows use.
+FEW_ROWS = LinearTile(64, 32, 64, 4, 5)
+MANY_ROWS = LinearTile(128, 128, 64, 8, 3)
+FEW_ON_HOPPER = LinearTile(64, 64, 128, 4, 5)
+MANY_ON_HOPPER = LinearTile(256, 128, 64, 8, 4)  # of `described_tile`
+FP32_DEPTH = 16  # more fill the registers
 
 SMALL = 256  # rows that are multiplied in the time that reading the weight takes
 
-DEPTH = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}  # inputs a step; more fp32 fill the registers
-
 GROUP = tl.constexpr(8)  # tiles of rows that share the weights in the L2 cache
+
+
+@triton.jit
+def _first(num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first row and column of this program's tile."""
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    of_group = GROUP * tl.cdiv(num_columns, COLUMNS)
+    program = tl.program_id(0)
+    first_tile = program // of_group * GROUP
+    group = tl.minimum(row_tiles - first_tile, GROUP)
+    return (first_tile + program % of_group % group) * ROWS, program % of_group // group * COLUMNS
+
+
+@triton.jit
+def _finish(
+    total, bias, out, first_row, first_column, num_rows, num_columns,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add the bias to a tile and store it."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    has_row = first_row + row < num_rows
+    has_column = first_column + column < num_columns
+    if BIAS:
+        total += tl.load(bias + first_column + column, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    out += first_row.to(tl.int64) * num_columns + first_column
+    at = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -47,14 +80,7 @@ def linear_tile(
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of x @ weight.T + bias."""
-    row_tiles = tl.cdiv(num_rows, ROWS)
-    of_group = GROUP * tl.cdiv(num_columns, COLUMNS)
-    program = tl.program_id(0)
-    first_tile = program // of_group * GROUP
-    group = tl.minimum(row_tiles - first_tile, GROUP)
-    first_row = (first_tile + program % of_group % group) * ROWS
-    first_column = program % of_group // group * COLUMNS
-
+    first_row, first_column = _first(num_rows, num_columns, ROWS, COLUMNS)
     x += first_row.to(tl.int64) * x_row
     weight += first_column.to(tl.int64) * weight_row
     row = tl.arange(0, ROWS)
@@ -72,11 +98,22 @@ def linear_tile(
         total = tl.dot(a, b, total, input_precision="ieee")
         x_tile += DEPTH
         weight_tile += DEPTH
-    if BIAS:
-        total += tl.load(bias + first_column + column, mask=has_column, other=0.0).to(tl.float32)[None, :]
-    out += first_row.to(tl.int64) * num_columns + first_column
-    at = row.to(tl.int64)[:, None] * num_columns + column[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
+    _finish(total, bias, out, first_row, first_column, num_rows, num_columns, BIAS, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def described_tile(
+    x, weight, bias, out, num_rows, num_columns, size,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """As `linear_tile`, where x and weight are descriptions of matrices: what lies outside reads as 0."""
+    first_row, first_column = _first(num_rows, num_columns, ROWS, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, size, DEPTH):
+        a = x.load([first_row, first])
+        b = weight.load([first_column, first])
+        total = tl.dot(a, b.T, total, input_precision="ieee")
+    _finish(total, bias, out, first_row, first_column, num_rows, num_columns, BIAS, ROWS, COLUMNS)
 
 
 def linear(
@@ -89,23 +126,12 @@ def linear(
 
     Raises BadShape, BadDtype, BadStride, BadValue or Unsupported.
     """
-    if x.dim() != 2:
-        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, in]")
-    if weight.dim() != 2:
-        raise BadShape(f"weight has shape {tuple(weight.shape)}; expected [out, in]")
-    check_dtype("x", x)
+    _check(x, weight, bias)
     (rows, size), columns = x.shape, weight.shape[0]
-    if x.stride(1) != 1 and size > 1:
-        raise BadStride(f"x has strides {x.stride()}; the last one must be 1")
-    checks.check_tensor("weight", weight, (columns, size), x.dtype, x.device)
-    if bias is not None and bias.shape != (columns,):
-        raise BadShape(f"bias has shape {tuple(bias.shape)}; expected ({columns},)")
-    checks.check_beside(x, bias=bias)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if out.numel():
-        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
         with on_device_of(x):
-            linear_tile[grid](
+            linear_tile[_grid(x, weight, tile)](
                 x,
                 weight,
                 x if bias is None else bias.contiguous(),
@@ -118,11 +144,35 @@ def linear(
                 bias is not None,
                 tile.rows,
                 tile.columns,
-                DEPTH[x.dtype],
+                FP32_DEPTH if x.dtype is torch.float32 else tile.depth,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
     return out
+
+
+def _grid(x: Tensor, weight: Tensor, tile: LinearTile) -> tuple[int]:
+    return (triton.cdiv(len(x), tile.rows) * triton.cdiv(len(weight), tile.columns),)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dim() != 2:
+        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, in]")
+    if weight.dim() != 2:
+        raise BadShape(f"weight has shape {tuple(weight.shape)}; expected [out, in]")
+    check_dtype("x", x)
+    size, columns = x.shape[1], weight.shape[0]
+    if x.stride(1) != 1 and size > 1:
+        raise BadStride(f"x has strides {x.stride()}; the last one must be 1")
+    checks.check_tensor("weight", weight, (columns, size), x.dtype, x.device)
+    if bias is not None and bias.shape != (columns,):
+        raise BadShape(f"bias has shape {tuple(bias.shape)}; expected ({columns},)")
+    checks.check_beside(x, bias=bias)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the hardware can copy tiles of a matrix: of 16-bit numbers, rows at multiples of 16 bytes."""
+    return x.dtype.itemsize == 2 and x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 8 == 0
 
 
 @dataclass(frozen=True)
@@ -139,6 +189,48 @@ class TiledLinear:
     ) -> Tensor:
         """The projection: [T, out]."""
         return linear(x, self.weight, self.bias, self.tile)
+
+
+@dataclass(frozen=True)
+class DescribedLinear:
+    """Our own product of many rows on Hopper; of an x that the hardware cannot copy by `linear`."""
+
+    weight: Tensor  # [out, in], describable
+    bias: Tensor | None  # [out]
+    tile: LinearTile
+    otherwise: LinearTile
+    _weight: TensorDescriptor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        described = TensorDescriptor.from_tensor(self.weight, [self.tile.columns, self.tile.depth])
+        object.__setattr__(self, "_weight", described)
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, in]
+    ) -> Tensor:
+        """The projection: [T, out]."""
+        weight, bias, tile = self.weight, self.bias, self.tile
+        if x.dim() != 2 or len(x) == 0 or not describable(x):
+            return linear(x, weight, bias, self.otherwise)
+        _check(x, weight, bias)
+        out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+        with on_device_of(x):
+            described_tile[_grid(x, weight, tile)](
+                TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
+                self._weight,
+                x if bias is None else bias.contiguous(),
+                out,
+                *out.shape,
+                x.shape[1],
+                bias is not None,
+                tile.rows,
+                tile.columns,
+                tile.depth,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+        return out
 
 
 @dataclass(frozen=True)
@@ -167,11 +259,21 @@ class TiledLinears(Linears):
         """The linear of that weight."""
         if not isinstance(weight, Tensor):
             return super().linear(weight, bias)
-        few, many = TiledLinear(weight, bias, FEW_ROWS), TiledLinear(weight, bias, MANY_ROWS)
+        few = TiledLinear(weight, bias, FEW_ON_HOPPER if _on_hopper(weight) else FEW_ROWS)
         # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with
         # random weights: zeros would prove anything.
         key = (*weight.shape, weight.dtype, bias is None)
         if key not in self._proved:
             probe = torch.randn_like(weight)
-            self._proved[key] = rows_are_independent(replace(many, weight=probe), replace(few, weight=probe), probe)
-        return TwoLinears(few, many) if self._proved[key] else few
+            self._proved[key] = rows_are_independent(_many(probe, bias), replace(few, weight=probe), probe)
+        return TwoLinears(few, _many(weight, bias)) if self._proved[key] else few
+
+
+def _on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and chip_of(str(x.device)) == "sm90"
+
+
+def _many(weight: Tensor, bias: Tensor | None) -> Linear:
+    if _on_hopper(weight) and describable(weight):
+        return DescribedLinear(weight, bias, MANY_ON_HOPPER, MANY_ROWS)
+    return TiledLinear(weight, bias, MANY_ROWS)
