@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -92,8 +92,10 @@ def attend(
     pointers |= dict.fromkeys(("items", "rows", "positions", "sequences", "tables"), "i32")
     pointers["reports"] = "i8"
     constants = {
+        **{"v_block": None, "v_slot": None},  # as in the engine's cache
         **{"G": 4, "B": 16, "D": head_dim, "DV": spec.dim_v, "LATENT": spec.latent and spec.is_scaled, "CAUSAL": True},
         "PRECISION": precision(chip, spec),
+        "UNIT": 16 // spec.cache_dtype.itemsize,
         **{"BLOCK_M": tile.block_m, "TILE": tile.block_n, "CHUNK": CHUNK if kind == "exact" else 0},
         "FINITE": finite,
     }
@@ -200,12 +202,23 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     yield from recurrence_kernels(step)
     types = pointers("fp32", "logits", "out")
     yield Kernel("logsumexp", sampling.logsumexp_row, types, {"TILE": 4096}, {"num_warps": 16})
-    for dtype, depth in (("bf16", linear.DEPTH[torch.bfloat16]), ("fp32", linear.DEPTH[torch.float32])):
-        for tile in (linear.FEW_ROWS, linear.MANY_ROWS):
-            constants = {"BIAS": True, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": depth}
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    few, many = linear.FEW_ROWS, linear.MANY_ROWS
+    tiles = {"bf16": (few, many), "fp32": [replace(tile, depth=linear.FP32_DEPTH) for tile in (few, many)]}
+    if chip == "sm90":
+        tiles["bf16"] = linear.FEW_ON_HOPPER, many
+        tile = linear.MANY_ON_HOPPER
+        types = pointers("bf16", "bias", "out")
+        types["x"], types["weight"] = (f"tensordesc<bf16[{n}, {tile.depth}]>" for n in (tile.rows, tile.columns))
+        yield Kernel("described linear", linear.described_tile, types, *linear_options(tile))
+    for dtype, pair in tiles.items():
+        for tile in pair:
             types = pointers(dtype, "x", "weight", "bias", "out")
-            yield Kernel(f"linear {tile.rows} {dtype}", linear.linear_tile, types, constants, options)
+            yield Kernel(f"linear {tile.rows} {dtype}", linear.linear_tile, types, *linear_options(tile))
+
+
+def linear_options(tile: linear.LinearTile) -> tuple[dict[str, object], dict[str, object]]:
+    constants = {"BIAS": True, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+    return constants, {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def recurrence_kernels(step: dict[str, str]) -> Iterator[Kernel]:
@@ -229,7 +242,11 @@ def compiled(kernel: Kernel, chip: str) -> Compiled:
     """The kernel for that chip, and what is known of it."""
     names = kernel.function.arg_names
     types = dict.fromkeys(SCALARS, "fp32")
-    types |= {name: f"*{dtype}" for name, dtype in kernel.pointers.items() if name != "eps"}
+    types |= {
+        name: dtype if dtype.startswith("tensordesc") else f"*{dtype}"
+        for name, dtype in kernel.pointers.items()
+        if name != "eps"
+    }
     signature = {name: "constexpr" if name in kernel.constants else types.get(name, "i32") for name in names}
     aligned = [
         i for i, name in enumerate(names)

@@ -74,4 +74,4 @@ def test_there_is_a_tile_for_every_head(chip):
         )
         for kv in (None, E5M2)
     )
-    assert choose(chip, "few", narrow).num_stages == choose(chip, "few", wide).num_stages + 1
+    assert choose(chip, "few", narrow).num_stages > choose(chip, "few", wide).num_stages

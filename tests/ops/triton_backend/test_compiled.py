@@ -30,12 +30,17 @@ PROCESSOR_REGISTERS = 64 * 1024
 
 # Heads of 1024 that are to be reproducible hold two sums of 1024 numbers a row. For fp32 heads of 64 the compiler stops
 # at half of an A100's registers, and lays some that are used once a program into memory. With all options at once two
-# numbers of heads of 64 find no register there. The recurrences' tiles were chosen for NVIDIA's chips.
+# numbers of heads of 64 find no register there. The recurrences' tiles were chosen for NVIDIA's chips. Reproducible
+# heads of 96 and 128 on Hopper keep the state of the chunks before in memory: once in 1,024 keys.
 MAY_SPILL = {
     ("sm80", "attend exact 1024 bf16"),
     ("gfx942", "attend exact 1024 bf16"),
-    ("sm80", "attend many 64 fp32"),
+    *((chip, f"attend {kind} 64 fp32") for chip in ("sm80", "sm90", "sm100") for kind in ("many", "exact")),
     ("sm80", "attend many 64 bf16 everything"),
+    *((chip, f"attend exact {dim} bf16") for chip in ("sm90", "sm100") for dim in (96, 128)),
+    *((chip, "attend exact 64 bf16 everything") for chip in ("sm90", "sm100")),
+    *((chip, "attend exact 128 bf16 everything") for chip in ("sm90", "sm100")),
+    ("sm90", "attend exact 128 bf16/i8"),
     # Of 128 registers, 2 or 4: keys have two products, each with its scale.
     *((chip, f"attend {kind} 576 bf16/i8 latent") for chip in ("sm90", "sm100") for kind in ("few", "many")),
     ("gfx942", "gated_delta"),
@@ -111,8 +116,9 @@ def check(chip: str, everything: bool) -> Kernels:
                 assert code["LDGSTS.128"] == code["LDGSTS"] > 0, (kind, dim, code)
     for dim in (64, 128, 256):
         kernel = attention(found, "few")[dim]
-        in_flight = max(kernel["buffers"].values())  # of tiles; the one that is computed with comes on top
-        assert in_flight >= (2 if chip != "gfx942" or dim != 256 else 1), kernel
+        # Keys, besides those of the tile that is computed with.
+        in_flight = max(count * int(shape.partition("x")[0]) for shape, count in kernel["buffers"].items())
+        assert in_flight >= (64 if chip != "gfx942" or dim != 256 else 16), kernel
     for dim in (64, 128):
         kernel = attention(found, "few")[dim]
         if chip in PROCESSOR_SHARED:  # as many at a time as the plan counts on

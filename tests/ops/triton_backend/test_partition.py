@@ -146,11 +146,21 @@ def one_token_each(processors: int, lens: list[int], **fields: object) -> tuple[
 
 def test_one_long_context_fills_the_device_and_many_stay_whole():
     partitioner, lists = one_token_each(16, [16_384])
-    assert partitioner.few_wanted == 24  # 3 programs on each of 16 processors, 2 KV heads
-    assert 0.75 * 24 <= len(lists.few) <= 24
+    assert partitioner.few_wanted == 16  # 2 programs on each of 16 processors, 2 KV heads
+    assert 0.75 * 16 <= len(lists.few) <= 16
     assert ((lists.few[:, 4] - lists.few[:, 3]) % SPLIT == 0).all()
-    _, lists = one_token_each(16, [16_384] * 24)
-    assert (len(lists.few), len(lists.merges)) == (24, 0)
+    _, lists = one_token_each(16, [16_384] * 16)
+    assert (len(lists.few), len(lists.merges)) == (16, 0)
+
+
+def test_contexts_are_cut_where_the_last_of_them_would_leave_the_device_idle():
+    """A little more than fills it takes two turns, the second with nearly nothing to do."""
+    _, lists = one_token_each(16, [16_384] * 17)
+    parts = lists.few[:, 4] - lists.few[:, 3]
+    assert parts.max() < 16_384
+    assert len(lists.few) / 16 % 1 > 0.5 or len(lists.few) > 3 * 16
+    _, lists = one_token_each(16, [16_384] * 31)
+    assert (len(lists.few), len(lists.merges)) == (31, 0)
 
 
 def test_a_context_much_longer_than_the_others_is_cut_whatever_their_number():

@@ -65,9 +65,15 @@ def _share(top, total, sink):
 
 
 @triton.jit
-def _ids(table, key, lo, hi, BLOCK_SIZE: tl.constexpr):
-    """The blocks of these keys. Entries without a key of the item are not read: they may hold anything."""
-    return tl.load(table + key // BLOCK_SIZE, mask=(key >= lo) & (key < hi), other=0)
+def _ids(table, first, lane, hi, TILE: tl.constexpr, B: tl.constexpr):
+    """The blocks of the keys of the tile that begins at `first`. Entries beyond `hi` may hold anything: not read."""
+    if TILE % B == 0:
+        at = first // B + lane // B
+    elif B % TILE == 0:
+        at = first // B + 0 * lane
+    else:
+        at = (first + lane) // B
+    return tl.load(table + at, mask=first + lane < hi, other=0)
 
 
 @triton.jit
@@ -107,9 +113,22 @@ def _without(total, values, seen):
 
 
 @triton.jit
+def _slots(first, lane, TILE: tl.constexpr, B: tl.constexpr):
+    """Where in its block each key of the tile that begins at `first` stands. Tiles begin at multiples of their size.
+
+    Spelled out, since most of the time of a long prompt goes into instructions: what a loop need not compute again.
+    """
+    if TILE % B == 0:
+        return lane % B
+    if B % TILE == 0:
+        return first % B + lane
+    return (first + lane) % B
+
+
+@triton.jit
 def _tile(
-    state, rows, cache, scale, cap, slope, window, span, key, ids, lo, hi,
-    B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
+    state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
+    TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the state with one more tile of keys.
@@ -123,22 +142,25 @@ def _tile(
     D_TAIL: tl.constexpr = tail_part(D)
     V_MAIN: tl.constexpr = main_part(DV)
     V_TAIL: tl.constexpr = tail_part(DV)
+    PLAIN: tl.constexpr = cap is None and slope is None  # then scores are scaled where they are exponentiated
+    key, slot = first + lane, _slots(first, lane, TILE, B)
     held = (key >= lo) & (key < hi)
-    at = ids.to(tl.int64) * k_block + (key % B).to(tl.int64) * k_slot
+    at = ids.to(tl.int64) * k_block + slot.to(tl.int64) * k_slot
     keys = _part(k, at, held, q.dtype, 0, D_MAIN, D, MASKED)
     score = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     if LATENT:
-        score *= _scales(v_scale, ids, key % B, held, scale_strides[2], scale_strides[3], MASKED)[None, :]
+        score *= _scales(v_scale, ids, slot, held, scale_strides[2], scale_strides[3], MASKED)[None, :]
         keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
         others = tl.dot(q_tail, tl.trans(keys), input_precision=PRECISION)
-        score += others * _scales(k_scale, ids, key % B, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
+        score += others * _scales(k_scale, ids, slot, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
     else:
         if D_TAIL:
             keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
             score = tl.dot(q_tail, tl.trans(keys), score, input_precision=PRECISION)
         if k_scale is not None:
-            score *= _scales(k_scale, ids, key % B, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
-    score *= scale
+            score *= _scales(k_scale, ids, slot, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
+    if not PLAIN:
+        score *= scale
     if cap is not None:  # tanh; its form (a - b) / (a + b) would be inf / inf
         score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
     if slope is not None:
@@ -152,18 +174,25 @@ def _tile(
         if span is not None:
             seen = seen & (key[None, :] >= (position // span * span)[:, None])
         score = tl.where(seen, score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
+    largest = tl.max(score, 1)
+    if PLAIN:
+        largest *= scale
+    new_top = tl.maximum(top, largest)
     shift = new_top
     if MASKED:  # a row may have seen nothing yet
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weight = tl.exp2(score - shift[:, None])
+    if PLAIN:
+        weight = tl.exp2(tl.fma(score, scale, -shift[:, None]))
+    else:
+        weight = tl.exp2(score - shift[:, None])
     correction = tl.exp2(top - shift)
     total = total * correction + tl.sum(weight, 1)
     if v_scale is not None:
-        weight *= _scales(v_scale, ids, key % B, held, scale_strides[2], scale_strides[3], MASKED)[None, :]
+        weight *= _scales(v_scale, ids, slot, held, scale_strides[2], scale_strides[3], MASKED)[None, :]
         if MASKED:
             weight = tl.where(seen, weight, 0.0)
-    at = ids.to(tl.int64) * v_block + (key % B).to(tl.int64) * v_slot
+    if v_block is not None:
+        at = ids.to(tl.int64) * v_block + slot.to(tl.int64) * v_slot
     values = _part(v, at, held, q.dtype, 0, V_MAIN, DV, MASKED)
     if FINITE:
         total, values = _without(total, values, seen)
@@ -196,26 +225,27 @@ def _walk(
     """The state with the keys lo..hi: by tiles from `start` on, of which all rows see free_lo..free_hi whole."""
     # fmt: off
     lane = tl.arange(0, TILE)
-    ids = _ids(table, start + lane, lo, hi, B)
+    # Keys before lo are not the item's, but their blocks may still be read where a tile has others.
+    ids = _ids(table, start, lane, hi, TILE, B)
     if window is not None:  # the first tiles are not seen whole
         for first in range(start, free_lo, TILE):
             state = _tile(
-                state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
-                B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
+                state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
+                TILE, B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
             )
-            ids = _ids(table, first + TILE + lane, lo, hi, B)
+            ids = _ids(table, first + TILE, lane, hi, TILE, B)
     for first in range(free_lo, free_hi, TILE):
         state = _tile(
-            state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
-            B, D, DV, LATENT, CAUSAL, PRECISION, FINITE, FINITE,
+            state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
+            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE, FINITE,
         )
-        ids = _ids(table, first + TILE + lane, lo, hi, B)
+        ids = _ids(table, first + TILE, lane, hi, TILE, B)
     for first in range(free_hi, hi, TILE):
         state = _tile(
-            state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
-            B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
+            state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
+            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
         )
-        ids = _ids(table, first + TILE + lane, lo, hi, B)
+        ids = _ids(table, first + TILE, lane, hi, TILE, B)
     # fmt: on
     return state
 
@@ -244,15 +274,19 @@ def attend(
     slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
     k_scale_block, k_scale_head, k_scale_slot, v_scale_block, v_scale_head, v_scale_slot, out_token, out_head,
     G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, FINITE: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    FINITE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one item for one KV head: to `out`, or as a part of its rows' keys to `part_mix` and `part_sums`.
 
     items: int32, 8 an item: where its block ids begin in `tables` (negative: nothing to do), its first entry in `rows`,
     its tokens, lo, hi, free_lo, free_hi. rows: int32, 2 an entry: a query token, and its part (negative: the whole).
     k_scale, v_scale: fp32, of a cache of int8; None: there are none.
+    k_block .. v_slot: strides, all multiples of UNIT numbers. v_block, v_slot: None: those of K.
+    BLOCK_M: where an item has more rows, the third dimension of the grid has a program for each piece of it.
     sequences: int32, of each query token; None: all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
+    Without softcap and slopes it is positive: the row's largest score is that of the largest scaled one.
     span: a row sees no key before the last multiple of so many positions; None: all before it.
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
     order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
@@ -269,13 +303,23 @@ def attend(
     head = tl.program_id(1)
     num_heads = tl.num_programs(1) * G
     GROUP: tl.constexpr = G if G < BLOCK_M else BLOCK_M  # heads of a token in the tile
+    HEAD_TILES: tl.constexpr = (G + BLOCK_M - 1) // BLOCK_M
+    skipped = tl.program_id(2) // HEAD_TILES * (BLOCK_M // GROUP)
+    first_row, count = first_row + skipped, count - skipped
+    if count <= 0:
+        return
+    # What the compiler is to know of the strides, so that it loads 16 bytes at a time.
+    k_block, k_head, k_slot = k_block // UNIT * UNIT, k_head // UNIT * UNIT, k_slot // UNIT * UNIT
+    v_head = v_head // UNIT * UNIT
+    if v_block is not None:
+        v_block, v_slot = v_block // UNIT * UNIT, v_slot // UNIT * UNIT
     D_MAIN: tl.constexpr = main_part(D)
     D_TAIL: tl.constexpr = tail_part(D)
     V_MAIN: tl.constexpr = main_part(DV)
     V_TAIL: tl.constexpr = tail_part(DV)
 
     row = tl.arange(0, BLOCK_M)
-    of_group = tl.program_id(2) * BLOCK_M + row % GROUP
+    of_group = tl.program_id(2) % HEAD_TILES * BLOCK_M + row % GROUP
     live = (row // GROUP < count) & (of_group < G)
     if FINITE:
         reported = tl.load(_report(reports, BLOCK_M), mask=live & (count > 1), other=0)

@@ -32,10 +32,11 @@ from quire.ops.triton import cache, recurrent, sampling, small, states
 from quire.ops.triton.launch import FLOATS, NAME, on_device_of
 from quire.ops.triton.linear import TiledLinears
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
-from quire.ops.triton.tiles import CHUNK, Tile, chip_of, precision
+from quire.ops.triton.tiles import CHUNK, Tile, chip_of, launchable, pieces, precision
 from quire.ops.triton.worklist import TritonPlan
 
 LOG2_E = math.log2(math.e)
+LEAST_FACTOR = 1e-37  # of scores, instead of 0
 
 
 def _narrow() -> frozenset[torch.dtype]:
@@ -130,9 +131,15 @@ class TritonBackend(Backend):
         cap = None if softcap is None else LOG2_E * softcap
         if softcap is not None:
             factor *= 2.0 / softcap
+        elif alibi_slopes is None and factor <= 0:  # the kernel wants it positive
+            q, factor = -q, max(-factor, LEAST_FACTOR)
         sequences, slope_seq = None, 0
         if alibi_slopes is not None and alibi_slopes.dim() == 2:
             sequences, slope_seq = plan.sequences, alibi_slopes.stride(0)
+        unit = cache.unit(kv)
+        v_strides: tuple[int | None, ...] = kv.v.stride()[:3]
+        if kv.k.stride()[:3:2] == v_strides[::2]:  # one address serves both
+            v_strides = (None, v_strides[1], None)
         G, fusion = spec.group_size, not spec.reproducible  # fused or not would depend on what surrounds an operation
         with on_device_of(q):
             num_few, num_many, num_merges = plan.launched
@@ -142,7 +149,9 @@ class TritonBackend(Backend):
                 (plan.few, num_few, plan.partitioner.few_tile, few_mixed),
                 (plan.many, num_many, plan.partitioner.many_tile, many_mixed),
             ):
-                grid = count, spec.num_kv_heads, -(-G // tile.block_m)
+                rows = tile.block_m
+                tile = launchable(spec, tile, aligned=unit > 1)
+                grid = count, spec.num_kv_heads, pieces(G, rows, tile)
                 mixed = mixed and not spec.is_scaled  # integers are finite
                 size = math.prod(grid) * tile.block_m
                 reports = torch.empty(size, dtype=torch.int8, device=q.device) if mixed else None
@@ -172,10 +181,11 @@ class TritonBackend(Backend):
                             slope_seq,
                             *q.stride()[:2],
                             *kv.k.stride()[:3],
-                            *kv.v.stride()[:3],
+                            *v_strides,
                             *cache.scale_strides(kv),
                             *out.stride()[:2],
                             **_constants(spec, tile),
+                            UNIT=unit,
                             FINITE=finite,
                             num_warps=tile.num_warps,
                             num_stages=1 if finite else tile.num_stages,

@@ -183,6 +183,15 @@ def write_kv(
         )
 
 
+def unit(kv: PagedKV) -> int:
+    """Of how many numbers all strides are multiples: those of 16 bytes where rows begin at such addresses, else 1."""
+    numbers = 16 // kv.k.element_size()
+    for x in (kv.k, kv.v):
+        if x.data_ptr() % 16 or any(stride % numbers for stride in x.stride()[:3]):
+            return 1
+    return numbers
+
+
 def scale_strides(kv: PagedKV) -> tuple[int, ...]:
     """Strides of the scales of K and of V, by block, head and slot; zeros where there are none."""
     if kv.k_scale is None or kv.v_scale is None:

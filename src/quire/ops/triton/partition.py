@@ -15,13 +15,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from quire.errors import Unsupported
 from quire.ops.spec import AttentionSpec
-from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, Tile, choose
+from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, WARPS, Tile, choose
 
 Ints = NDArray[np.int64]
 
 ITEM = 8  # numbers of an item: its block ids' begin, first of rows, tokens, lo, hi, free_lo, free_hi, 0
 WORTH_SHARING = 16 * 2**20  # bytes of K and V that are read once instead of several times; a merge costs more than less
 NEVER = 2**31 - 1  # keys: a cut that nothing reaches
+PARTS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128])  # of the longest context, tried
+MOST_CUTS = 3  # parts beyond one a tile, in multiples of the programs that run at a time
+# What an item takes, in keys that it could read in that time, measured on an H100.
+START_FEW, START_MANY = 40, 160  # until it reads, and to store the sums of a part
+MERGE = 110  # the launch that folds parts
+ALONE = 0.6  # of its time beside others, where the processors have little else to do
 PART_MEMORY = 256 * 2**20  # bytes that the parts of a reproducible plan may take
 
 
@@ -90,17 +96,17 @@ class Partitioner:
         # Items that fill the device: its programs over those of an item.
         programs = spec.num_kv_heads * -(-G // self.many_tile.block_m)
         self.few_wanted = RESIDENT[chip] * processors // programs
-        self.many_wanted = processors // programs
+        self.many_wanted = max(1, WARPS // self.many_tile.num_warps) * processors // programs
         self.room = self._room(max_tokens, max_seqs, max_blocks)
 
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
         spec = self.spec
-        few = max_seqs + self.few_wanted
+        few = max_seqs + MOST_CUTS * self.few_wanted
         long = min(max_seqs, max_tokens // (self.few_rows // spec.group_size + 1))
         own = most_tiles(max_tokens, long, self.many_tokens)
         of_shared = most_tiles(max_tokens, max_seqs // 2, self.shared_tokens)  # a group has two sequences at least
-        many = own + of_shared + self.many_wanted  # the last ones are cuts
-        rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.shared_tokens
+        many = own + of_shared + MOST_CUTS * self.many_wanted  # the last ones are cuts
+        rows = 2 * max_tokens + few * self.few_tokens + MOST_CUTS * self.many_wanted * self.shared_tokens
         if spec.reproducible:
             chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
@@ -205,10 +211,10 @@ class Partitioner:
             group_tiles.append((group, own[owner], j))
         few = tiles.few
         counts = [-(-len(owner) // self.shared_tokens) for _, owner, _ in group_tiles]
-        few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], few_wanted)
+        few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], few_wanted, START_FEW)
         shared_hi = np.repeat([group.keys for group in shared], counts).astype(np.int64)
         many_lo = np.concatenate([tiles.lo[~few], 0 * shared_hi])
-        many_cut = self._cut_at(many_lo, np.concatenate([tiles.hi[~few], shared_hi]), many_wanted)
+        many_cut = self._cut_at(many_lo, np.concatenate([tiles.hi[~few], shared_hi]), many_wanted, START_MANY)
         # A reproducible row's states of shared chunks are merged one by one with those of its own.
         shared_cut = CHUNK if self.spec.reproducible else many_cut
         for group, owner, _ in group_tiles:
@@ -270,23 +276,29 @@ class Partitioner:
             int((parts * tiles.count).sum()),
         )
 
-    def _cut_at(self, lo: Ints, hi: Ints, wanted: int) -> int:
-        """The keys of a part.
+    def _cut_at(self, lo: Ints, hi: Ints, wanted: int, start: int) -> int:
+        """The keys of a part: those with which the step should take least time, by a simple model.
 
-        Where there are fewer tiles than the device takes items at a time: the fewest keys with which there are not more
-        items. Else only tiles are cut that would still run when all others are done: more than twice an even share.
+        Items are taken by `wanted` programs at a time. The last ones, which do not fill the device, run faster, but
+        not quite in proportion. Of a reproducible plan: all chunks, where there are fewer tiles than programs or one
+        would still run when all others are done.
         """
         if len(lo) == 0 or wanted == 0:
             return NEVER
-        share = -(-2 * int((hi - lo).sum()) // wanted)
+        keys = hi - lo
+        total, longest = int(keys.sum()), int(keys.max())
         if self.spec.reproducible:
-            return CHUNK if len(lo) < wanted or (hi - lo).max() > max(share, CHUNK) else NEVER
-        if len(lo) >= wanted:
-            return max(SPLIT, -(-share // SPLIT) * SPLIT)
-        at = SPLIT
-        while _parts(lo, hi, at).sum() > wanted:
-            at = -(-5 * at // (4 * SPLIT)) * SPLIT
-        return at
+            share = -(-2 * total // wanted)
+            return CHUNK if len(lo) < wanted or longest > max(share, CHUNK) else NEVER
+        at = np.maximum(1, -(-longest // (PARTS * SPLIT))) * SPLIT
+        items = _parts(lo[:, None], hi[:, None], at).sum(0)
+        turns = items / wanted
+        last = turns % 1
+        time = (turns - last + np.where(last > 0, np.maximum(last**0.9, ALONE), 0)) * total / items
+        time = np.maximum(time, ALONE * np.minimum(at, longest)) + start * np.ceil(turns)
+        time += np.where(items > len(lo), MERGE, 0)
+        best = int(np.where(items <= len(lo) + MOST_CUTS * wanted, time, np.inf).argmin())
+        return NEVER if items[best] == len(lo) else int(at[best])
 
 
 def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:

@@ -3,7 +3,9 @@
 "few" is for tiles of up to 16 rows, a sequence that decodes with its G heads; "many" for more; "exact" for all tiles of
 a plan that must be reproducible: one tile, so that a row's sums are formed in one order wherever it stands. Every entry
 was compiled for its chip and keeps all of its numbers in registers, which a test asserts for plain attention; fp32
-heads beyond 256 do not, nor do reproducible ones of 1024 on two of the chips.
+heads beyond 256 do not, nor do reproducible ones of 1024 on two of the chips, and of 96 and 128 on Hopper: those keep
+the state of the chunks before in memory, which costs less than the smaller tile would. Those of Hopper for heads of 64
+and 128 were the fastest of those measured on an H100 (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Literal
 import torch
 
 from quire.ops.spec import AttentionSpec
+from quire.ops.triton.attention import main_part, tail_part
 
 Kind = Literal["few", "many", "exact"]
 
@@ -42,11 +45,11 @@ SM80: dict[Kind, tuple[Tile, ...]] = {
               Tile(16, 16, 8, 1)),
 }
 SM90: dict[Kind, tuple[Tile, ...]] = {
-    "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
+    "few": (Tile(16, 128, 4, 2), Tile(16, 64, 4, 3), Tile(16, 128, 4, 2), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
             Tile(16, 16, 8, 1)),
-    "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
+    "many": (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
              Tile(16, 16, 8, 1)),
-    "exact": (Tile(64, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+    "exact": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
               Tile(16, 16, 8, 1)),
 }
 GFX942: dict[Kind, tuple[Tile, ...]] = {
@@ -66,7 +69,8 @@ FP32: dict[Kind, tuple[Tile, ...]] = {
 # fmt: on
 
 # Programs with a "few" tile, for heads of up to 128, that run on one processor at the same time.
-RESIDENT = {"sm80": 3, "sm90": 3, "sm100": 3, "gfx942": 2}
+RESIDENT = {"sm80": 3, "sm90": 2, "sm100": 2, "gfx942": 2}
+WARPS = 8  # of "many" and "exact" tiles that run on one processor at the same time: their registers fill it
 
 DIMS = (64, 96, 128, 256, 512, 1024)
 
@@ -78,10 +82,33 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
         return FP32[kind][size]
     tile = HALVES[chip][kind][size]
     if kind == "few" and spec.cache_dtype.itemsize == 1:  # half the bytes: look further ahead
-        return replace(tile, num_stages=tile.num_stages + 1)
-    if kind == "many" and spec.is_scaled and DIMS[size] > 64:  # widening takes registers: these tiles leave none free
+        return replace(tile, block_n=min(tile.block_n, 64), num_stages=max(3, tile.num_stages) + 1)
+    if kind != "few" and chip in ("sm90", "sm100") and spec.cache_dtype.itemsize == 1 and DIMS[size] <= 128:
+        # Widening takes registers: these tiles leave none free.
+        return Tile(128 if kind == "many" else 64, 64 if DIMS[size] <= 64 else 32, 8, 3)
+    if kind == "many" and spec.is_scaled and DIMS[size] > 64:
         return replace(tile, block_n=min(tile.block_n, 32))
     return tile
+
+
+def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
+    """The tile that an item of that one is computed with.
+
+    On Hopper with triton 3.6, values that go through registers into shared memory, because their rows do not begin at
+    multiples of 16 bytes or are widened, come out wrong where the product has fewer than 64 columns of them (seen on an
+    H100 and pinned by tests/ops/triton_backend/test_narrow.py). Tiles of 32 rows use another instruction.
+    """
+    by_registers = not aligned or spec.cache_dtype is not spec.dtype
+    narrow = main_part(spec.dim_v) < 64 or 0 < tail_part(spec.dim_v) < 64
+    if tile.block_m < 64 or not by_registers or not narrow or chip_of(spec.device) != "sm90":
+        return tile
+    return replace(tile, block_m=32, block_n=min(tile.block_n, 32), num_warps=4, num_stages=1)
+
+
+def pieces(group_size: int, rows: int, tile: Tile) -> int:
+    """Programs of one head for an item of up to so many rows."""
+    of_heads, tokens = -(-group_size // tile.block_m), max(1, rows // group_size)
+    return of_heads * -(-tokens // max(1, tile.block_m // group_size))
 
 
 def precision(chip: str, spec: AttentionSpec) -> str:
