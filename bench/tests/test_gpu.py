@@ -83,12 +83,7 @@ def test_what_stands_beside_what(report: tuple[dict[str, Any], str]) -> None:
         "gathered, online",
         "gathered, one by one",
     }
-    assert {row["who"] for row in rows.of("steps", "8B, batch 32", "")} == {
-        "step",
-        "runner",
-        "step, reproducible",
-        "runner, reproducible",
-    }
+    assert {row["who"] for row in rows.of("steps", "8B, batch 32", "")} == {"step", "step, reproducible"}
 
 
 def test_a_stage_that_raises_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from quire_bench.kernels.attention import Shape, filled_cache
 from quire_bench.kernels.cascade import CascadeFigure, CascadeShape
 
 ROTATED_BYTES = 2**30  # of K and V that the calls of a decode go round in
-FP8 = torch.float8_e4m3fn
+NARROW = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 _LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
 DECODE = {
@@ -60,6 +60,7 @@ class Paged:
     backend: ops.Backend
     spec: ops.AttentionSpec
     memory: Tensor  # [N, 2, Hkv, B, D], as the engine's cache has it
+    scales: Tensor | None  # fp32 [N, 2, Hkv, B], of int8
     starts: Tensor  # int32 [S+1], host
     lens: Tensor  # int32 [S], host
     tables: Tensor  # int32 [copies, S, M], host: the calls take turns on the copies
@@ -70,7 +71,8 @@ class Paged:
     @property
     def kv(self) -> ops.PagedKV:
         """K and V: two views [N, Hkv, B, D]."""
-        return ops.PagedKV(self.memory[:, 0], self.memory[:, 1])
+        scales = () if self.scales is None else (self.scales[:, 0], self.scales[:, 1])
+        return ops.PagedKV(self.memory[:, 0], self.memory[:, 1], *scales)
 
     def turns(self, run: Callable[[int], object]) -> Call:
         """A call that runs over the next copy each time."""
@@ -95,14 +97,17 @@ def paged(bench: Bench, shape: Shape, *, kv_dtype: torch.dtype | None = None, **
     tables = shape.tables(copies)
     plans = tuple(bench.backend.plan(spec, starts, lens, table) for table in tables)
     q = torch.randn(shape.batch * shape.query_len, shape.num_heads, shape.head_dim, device=bench.device).to(dtype)
-    memory = filled(bench, (spec.num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), kv_dtype)
-    return Paged(shape, bench.backend, spec, memory, starts, lens, tables, plans, q, torch.empty_like(q))
+    rows = (spec.num_blocks, 2, shape.num_kv_heads, shape.block_size)
+    memory = filled(bench, (*rows, shape.head_dim), kv_dtype)
+    scales = torch.full(rows, 0.02, device=bench.device) if kv_dtype is torch.int8 else None
+    return Paged(shape, bench.backend, spec, memory, scales, starts, lens, tables, plans, q, torch.empty_like(q))
 
 
 def filled(bench: Bench, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory full of random numbers: some blocks of them, repeated."""
     memory = torch.empty(shape, dtype=dtype, device=bench.device)
-    piece = torch.randn(min(1024, shape[0]), *shape[1:], device=bench.device).to(dtype)
+    piece = torch.randn(min(1024, shape[0]), *shape[1:], device=bench.device)
+    piece = (50 * piece).clamp(-127, 127).to(dtype) if dtype is torch.int8 else piece.to(dtype)
     for at in range(0, shape[0], len(piece)):
         memory[at : at + len(piece)] = piece[: shape[0] - at]
     return memory
@@ -128,8 +133,9 @@ def decode(bench: Bench) -> None:
         }
         if bench.backend.limits.reproducible:
             contestants["quire, reproducible"] = ours(bench, shape, work, "GB/s", reproducible=True)
-        if FP8 in bench.backend.limits.kv_dtypes[torch.bfloat16]:
-            contestants["quire, fp8"] = ours(bench, shape, work / 2, "GB/s", kv_dtype=FP8)
+        for narrow, dtype in NARROW.items():
+            if dtype in bench.backend.limits.kv_dtypes[torch.bfloat16]:
+                contestants[f"quire, {narrow}"] = ours(bench, shape, work / 2, "GB/s", kv_dtype=dtype)
         race(bench, name, contestants, "copy", shape=shape.name)
         bench.forget()
         plan_time(bench, name, shape)
@@ -156,8 +162,9 @@ def prefill(bench: Bench) -> None:
         contestants = {"product": product(bench), "quire": ours(bench, shape, work, "TFLOP/s")}
         if bench.backend.limits.reproducible:
             contestants["quire, reproducible"] = ours(bench, shape, work, "TFLOP/s", reproducible=True)
-        if FP8 in bench.backend.limits.kv_dtypes[torch.bfloat16]:
-            contestants["quire, fp8"] = ours(bench, shape, work, "TFLOP/s", kv_dtype=FP8)
+        for narrow, dtype in NARROW.items():
+            if dtype in bench.backend.limits.kv_dtypes[torch.bfloat16]:
+                contestants[f"quire, {narrow}"] = ours(bench, shape, work, "TFLOP/s", kv_dtype=dtype)
         race(bench, name, contestants, "product", shape=shape.name)
         bench.forget()
         plan_time(bench, name, shape)

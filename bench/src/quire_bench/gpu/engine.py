@@ -20,12 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quire.batch import Batch
 from quire.cache.storage import bytes_per_block
 from quire.config import engine_config
 from quire.engine.engine import build_engine
-from quire.engine.loops import StepRunner
-from quire.engine.plan import Launched, StepOutput
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.models.decoder import Decoder
@@ -64,6 +61,7 @@ EIGHT_B = DecoderConfig(  # Llama 3's shape
     tied_embeddings=False,
     layers=(llama_layer(num_heads=32, num_kv_heads=8, head_dim=128, inner=14336),) * 32,
 )
+STEPS_TIMED = 10  # together, since a step is queued before the one before it has ended
 TINY_CONFIG = {"vocab_size": 2048, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 
@@ -211,33 +209,8 @@ def _transformers(bench: Bench, model: Any, config: Any, work: Workload) -> floa
 # ---------------------------------------------------------------------------------------------- decode steps
 
 
-class Watched:
-    """A runner that knows how long its steps took."""
-
-    def __init__(self, runner: StepRunner, bench: Bench) -> None:
-        self.runner, self.bench = runner, bench
-        self.seconds: list[float] = []
-
-    def is_lost(self) -> bool:
-        """As the runner's."""
-        return self.runner.is_lost()
-
-    def run(self, batch: Batch) -> StepOutput:
-        """The runner's step."""
-        start = time.perf_counter()
-        output = self.runner.run(batch)
-        self.bench.synchronize()
-        self.seconds.append(time.perf_counter() - start)
-        return output
-
-    def launch(self, batch: Batch) -> Launched:
-        """The runner's step, computed at once."""
-        output = self.run(batch)
-        return lambda: output
-
-
 def steps(bench: Bench) -> None:
-    """Stage: a step of decoding, against the time to read the weights and the KV once."""
+    """Stage: a step of decoding as it is served, against the time to read the weights and the KV once."""
     tiny = bench.settings.tiny
     small = gpt2.decoder_config(gpt2_config(bench))
     few = (llama_layer(num_heads=4, num_kv_heads=2, head_dim=16, inner=96),) * 2
@@ -264,7 +237,7 @@ def _steps(
     *,
     reproducible: bool,
 ) -> None:
-    count = 4 if bench.settings.tiny else 60
+    count = 8 + STEPS_TIMED if bench.settings.tiny else 60
     dtype = torch.float32 if bench.settings.tiny else torch.bfloat16
     model = random_model(bench, config, dtype, reproducible)
     per_token = bytes_per_block(config.groups, 1, dtype)
@@ -281,28 +254,23 @@ def _steps(
         num_blocks=batch * (-(-(context + count + 2) // 16) + 1),
         enable_prefix_caching=False,
         reproducible=reproducible,
-        async_scheduling=False,  # so that a step's time and its runner's are of the same step
     )
     engine = build_engine(model, bench.backend, options)
-    watched = Watched(engine.runner, bench)
     params = greedy(count)
     for i in range(batch):
         prompt = array("i", [(17 * i + 31 * j) % config.vocab_size for j in range(context)])
         engine.add(Request(f"{i}", prompt, context, params))
     while any(request.cache.num_computed < request.num_prompt for request in engine.scheduler.requests.values()):
         engine.step()
-    engine.step()
-    engine.runner = watched
-    seconds = []
-    while len(engine.scheduler.requests) == batch:  # until the first of them has ended
-        seconds.append(bench.seconds_of(engine.step))
+    for _ in range(2):
+        engine.step()
+    rounds = max(1, (count - 8) // STEPS_TIMED)
+    seconds = [bench.seconds_of(lambda: [engine.step() for _ in range(STEPS_TIMED)]) for _ in range(rounds)]
+    took = statistics.median(seconds) / STEPS_TIMED
     floor = (weight_bytes + batch * (context + count // 2) * per_token) / bandwidth
-    suffix = ", reproducible" if reproducible else ""
-    runner = type(watched.runner).__name__
-    for who, found in (("step", seconds), ("runner", watched.seconds)):
-        took = statistics.median(found)
-        figures = {"us": 1e6 * took, "value": took / floor, "unit": "x floor", "floor_us": 1e6 * floor}
-        bench.row(name, who + suffix, **figures, steps=len(found), runner=runner)
+    figures = {"us": 1e6 * took, "value": took / floor, "unit": "x floor", "floor_us": 1e6 * floor}
+    who = "step, reproducible" if reproducible else "step"
+    bench.row(name, who, **figures, steps=rounds * STEPS_TIMED, runner=type(engine.runner).__name__)
 
 
 def random_model(bench: Bench, config: DecoderConfig, dtype: torch.dtype, reproducible: bool) -> Decoder:
