@@ -199,7 +199,7 @@ def test_every_figure_of_the_readme_is_of_the_page() -> None:
     table = re.search(r"^\| measured \|.*?\n\n", readme(), re.MULTILINE | re.DOTALL)
     assert table
     rows = table[0].strip().splitlines()[2:]
-    assert len(rows) == 5
+    assert len(rows) == 6
     for row in rows:
         found = row.split("|")[2]
         numbers = re.findall(r"\d[\d,.]*\d|\d", found)
