@@ -10,10 +10,10 @@ from quire.errors import BadDtype, BadShape, BadStride, QuireError, Unsupported
 from quire.ops.triton.linear import (
     FEW_ON_HOPPER,
     FEW_ROWS,
-    MANY_ON_HOPPER,
     MANY_ROWS,
     DescribedLinear,
     LinearTile,
+    TiledLinear,
     describable,
     linear,
 )
@@ -71,8 +71,8 @@ def test_tiles_that_the_hardware_copies_have_the_same_bits(dtype, rows, size, co
     weight, bias = draw(columns, size, dtype, seed=1).contiguous(), draw(1, columns, dtype, seed=2)[0]
     for x in (draw(rows, size, dtype), draw(rows, size + 1, dtype)[:, 1:], draw(rows, size, dtype)[:0]):
         for b in (bias, None):
-            got = DescribedLinear(weight, b, MANY_ON_HOPPER, MANY_ROWS)(x)
-            assert torch.equal(got, linear(x, weight, b, FEW_ROWS))
+            got = DescribedLinear(weight, b, TiledLinear(weight, b, FEW_ON_HOPPER))(x)
+            assert torch.equal(got, linear(x, weight, b, FEW_ROWS if describable(x) else FEW_ON_HOPPER))
     assert describable(weight)
     assert not describable(draw(rows, size + 1, dtype)[:, 1:])
     assert not describable(draw(rows, size, torch.float32))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire import ops
+from quire.ops.triton import tiles
 from quire.ops.triton.tiles import Tile, launchable, pieces
 from tests.ops.cases import Case, Step, naming
 from tests.ops.conftest import DEVICES
@@ -19,9 +20,12 @@ MANY = Tile(128, 64, 4, 3)
 @pytest.mark.parametrize("layout", ["padded", "HND"])
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "group"), [(80, 80, 3), (128, 8, 2), (16, 40, 7), (16, 16, 40)])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_against_float64(head_dim, head_dim_v, group, layout, kv_dtype):
+@pytest.mark.parametrize("window", [None, 21])
+def test_against_float64(head_dim, head_dim_v, group, layout, kv_dtype, window):
     """Several tokens a piece, one, and less than one; rows in every piece of an item and in some."""
     backend = ops.load("triton", DEVICE)
+    if (kv_dtype or torch.float16) not in backend.limits.kv_dtypes[torch.float16]:
+        pytest.skip(f"no cache of {kv_dtype} on this GPU")
     case = Case(
         query_lens=(47, 1, 0, 9),
         context_lens=(70, 26, 18, 117),
@@ -32,11 +36,27 @@ def test_against_float64(head_dim, head_dim_v, group, layout, kv_dtype):
         dtype=torch.float16,
         kv_dtype=kv_dtype,
         layout=layout,
+        window=window,
         return_lse=True,
         written=20,
     )
     with naming(case):
         Step(case, DEVICE).check(backend)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_reaches_no_row_that_does_not_see_it(bad):
+    """Nor the only row of an item's last piece, which has fewer keys than the item."""
+    backend = ops.load("triton", DEVICE)
+    fields = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 16, "block_size": 16, "num_blocks": 2, "window": 8}
+    wide = ops.AttentionSpec(**fields, dtype=torch.float16, device=DEVICE)
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 1, 16, 17, generator=gen).half().to(DEVICE)[..., :16] for _ in range(2))
+    q = torch.randn(5, 8, 16, generator=gen).half().to(DEVICE)
+    v[0, 0, 9] = bad
+    plan = backend.plan(wide, torch.tensor([0, 5]), torch.tensor([20]), torch.tensor([[0, 1]]))
+    out = backend.attention(q, ops.PagedKV(k, v), plan)
+    assert [bool(row.isfinite().all()) for row in out] == [position - 8 >= 9 for position in range(15, 20)]
 
 
 def spec(head_dim: int, kv_dtype: torch.dtype | None = None) -> ops.AttentionSpec:
@@ -46,7 +66,8 @@ def spec(head_dim: int, kv_dtype: torch.dtype | None = None) -> ops.AttentionSpe
     )  # fmt: skip
 
 
-def test_only_such_caches_get_them():
+def test_only_such_caches_get_them(monkeypatch):
+    monkeypatch.setattr(tiles, "chip_of", lambda device: "sm90")
     assert launchable(spec(80), MANY, aligned=True) == MANY
     assert launchable(spec(128), MANY, aligned=False) == MANY
     assert launchable(spec(192), MANY, aligned=False) == MANY  # 128 and 64

@@ -61,7 +61,7 @@ EIGHT_B = DecoderConfig(  # Llama 3's shape
     tied_embeddings=False,
     layers=(llama_layer(num_heads=32, num_kv_heads=8, head_dim=128, inner=14336),) * 32,
 )
-STEPS_TIMED = 10  # together, since a step is queued before the one before it has ended
+STEPS_TIMED = 50  # together, since a step is queued before the one before it has ended
 TINY_CONFIG = {"vocab_size": 2048, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 
@@ -237,7 +237,7 @@ def _steps(
     *,
     reproducible: bool,
 ) -> None:
-    count = 8 + STEPS_TIMED if bench.settings.tiny else 60
+    count = STEPS_TIMED + 12  # tokens of each sequence: some are drawn while others' prompts are computed
     dtype = torch.float32 if bench.settings.tiny else torch.bfloat16
     model = random_model(bench, config, dtype, reproducible)
     per_token = bytes_per_block(config.groups, 1, dtype)
@@ -264,13 +264,13 @@ def _steps(
         engine.step()
     for _ in range(2):
         engine.step()
-    rounds = max(1, (count - 8) // STEPS_TIMED)
-    seconds = [bench.seconds_of(lambda: [engine.step() for _ in range(STEPS_TIMED)]) for _ in range(rounds)]
-    took = statistics.median(seconds) / STEPS_TIMED
+    took = bench.seconds_of(lambda: [engine.step() for _ in range(STEPS_TIMED)]) / STEPS_TIMED
+    if len(engine.scheduler.requests) != batch:
+        raise QuireError(f"{len(engine.scheduler.requests)} sequences decoded in the last step, not {batch}")
     floor = (weight_bytes + batch * (context + count // 2) * per_token) / bandwidth
     figures = {"us": 1e6 * took, "value": took / floor, "unit": "x floor", "floor_us": 1e6 * floor}
     who = "step, reproducible" if reproducible else "step"
-    bench.row(name, who, **figures, steps=rounds * STEPS_TIMED, runner=type(engine.runner).__name__)
+    bench.row(name, who, **figures, steps=STEPS_TIMED, runner=type(engine.runner).__name__)
 
 
 def random_model(bench: Bench, config: DecoderConfig, dtype: torch.dtype, reproducible: bool) -> Decoder:

@@ -83,15 +83,14 @@ def _write_call(bench: Bench, k: Tensor) -> Call:
 
 
 def products(bench: Bench, rows: int) -> None:
-    """Our linears, whose rows do not depend on each other, against the framework's."""
-    linear: Any = import_module("quire.ops.triton.linear")
-    tiles = {"few": linear.FEW_ROWS, "many": linear.MANY_ROWS}
+    """The linear whose rows do not depend on each other, as it is served, against the framework's."""
     sizes = ((32, 48),) if bench.settings.tiny else ((HIDDEN, 2 * INNER), (INNER, HIDDEN))
     for inside, outside in sizes:
         x, weight = (torch.randn(n, inside, device=bench.device).bfloat16() for n in (rows, outside))
         work = 2.0 * rows * inside * outside
-        contestants = {"torch": Contestant(_ready(partial(F.linear, x, weight)), work, "TFLOP/s")}
-        for name, tile in tiles.items():
-            call = partial(linear.linear, x, weight, None, tile)
-            contestants[f"quire, {name} rows"] = Contestant(_ready(call), work, "TFLOP/s")
+        ours = bench.backend.linears(bench.device, reproducible=True).linear(weight)
+        contestants = {
+            "torch": Contestant(_ready(partial(F.linear, x, weight)), work, "TFLOP/s"),
+            "quire, reproducible": Contestant(_ready(partial(ours, x)), work, "TFLOP/s"),
+        }
         race(bench, f"linear {rows} x {inside} x {outside}", contestants, "torch", rounds=3)

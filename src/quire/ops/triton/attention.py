@@ -142,7 +142,6 @@ def _tile(
     D_TAIL: tl.constexpr = tail_part(D)
     V_MAIN: tl.constexpr = main_part(DV)
     V_TAIL: tl.constexpr = tail_part(DV)
-    PLAIN: tl.constexpr = cap is None and slope is None  # then scores are scaled where they are exponentiated
     key, slot = first + lane, _slots(first, lane, TILE, B)
     held = (key >= lo) & (key < hi)
     at = ids.to(tl.int64) * k_block + slot.to(tl.int64) * k_slot
@@ -159,8 +158,7 @@ def _tile(
             score = tl.dot(q_tail, tl.trans(keys), score, input_precision=PRECISION)
         if k_scale is not None:
             score *= _scales(k_scale, ids, slot, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
-    if not PLAIN:
-        score *= scale
+    score *= scale
     if cap is not None:  # tanh; its form (a - b) / (a + b) would be inf / inf
         score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
     if slope is not None:
@@ -174,17 +172,11 @@ def _tile(
         if span is not None:
             seen = seen & (key[None, :] >= (position // span * span)[:, None])
         score = tl.where(seen, score, float("-inf"))
-    largest = tl.max(score, 1)
-    if PLAIN:
-        largest *= scale
-    new_top = tl.maximum(top, largest)
+    new_top = tl.maximum(top, tl.max(score, 1))
     shift = new_top
     if MASKED:  # a row may have seen nothing yet
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if PLAIN:
-        weight = tl.exp2(tl.fma(score, scale, -shift[:, None]))
-    else:
-        weight = tl.exp2(score - shift[:, None])
+    weight = tl.exp2(score - shift[:, None])
     correction = tl.exp2(top - shift)
     total = total * correction + tl.sum(weight, 1)
     if v_scale is not None:
@@ -286,7 +278,6 @@ def attend(
     BLOCK_M: where an item has more rows, the third dimension of the grid has a program for each piece of it.
     sequences: int32, of each query token; None: all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
-    Without softcap and slopes it is positive: the row's largest score is that of the largest scaled one.
     span: a row sees no key before the last multiple of so many positions; None: all before it.
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
     order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
@@ -304,8 +295,9 @@ def attend(
     num_heads = tl.num_programs(1) * G
     GROUP: tl.constexpr = G if G < BLOCK_M else BLOCK_M  # heads of a token in the tile
     HEAD_TILES: tl.constexpr = (G + BLOCK_M - 1) // BLOCK_M
+    several = count > 1  # rows of a single token see the same keys
     skipped = tl.program_id(2) // HEAD_TILES * (BLOCK_M // GROUP)
-    first_row, count = first_row + skipped, count - skipped
+    first_row, count = first_row + skipped, tl.minimum(count - skipped, BLOCK_M // GROUP)
     if count <= 0:
         return
     # What the compiler is to know of the strides, so that it loads 16 bytes at a time.
@@ -322,7 +314,7 @@ def attend(
     of_group = tl.program_id(2) % HEAD_TILES * BLOCK_M + row % GROUP
     live = (row // GROUP < count) & (of_group < G)
     if FINITE:
-        reported = tl.load(_report(reports, BLOCK_M), mask=live & (count > 1), other=0)
+        reported = tl.load(_report(reports, BLOCK_M), mask=live & several, other=0)
         if tl.max(reported, 0) == 0:
             return
     entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
@@ -408,9 +400,7 @@ def attend(
         finite = tl.min(is_finite(mix).to(tl.int32), 1)
         if V_TAIL:
             finite = tl.minimum(finite, tl.min(is_finite(mix_tail).to(tl.int32), 1))
-        tl.store(
-            _report(reports, BLOCK_M), (1 - finite).to(tl.int8), mask=live & (count > 1)
-        )  # else all rows see the same keys
+        tl.store(_report(reports, BLOCK_M), (1 - finite).to(tl.int8), mask=live & several)
 
 
 @triton.jit

@@ -36,7 +36,6 @@ from quire.ops.triton.tiles import CHUNK, Tile, chip_of, launchable, pieces, pre
 from quire.ops.triton.worklist import TritonPlan
 
 LOG2_E = math.log2(math.e)
-LEAST_FACTOR = 1e-37  # of scores, instead of 0
 
 
 def _narrow() -> frozenset[torch.dtype]:
@@ -131,8 +130,6 @@ class TritonBackend(Backend):
         cap = None if softcap is None else LOG2_E * softcap
         if softcap is not None:
             factor *= 2.0 / softcap
-        elif alibi_slopes is None and factor <= 0:  # the kernel wants it positive
-            q, factor = -q, max(-factor, LEAST_FACTOR)
         sequences, slope_seq = None, 0
         if alibi_slopes is not None and alibi_slopes.dim() == 2:
             sequences, slope_seq = plan.sequences, alibi_slopes.stride(0)

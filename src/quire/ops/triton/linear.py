@@ -8,7 +8,7 @@ steps; who wants to rely on that compares the two first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -172,7 +172,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def describable(x: Tensor) -> bool:
     """Whether the hardware can copy tiles of a matrix: of 16-bit numbers, rows at multiples of 16 bytes."""
-    return x.dtype.itemsize == 2 and x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 8 == 0
+    at = x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 8 == 0
+    return x.dtype.itemsize == 2 and x.numel() > 0 and at
 
 
 @dataclass(frozen=True)
@@ -193,12 +194,12 @@ class TiledLinear:
 
 @dataclass(frozen=True)
 class DescribedLinear:
-    """Our own product of many rows on Hopper; of an x that the hardware cannot copy by `linear`."""
+    """Our own product of many rows on Hopper; `few` multiplies an x that the hardware cannot copy."""
 
     weight: Tensor  # [out, in], describable
     bias: Tensor | None  # [out]
-    tile: LinearTile
-    otherwise: LinearTile
+    few: TiledLinear
+    tile: LinearTile = MANY_ON_HOPPER
     _weight: TensorDescriptor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -211,8 +212,8 @@ class DescribedLinear:
     ) -> Tensor:
         """The projection: [T, out]."""
         weight, bias, tile = self.weight, self.bias, self.tile
-        if x.dim() != 2 or len(x) == 0 or not describable(x):
-            return linear(x, weight, bias, self.otherwise)
+        if x.dim() != 2 or x.numel() == 0 or not describable(x):
+            return self.few(x)
         _check(x, weight, bias)
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         with on_device_of(x):
@@ -259,21 +260,20 @@ class TiledLinears(Linears):
         """The linear of that weight."""
         if not isinstance(weight, Tensor):
             return super().linear(weight, bias)
-        few = TiledLinear(weight, bias, FEW_ON_HOPPER if _on_hopper(weight) else FEW_ROWS)
+        few, many = _products(weight, bias)
         # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with
         # random weights: zeros would prove anything.
-        key = (*weight.shape, weight.dtype, bias is None)
+        key = (*weight.shape, weight.dtype, bias is None, type(many))
         if key not in self._proved:
-            probe = torch.randn_like(weight)
-            self._proved[key] = rows_are_independent(_many(probe, bias), replace(few, weight=probe), probe)
-        return TwoLinears(few, _many(weight, bias)) if self._proved[key] else few
+            probe = torch.empty_like(weight).normal_()
+            few_probe, many_probe = _products(probe, bias)
+            self._proved[key] = type(many_probe) is type(many) and rows_are_independent(many_probe, few_probe, probe)
+        return TwoLinears(few, many) if self._proved[key] else few
 
 
-def _on_hopper(x: Tensor) -> bool:
-    return x.is_cuda and chip_of(str(x.device)) == "sm90"
-
-
-def _many(weight: Tensor, bias: Tensor | None) -> Linear:
-    if _on_hopper(weight) and describable(weight):
-        return DescribedLinear(weight, bias, MANY_ON_HOPPER, MANY_ROWS)
-    return TiledLinear(weight, bias, MANY_ROWS)
+def _products(weight: Tensor, bias: Tensor | None) -> tuple[TiledLinear, Linear]:
+    """The products of few rows and of many on the weight's device."""
+    if not (weight.is_cuda and chip_of(str(weight.device)) == "sm90"):
+        return TiledLinear(weight, bias, FEW_ROWS), TiledLinear(weight, bias, MANY_ROWS)
+    few = TiledLinear(weight, bias, FEW_ON_HOPPER)
+    return few, DescribedLinear(weight, bias, few) if describable(weight) else TiledLinear(weight, bias, MANY_ROWS)

@@ -291,14 +291,15 @@ class Partitioner:
             share = -(-2 * total // wanted)
             return CHUNK if len(lo) < wanted or longest > max(share, CHUNK) else NEVER
         at = np.maximum(1, -(-longest // (PARTS * SPLIT))) * SPLIT
-        items = _parts(lo[:, None], hi[:, None], at).sum(0)
+        at[0] = NEVER
+        items = np.where(keys[:, None] > at, _parts(lo[:, None], hi[:, None], at), 1).sum(0)
         turns = items / wanted
         last = turns % 1
         time = (turns - last + np.where(last > 0, np.maximum(last**0.9, ALONE), 0)) * total / items
         time = np.maximum(time, ALONE * np.minimum(at, longest)) + start * np.ceil(turns)
         time += np.where(items > len(lo), MERGE, 0)
         best = int(np.where(items <= len(lo) + MOST_CUTS * wanted, time, np.inf).argmin())
-        return NEVER if items[best] == len(lo) else int(at[best])
+        return int(at[best])
 
 
 def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
