@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -340,11 +341,33 @@ class QuantisedLinear:
         return (out if self.bias is None else out + self.bias.float()).to(self.out_dtype)
 
 
+class QuantisedRows(Protocol):
+    """What has the outputs of a quantised weight, packed or not."""
+
+    @property
+    def in_size(self) -> int:
+        """Inputs."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of x."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+
+    def rows(
+        self,
+        index: Tensor,  # int64 [N]
+    ) -> QuantisedWeight:
+        """These outputs, in this order."""
+
+
 @dataclass(frozen=True)
 class QuantisedEmbedding:
     """Rows of a quantised matrix."""
 
-    weight: QuantisedWeight  # [V, H]
+    weight: QuantisedRows  # [V, H]
 
     def __call__(
         self,

@@ -31,6 +31,7 @@ from quire.ops.triton import attention as kernels
 from quire.ops.triton import cache, recurrent, sampling, small, states
 from quire.ops.triton.launch import FLOATS, NAME, on_device_of
 from quire.ops.triton.linear import TiledLinears
+from quire.ops.triton.quantised import IntegerLinears
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
 from quire.ops.triton.tiles import CHUNK, Tile, chip_of, launchable, pieces, precision
 from quire.ops.triton.worklist import TritonPlan
@@ -78,10 +79,10 @@ class TritonBackend(Backend):
     # -------------------------------------------------------------------------------------- models and memory
 
     def linears(self, device: str, reproducible: bool = False) -> Linears:
-        """On a GPU the framework's product, or our own where rows must keep their bits."""
-        if device == "cpu" and unavailable("cpu") is None:  # in the interpreter
-            return load("cpu").linears(device, reproducible)
-        return TiledLinears() if reproducible and device != "cpu" else Linears()
+        """On a GPU the framework's product, or our own where rows must keep their bits; our own with integers."""
+        if device == "cpu":  # in the interpreter
+            return Linears() if unavailable("cpu") else load("cpu").linears(device, reproducible)
+        return TiledLinears() if reproducible else IntegerLinears()
 
     def compile(self, program: Program) -> Executor:
         """Operator by operator; a CUDA graph may capture the calls."""

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops import rounding
 from quire.ops.spec import PagedKV
+from quire.ops.triton.functions import int8_scale, to_int8
 from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.worklist import TritonPlan
 
@@ -19,8 +19,6 @@ COPY_TILE = 2048  # elements of a block that one program copies
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
-SMALLEST = tl.constexpr(rounding.SMALLEST)
-LARGEST = tl.constexpr(rounding.LARGEST)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -64,18 +62,13 @@ def _round_heads(
         head = first + tl.arange(0, HEAD_TILE)
         mask = (head < HEADS)[:, None] & (dim < DIM)
         row = tl.load(new + head.to(tl.int64)[:, None] * new_head + dim, mask=mask, other=0.0).to(tl.float32)
-        finite = tl.min((tl.abs(row) < float("inf")).to(tl.int32), 1) > 0  # [HEAD_TILE]
-        largest = tl.where(finite, tl.max(tl.abs(row), 1), 1.0)
-        counts = finite & (largest >= SMALLEST)
-        largest = tl.where(counts, largest, 1.0)
-        most = tl.full([HEAD_TILE], LARGEST, tl.float32)
-        factor = tl.where(counts, tl.div_rn(most, largest), 0.0)
-        scale = tl.where(counts, tl.div_rn(largest, most), 0.0)
-        product = tl.where(finite[:, None], row, 0.0) * factor[:, None]
-        # Added to 1.5 * 2^23, a number up to 2^22 is rounded to a whole one, half to even.
-        whole = (product + 12582912.0) - 12582912.0
-        tl.store(cache + head.to(tl.int64)[:, None] * cache_head + dim, whole.to(tl.int8), mask=mask)
-        tl.store(scales + head.to(tl.int64) * scale_head, tl.where(finite, scale, float("nan")), mask=head < HEADS)
+        magnitude = tl.abs(row)
+        largest = tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # [HEAD_TILE]
+        finite = largest < float("inf")
+        factor, scale = int8_scale(largest)
+        whole = to_int8(tl.where(finite[:, None], row, 0.0) * factor[:, None])
+        tl.store(cache + head.to(tl.int64)[:, None] * cache_head + dim, whole, mask=mask)
+        tl.store(scales + head.to(tl.int64) * scale_head, scale, mask=head < HEADS)
         nonfinite = tl.maximum(nonfinite, tl.max(tl.where((head < HEADS) & ~finite, 1, 0), 0))
     return nonfinite
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.ops import rounding
+
 LN2_HIGH = tl.constexpr(0.693359375)  # exact in few bits
 LN2_LOW = tl.constexpr(-2.12194440e-4)  # ln 2 less that
 LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST = tl.constexpr(rounding.SMALLEST)
+LARGEST = tl.constexpr(rounding.LARGEST)
 
 
 @triton.jit
@@ -42,3 +46,27 @@ def softplus(x):
 def is_finite(x):
     """Of each number."""
     return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def int8_scale(largest):
+    """What the numbers of a row are multiplied with, and its scale, by the rule of `quire.ops.rounding`.
+
+    largest: of the numbers in size, of some rows; infinite where one is infinite or NaN.
+    """
+    finite = largest < float("inf")
+    counts = finite & (largest >= SMALLEST)
+    divisor = tl.where(counts, largest, 1.0)
+    most = tl.full(largest.shape, LARGEST, tl.float32)
+    factor = tl.where(counts, tl.div_rn(most, divisor), 0.0)
+    scale = tl.where(counts, tl.div_rn(divisor, most), 0.0)
+    return factor, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def to_int8(x):
+    """The nearest whole numbers, of two the even one; x lies within -127.5 and 127.5.
+
+    Added to 1.5 * 2^23, a number up to 2^22 is rounded to a whole one. To be compiled without fusion.
+    """
+    return ((x + 12582912.0) - 12582912.0).to(tl.int8)

@@ -18,8 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.errors import BadShape, BadStride
 from quire.ops import checks
-from quire.ops.linear import Linear, Linears, LinearWeight, rows_are_independent
+from quire.ops.linear import Linear, LinearWeight, rows_are_independent
 from quire.ops.triton.launch import check_dtype, on_device_of
+from quire.ops.triton.quantised import IntegerLinears
 from quire.ops.triton.tiles import chip_of
 
 
@@ -249,8 +250,8 @@ class TwoLinears:
         return (self.few if len(x) <= SMALL else self.many)(x)
 
 
-class TiledLinears(Linears):
-    """Our own products: the framework's takes another kernel for other numbers of rows."""
+class TiledLinears(IntegerLinears):
+    """Our own products also with weights that are not quantised: the framework's takes another kernel for other numbers of rows."""
 
     def linear(
         self,
