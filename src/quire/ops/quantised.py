@@ -386,8 +386,8 @@ def rounded_groups(
     """Integers, int8 [T, in], and scales, fp32 [T, groups], as `quire.ops.rounding` has them."""
     rows, in_size = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -in_size % group_size))
-    values, scales = quantised_rows(padded.view(rows, -1, group_size))
-    return values.view(rows, -1)[:, :in_size], scales
+    values, scales = quantised_rows(padded.view(rows, padded.shape[1] // group_size, group_size))
+    return values.view(padded.shape)[:, :in_size], scales
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

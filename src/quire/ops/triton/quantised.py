@@ -30,20 +30,23 @@ from quire.ops.triton.launch import FLOATS, on_device_of
 
 @dataclass(frozen=True)
 class IntegerTile:
-    """Rows and outputs that a program computes, inputs of one turn of its loop, its warps and its pipeline."""
+    """Rows and outputs that a program computes, the parts of a turn of its loop, and its warps."""
 
     rows: int
     outputs: int
-    inputs: int
+    parts: int  # of inputs; no fewer than those of a segment
+    underway: int  # inputs that the pipeline fetches while others are multiplied
+    ahead: int  # inputs: so far ahead scales are fetched into the L2 cache; 0: they are not
     warps: int
-    stages: int
 
 
-FEW_ROWS = IntegerTile(16, 32, 256, 4, 4)  # many programs, with many bytes of the weight on their way
-SOME_ROWS = IntegerTile(64, 32, 128, 4, 3)
-MANY_ROWS = IntegerTile(64, 128, 128, 4, 3)
+FEW_ROWS = IntegerTile(16, 32, 8, 1536, 2048, 4)  # many programs, with many bytes of the weight on their way
+SOME_ROWS = IntegerTile(64, 32, 4, 512, 2048, 4)  # not on AMD's GPUs, whose compiler needs too many registers
+MANY_ROWS = IntegerTile(64, 128, 2, 256, 0, 8)
 
-RUN = 256  # inputs: rows of weights and of rounded x are as many, or a multiple
+ON_AMD = torch.version.hip is not None
+
+RUN = 512  # inputs: rows of weights and of rounded x are as many, or a multiple
 ROUNDED = 1024  # inputs of a row that a program rounds, where they have scales of their own
 ROUNDED_WHOLE = 4096  # that it rounds at a time, where a row has one scale
 
@@ -53,19 +56,19 @@ SHARING = tl.constexpr(16)  # tiles of rows that share the weights in the L2 cac
 # -------------------------------------------------------------------------------------------------- the kernels
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def round_part(
-    x, order, values, scales, sums, num_rows, size, padded, x_row, x_column,
-    GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    x, order, values, scales, sums, room, size, padded, x_row, x_column,
+    GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """A tile of one row as integers, the scale of each GROUP, and the sum of each PART of integers.
 
-    WHOLE: the row is one group, and the program rounds all of it, tile by tile. Groups that lie past the row's end have
-    the scale -0: what is added with it changes no sum, not even one that is -0.
+    WHOLE: the row is one group, and the program rounds all of it, tile by tile. APART: each part is stored twice, first
+    without its upper half, then without its lower one.
     """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
-    values += row * padded
+    values += row * (2 * padded if APART else padded)
     largest = tl.zeros([TILE // GROUP], tl.float32)
     if WHOLE:
         for first in range(0, size, TILE):
@@ -79,17 +82,22 @@ def round_part(
         factor, scale = int8_scale(largest)
         value = to_int8(tl.where((largest < float("inf"))[:, None], read, 0.0) * factor[:, None])
         at = first + tl.reshape(tl.arange(0, TILE), [TILE // GROUP, GROUP])
-        tl.store(values + at, value, mask=at < padded)
+        if APART:
+            is_upper = at % PART >= PART // 2
+            of_part = at + at // PART * PART
+            tl.store(values + of_part, tl.where(is_upper, 0, value), mask=at < padded)
+            tl.store(values + of_part + PART, tl.where(is_upper, value, 0), mask=at < padded)
+        else:
+            tl.store(values + at, value, mask=at < padded)
         if not WHOLE:
             begins = first + tl.arange(0, TILE // GROUP) * GROUP
-            scale = tl.where(begins < size, scale, -0.0)
-            tl.store(scales + (begins // GROUP).to(tl.int64) * num_rows + row, scale, mask=begins < padded)
+            tl.store(scales + (begins // GROUP).to(tl.int64) * room + row, scale, mask=begins < padded)
         elif first == 0:
             tl.store(scales + row + tl.arange(0, 1), scale)
         if sums is not None:
             part = first // PART + tl.arange(0, TILE // PART)
             total = tl.sum(tl.reshape(value.to(tl.int32), [TILE // PART, PART]), 1)
-            tl.store(sums + part.to(tl.int64) * num_rows + row, total, mask=part * PART < padded)
+            tl.store(sums + part.to(tl.int64) * room + row, total, mask=part * PART < padded)
 
 
 @triton.jit
@@ -109,12 +117,31 @@ def _largest(numbers):
     return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)
 
 
+@triton.jit
+def _load(pointers, ahead, mask, near, AHEAD: tl.constexpr):
+    """Numbers of the weight. What lies `ahead` is fetched into the L2 cache, unless AHEAD is 0.
+
+    The pipeline brings what dot products multiply, and nothing else: a program would wait for memory in each turn.
+    """
+    if AHEAD > 0:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [tl.where(mask & near, pointers + ahead, pointers)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return tl.load(pointers, mask=mask, other=0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_tile(
     values, scales, zeros, minimums, sub_scales, sub_minimums, bias, x, x_scales, x_sums, out,
-    num_rows, num_outputs, padded, value_row,
+    num_rows, room, num_outputs, padded, value_row,
     PACKED: tl.constexpr, ZERO: tl.constexpr, SEGMENT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     SUB: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of x @ weight.T + bias.
 
@@ -133,7 +160,7 @@ def multiply_tile(
     has_output = output < num_outputs
     k = tl.arange(0, PART)
     value_tile = values + output[:, None] * value_row + k[None, :]
-    x_tile = x + row[None, :] * padded + k[:, None]
+    x_tile = x + row[None, :] * (2 * padded if SUB == 16 else padded) + k[:, None]
     result = tl.zeros([OUTPUTS, ROWS], tl.float32)
     total = tl.zeros([OUTPUTS, ROWS], tl.int32)
     low = tl.zeros([OUTPUTS, ROWS], tl.int32)
@@ -143,7 +170,9 @@ def multiply_tile(
             if SEGMENT > 0 and i * PART % SEGMENT == 0:
                 total = tl.zeros([OUTPUTS, ROWS], tl.int32)
                 low = tl.zeros([OUTPUTS, ROWS], tl.int32)
+            near = first + AHEAD < padded  # what lies ahead belongs to the weight
             of_group = (at // GROUP * num_outputs if GROUP > 0 else 0) + output
+            group_ahead = AHEAD // GROUP * num_outputs if GROUP > 0 else 0
 
             if not PACKED:
                 a = tl.load(value_tile + at, mask=has_output[:, None], other=0)
@@ -152,46 +181,49 @@ def multiply_tile(
                 a = both & 15
             else:
                 a = both & -16  # of the part before
-            b = tl.load(x_tile + at, mask=has_row[None, :], other=0)
             x_sum = tl.zeros([ROWS], tl.int32)
             if x_sums is not None:
-                x_sum = tl.load(x_sums + at // PART * num_rows + row, mask=has_row, other=0)
+                x_sum = tl.load(x_sums + at // PART * room + row)
             lacking = tl.zeros([OUTPUTS], tl.int32) + ((8 if PACKED and i % 2 == 1 else 0) - ZERO)
             if zeros is not None:
-                lacking -= tl.load(zeros + of_group, mask=has_output, other=0)
+                lacking -= _load(zeros + of_group, group_ahead, has_output, near, AHEAD if GROUP > 0 else 0)
             offset = lacking[:, None] * x_sum[None, :]
-            if SUB == 16:  # the product of two sub-groups: of each without the other
+            if SUB == 16:  # the part has two sub-groups, and x has each without the other
                 for half in tl.static_range(2):
-                    own = a & tl.where(k // 16 == half, -1, 0).to(tl.int8)[None, :]
-                    sub = tl.load(sub_scales + (at // 16 + half) * num_outputs + output, mask=has_output, other=0)
-                    total += tl.dot(own, b, out_dtype=tl.int32) * sub.to(tl.int32)[:, None]
+                    b = tl.load(x_tile + at * 2 + half * PART, mask=has_row[None, :], other=0)
+                    of_sub = sub_scales + (at // 16 + half) * num_outputs + output
+                    sub = _load(of_sub, AHEAD // 16 * num_outputs, has_output, near, AHEAD)
+                    total += tl.dot(a, b, out_dtype=tl.int32) * sub.to(tl.int32)[:, None]
             else:
+                b = tl.load(x_tile + at, mask=has_row[None, :], other=0)
                 if PACKED and i % 2 == 1:
                     product = tl.dot(a, b, offset << 4, out_dtype=tl.int32) >> 4
                 else:
                     product = tl.dot(a, b, offset, out_dtype=tl.int32)
                 if SUB == 32:
-                    sub = tl.load(sub_scales + at // 32 * num_outputs + output, mask=has_output, other=0)
+                    of_sub = at // 32 * num_outputs + output
+                    sub = _load(sub_scales + of_sub, AHEAD // 32 * num_outputs, has_output, near, AHEAD)
                     product *= sub.to(tl.int32)[:, None]
                 total += product
             if sub_minimums is not None:
-                sub = tl.load(sub_minimums + at // 32 * num_outputs + output, mask=has_output, other=0)
+                of_sub = at // 32 * num_outputs + output
+                sub = _load(sub_minimums + of_sub, AHEAD // 32 * num_outputs, has_output, near, AHEAD)
                 low += sub.to(tl.int32)[:, None] * x_sum[None, :]
             elif minimums is not None:
                 low += x_sum[None, :]
 
             if SEGMENT > 0 and (i + 1) * PART % SEGMENT == 0:
-                x_scale = tl.load(x_scales + at // X_GROUP * num_rows + row, mask=has_row, other=0.0)
+                x_scale = tl.load(x_scales + at // X_GROUP * room + row)
                 if GROUP > 0:
-                    scale = tl.load(scales + of_group, mask=has_output, other=0.0).to(tl.float32)
+                    scale = _load(scales + of_group, group_ahead, has_output, near, AHEAD).to(tl.float32)
                 else:
                     scale = tl.full([OUTPUTS], 1.0, tl.float32)
                 result = tl.fma(total.to(tl.float32), scale[:, None] * x_scale[None, :], result)
                 if minimums is not None:
-                    minimum = tl.load(minimums + of_group, mask=has_output, other=0.0).to(tl.float32)
+                    minimum = _load(minimums + of_group, group_ahead, has_output, near, AHEAD).to(tl.float32)
                     result = tl.fma(low.to(tl.float32), minimum[:, None] * x_scale[None, :], result)
     if SEGMENT == 0:
-        x_scale = tl.load(x_scales + row, mask=has_row, other=0.0)
+        x_scale = tl.load(x_scales + row)
         result = tl.fma(total.to(tl.float32), tl.broadcast_to(x_scale[None, :], [OUTPUTS, ROWS]), result)
     if GROUP == 0:
         result *= tl.load(scales + output, mask=has_output, other=0.0)[:, None]
@@ -309,43 +341,47 @@ def _padded(
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows of x as integers. Scales and sums of neighbouring rows lie together."""
+    """Rows of x as integers. Scales and sums of neighbouring rows lie together, with room for whole tiles of them."""
 
-    values: Tensor  # int8 [T, padded]
-    scales: Tensor  # fp32 [groups, T]
-    sums: Tensor | None  # int32 [parts, T]: of the integers of each part; None: nothing asks for them
+    values: Tensor  # int8 [T, padded]; [T, 2 * padded] where a part has two sub-scales: halves of parts apart
+    scales: Tensor  # fp32 [groups, room]
+    sums: Tensor | None  # int32 [parts, room]: of the integers of each part; None: nothing asks for them
 
 
 def rounded_rows(
     x: Tensor,  # [T, in], on the weight's device
     kind: QuantisedWeight,
+    tile: int,  # rows
 ) -> RoundedRows:
     """The rows as a weight of that kind is multiplied with them: the integers of `quire.ops.quantised`."""
     (rows, size), padded, part = x.shape, padded_size(kind), part_size(kind)
+    room = triton.cdiv(rows, tile) * tile
     whole = is_whole(kind)
-    tile = ROUNDED_WHOLE if whole else ROUNDED
-    group = tile if whole else kind.activation_group
+    run = ROUNDED_WHOLE if whole else ROUNDED
+    group = run if whole else kind.activation_group
+    apart = kind.sub_size == part // 2
     has_sums = kind.bits == 4 or kind.zeros is not None or kind.minimums is not None
     made = RoundedRows(
-        torch.empty(rows, padded, dtype=torch.int8, device=x.device),
-        torch.empty(1 if whole else padded // group, rows, dtype=torch.float32, device=x.device),
-        torch.empty(padded // part, rows, dtype=torch.int32, device=x.device) if has_sums else None,
+        torch.empty(rows, 2 * padded if apart else padded, dtype=torch.int8, device=x.device),
+        torch.empty(1 if whole else padded // group, room, dtype=torch.float32, device=x.device),
+        torch.empty(padded // part, room, dtype=torch.int32, device=x.device) if has_sums else None,
     )
     with on_device_of(x):
-        round_part[(rows, 1 if whole else triton.cdiv(padded, tile))](
+        round_part[(rows, 1 if whole else triton.cdiv(padded, run))](
             x,
             kind.order,
             made.values,
             made.scales,
             made.sums,
-            rows,
+            room,
             size,
             padded,
             *x.stride(),
             group,
             part,
-            tile,
+            run,
             whole,
+            apart,
             num_warps=8 if whole else 4,
             enable_fp_fusion=False,  # a rounding to integers is two
         )
@@ -369,7 +405,7 @@ def integer_linear(
     checks.check_tensor("x", x, (rows, weight.in_size), weight.dtype, weight.device, any_strides=True)
     out = torch.empty(rows, weight.out_size, dtype=out_dtype, device=x.device)
     if rows:
-        rounded = rounded_rows(x, kind)
+        rounded = rounded_rows(x, kind, tile.rows)
         grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.out_size, tile.outputs),)
         with on_device_of(x):
             multiply_tile[grid](
@@ -385,32 +421,49 @@ def integer_linear(
                 rounded.sums,
                 out,
                 rows,
+                triton.cdiv(rows, tile.rows) * tile.rows,
                 weight.out_size,
                 padded_size(kind),
                 weight.values.stride(0),
                 **constants(kind, tile),
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                enable_fp_fusion=False,  # what is rounded once is said by the definition
+                AHEAD=tile.ahead if x.is_cuda and not ON_AMD else 0,
+                **options(kind, tile, ON_AMD),
             )
     return out
 
 
 def constants(kind: QuantisedWeight, tile: IntegerTile) -> dict[str, int | bool]:
     """What the kernel is compiled for."""
-    packed, whole = kind.bits == 4, is_whole(kind)
+    packed, whole, segment = kind.bits == 4, is_whole(kind), segment_of(kind)
     return {
         "PACKED": packed,
         "ZERO": kind.zero if packed and kind.zeros is None else 0,
-        "SEGMENT": 0 if whole else ACTIVATION_GROUP if kind.by_output else kind.segment,
+        "SEGMENT": segment,
         "GROUP": 0 if kind.by_output else kind.group_size,
         "X_GROUP": 0 if whole else kind.activation_group,
         "SUB": kind.sub_size,
         "PART": part_size(kind),
         "ROWS": tile.rows,
         "OUTPUTS": tile.outputs,
-        "STEP": tile.inputs,
+        "STEP": step_of(kind, tile),
     }
+
+
+def options(kind: QuantisedWeight, tile: IntegerTile, on_amd: bool) -> dict[str, int | bool]:
+    """How it is compiled. What is rounded once is said by the definition, so nothing is fused."""
+    # On AMD's GPUs more stages do not fit their registers and shared memory.
+    stages = 2 if on_amd else 1 + max(1, tile.underway // step_of(kind, tile))
+    return {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": False}
+
+
+def segment_of(kind: QuantisedWeight) -> int:
+    """Inputs of one integer sum, in rows as they are stored; 0: all."""
+    return 0 if is_whole(kind) else ACTIVATION_GROUP if kind.by_output else kind.segment
+
+
+def step_of(kind: QuantisedWeight, tile: IntegerTile) -> int:
+    """Inputs of a turn of the kernel's loop: whole segments."""
+    return max(segment_of(kind), tile.parts * part_size(kind))
 
 
 @dataclass(frozen=True)
@@ -426,7 +479,8 @@ class IntegerLinear:
         x: Tensor,  # [T, in], of the weight's dtype
     ) -> Tensor:
         """The projection: [T, out]."""
-        tile = next((tile for tile in (FEW_ROWS, SOME_ROWS) if len(x) <= tile.rows), MANY_ROWS)
+        tiles = (FEW_ROWS,) if ON_AMD else (FEW_ROWS, SOME_ROWS)
+        tile = next((tile for tile in tiles if len(x) <= tile.rows), MANY_ROWS)
         return integer_linear(x, self.weight, self.bias, self.out_dtype, tile)
 
 

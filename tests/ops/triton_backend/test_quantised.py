@@ -1,0 +1,204 @@
+"""Products with quantised weights on a GPU: the bits of the specification, in every tile and for every kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape, BadValue
+from quire.ops.linear import Linears
+from quire.ops.quantised import PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight, rounded_groups
+from quire.ops.triton import quantised
+from quire.ops.triton.linear import TiledLinears
+from quire.ops.triton.quantised import (
+    FEW_ROWS, MANY_ROWS, SOME_ROWS, IntegerLinear, IntegerLinears, PackedWeight, integer_linear, rounded_rows,
+)  # fmt: skip
+from tests.ops.conftest import DEVICES
+from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight
+
+DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
+ALL = [*KINDS, *BLOCKS]
+TILES = {"few": FEW_ROWS, "some": SOME_ROWS, "many": MANY_ROWS}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def weight_of(kind: str, out_size: int, in_size: int, dtype: torch.dtype = torch.bfloat16) -> QuantisedWeight:
+    return random_weight(kind, out_size, in_size, dtype).to(DEVICE)
+
+
+def rows_of(rows: int, weight: QuantisedWeight) -> Tensor:
+    return random_rows(rows, weight.in_size, weight.dtype).to(DEVICE)
+
+
+def bias_of(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+
+
+def check(got: Tensor, want: Tensor) -> None:
+    """The same bits, but that NaN is NaN."""
+    assert got.dtype == want.dtype
+    nan = want.isnan()
+    assert torch.equal(got.isnan(), nan)
+    assert torch.equal(as_bits(got)[~nan], as_bits(want)[~nan])
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("kind", ALL)
+def test_the_bits_of_the_specification(kind, tile):
+    """Sizes that are multiples of no tile, and more than one turn of the kernel's loop."""
+    for dtype, (out_size, in_size), rows in zip(DTYPES, ((37, 700), (7, 300), (130, 33)), (17, 3, 65), strict=True):
+        weight, with_bias = weight_of(kind, out_size, in_size, dtype), dtype != torch.float16
+        bias = bias_of(out_size, dtype) if with_bias else None
+        x = rows_of(rows, weight)
+        got = integer_linear(x, PackedWeight.of(weight), bias if bias is None else bias.float(), dtype, tile)
+        check(got, QuantisedLinear(weight, bias, dtype)(x))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_linears_and_heads(kind):
+    weight = weight_of(kind, 20, 260)
+    bias = bias_of(20, torch.bfloat16)
+    linears = IntegerLinears()
+    linear, head = linears.linear(weight, bias), linears.head(weight)
+    assert isinstance(linear, IntegerLinear)
+    for rows in (0, 1, 3, 17, 65):
+        x = rows_of(rows, weight)
+        check(linear(x), QuantisedLinear(weight, bias, torch.bfloat16)(x))
+        check(head(x), QuantisedLinear(weight, None, torch.float32)(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 128), (33, 129), (3, 2049)], ids=str)
+@pytest.mark.parametrize("kind", ["int4-32", "int4-output", "int8-rows", "int4-rows"])
+def test_sizes_at_edges(kind, shape):
+    """One number; a row in whole groups; one number more; more than a whole row that a program rounds at a time."""
+    weight = weight_of(kind, *shape, torch.float32)
+    x = rows_of(2, weight)
+    check(IntegerLinears().linear(weight)(x), QuantisedLinear(weight, None, torch.float32)(x))
+
+
+def test_rows_longer_than_are_rounded_at_a_time():
+    weight = weight_of("int8-rows", 2, quantised.ROUNDED_WHOLE + 100)
+    x = rows_of(2, weight)
+    check(IntegerLinears().linear(weight)(x), QuantisedLinear(weight, None, torch.bfloat16)(x))
+
+
+def test_the_largest_sums():
+    """All numbers at the ends of their range: nothing overflows."""
+    for kind in ("int8-output-zeros", "int8-rows", "int4-rows", "sub5-order", "sub6", "sub4"):
+        weight = weight_of(kind, 3, 1024, torch.float32)
+        weight = weight.derived(values=torch.full_like(weight.values, 2**weight.bits - 1))
+        if weight.sub_scales is not None:
+            weight = weight.derived(sub_scales=torch.full_like(weight.sub_scales, -128))
+        if weight.zeros is not None:
+            weight = weight.derived(zeros=torch.zeros_like(weight.zeros))
+        x = torch.ones(2, 1024, device=DEVICE)
+        x[1] = -1.0
+        check(IntegerLinears().linear(weight)(x), QuantisedLinear(weight, None, torch.float32)(x))
+
+
+@pytest.mark.parametrize("kind", ["int4-128", "int4-128-zeros-order", "int8-rows", "blocks5-order"])
+def test_strides_do_not_show(kind):
+    weight = weight_of(kind, 9, 200)
+    linear, x = IntegerLinears().linear(weight), rows_of(5, weight)
+    apart = torch.full((5, 2 * weight.in_size + 9), torch.nan, dtype=x.dtype, device=DEVICE)
+    apart[:, 3 : 3 + weight.in_size] = x
+    assert torch.equal(linear(apart[:, 3 : 3 + weight.in_size]), linear(x))
+    assert torch.equal(linear(x.T.contiguous().T), linear(x))
+    apart[:, 8 : 8 + 2 * weight.in_size : 2] = x
+    assert torch.equal(linear(apart[:, 8 : 8 + 2 * weight.in_size : 2]), linear(x))
+
+
+@pytest.mark.parametrize("kind", ["int4-128-zeros-order", "int8-output", "int8-rows", "blocks4", "sub4", "sub6"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_shows_in_its_row_alone(kind, bad):
+    weight = weight_of(kind, 12, 300)
+    linear, x = IntegerLinears().linear(weight), rows_of(20, weight)
+    clean = linear(x)
+    x[7, 250] = bad
+    dirty = linear(x)
+    assert dirty[7].isnan().all()
+    assert torch.equal(dirty[[*range(7), *range(8, 20)]], clean[[*range(7), *range(8, 20)]])
+
+
+@pytest.mark.parametrize("kind", ["int4-32", "int8-output", "int8-rows"])
+def test_rows_are_rounded_by_the_rule(kind):
+    """Halfway between two integers to the even one; numbers that are too small to zeros with the scale 0."""
+    weight = weight_of(kind, 1, 256, torch.float32)
+    x = torch.zeros(3, 256, device=DEVICE)
+    x[0] = torch.arange(256, device=DEVICE) % 128 - 0.5
+    x[0, ::128] = 127.0
+    x[1] = 2.0**-101
+    made = rounded_rows(x, PackedWeight.of(weight).kind, 1)
+    values, scales = rounded_groups(x, weight.activation_group)
+    assert torch.equal(made.values[:, :256], values)
+    assert torch.equal(made.scales[: scales.shape[1]].T, scales)
+    assert values[0, 1:5].tolist() == [0, 2, 2, 4]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_rows_of_a_packed_weight_are_those_that_were_packed(kind):
+    weight = weight_of(kind, 11, 300)
+    index = torch.tensor([10, 0, 0, 3], device=DEVICE)
+    packed = PackedWeight.of(weight)
+    got, want = packed.rows(index), weight.rows(index)
+    for name in PARTS:
+        made, given = getattr(got, name), getattr(want, name)
+        assert (made is None) == (given is None)
+        assert made is None or (made.dtype == given.dtype and torch.equal(made, given)), name
+    assert torch.equal(QuantisedEmbedding(packed)(index), QuantisedEmbedding(weight)(index))
+    assert QuantisedEmbedding(packed)(index[:0]).shape == (0, weight.in_size)
+
+
+def test_four_bits_take_half_a_byte():
+    weight = weight_of("int4-128", 8, 1024)
+    assert PackedWeight.of(weight).values.nbytes == 8 * 1024 // 2
+
+
+def test_embeddings_stay_packed_and_are_held_once():
+    weight = weight_of("int4-32", 40, 64)
+    index = torch.tensor([3, 39], device=DEVICE)
+    embedding, head = IntegerLinears().tied(weight)
+    assert isinstance(head, IntegerLinear)
+    assert embedding.weight is head.weight
+    assert torch.equal(embedding(index), QuantisedEmbedding(weight)(index))
+    x = rows_of(3, weight)
+    check(head(x), QuantisedLinear(weight, None, torch.float32)(x))
+    assert torch.equal(IntegerLinears().embedding(weight)(index), embedding(index))
+
+
+def test_reproducible_linears_have_the_same_products():
+    weight = weight_of("int8-128", 5, 256)
+    assert isinstance(TiledLinears().linear(weight), IntegerLinear)
+    assert isinstance(TiledLinears().head(weight), IntegerLinear)
+
+
+def test_what_is_no_weight_of_integers_is_the_frameworks():
+    weight = torch.randn(6, 8, device=DEVICE)
+    x = torch.randn(3, 8, device=DEVICE)
+    for make in ("linear", "head"):
+        torch.testing.assert_close(getattr(IntegerLinears(), make)(weight)(x), getattr(Linears(), make)(weight)(x))
+    double = replace(weight_of("int8-64", 3, 64), dtype=torch.float64)
+    assert isinstance(IntegerLinears().linear(double), QuantisedLinear)
+
+
+REFUSED = [
+    (torch.ones(8), BadShape, r"x has shape \(8,\); expected \[T, in\]"),
+    (torch.ones(2, 63), BadShape, r"x has shape \(2, 63\); expected \(2, 64\)"),
+    (torch.ones(2, 64).half(), BadDtype, "x has dtype torch.float16; expected torch.float32"),
+    (torch.ones(2, 64, device="meta"), BadValue, "x is on meta"),
+]
+
+
+@pytest.mark.parametrize(("x", "error", "message"), REFUSED)
+def test_refusals(x, error, message):
+    linear = IntegerLinears().linear(weight_of("int8-64", 4, 64, torch.float32))
+    with pytest.raises(error, match=message):
+        linear(x if x.is_meta else x.to(DEVICE))
+
+
+def test_a_bias_of_another_size_is_refused():
+    with pytest.raises(BadShape, match=r"bias has shape \(5,\); expected \(4,\)"):
+        IntegerLinears().linear(weight_of("int8-64", 4, 64), torch.ones(5, device=DEVICE))
