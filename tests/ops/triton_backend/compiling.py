@@ -18,11 +18,13 @@ from pathlib import Path
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire import ops
-from quire.ops.triton import cache, linear, recurrent, sampling, small, states
+from quire.ops.quantised import PARTS, QuantisedWeight
+from quire.ops.triton import cache, linear, quantised, recurrent, sampling, small, states
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
 from quire.ops.triton.tiles import CHUNK, Kind, Tile, choose, precision
@@ -34,11 +36,11 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16")  # the kernels whose instructions are of interest
+COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16|integers .+")  # the kernels whose instructions are of interest
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
 SOME_HEAD_DIMS = (64, 128, 256)
 SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset", "dt_low", "dt_high")
-UNALIGNED = (*SCALARS, "window", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
+UNALIGNED = (*SCALARS, "window", "num_rows", "inner", "rows", "size", "x_column")  # arguments that are multiples of nothing
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Compiled:
 # --------------------------------------------------------------------------------------------------- the kernels
 
 NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
-          torch.int8: "i8"}  # fmt: skip
+          torch.int8: "i8", torch.int16: "i16"}  # fmt: skip
 SCALES = ("k_scale", "v_scale")
 
 
@@ -202,23 +204,74 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     yield from recurrence_kernels(step)
     types = pointers("fp32", "logits", "out")
     yield Kernel("logsumexp", sampling.logsumexp_row, types, {"TILE": 4096}, {"num_warps": 16})
-    few, many = linear.FEW_ROWS, linear.MANY_ROWS
-    tiles = {"bf16": (few, many), "fp32": [replace(tile, depth=linear.FP32_DEPTH) for tile in (few, many)]}
+    tiles = [linear.FEW_ON_HOPPER if chip == "sm90" else linear.FEW_ROWS, linear.MANY_ROWS]
     if chip == "sm90":
-        tiles["bf16"] = linear.FEW_ON_HOPPER, many
         tile = linear.MANY_ON_HOPPER
         types = pointers("bf16", "bias", "out")
         types["x"], types["weight"] = (f"tensordesc<bf16[{n}, {tile.depth}]>" for n in (tile.rows, tile.columns))
-        yield Kernel("described linear", linear.described_tile, types, *linear_options(tile))
-    for dtype, pair in tiles.items():
-        for tile in pair:
+        yield Kernel(f"linear {tile.rows} bf16", linear.described_tile, types, *linear_options(tile))
+    for dtype, depth in (("bf16", None), ("fp32", linear.FP32_DEPTH)):
+        for tile in tiles:
             types = pointers(dtype, "x", "weight", "bias", "out")
-            yield Kernel(f"linear {tile.rows} {dtype}", linear.linear_tile, types, *linear_options(tile))
+            options = linear_options(replace(tile, depth=depth or tile.depth))
+            yield Kernel(f"linear {tile.rows} {dtype}", linear.linear_tile, types, *options)
+    yield from integer_kernels(chip)
+
 
 
 def linear_options(tile: linear.LinearTile) -> tuple[dict[str, object], dict[str, object]]:
     constants = {"BIAS": True, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
     return constants, {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def integer_weights() -> dict[str, QuantisedWeight]:
+    """Of one output and 512 inputs."""
+
+    def made(bits: int, group: int, dtype: torch.dtype = torch.float16, **parts: object) -> QuantisedWeight:
+        return QuantisedWeight(
+            torch.zeros(1, 512, dtype=torch.uint8), torch.ones(1, 512 // group, dtype=dtype), None, bits, group,
+            torch.bfloat16, **parts,
+        )  # fmt: skip
+
+    def ones(group: int, dtype: torch.dtype) -> Tensor:
+        return torch.ones(1, 512 // group, dtype=dtype)
+
+    subs = {"sub_scales": ones(32, torch.int8), "sub_minimums": ones(32, torch.int8)}
+    grouped = replace(made(4, 128, torch.float32), zeros=ones(128, torch.float32), order=torch.arange(512))
+    return {
+        "int4": grouped,
+        "int8": made(8, 512, torch.float32, activation_group=512),
+        "Q4_0": made(4, 32, activation_group=32),
+        "Q4_K": made(4, 256, minimums=ones(256, torch.float16), **subs),
+        "Q6_K": made(6, 256, sub_scales=ones(16, torch.int8)),
+    }
+
+
+def integer_kernels(chip: str) -> Iterator[Kernel]:
+    """Products with quantised weights of every kind of code, in every tile, and the rounding of rows."""
+    on_amd = chip == "gfx942"
+    tiles = (quantised.FEW_ROWS, *(() if on_amd else (quantised.SOME_ROWS,)), quantised.MANY_ROWS)
+    for name, weight in integer_weights().items():
+        packed = quantised.PackedWeight.of(weight)
+        kind, parts = packed.kind, dict.fromkeys(PARTS[1:])
+        parts |= {part: NARROW[given.dtype] for part in parts if (given := getattr(packed, part)) is not None}
+        has_sums = quantised.has_sums(kind)
+        pointers = {"values": "i8", "bias": "fp32", "x": "i8", "x_scales": "fp32", "x_sums": "i32", "out": "bf16"}
+        pointers |= {part: dtype for part, dtype in parts.items() if dtype is not None}
+        for tile in tiles:
+            constants = {**quantised.constants(kind, tile), "AHEAD": 0 if on_amd else tile.ahead}
+            constants |= {part: None for part, dtype in parts.items() if dtype is None}
+            constants |= {} if has_sums else {"x_sums": None}
+            options = quantised.options(kind, tile, on_amd)
+            label = f"integers {name} {tile.outputs}x{tile.rows}"
+            yield Kernel(label, quantised.multiply_tile, pointers, constants, options)
+        pointers = {"x": "bf16", "values": "i8", "scales": "fp32", "sums": "i32", "order": "i64"}
+        constants = dict(quantised.rounding_constants(kind))
+        if weight.order is None:
+            constants["order"] = None
+        if not has_sums:
+            constants["sums"] = None
+        yield Kernel(f"round {name}", quantised.round_part, pointers, constants, quantised.rounding_options(kind))
 
 
 def recurrence_kernels(step: dict[str, str]) -> Iterator[Kernel]:
@@ -283,7 +336,7 @@ def _nvidia(cubin: bytes) -> tuple[int, int]:
 
 def _nvidia_instructions(cubin: bytes) -> dict[str, int]:
     code = _output("nvdisasm", "-c", cubin)
-    names = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS", r"LDGSTS[.A-Z0-9]*\.128")
+    names = ("HGMMA", "HMMA", "IGMMA", "IMMA", "UTCHMMA", "LDGSTS", r"LDGSTS[.A-Z0-9]*\.128")
     return {name.replace(r"[.A-Z0-9]*\.", "."): len(re.findall(rf"\b{name}\b", code)) for name in names}
 
 

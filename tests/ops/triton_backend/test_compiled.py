@@ -79,6 +79,9 @@ def test_sm90(long: bool) -> None:
                 assert kernel["instructions"]["HGMMA"] > 0, kernel
                 assert kernel["instructions"]["HMMA"] == 0, kernel
     assert found["linear 128 bf16"]["instructions"]["HGMMA"] > 0
+    for name in ("int4", "int8", "Q4_0", "Q4_K", "Q6_K"):  # the same of integers, where rows are many
+        assert found[f"integers {name} 128x64"]["instructions"]["IGMMA"] > 0
+        assert found[f"integers {name} 32x16"]["instructions"]["IMMA"] > 0
 
 
 def test_sm100(long: bool) -> None:

@@ -323,6 +323,16 @@ def is_whole(kind: QuantisedWeight) -> bool:
     return kind.by_output and kind.activation_group != ACTIVATION_GROUP
 
 
+def is_apart(kind: QuantisedWeight) -> bool:
+    """Whether a part has two sub-scales, so that its halves are multiplied one by one."""
+    return kind.sub_size == part_size(kind) // 2
+
+
+def has_sums(kind: QuantisedWeight) -> bool:
+    """Whether sums of parts of x are asked for: by zeros, by minimums, and by how 4 bits are packed."""
+    return kind.bits == 4 or kind.zeros is not None or kind.minimums is not None
+
+
 def _base(kind: QuantisedWeight) -> int:
     """What is subtracted from values before they are stored."""
     return 0 if kind.bits == 4 else kind.zero
@@ -354,38 +364,35 @@ def rounded_rows(
     tile: int,  # rows
 ) -> RoundedRows:
     """The rows as a weight of that kind is multiplied with them: the integers of `quire.ops.quantised`."""
-    (rows, size), padded, part = x.shape, padded_size(kind), part_size(kind)
+    (rows, size), padded = x.shape, padded_size(kind)
     room = triton.cdiv(rows, tile) * tile
-    whole = is_whole(kind)
-    run = ROUNDED_WHOLE if whole else ROUNDED
-    group = run if whole else kind.activation_group
-    apart = kind.sub_size == part // 2
-    has_sums = kind.bits == 4 or kind.zeros is not None or kind.minimums is not None
     made = RoundedRows(
-        torch.empty(rows, 2 * padded if apart else padded, dtype=torch.int8, device=x.device),
-        torch.empty(1 if whole else padded // group, room, dtype=torch.float32, device=x.device),
-        torch.empty(padded // part, room, dtype=torch.int32, device=x.device) if has_sums else None,
+        torch.empty(rows, padded * (2 if is_apart(kind) else 1), dtype=torch.int8, device=x.device),
+        torch.empty(
+            1 if is_whole(kind) else padded // kind.activation_group, room, dtype=torch.float32, device=x.device
+        ),
+        torch.empty(padded // part_size(kind), room, dtype=torch.int32, device=x.device) if has_sums(kind) else None,
     )
+    programs = 1 if is_whole(kind) else triton.cdiv(padded, ROUNDED)
     with on_device_of(x):
-        round_part[(rows, 1 if whole else triton.cdiv(padded, run))](
-            x,
-            kind.order,
-            made.values,
-            made.scales,
-            made.sums,
-            room,
-            size,
-            padded,
-            *x.stride(),
-            group,
-            part,
-            run,
-            whole,
-            apart,
-            num_warps=8 if whole else 4,
-            enable_fp_fusion=False,  # a rounding to integers is two
-        )
+        round_part[(rows, programs)](
+            x, kind.order, made.values, made.scales, made.sums, room, size, padded, *x.stride(),
+            **rounding_constants(kind), **rounding_options(kind),
+        )  # fmt: skip
     return made
+
+
+def rounding_constants(kind: QuantisedWeight) -> dict[str, int | bool]:
+    """What the kernel that rounds is compiled for."""
+    whole = is_whole(kind)
+    tile = ROUNDED_WHOLE if whole else ROUNDED
+    group = tile if whole else kind.activation_group
+    return {"GROUP": group, "PART": part_size(kind), "TILE": tile, "WHOLE": whole, "APART": is_apart(kind)}
+
+
+def rounding_options(kind: QuantisedWeight) -> dict[str, int | bool]:
+    """How it is compiled: rounding to an integer is two roundings, which must not be fused with what is before."""
+    return {"num_warps": 8 if is_whole(kind) else 4, "enable_fp_fusion": False}
 
 
 def integer_linear(
