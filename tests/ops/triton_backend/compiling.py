@@ -40,7 +40,15 @@ COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16|integers .+")  # the kernels
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
 SOME_HEAD_DIMS = (64, 128, 256)
 SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset", "dt_low", "dt_high")
-UNALIGNED = (*SCALARS, "window", "num_rows", "inner", "rows", "size", "x_column")  # arguments that are multiples of nothing
+UNALIGNED = (
+    *SCALARS,
+    "window",
+    "num_rows",
+    "inner",
+    "rows",
+    "size",
+    "x_column",
+)  # arguments that are multiples of nothing
 
 
 @dataclass

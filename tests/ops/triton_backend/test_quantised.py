@@ -14,15 +14,20 @@ from quire.ops.quantised import PARTS, QuantisedEmbedding, QuantisedLinear, Quan
 from quire.ops.triton import quantised
 from quire.ops.triton.linear import TiledLinears
 from quire.ops.triton.quantised import (
-    FEW_ROWS, MANY_ROWS, SOME_ROWS, IntegerLinear, IntegerLinears, PackedWeight, integer_linear, rounded_rows,
-)  # fmt: skip
+    FEW_ROWS,
+    MANY_ROWS,
+    SOME_ROWS,
+    IntegerLinear,
+    IntegerLinears,
+    PackedWeight,
+    integer_linear,
+    rounded_rows,
+)
 from tests.ops.conftest import DEVICES
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight
 
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 ALL = [*KINDS, *BLOCKS]
-TILES = {"few": FEW_ROWS, "some": SOME_ROWS, "many": MANY_ROWS}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def weight_of(kind: str, out_size: int, in_size: int, dtype: torch.dtype = torch.bfloat16) -> QuantisedWeight:
@@ -45,16 +50,21 @@ def check(got: Tensor, want: Tensor) -> None:
     assert torch.equal(as_bits(got)[~nan], as_bits(want)[~nan])
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+# What each tile computes: sizes that are multiples of no tile, and more than one turn of the kernel's loop.
+CASES = {
+    "few": (FEW_ROWS, torch.bfloat16, 37, 1100, 17),
+    "some": (SOME_ROWS, torch.float16, 7, 300, 67),
+    "many": (MANY_ROWS, torch.float32, 130, 500, 65),
+}
+
+
+@pytest.mark.parametrize(("tile", "dtype", "out_size", "in_size", "rows"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("kind", ALL)
-def test_the_bits_of_the_specification(kind, tile):
-    """Sizes that are multiples of no tile, and more than one turn of the kernel's loop."""
-    for dtype, (out_size, in_size), rows in zip(DTYPES, ((37, 700), (7, 300), (130, 33)), (17, 3, 65), strict=True):
-        weight, with_bias = weight_of(kind, out_size, in_size, dtype), dtype != torch.float16
-        bias = bias_of(out_size, dtype) if with_bias else None
-        x = rows_of(rows, weight)
-        got = integer_linear(x, PackedWeight.of(weight), bias if bias is None else bias.float(), dtype, tile)
-        check(got, QuantisedLinear(weight, bias, dtype)(x))
+def test_the_bits_of_the_specification(kind, tile, dtype, out_size, in_size, rows):
+    weight, bias = weight_of(kind, out_size, in_size, dtype), bias_of(out_size, dtype)
+    x = rows_of(rows, weight)
+    got = integer_linear(x, PackedWeight.of(weight), bias.float(), dtype, tile)
+    check(got, QuantisedLinear(weight, bias, dtype)(x))
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -67,7 +77,8 @@ def test_linears_and_heads(kind):
     for rows in (0, 1, 3, 17, 65):
         x = rows_of(rows, weight)
         check(linear(x), QuantisedLinear(weight, bias, torch.bfloat16)(x))
-        check(head(x), QuantisedLinear(weight, None, torch.float32)(x))
+    x = rows_of(3, weight)
+    check(head(x), QuantisedLinear(weight, None, torch.float32)(x))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 128), (33, 129), (3, 2049)], ids=str)
@@ -153,8 +164,8 @@ def test_rows_of_a_packed_weight_are_those_that_were_packed(kind):
 
 
 def test_four_bits_take_half_a_byte():
-    weight = weight_of("int4-128", 8, 1024)
-    assert PackedWeight.of(weight).values.nbytes == 8 * 1024 // 2
+    weight = weight_of("int4-128", 64, 1024)
+    assert PackedWeight.of(weight).values.nbytes == 64 * 1024 // 2
 
 
 def test_embeddings_stay_packed_and_are_held_once():

@@ -251,7 +251,7 @@ class TwoLinears:
 
 
 class TiledLinears(IntegerLinears):
-    """Our own products also with weights that are not quantised: the framework's takes another kernel for other numbers of rows."""
+    """Our own products, with all weights: the framework's takes another kernel for other numbers of rows."""
 
     def linear(
         self,

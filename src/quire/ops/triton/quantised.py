@@ -3,11 +3,12 @@
 Two kernels: one rounds rows of x to integers, the other multiplies them. What is rounded is rounded in the order of the
 definition, and sums of integers are exact, so a tile's shape and the other rows do not show.
 
-A weight is packed once. Numbers of 4 bits lie two a byte: within a run of inputs that is two parts of a dot product, a
-byte's lower half belongs to the first part and its upper half to the second. Both become int8 by a mask and nothing
-else, since shifts of single bytes are slow: the lower half is the value, the upper one, whose highest bit is turned, is
-16 * (value - 8). Others lie one a byte, less what makes them fit an int8. What zeros add to a sum, and these offsets,
-is a multiple of the sum of a part of x, which is made where x is rounded.
+A weight is packed once, and what a program reads at a time lies together. Numbers of 4 bits lie two a byte: of two
+parts of the inputs, each multiplied by one dot product, a byte's lower half belongs to the first one and its upper half
+to the second. Both become int8 by a mask and nothing else, since shifts of single bytes are slow: the lower half is the
+value, the upper one, whose highest bit is turned, is 16 * (value - 8). Others lie one a byte, less what makes them fit
+an int8. What zeros add to a sum, and these offsets, is a multiple of the sum of a part of x, which is made where x is
+rounded.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ RUN = 512  # inputs: rows of weights and of rounded x are as many, or a multiple
 ROUNDED = 1024  # inputs of a row that a program rounds, where they have scales of their own
 ROUNDED_WHOLE = 4096  # that it rounds at a time, where a row has one scale
 
+BLOCK = tl.constexpr(32)  # outputs whose values of a part lie together; no tile has fewer
 SHARING = tl.constexpr(16)  # tiles of rows that share the weights in the L2 cache
 
 
@@ -138,7 +140,7 @@ def _load(pointers, ahead, mask, near, AHEAD: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_tile(
     values, scales, zeros, minimums, sub_scales, sub_minimums, bias, x, x_scales, x_sums, out,
-    num_rows, room, num_outputs, padded, value_row,
+    num_rows, room, num_outputs, padded,
     PACKED: tl.constexpr, ZERO: tl.constexpr, SEGMENT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     SUB: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -159,7 +161,8 @@ def multiply_tile(
     has_row = row < num_rows
     has_output = output < num_outputs
     k = tl.arange(0, PART)
-    value_tile = values + output[:, None] * value_row + k[None, :]
+    block = output // BLOCK * (padded // (2 if PACKED else 1) * BLOCK) + output % BLOCK * PART
+    value_tile = values + block[:, None] + k[None, :]
     x_tile = x + row[None, :] * (2 * padded if SUB == 16 else padded) + k[:, None]
     result = tl.zeros([OUTPUTS, ROWS], tl.float32)
     total = tl.zeros([OUTPUTS, ROWS], tl.int32)
@@ -175,9 +178,9 @@ def multiply_tile(
             group_ahead = AHEAD // GROUP * num_outputs if GROUP > 0 else 0
 
             if not PACKED:
-                a = tl.load(value_tile + at, mask=has_output[:, None], other=0)
+                a = tl.load(value_tile + at * BLOCK, mask=has_output[:, None], other=0)
             elif i % 2 == 0:
-                both = tl.load(value_tile + at // 2, mask=has_output[:, None], other=0)
+                both = tl.load(value_tile + at // 2 * BLOCK, mask=has_output[:, None], other=0)
                 a = both & 15
             else:
                 a = both & -16  # of the part before
@@ -241,7 +244,7 @@ class PackedWeight:
     """A quantised weight as the kernel reads it."""
 
     kind: QuantisedWeight  # the same without outputs
-    values: Tensor  # int8 [out, padded], or [out, padded / 2] of 4 bits
+    values: Tensor  # int8 [blocks, parts, outputs of a block, inputs of a part]; of 4 bits half as many parts
     scales: Tensor  # fp32 or fp16 [groups, out], as are all others: what neighbours read lies together
     zeros: Tensor | None = None  # int16: of 4 bits they are subtracted from values, else from what is stored
     minimums: Tensor | None = None  # fp16
@@ -252,11 +255,11 @@ class PackedWeight:
     def of(cls, weight: QuantisedWeight) -> PackedWeight:
         """That weight, in memory of its own."""
         kind = weight.rows(torch.empty(0, dtype=torch.int64, device=weight.device))
-        size = padded_size(kind)
-        values = _padded(weight.values, size)
+        size, part = padded_size(kind), part_size(kind)
+        values = torch.nn.functional.pad(weight.values, (0, size - kind.in_size, 0, -weight.out_size % BLOCK.value))
+        values = values.view(-1, BLOCK.value, size // part, part).transpose(1, 2)
         if kind.bits == 4:
-            lower, upper = values.view(len(values), -1, 2, part_size(kind)).unbind(2)
-            values = (lower | (upper ^ 8) << 4).view(len(values), -1)
+            values = values[:, ::2] | (values[:, 1::2] ^ 8) << 4
         else:
             values = values - _base(kind)  # modulo 256
         parts = {name: part for name in PARTS[1:] if (part := getattr(weight, name)) is not None}
@@ -265,7 +268,7 @@ class PackedWeight:
         for name, part in parts.items():
             inputs = kind.sub_size if name in ("sub_scales", "sub_minimums") else kind.group_size
             parts[name] = (part if kind.by_output else _padded(part, size // inputs)).T.contiguous()
-        return cls(kind, values.view(torch.int8), **parts)
+        return cls(kind, values.contiguous().view(torch.int8), **parts)
 
     def rows(
         self,
@@ -273,12 +276,12 @@ class PackedWeight:
     ) -> QuantisedWeight:
         """These outputs, in this order, in memory of their own, unpacked."""
         kind = self.kind
-        values = self.values[index].view(torch.uint8)
+        values = self.values[index // BLOCK.value, :, index % BLOCK.value].view(torch.uint8)  # [N, parts, part]
         if kind.bits == 4:
-            runs = values.view(len(values), -1, part_size(kind))
-            values = torch.stack([runs & 15, (runs >> 4) ^ 8], 2).flatten(1)
+            values = torch.stack([values & 15, (values >> 4) ^ 8], 2)
         else:
             values = values + _base(kind)
+        values = values.flatten(1)
         parts = {"values": values[:, : kind.in_size]}
         for name in PARTS[1:]:
             if (part := getattr(self, name)) is not None:
@@ -290,7 +293,7 @@ class PackedWeight:
     @property
     def out_size(self) -> int:
         """Outputs."""
-        return len(self.values)
+        return self.scales.shape[1]
 
     @property
     def in_size(self) -> int:
@@ -431,7 +434,6 @@ def integer_linear(
                 triton.cdiv(rows, tile.rows) * tile.rows,
                 weight.out_size,
                 padded_size(kind),
-                weight.values.stride(0),
                 **constants(kind, tile),
                 AHEAD=tile.ahead if x.is_cuda and not ON_AMD else 0,
                 **options(kind, tile, ON_AMD),
