@@ -12,6 +12,7 @@ from quire.errors import BadDtype, BadShape, BadValue
 from quire.ops.linear import Linears
 from quire.ops.quantised import PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight, rounded_groups
 from quire.ops.triton import quantised
+from quire.ops.triton.backend import TritonBackend
 from quire.ops.triton.linear import TiledLinears
 from quire.ops.triton.quantised import (
     FEW_ROWS,
@@ -180,10 +181,13 @@ def test_embeddings_stay_packed_and_are_held_once():
     assert torch.equal(IntegerLinears().embedding(weight)(index), embedding(index))
 
 
-def test_reproducible_linears_have_the_same_products():
+def test_the_backend_has_these_products_reproducible_or_not():
     weight = weight_of("int8-128", 5, 256)
-    assert isinstance(TiledLinears().linear(weight), IntegerLinear)
-    assert isinstance(TiledLinears().head(weight), IntegerLinear)
+    for reproducible in (False, True):
+        linears = TritonBackend().linears("cuda", reproducible)
+        assert isinstance(linears, TiledLinears) is reproducible
+        assert isinstance(linears.linear(weight), IntegerLinear)
+        assert isinstance(linears.head(weight), IntegerLinear)
 
 
 def test_what_is_no_weight_of_integers_is_the_frameworks():

@@ -37,12 +37,12 @@ class IntegerTile:
     outputs: int
     parts: int  # of inputs; no fewer than those of a segment
     underway: int  # inputs that the pipeline fetches while others are multiplied
-    ahead: int  # inputs: so far ahead scales are fetched into the L2 cache; 0: they are not
+    ahead: int  # inputs, a multiple of a turn's: so far ahead scales are fetched into the L2 cache; 0: they are not
     warps: int
 
 
 FEW_ROWS = IntegerTile(16, 32, 8, 1536, 2048, 4)  # many programs, with many bytes of the weight on their way
-SOME_ROWS = IntegerTile(64, 32, 4, 512, 2048, 4)  # not on AMD's GPUs, whose compiler needs too many registers
+SOME_ROWS = IntegerTile(64, 32, 4, 768, 1024, 4)  # not on AMD's GPUs, whose compiler needs too many registers
 MANY_ROWS = IntegerTile(64, 128, 2, 256, 0, 8)
 
 ON_AMD = torch.version.hip is not None
@@ -120,21 +120,31 @@ def _largest(numbers):
 
 
 @triton.jit
-def _load(pointers, ahead, mask, near, AHEAD: tl.constexpr):
-    """Numbers of the weight. What lies `ahead` is fetched into the L2 cache, unless AHEAD is 0.
+def _fetch(pointers):
+    """Let what is there come into the L2 cache.
 
-    The pipeline brings what dot products multiply, and nothing else: a program would wait for memory in each turn.
+    The pipeline brings what dot products multiply, and nothing else. Without this a program would wait for scales out
+    of memory in each turn of its loop.
     """
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _fetch_first(part, output, has_output, num_outputs, columns, COUNT: tl.constexpr):
+    """Those outputs of the first COUNT of so many columns of scales."""
+    column = tl.arange(0, COUNT)[:, None]
+    pointers = part + column * num_outputs + output[None, :]
+    _fetch(tl.where((column < columns) & has_output[None, :], pointers, part))
+
+
+@triton.jit
+def _load(pointers, ahead, has_output, near, AHEAD: tl.constexpr):
+    """Scales of the outputs, or what they have beside these. Those that lie `ahead` are fetched, unless AHEAD is 0."""
     if AHEAD > 0:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [tl.where(mask & near, pointers + ahead, pointers)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return tl.load(pointers, mask=mask, other=0)
+        _fetch(tl.where(has_output & near, pointers + ahead, pointers))
+    return tl.load(pointers, mask=has_output, other=0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -164,6 +174,16 @@ def multiply_tile(
     block = output // BLOCK * (padded // (2 if PACKED else 1) * BLOCK) + output % BLOCK * PART
     value_tile = values + block[:, None] + k[None, :]
     x_tile = x + row[None, :] * (2 * padded if SUB == 16 else padded) + k[:, None]
+    if AHEAD > 0 and GROUP > 0:
+        _fetch_first(scales, output, has_output, num_outputs, padded // GROUP, AHEAD // GROUP)
+        if zeros is not None:
+            _fetch_first(zeros, output, has_output, num_outputs, padded // GROUP, AHEAD // GROUP)
+        if minimums is not None:
+            _fetch_first(minimums, output, has_output, num_outputs, padded // GROUP, AHEAD // GROUP)
+        if sub_scales is not None:
+            _fetch_first(sub_scales, output, has_output, num_outputs, padded // SUB, AHEAD // SUB)
+        if sub_minimums is not None:
+            _fetch_first(sub_minimums, output, has_output, num_outputs, padded // SUB, AHEAD // SUB)
     result = tl.zeros([OUTPUTS, ROWS], tl.float32)
     total = tl.zeros([OUTPUTS, ROWS], tl.int32)
     low = tl.zeros([OUTPUTS, ROWS], tl.int32)
@@ -409,9 +429,9 @@ def integer_linear(
 
     Raises BadShape, BadDtype or BadValue.
     """
-    kind, rows = weight.kind, len(x)
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, in]")
+    kind, rows = weight.kind, len(x)
     checks.check_tensor("x", x, (rows, weight.in_size), weight.dtype, weight.device, any_strides=True)
     out = torch.empty(rows, weight.out_size, dtype=out_dtype, device=x.device)
     if rows:
