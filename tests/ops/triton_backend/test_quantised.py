@@ -164,6 +164,13 @@ def test_rows_of_a_packed_weight_are_those_that_were_packed(kind):
     assert QuantisedEmbedding(packed)(index[:0]).shape == (0, weight.in_size)
 
 
+def test_a_weight_may_be_strided():
+    weight = weight_of("int4-128", 32, 512)
+    apart = weight.derived(values=weight.values.T.contiguous().T, scales=weight.scales.T.contiguous().T)
+    assert torch.equal(PackedWeight.of(apart).values, PackedWeight.of(weight).values)
+    assert torch.equal(PackedWeight.of(apart).scales, PackedWeight.of(weight).scales)
+
+
 def test_four_bits_take_half_a_byte():
     weight = weight_of("int4-128", 64, 1024)
     assert PackedWeight.of(weight).values.nbytes == 64 * 1024 // 2

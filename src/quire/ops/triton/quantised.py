@@ -277,7 +277,7 @@ class PackedWeight:
         kind = weight.rows(torch.empty(0, dtype=torch.int64, device=weight.device))
         size, part = padded_size(kind), part_size(kind)
         values = torch.nn.functional.pad(weight.values, (0, size - kind.in_size, 0, -weight.out_size % BLOCK.value))
-        values = values.view(-1, BLOCK.value, size // part, part).transpose(1, 2)
+        values = values.reshape(-1, BLOCK.value, size // part, part).transpose(1, 2)
         if kind.bits == 4:
             values = values[:, ::2] | (values[:, 1::2] ^ 8) << 4
         else:
