@@ -226,7 +226,6 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     yield from integer_kernels(chip)
 
 
-
 def linear_options(tile: linear.LinearTile) -> tuple[dict[str, object], dict[str, object]]:
     constants = {"BIAS": True, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
     return constants, {"num_warps": tile.warps, "num_stages": tile.stages}

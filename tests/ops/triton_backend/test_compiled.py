@@ -28,23 +28,25 @@ PROCESSOR_SHARED = {
 }  # bytes a processor has, 1 KiB a program
 PROCESSOR_REGISTERS = 64 * 1024
 
-# Heads of 1024 that are to be reproducible hold two sums of 1024 numbers a row. For fp32 heads of 64 the compiler stops
-# at half of an A100's registers, and lays some that are used once a program into memory. With all options at once two
-# numbers of heads of 64 find no register there. The recurrences' tiles were chosen for NVIDIA's chips. Reproducible
-# heads of 96 and 128 on Hopper keep the state of the chunks before in memory: once in 1,024 keys.
-MAY_SPILL = {
-    ("sm80", "attend exact 1024 bf16"),
-    ("gfx942", "attend exact 1024 bf16"),
-    *((chip, f"attend {kind} 64 fp32") for chip in ("sm80", "sm90", "sm100") for kind in ("many", "exact")),
-    ("sm80", "attend many 64 bf16 everything"),
-    *((chip, f"attend exact {dim} bf16") for chip in ("sm90", "sm100") for dim in (96, 128)),
-    *((chip, "attend exact 64 bf16 everything") for chip in ("sm90", "sm100")),
-    *((chip, "attend exact 128 bf16 everything") for chip in ("sm90", "sm100")),
-    ("sm90", "attend exact 128 bf16/i8"),
-    # Of 128 registers, 2 or 4: keys have two products, each with its scale.
-    *((chip, f"attend {kind} 576 bf16/i8 latent") for chip in ("sm90", "sm100") for kind in ("few", "many")),
-    ("gfx942", "gated_delta"),
-    ("gfx942", "state_space"),
+HOPPER = ("sm90", "sm100")
+# How many registers of a thread may lie in memory. Heads of 1024 that are to be reproducible hold two sums of 1024
+# numbers a row. Reproducible heads of 96 and 128 on Hopper and later keep the state of the chunks before there: it is
+# touched once in 1,024 keys. Of fp32 heads of 64 and integers of 8 bits the compiler stops at fewer registers than
+# there are, and lays some that are used once a program into memory. The recurrences' tiles are for NVIDIA's chips.
+MOST_SPILLS = {
+    ("sm80", "attend exact 1024 bf16"): 32,
+    ("gfx942", "attend exact 1024 bf16"): 320,
+    **{(chip, "attend many 64 fp32"): 6 for chip in ("sm80", *HOPPER)},
+    ("sm80", "attend many 64 bf16 everything"): 2,
+    **{(chip, f"attend exact {dim} bf16"): 48 for chip in HOPPER for dim in (96, 128)},
+    **{(chip, f"attend exact {dim} bf16 everything"): 64 for chip in HOPPER for dim in (64, 128)},
+    ("sm90", "attend exact 128 bf16/i8"): 4,
+    # Keys have two products, each with its scale.
+    **{(chip, f"attend {kind} 576 bf16/i8 latent"): 4 for chip in HOPPER for kind in ("few", "many")},
+    ("sm80", "integers int8 32x16"): 4,
+    ("sm100", "integers int4 32x64"): 4,
+    ("gfx942", "gated_delta"): 160,
+    ("gfx942", "state_space"): 48,
 }
 
 
@@ -78,7 +80,7 @@ def test_sm90(long: bool) -> None:
             if dim <= (256 if name == "many" else 128):  # Hopper's own matrix instruction, and no other
                 assert kernel["instructions"]["HGMMA"] > 0, kernel
                 assert kernel["instructions"]["HMMA"] == 0, kernel
-    assert found["linear 128 bf16"]["instructions"]["HGMMA"] > 0
+    assert all(found[f"linear {rows} bf16"]["instructions"]["HGMMA"] > 0 for rows in (64, 128, 256))
     for name in ("int4", "int8", "Q4_0", "Q4_K", "Q6_K"):  # the same of integers, where rows are many
         assert found[f"integers {name} 128x64"]["instructions"]["IGMMA"] > 0
         assert found[f"integers {name} 32x16"]["instructions"]["IMMA"] > 0
@@ -106,8 +108,8 @@ def check(chip: str, everything: bool) -> Kernels:
     """Compile for a chip, and check what holds on all of them."""
     found = kernels(chip, everything)
     for name, kernel in found.items():
-        if (chip, name) not in MAY_SPILL and not name.endswith(" again"):  # that one runs where something went wrong
-            assert kernel["spills"] == 0, kernel
+        if not name.endswith(" again"):  # that one runs where something went wrong
+            assert kernel["spills"] <= MOST_SPILLS.get((chip, name), 0), kernel
         assert kernel["shared"] <= SHARED[chip], kernel
     for kind in ("few", "many", "exact"):
         assert tuple(attention(found, kind)) == (HEAD_DIMS if everything else SOME_HEAD_DIMS)

@@ -237,7 +237,8 @@ def _steps(
     *,
     reproducible: bool,
 ) -> None:
-    count = STEPS_TIMED + 12  # tokens of each sequence: some are drawn while others' prompts are computed
+    steps = 3 if bench.settings.tiny else STEPS_TIMED
+    count = steps + 12  # tokens of each sequence: some are drawn while others' prompts are computed
     dtype = torch.float32 if bench.settings.tiny else torch.bfloat16
     model = random_model(bench, config, dtype, reproducible)
     per_token = bytes_per_block(config.groups, 1, dtype)
@@ -264,13 +265,13 @@ def _steps(
         engine.step()
     for _ in range(2):
         engine.step()
-    took = bench.seconds_of(lambda: [engine.step() for _ in range(STEPS_TIMED)]) / STEPS_TIMED
+    took = bench.seconds_of(lambda: [engine.step() for _ in range(steps)]) / steps
     if len(engine.scheduler.requests) != batch:
         raise QuireError(f"{len(engine.scheduler.requests)} sequences decoded in the last step, not {batch}")
     floor = (weight_bytes + batch * (context + count // 2) * per_token) / bandwidth
     figures = {"us": 1e6 * took, "value": took / floor, "unit": "x floor", "floor_us": 1e6 * floor}
     who = "step, reproducible" if reproducible else "step"
-    bench.row(name, who, **figures, steps=STEPS_TIMED, runner=type(engine.runner).__name__)
+    bench.row(name, who, **figures, steps=steps, runner=type(engine.runner).__name__)
 
 
 def random_model(bench: Bench, config: DecoderConfig, dtype: torch.dtype, reproducible: bool) -> Decoder:
