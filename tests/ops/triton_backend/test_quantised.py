@@ -29,6 +29,7 @@ from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weigh
 
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 ALL = [*KINDS, *BLOCKS]
+IS_RIGHT = quantised.is_right  # which the tests of all else do without
 
 
 def weight_of(kind: str, out_size: int, in_size: int, dtype: torch.dtype = torch.bfloat16) -> QuantisedWeight:
@@ -49,6 +50,12 @@ def check(got: Tensor, want: Tensor) -> None:
     nan = want.isnan()
     assert torch.equal(got.isnan(), nan)
     assert torch.equal(as_bits(got)[~nan], as_bits(want)[~nan])
+
+
+@pytest.fixture(autouse=True)
+def _unproved(monkeypatch):
+    """What a load compares is compared here, on more."""
+    monkeypatch.setattr(quantised, "is_right", lambda weight: True)
 
 
 # What each tile computes: sizes that are multiples of no tile, and more than one turn of the kernel's loop.
@@ -80,6 +87,36 @@ def test_linears_and_heads(kind):
         check(linear(x), QuantisedLinear(weight, bias, torch.bfloat16)(x))
     x = rows_of(3, weight)
     check(head(x), QuantisedLinear(weight, None, torch.float32)(x))
+
+
+def test_a_kind_of_weight_is_compared_once(monkeypatch):
+    """Where the sums are wrong, torch's operators serve all weights of that kind, and the log says so."""
+    compared, warned = [], []
+    monkeypatch.setattr(quantised, "is_right", lambda weight: compared.append(weight.bits) or weight.bits == 8)
+    monkeypatch.setattr(quantised.log, "warning", lambda text, *values: warned.append(text % values))
+    linears = IntegerLinears()
+    four, eight = weight_of("int4-32", 20, 64), weight_of("int8-rows", 20, 64)
+    for weight, serves in ((four, QuantisedLinear), (eight, IntegerLinear)) * 2:
+        assert isinstance(linears.linear(weight), serves)
+        assert isinstance(linears.head(weight), serves)
+        assert isinstance(linears.tied(weight)[1], serves)
+    assert compared == [4, 8]
+    assert warned == ["the kernel of 4-bit weights gives wrong sums here; torch's slow operators serve them"]
+
+
+@pytest.mark.parametrize("kind", ["int4-32", "sub6"])
+def test_what_is_compared(kind):
+    weight = weight_of(kind, 70, 260)
+    assert IS_RIGHT(weight)
+    wrong = IntegerLinear.__call__
+
+    def off_by_one_output(self, x):
+        out = wrong(self, x)
+        return out.roll(1, 1) if len(x) > 64 else out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IntegerLinear, "__call__", off_by_one_output)
+        assert not IS_RIGHT(weight)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 128), (33, 129), (3, 2049)], ids=str)

@@ -13,6 +13,7 @@ rounded.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from quire.errors import BadShape
 from quire.ops import checks
 from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
-from quire.ops.quantised import ACTIVATION_GROUP, PARTS, QuantisedEmbedding, QuantisedWeight
+from quire.ops.quantised import ACTIVATION_GROUP, PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 from quire.ops.triton.functions import int8_scale, to_int8
 from quire.ops.triton.launch import FLOATS, on_device_of
 
@@ -45,7 +46,11 @@ FEW_ROWS = IntegerTile(16, 32, 8, 1536, 2048, 4)  # many programs, with many byt
 SOME_ROWS = IntegerTile(64, 32, 4, 768, 1024, 4)  # not on AMD's GPUs, whose compiler needs too many registers
 MANY_ROWS = IntegerTile(64, 128, 2, 256, 0, 8)
 
+log = logging.getLogger("quire")
+
 ON_AMD = torch.version.hip is not None
+
+PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 64, 130)  # of a weight, when its kind is first loaded: a row count for each tile
 
 RUN = 512  # inputs: rows of weights and of rounded x are as many, or a multiple
 ROUNDED = 1024  # inputs of a row that a program rounds, where they have scales of their own
@@ -514,7 +519,15 @@ class IntegerLinear:
 
 
 class IntegerLinears(Linears):
-    """Our own products with quantised weights of the dtypes that kernels serve; all others are the framework's."""
+    """Our own products with quantised weights of the dtypes that kernels serve; all others are the framework's.
+
+    The bits of the products are defined, so each kind of weight is compared with torch's operators when its first
+    weight is loaded. Where a compiler got one wrong, torch's operators serve it, and a warning says so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._right: dict[tuple[object, ...], bool] = {}
 
     def linear(
         self,
@@ -522,7 +535,7 @@ class IntegerLinears(Linears):
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
-        if not _serves(weight):
+        if not self._serves(weight):
             return super().linear(weight, bias)
         return self._of(PackedWeight.of(weight), bias, weight.dtype)
 
@@ -532,7 +545,7 @@ class IntegerLinears(Linears):
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the weight is quantised."""
-        if not _serves(weight):
+        if not self._serves(weight):
             return super().head(weight, bias)
         return self._of(PackedWeight.of(weight), bias, torch.float32)
 
@@ -541,14 +554,14 @@ class IntegerLinears(Linears):
         weight: LinearWeight,  # [V, H]
     ) -> Embedding:
         """The embedding of a weight that nothing is multiplied with; a quantised one stays packed."""
-        return QuantisedEmbedding(PackedWeight.of(weight)) if _serves(weight) else super().embedding(weight)
+        return QuantisedEmbedding(PackedWeight.of(weight)) if self._serves(weight) else super().embedding(weight)
 
     def tied(
         self,
         weight: LinearWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
         """The embedding and the linear that makes logits, of one packed weight."""
-        if not _serves(weight):
+        if not self._serves(weight):
             return super().tied(weight)
         packed = PackedWeight.of(weight)
         return QuantisedEmbedding(packed), self._of(packed, None, torch.float32)
@@ -559,6 +572,25 @@ class IntegerLinears(Linears):
             bias = bias.float().contiguous()
         return IntegerLinear(weight, bias, out_dtype)
 
+    def _serves(self, weight: LinearWeight) -> TypeGuard[QuantisedWeight]:
+        if not isinstance(weight, QuantisedWeight) or weight.dtype not in FLOATS:
+            return False
+        parts = (getattr(weight, part) for part in PARTS[1:])
+        kind = (weight.bits, weight.by_output or weight.group_size, weight.activation_group, weight.dtype)
+        key = (*kind, weight.order is None, *(part if part is None else part.dtype for part in parts))
+        if key not in self._right:
+            self._right[key] = is_right(weight)
+            if not self._right[key]:
+                log.warning(
+                    "the kernel of %d-bit weights gives wrong sums here; torch's slow operators serve them", weight.bits
+                )
+        return self._right[key]
 
-def _serves(weight: LinearWeight) -> TypeGuard[QuantisedWeight]:
-    return isinstance(weight, QuantisedWeight) and weight.dtype in FLOATS
+
+def is_right(weight: QuantisedWeight) -> bool:
+    """Whether every tile multiplies the first outputs of a weight as torch's operators do."""
+    some = weight.rows(torch.arange(min(PROBED_OUTPUTS, weight.out_size), device=weight.device))
+    ours = IntegerLinear(PackedWeight.of(some), None, torch.float32)
+    theirs = QuantisedLinear(some, None, torch.float32)
+    x = torch.randn(max(PROBED_ROWS), weight.in_size, device=weight.device).to(weight.dtype)
+    return all(torch.equal(ours(x[:rows]), theirs(x[:rows])) for rows in PROBED_ROWS)
