@@ -89,6 +89,19 @@ def status_file(log: Path) -> Path:
     return log.with_suffix(".status")
 
 
+# Before a program: an answer takes long enough to be interrupted, whatever else the machine does.
+SLOWLY = """
+import time
+from quire.engine.engine import Engine
+
+def slow_step(engine, step=Engine.step):
+    time.sleep(0.02)
+    return step(engine)
+
+Engine.step = slow_step
+"""
+
+
 class Spawner:
     """Starts commands. All of them end with it."""
 
@@ -115,10 +128,12 @@ class Spawner:
         self._process.wait(30)
 
     @contextmanager
-    def running(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
+    def running(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, program: str = QUIRE
+    ) -> Iterator[Process]:
         """What `quire_bench.server.process.running` does. environment: one thread, which all have here."""
         assert environment in (None, ONE_THREAD)
-        process = self.start(*arguments)
+        process = self.start(*arguments, program=program)
         try:
             yield asyncio.run(process.listening())
         finally:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.forks import Process, Spawner
+from tests.forks import QUIRE, SLOWLY, Process, Spawner
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def terminal(forks: Spawner, *arguments: str, term: str = "xterm-256color") -> I
     ours, theirs = os.openpty()
     os.set_blocking(ours, False)
     found = Terminal(ours)
-    found.process = forks.start(*arguments, os.ttyname(theirs), program=AT_A_TERMINAL.format(term=term))
+    found.process = forks.start(*arguments, os.ttyname(theirs), program=SLOWLY + AT_A_TERMINAL.format(term=term))
     try:
         yield found
     finally:
@@ -137,7 +137,7 @@ def test_ctrl_d_ends_a_chat_and_lines_pasted_at_once_are_one_message(forks: Spaw
 
 def test_a_server_that_dies_is_a_sentence_and_the_chat_goes_on(forks: Spawner) -> None:
     serve = ("serve", "--port", "0", "--num-blocks", "64")
-    with forks.running(*serve) as server, terminal(forks, "chat", "--url", server.url) as at:
+    with forks.running(*serve, program=SLOWLY + QUIRE) as server, terminal(forks, "chat", "--url", server.url) as at:
         at.shows("quire-embedded\n")
         at.shows(">>> ")
         at.type("a stack\n")
