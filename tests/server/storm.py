@@ -126,17 +126,22 @@ async def clients(server: Serving, count: int, seed: int) -> int:
     return completed
 
 
+def held(server: Serving) -> tuple[int, int, int]:
+    """Tasks, descriptors and threads."""
+    return num_tasks(server), num_descriptors(server), num_threads()
+
+
 def storm(server: Serving, count: int, seed: int) -> Report:
     """So many clients that hang up; then what they left behind."""
     asyncio.run(clients(server, min(count, 2 * AT_A_TIME), seed + 1))  # so that all that is made once is there
     settle(server)
-    before = num_tasks(server), num_descriptors(server), num_threads()
+    before = held(server)
     completed = asyncio.run(clients(server, count, seed))
     settle(server)
     end = time.monotonic() + 60
-    while num_tasks(server) > before[0] and time.monotonic() < end:  # some wait for a template's process
-        time.sleep(0.05)
-    after = num_tasks(server), num_descriptors(server), num_threads()
+    while any(now > then for now, then in zip(held(server), before, strict=True)) and time.monotonic() < end:
+        time.sleep(0.05)  # some wait for a template's process; the system closes connections when it comes to it
+    after = held(server)
     leaked = [
         f"{now - then} {what}"
         for what, then, now in zip(("tasks", "file descriptors", "threads"), before, after, strict=True)
