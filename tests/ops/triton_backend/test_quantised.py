@@ -108,6 +108,9 @@ def test_a_kind_of_weight_is_compared_once(monkeypatch):
 def test_what_is_compared(kind):
     weight = weight_of(kind, 70, 260)
     assert IS_RIGHT(weight)
+    scales = weight.scales.clone()
+    scales[0, 0] = torch.nan
+    assert IS_RIGHT(weight.derived(scales=scales))  # both make NaN of it
     wrong = IntegerLinear.__call__
 
     def off_by_one_output(self, x):

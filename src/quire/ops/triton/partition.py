@@ -27,7 +27,7 @@ MOST_CUTS = 3  # parts beyond one a tile, in multiples of the programs that run 
 # What an item takes, in keys that it could read in that time, measured on an H100.
 START_FEW, START_MANY = 40, 160  # until it reads, and to store the sums of a part
 MERGE = 110  # the launch that folds parts
-ALONE = 0.6  # of its time beside others, where the processors have little else to do
+ALONE = 0.6  # of its time next to others, where the processors have little else to do
 PART_MEMORY = 256 * 2**20  # bytes that the parts of a reproducible plan may take
 
 
