@@ -367,7 +367,7 @@ class Cell:
         """Steps on a host take another time from the next one on."""
         rates = host.rates()
         for other in host.replicas:
-            if other is not cause and other.leap is not None and (other.cost.reading, other.cost.slowness) != rates:
+            if other is not cause and other.leap is not None and other.cost.rates != rates:
                 end = other.cut(self.now)
                 if end is not None:
                     self.push_end(other, end)

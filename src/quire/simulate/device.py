@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -107,6 +107,7 @@ class DeviceFile:
     bytes_per_second: float  # that one replica reads, weights and cache together
     host_bytes_per_second: float  # that all replicas on the machine read together
     per_neighbour: float = 0.0  # how much longer steps take for each other replica that computes there, as a share
+    drawn_per_neighbour: float = 0.0  # seconds by which they take longer besides, for each token that they draw
     step: StepFit
     server: ServerFit = field(default_factory=ServerFit)
     machine: dict[str, Any] = field(default_factory=dict)  # what was measured on, and when
@@ -117,6 +118,7 @@ class DeviceFile:
         for name in ("bytes_per_second", "host_bytes_per_second"):
             check_number(ConfigError, name, getattr(self, name), 1.0)
         check_number(ConfigError, "per_neighbour", self.per_neighbour, 0.0, 100.0)
+        check_number(ConfigError, "drawn_per_neighbour", self.drawn_per_neighbour, 0.0)
 
     def check_model(self, path: Path | str, model: ModelCost) -> None:
         """Raise ConfigError where it is of another model. path: of the file."""
@@ -170,8 +172,16 @@ def _mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 NO_DEVICE = Device("fitted", 1.0, 1.0, 1.0)  # of a cost that is fitted
 
 
+class Rates(NamedTuple):
+    """How steps next to others differ from those on a machine that has nothing else to do."""
+
+    reading: float = 1.0  # so many times as long does it take, as others on the host read, too
+    slowness: float = 1.0  # so many times as long does everything take
+    drawn: float = 0.0  # seconds longer, for each token drawn
+
+
 class ReplicaCost(CostModel):
-    """Seconds of a replica's steps, of which a host may slow down the reading, or all."""
+    """Seconds of a replica's steps, at the rates that a host has at the time."""
 
     def __init__(
         self, model: ModelCost, device: Device | StepFit, block_size: int, server: ServerFit | None = None
@@ -180,28 +190,28 @@ class ReplicaCost(CostModel):
         super().__init__(model, NO_DEVICE if isinstance(device, StepFit) else device, block_size)
         self.fit = device if isinstance(device, StepFit) else _roofline(device)
         self.server = server or ServerFit()
-        self.reading = 1.0  # so many times as long does reading take, as others on the host read, too
-        self.slowness = 1.0  # so many times as long does everything take
+        self.rates = Rates()
 
     def time_of(self, work: StepWork) -> float:
         """Seconds of a step with that much work."""
-        fit, server = self.fit, self.server
+        fit, server, rates = self.fit, self.server, self.rates
         both = _computing(fit.exponent, many=False)(
-            fit.weight_byte * work.weight_bytes * self.reading,
+            fit.weight_byte * work.weight_bytes * rates.reading,
             fit.linear_flop * work.linear_flops,
-            fit.cache_byte * work.cache_bytes * self.reading,
+            fit.cache_byte * work.cache_bytes * rates.reading,
             fit.attention_flop * work.attention_flops,
         )
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
         own = (own + (both + fit.moved_byte * work.moved_bytes)) * fit.factor(work.num_tokens)
-        return float((own + server.step + server.drawn * work.num_drawn) * self.slowness)
+        return float((own + server.step + (server.drawn + rates.drawn) * work.num_drawn) * rates.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
-        drawn, factor, slowness = server.drawn * num_sequences, self.reading, self.slowness
+        factor, slowness, longer_drawn = self.rates
+        drawn = (server.drawn + longer_drawn) * num_sequences
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
         computing, longer = _computing(fit.exponent, many=many), fit.factor(num_sequences)
@@ -216,7 +226,7 @@ class ReplicaCost(CostModel):
     @property
     def seconds_a_prompt_token(self) -> float:
         """Of a long prompt, its attention left out."""
-        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowness
+        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.rates.slowness
 
 
 def _computing(exponent: int, *, many: bool) -> Callable[[Any, Any, Any, Any], Any]:

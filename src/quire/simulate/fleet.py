@@ -17,7 +17,7 @@ from quire.simulate.cell import Cell
 from quire.simulate.device import DeviceFile, ReplicaCost, read_device
 from quire.simulate.loads import Load, drawn, rows_of
 from quire.simulate.outcome import Outcome
-from quire.simulate.replica import Host, Replica
+from quire.simulate.replica import Host, Replica, host_of
 from quire.simulate.simulation import no_collector
 from quire.simulate.spec import FleetSpec, KindSpec
 from quire.simulate.trouble import Trouble
@@ -139,16 +139,14 @@ class FleetSimulation:
 
     def _host(self, kind: KindSpec, name: str) -> Host:
         device = self._devices[kind.kind]
-        reads = device.bytes_per_second
-        total, per_neighbour = reads * kind.per_host, 0.0
         if isinstance(device, DeviceFile):
-            total, per_neighbour = device.host_bytes_per_second, device.per_neighbour
-        return Host(
-            name,
-            reads,
-            kind.host_bytes_per_second or total,
-            per_neighbour if kind.per_neighbour is None else kind.per_neighbour,
-        )
+            host = host_of(name, device)
+        else:
+            host = Host(name, device.bytes_per_second, device.bytes_per_second * kind.per_host, 0.0, 0.0)
+        host.total = kind.host_bytes_per_second or host.total
+        if kind.per_neighbour is not None:
+            host.per_neighbour = kind.per_neighbour
+        return host
 
     def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run one of the cells. Hosts are dealt out among them in turns."""

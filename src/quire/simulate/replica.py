@@ -16,7 +16,7 @@ from quire.errors import RequestError
 from quire.fleet.report import STATE_EVERY, Report, load_differs
 from quire.fleet.state import ReplicaState
 from quire.request import Event, FinishReason, Request
-from quire.simulate.device import NO_DEVICE, ReplicaCost
+from quire.simulate.device import NO_DEVICE, DeviceFile, Rates, ReplicaCost
 from quire.simulate.leap import Leap
 from quire.simulate.simulation import Simulation, Step
 
@@ -29,14 +29,25 @@ class Host:
     reads: float  # bytes a second of one replica
     total: float  # of all of them together
     per_neighbour: float  # how much longer steps take for each other one that computes
+    drawn_per_neighbour: float  # seconds besides, for each token that they draw
     replicas: list[Replica] = field(default_factory=list)
     computing: set[int] = field(default_factory=set)  # their numbers
     slowness: float = 1.0
 
-    def rates(self) -> tuple[float, float]:
-        """So many times as long do reading, and all of a step, take next to those that compute now."""
-        count = max(1, len(self.computing))
-        return max(1.0, count * self.reads / self.total), self.slowness * (1.0 + self.per_neighbour * (count - 1))
+    def rates(self) -> Rates:
+        """Those of steps next to the replicas that compute now."""
+        others = max(0, len(self.computing) - 1)
+        return Rates(
+            max(1.0, (others + 1) * self.reads / self.total),
+            self.slowness * (1.0 + self.per_neighbour * others),
+            self.drawn_per_neighbour * others,
+        )
+
+
+def host_of(name: str, device: DeviceFile) -> Host:
+    """A machine as that file has it."""
+    reads, total = device.bytes_per_second, device.host_bytes_per_second
+    return Host(name, reads, total, device.per_neighbour, device.drawn_per_neighbour)
 
 
 class Outbox:
@@ -152,7 +163,7 @@ class Replica:
             self.host.computing.discard(self.number)
             return None, refused
         self.host.computing.add(self.number)
-        self.cost.reading, self.cost.slowness = self.host.rates()
+        self.cost.rates = self.host.rates()
         if self._repeated:  # who publishes a block first matters then, and decoders publish late
             self._repeated &= engine.scheduler.requests.keys()
             engine.leaps = engine.leaps and not self._repeated

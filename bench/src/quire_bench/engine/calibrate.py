@@ -1,7 +1,7 @@
 """Calibration: what steps, requests and tokens of a model take on this machine, as a file for `quire simulate`.
 
 Steps are timed in the engine, in rounds in which every kind of step comes once, so that a machine whose speed drifts
-spreads its drift over all of them. What a server adds is timed over HTTP, against what the fit says of the steps.
+spreads its drift over all of them. What a server adds is timed over HTTP, in turns with the same steps in the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -49,9 +50,9 @@ LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer o
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 AGAIN_STREAMS = 3  # times that each of these numbers is measured
 TOKENS = 48  # of each of these
-SHARED = (2, 8, 16)  # streams at each of two replicas behind a gateway, and at one of them alone
+SHARED = (1, 4, 16, 32)  # streams at each of two replicas behind a gateway, and at one of them alone
 SHARED_PROMPTS = (128, 512)  # tokens of prompts that both of them compute, and one of them alone
-AGAIN_SHARED = 2  # times that each of the streams is measured; of the prompts, three times as often
+AGAIN_SHARED = 3  # times that each of the streams is measured; of the prompts, three times as often
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
@@ -87,9 +88,9 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     fit = fit_steps([one.work for one in kinds], [one.seconds for one in kinds])
     rates.append(_rates(threads))
     read, multiplied = (statistics.fmean(one) for one in zip(*rates, strict=True))
-    server = _server(options, ReplicaCost(model, fit, block_size), advance)
-    gateway, per_neighbour, reading = _behind_gateway(options, ReplicaCost(model, fit, block_size, server))
-    server = replace(server, gateway=gateway)
+    server = _server(options, llm, advance)
+    next_to = _behind_gateway(options, ReplicaCost(model, fit, block_size, server), llm.config.max_num_seqs)
+    server = replace(server, gateway=next_to.gateway)
     advance()
     cases = [
         {"kind": one.kind, "seconds": one.seconds, "predicted": predicted(fit, one.work)} for one in kinds
@@ -100,8 +101,9 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         model_name=str(llm.files.path.name),
         block_size=block_size,
         bytes_per_second=read,
-        host_bytes_per_second=2 * read / reading,
-        per_neighbour=per_neighbour,
+        host_bytes_per_second=2 * read / (1 + next_to.reading),
+        per_neighbour=next_to.share,
+        drawn_per_neighbour=next_to.drawn,
         step=fit,
         server=server,
         machine={
@@ -170,6 +172,20 @@ def cost_block(llm: LLM) -> int:
 
 def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, rng: random.Random) -> Iterator[Timed]:
     """Steps of one kind."""
+    with _decoding(llm, sequences, context, rng):
+        for _ in range(WARM if sequences else 0):
+            _checked(llm.engine.step())
+        for _ in range(0 if prompt else STEPS):
+            yield _timed(llm, cost, f"decode {sequences} x {context}")
+        name = f"prompt {prompt}" if not sequences else f"decode {sequences} and prompt {prompt}"
+        for i in range(AGAIN if prompt else 0):
+            llm.engine.add(_request(f"new-{i}", prompt, 1, rng))
+            yield _timed(llm, cost, name)
+
+
+@contextmanager
+def _decoding(llm: LLM, sequences: int, context: int, rng: random.Random) -> Iterator[None]:
+    """So many sequences decode. At the end nothing runs."""
     engine = llm.engine
     llm.reset_prefix_cache()
     requests = [_request(f"old-{i}", context, 2**20, rng) for i in range(sequences)]
@@ -178,18 +194,10 @@ def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, 
             engine.add(one)
         while any(not one.num_generated for one in requests):
             _checked(engine.step())
-        for _ in range(WARM if sequences else 0):
-            _checked(engine.step())
-        for _ in range(0 if prompt else STEPS):
-            yield _timed(llm, cost, f"decode {sequences} x {context}")
-        name = f"prompt {prompt}" if not sequences else f"decode {sequences} and prompt {prompt}"
-        for i in range(AGAIN if prompt else 0):
-            requests.append(_request(f"new-{i}", prompt, 1, rng))
-            engine.add(requests[-1])
-            yield _timed(llm, cost, name)
+        yield
     finally:
-        for one in requests:
-            engine.abort(one.id)
+        for name in list(engine.scheduler.requests):
+            engine.abort(name)
         while engine.has_work:
             engine.step()
 
@@ -239,50 +247,80 @@ def _medians(steps: Sequence[Timed]) -> list[Timed]:
 # -------------------------------------------------------------------------------------------------- over HTTP
 
 
-def _server(options: Sequence[str], cost: ReplicaCost, advance: Callable[[], None]) -> ServerFit:
-    """What a server adds to steps and requests."""
+def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> ServerFit:
+    """What a server adds to steps and requests.
+
+    The same is timed over HTTP and in the engine, in turns: within a minute a machine's speed drifts by more than what
+    is looked for.
+    """
+    longer: dict[int, list[tuple[float, float]]] = {}  # by streams or tokens: by how many seconds, and of how many
+    later: dict[int, list[tuple[float, float]]] = {}
     with server(*options) as process:
         target = Server(process.url)
         _asked(target, 4, 32, 8, 4)
-        gaps, longest = [], []
-        found: dict[int, list[float]] = {}
         for streams in STREAMS * AGAIN_STREAMS:
-            found.setdefault(streams, []).append(_gap(target, streams))
+            if streams <= llm.config.max_num_seqs:
+                took = _gap(target, streams)
+                longer.setdefault(streams, []).append((took - _own_gap(llm, streams), took))
             advance()
-        for streams, those in found.items():
-            took, context = statistics.median(those), 64 + TOKENS // 2
-            step = cost.decode_seconds(streams, streams * context) if _plain(cost) else 0.0
-            gaps.append((streams, took - step, took))
         for length in ASKED:
-            if length + 4 > cost.model.max_model_len:
-                advance()
-                continue
-            run = _asked(target, TIMES, length, 1, 1)
-            first = [found.ttft for found in map(latencies, run.records) if found is not None]
-            took = statistics.median(first)
-            longest.append((length, took - _prompt_seconds(cost, length), took))
+            for _ in range(TIMES if length + 4 <= llm.decoder.max_model_len else 0):
+                took = _ttft(target, length, 1)
+                later.setdefault(length, []).append((took - _own_prompt(llm, length), took))
             advance()
-    step, drawn = _line(gaps)
-    request, prompt_token = _line(longest)
-    request = max(0.0, request - step - drawn)
-    return ServerFit(step=step, drawn=drawn, request=request, prompt_token=prompt_token)
+    step, drawn = _line(longer)
+    request, prompt_token = _line(later)
+    return ServerFit(step=step, drawn=drawn, request=max(0.0, request - step - drawn), prompt_token=prompt_token)
+
+
+def _own_gap(llm: LLM, streams: int) -> float:
+    """What `_gap` measures, without a server."""
+    took = []
+    with _decoding(llm, streams, 64, random.Random(streams)):
+        for _ in range(TOKENS - 1):
+            start = time.perf_counter()
+            _checked(llm.engine.step())
+            took.append(time.perf_counter() - start)
+    return _mean_gap(took[FIRST_GAPS:])
+
+
+def _own_prompt(llm: LLM, length: int) -> float:
+    """Seconds of the step that computes a prompt."""
+    llm.engine.add(_request("prompt", length, 1, random.Random()))
+    start = time.perf_counter()
+    while llm.engine.has_work:
+        _checked(llm.engine.step())
+    return time.perf_counter() - start
 
 
 def _gap(server: Server, streams: int) -> float:
     """Mean seconds between tokens of streams that all decode, the longest gaps left out."""
     run = _asked(server, streams, 64, TOKENS, streams)
     each = [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps[FIRST_GAPS:]]
-    return statistics.fmean(sorted(each)[: len(each) * 98 // 100])
+    return _mean_gap(each)
 
 
-def _behind_gateway(options: Sequence[str], cost: ReplicaCost) -> tuple[float, float, float]:
-    """Seconds that a gateway adds to a request, to the first token; and what two replicas behind it cost one another.
+def _mean_gap(gaps: Sequence[float]) -> float:
+    """The mean, the longest ones left out: they are of other programs."""
+    return statistics.fmean(sorted(gaps)[: len(gaps) * 98 // 100])
 
-    The latter is how much longer steps take while both compute, as a share, and how many times as long reading takes
-    besides. A gateway and clients are on the machine, too, and all of them share its cores. Everything is asked both
-    ways in turns, so that a machine whose speed drifts does not count.
+
+class _Neighbours(NamedTuple):
+    """What a gateway adds to a request, and two replicas behind it to each other's steps while both compute."""
+
+    gateway: float  # seconds
+    share: float  # of a step
+    reading: float  # of what it reads, as a share
+    drawn: float  # seconds for each token that it draws
+
+
+def _behind_gateway(options: Sequence[str], cost: ReplicaCost, most: int) -> _Neighbours:
+    """Two replicas behind a gateway against one of them alone, in turns. most: streams at each of them.
+
+    A gateway and clients are on the machine, too, and all of them share its cores: what they do for a token takes of
+    the replicas' time once each core has one that computes.
     """
-    fit, points = cost.fit, []  # share of reading in a step, and how many times as long it took
+    fit, points = cost.fit, []  # shares of the three, and how many times as long it took
     with fleet(2, *options, threads=torch.get_num_threads()) as running:
         gateway, alone = Server(running.url), Server(running.replicas[0].url)
         for target in (gateway, alone, Server(running.replicas[1].url)):
@@ -290,20 +328,18 @@ def _behind_gateway(options: Sequence[str], cost: ReplicaCost) -> tuple[float, f
         through, direct = partial(_ttft, gateway, ASKED[0], 1), partial(_ttft, alone, ASKED[0], 1)
         added = _more(through, direct, TIMES)[0]
         for streams in SHARED if _plain(cost) else ():
-            both, one = partial(_gap, gateway, 2 * streams), partial(_gap, alone, streams)
-            ratio = _more(both, one, AGAIN_SHARED)[1]
-            keys = streams * (64 + TOKENS // 2)
-            read = fit.weight_byte * cost.model.weight_bytes(streams) + fit.cache_byte * keys * cost.kv_bytes
-            points.append((read / cost.decode_seconds(streams, keys), ratio))
+            if streams <= most:
+                ratio = _more(partial(_gap, gateway, 2 * streams), partial(_gap, alone, streams), AGAIN_SHARED)[1]
+                keys = streams * (64 + TOKENS // 2)
+                read, took = fit.weight_byte * cost.model.weight_bytes(streams), cost.decode_seconds(streams, keys)
+                points.append((1.0, (read + fit.cache_byte * keys * cost.kv_bytes) / took, streams / took, ratio))
         for length in SHARED_PROMPTS:
             if length + 4 <= cost.model.max_model_len:
-                ratio = _more(partial(_ttft, gateway, length, 2), partial(_ttft, gateway, length, 1), 3 * AGAIN_SHARED)[
-                    1
-                ]
-                points.append((0.0, ratio))  # reading overlaps with multiplying
-    a = np.array([[1.0, share] for share, _ in points])
-    per_neighbour, longer = nonnegative_least_squares(a, np.array([ratio - 1 for _, ratio in points]))
-    return max(0.0, added), float(per_neighbour), 1.0 + float(longer)
+                one, two = (partial(_ttft, gateway, length, at_once) for at_once in (1, 2))
+                points.append((1.0, 0.0, 0.0, _more(two, one, 3 * AGAIN_SHARED)[1]))  # reading hides in multiplying
+    table = np.array(points)
+    share, reading, drawn = nonnegative_least_squares(table[:, :3], table[:, 3] - 1)
+    return _Neighbours(max(0.0, added), float(share), float(reading), float(drawn))
 
 
 def _more(one: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
@@ -323,20 +359,12 @@ def _plain(cost: ReplicaCost) -> bool:
     return all(getattr(group, "window", 1) is None for group in cost.model.groups)
 
 
-def _prompt_seconds(cost: ReplicaCost, length: int) -> float:
-    """Of the step that computes a prompt."""
-    from quire.engine.plan import PlanItem
-    from quire.request import SamplingParams
-
-    request = Request("prompt", array("i", bytes(4 * length)), length, SamplingParams())
-    return cost.seconds(Plan([PlanItem(request, 0, length)], num_tokens=length), 1)
-
-
-def _line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
-    """The line through them, neither part of which is negative. points: x, y, and how far off y may be."""
-    weights = [1.0 / max(off, SHORTEST) for _, _, off in points]
-    a = np.array([[weight, x * weight] for (x, _, _), weight in zip(points, weights, strict=True)])
-    found = nonnegative_least_squares(a, np.array([y * w for (_, y, _), w in zip(points, weights, strict=True)]))
+def _line(points: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """The line through the medians, neither part of which is negative. points: by x, y and how far off it may be."""
+    at = [(x, *map(statistics.median, zip(*those, strict=True))) for x, those in points.items()]
+    weights = [1.0 / max(off, SHORTEST) for _, _, off in at]
+    a = np.array([[weight, x * weight] for (x, _, _), weight in zip(at, weights, strict=True)])
+    found = nonnegative_least_squares(a, np.array([y * w for (_, y, _), w in zip(at, weights, strict=True)]))
     return float(found[0]), float(found[1])
 
 
