@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from quire.engine.cost import model_cost
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ServerFit, StepFit, model_digest, write_device
 from quire_bench.fleet import validate
-from quire_bench.fleet.validate import TRACES, Compared, sessions, simulated, tokens_of, within_goals
+from quire_bench.fleet.validate import TRACES, Compared, Speed, at_speed, sessions, simulated, tokens_of, within_goals
 
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 STEP = StepFit(step=1e-3, sequence=1e-5, token=2e-5, drawn=0.0, weight_byte=1e-11, cache_byte=1e-11, linear_flop=0.0,
@@ -56,9 +57,18 @@ def test_a_neighbour_is_simulated_to_take_time() -> None:
     assert two.itl.percentile(50) > 1.05 * one.itl.percentile(50)
 
 
+def test_a_device_at_another_speed() -> None:
+    """What reads a fifth faster, and computes a fifth slower, is so by what streams and a prompt take."""
+    step = replace(STEP, weight_byte=1e-9, linear_flop=1e-10)
+    device = replace(DEVICE, step=step, server=ServerFit(step=1e-4, request=1e-3, prompt_token=1e-6))
+    speed = Speed(reading=1.2, computing=0.8, at_once=0.9)
+    before, after = (validate._probes(MODEL, one, 2) for one in (device, at_speed(device, MODEL, 2, speed)))
+    assert after == pytest.approx([took / share for took, share in zip(before, speed, strict=True)])
+
+
 def compared(load: float, throughput: float) -> Compared:
     measured, simulated = {"throughput": 100.0, "hit_rate": 0.0}, {"throughput": throughput, "hit_rate": 0.0}
-    return Compared(1, "poisson", load, 10, measured, simulated, {"throughput": 0.01}, (0.9, 1.1), 0.1)
+    return Compared(1, "poisson", load, 10, measured, simulated, {"throughput": 0.01}, [Speed(0.9, 1.1, 1.0)], 0.1)
 
 
 def test_loads_within_their_goals_are_counted() -> None:
@@ -101,7 +111,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for one in found:
         assert one["real"].keys() == one["simulated"].keys()
         assert one["spread"].keys() == one["real"].keys()
-        assert 0 < one["speed"][0] <= one["speed"][1]
+        assert len(one["speeds"]) == (4 if one["load"] < 1 else 2)
+        assert all(share > 0 for speed in one["speeds"] for share in speed)
         assert one["real"]["throughput"] > 0 < one["simulated"]["throughput"]
     assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + len(found)
 

@@ -80,11 +80,12 @@ def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
 
 def _table(found: list[Any], figures: tuple[str, ...]) -> str:
     """Measured and how far runs lie apart, simulated and by how much that is wrong, a line for each load."""
-    lines = ["| replicas | trace | load | requests | speed | " + " | ".join(map(_title, figures)) + " |"]
-    lines.append("|---" * (5 + len(figures)) + "|")
+    titles = ["replicas", "trace", "load", "requests", "reads", "computes", "all read", *map(_title, figures)]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for one in found:
         load = "all at once" if one.load == float("inf") else f"{one.load:.0%}"
-        cells = [str(one.replicas), one.trace, load, str(one.requests), "{:.2f} to {:.2f}".format(*one.speed)]
+        speeds = [f"{min(those):.2f} to {max(those):.2f}" for those in zip(*one.speeds, strict=True)]
+        cells = [str(one.replicas), one.trace, load, str(one.requests), *speeds]
         for name in figures:
             real, predicted = (_shown(name, those[name]) for those in (one.real, one.simulated))
             if one.spread[name]:

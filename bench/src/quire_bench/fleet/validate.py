@@ -5,8 +5,9 @@ Nothing of it was known to `quire bench calibrate`, whose device file the predic
 
 A run of some seconds has few requests, and no two runs of the same rows are alike. So the same rows are sent several
 times, with other tokens, and the requests of all runs are looked at together; how far the runs lie apart is noted
-besides. Memory is as fast as others on the same machine let it be, from minute to minute. So around each run a single
-stream shows how long reading takes now, and the load is simulated with that; all else is as it was calibrated.
+besides. Memory and cores are as fast as others on the same machine let them be, from minute to minute. So around each
+run streams show how long reading takes now, at one replica and at all of them, and prompts how long computing does.
+Each run is simulated with that; all else is as it was calibrated.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from quire.engine.cost import model_cost
+from quire.engine.cost import ModelCost, StepWork, model_cost
 from quire.engine.trace import TraceRow, write_trace
 from quire.errors import QuireError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
@@ -30,6 +32,7 @@ from quire.simulate.device import DeviceFile, ReplicaCost, write_device
 from quire.simulate.fleet import FleetSimulation
 from quire.simulate.loads import arrivals, drawn
 from quire.simulate.outcome import Outcome
+from quire.simulate.replica import host_of
 from quire.simulate.spec import Lengths, LoadSpec, make_spec
 from quire_bench.fleet.running import Replica, fleet
 from quire_bench.server.client import Run, Server, send
@@ -49,8 +52,10 @@ SATURATING = 3  # times as many requests as there are seats, to find what the re
 WARM_UP = 16  # requests
 FILLING = 256  # tokens of each of the prompts that fill a cache
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
-SCALES = (0.5, 2.0)  # of what reading takes, at most
-REFERENCE = (32, 32)  # tokens of the prompt and of the answer of the stream that shows how fast the machine is
+SCALES = (0.5, 2.0)  # of what reading and computing take, at most
+CROWDED = 4.0  # times as long may reading take where all replicas do at once
+STREAM = (32, 32)  # tokens of the prompt and of the answer of the stream that shows how fast the machine reads
+PROMPT, PROMPTS = 512, 3  # tokens of the prompts that show how fast it computes, and how many these are
 # A chunk for each token, also where a text is held back until its last character is whole.
 OPTIONS = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 GOALS: Mapping[str, float] = MappingProxyType(  # the largest error of each figure
@@ -71,7 +76,7 @@ class Compared:
     real: Mapping[str, float]  # of FIGURES: tokens or requests a second, seconds, a share
     simulated: Mapping[str, float]
     spread: Mapping[str, float]  # half of how far the runs of the same rows lie apart, relative to all together
-    speed: tuple[float, float]  # of the machine next to when it was calibrated, the least and the most around the runs
+    speeds: Sequence[Speed]  # before and after each run
     client_share: float  # of a core that sending took
 
     def error(self, figure: str) -> float:
@@ -82,6 +87,14 @@ class Compared:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return asdict(self) | {"errors": {name: self.error(name) for name in self.real}}
+
+
+class Speed(NamedTuple):
+    """How fast a machine is, next to when it was calibrated."""
+
+    reading: float
+    computing: float
+    at_once: float  # reading, where all replicas do
 
 
 # ------------------------------------------------------------------------------------------------------- the traces
@@ -180,7 +193,7 @@ class _Serving:
     replicas: Sequence[Replica]
     device: DeviceFile
     model: str | None
-    cost: ReplicaCost
+    model_cost: ModelCost
 
 
 @contextmanager
@@ -189,7 +202,7 @@ def _serving(count: int, device: DeviceFile, model: str | None, options: Sequenc
     own += ["--block-size", str(BLOCK), *options, *([] if model is None else ["--model", model])]
     threads = int(device.machine.get("threads", 1))
     path = EMBEDDED if model is None else Path(model)
-    cost = ReplicaCost(model_cost(*read_config(path), expected_weight_bytes(path)), device.step, BLOCK, device.server)
+    cost = model_cost(*read_config(path), expected_weight_bytes(path))
     if count == 1:
         one = Replica(own, threads)
         try:
@@ -238,7 +251,7 @@ class _Replay:
     run: Run
     looked_for: float  # tokens of prompts, in the caches
     hits: float
-    speeds: tuple[float, float]  # before and after
+    speeds: tuple[Speed, Speed]  # before and after
 
 
 def _replayed(serving: _Serving, rows: Sequence[TraceRow], seed: int, turn: int) -> _Replay:
@@ -250,14 +263,42 @@ def _replayed(serving: _Serving, rows: Sequence[TraceRow], seed: int, turn: int)
     return _Replay(run, looked_for, hits, (speed, _speed(serving, 2 * turn + 1)))
 
 
-def _speed(serving: _Serving, turn: int) -> float:
-    """How fast the replicas are, one after the other, next to what the device file says of a single stream."""
-    prompt, new = REFERENCE
-    says, took = serving.cost.decode_seconds(1, prompt + new // 2), []
+def _speed(serving: _Serving, turn: int) -> Speed:
+    """How fast the replicas are next to what the device file says: one after the other, then all at once."""
+    gaps: list[float] = []
+    firsts: list[float] = []
     for one in serving.replicas:
-        run = _send(one.url, [TraceRow(0.0, prompt, new)], -3, turn)
-        took += [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps]
-    return says / max(percentile(sorted(took), 50), SHORTEST)
+        gaps += _stream(one, 2 * turn)
+        for number in range(PROMPTS):
+            found = latencies(_send(one.url, [TraceRow(0.0, PROMPT, 1)], -4, PROMPTS * turn + number).records[0])
+            firsts += [] if found is None else [found.ttft]
+    with ThreadPoolExecutor(len(serving.replicas)) as pool:
+        at_once = [gap for those in pool.map(_stream, serving.replicas, repeat(2 * turn + 1)) for gap in those]
+    says = _probes(serving.model_cost, serving.device, len(serving.replicas))
+    took = (percentile(sorted(those), 50) for those in (gaps, firsts, at_once))
+    return Speed(*(expected / max(measured, SHORTEST) for expected, measured in zip(says, took, strict=True)))
+
+
+def _stream(replica: Replica, turn: int) -> list[float]:
+    """Seconds between the tokens of a single stream."""
+    found = latencies(_send(replica.url, [TraceRow(0.0, *STREAM)], -3, turn).records[0])
+    return [] if found is None else list(found.gaps)
+
+
+def _probes(model: ModelCost, device: DeviceFile, count: int) -> Speed:
+    """Seconds that a device needs for what `_speed` measures, with so many replicas."""
+    cost, (asked, new) = ReplicaCost(model, device.step, BLOCK, device.server), STREAM
+    keys = PROMPT * (PROMPT + 1) // 2  # that the prompt's tokens see
+    prompt = StepWork(
+        PROMPT, 1, 1, model.weight_bytes(PROMPT), 2 * PROMPT * cost.kv_bytes, model.linear_flops(PROMPT, 1),
+        keys * cost.pair_flops, 0.0,
+    )  # fmt: skip
+    stream = cost.decode_seconds(1, asked + new // 2)
+    first = cost.time_of(prompt) + device.server.request + device.server.prompt_token * PROMPT
+    host = host_of("any", device)
+    host.computing = set(range(count))
+    cost.rates = host.rates()
+    return Speed(stream, first, cost.decode_seconds(1, asked + new // 2))
 
 
 def _seconds(replay: _Replay) -> float:
@@ -299,36 +340,50 @@ def _compared(
     serving: _Serving, name: str, load: float, rows: Sequence[TraceRow], replays: Sequence[_Replay]
 ) -> Compared:
     count, real, each = len(serving.replicas), _figures(replays), [_figures([one]) for one in replays]
-    speeds = [speed for one in replays for speed in one.speeds]
-    outcome = simulated(count, rows, at_speed(serving.device, serving.cost, fmean(speeds)), serving.model)
+    outcomes = [
+        simulated(count, rows, at_speed(serving.device, serving.model_cost, count, _mean(one.speeds)), serving.model)
+        for one in replays
+    ]
+    seconds = sum(one.seconds for one in outcomes)
+    together = Outcome()
+    for one in outcomes:
+        together.add(one)
     predicted = {
-        "throughput": outcome.counts["new_tokens"] / outcome.seconds,
-        **{figure: outcome.figure(figure) for figure in FIGURES[1:-1]},
-        "hit_rate": outcome.hit_rate,
+        "throughput": together.counts["new_tokens"] / seconds,
+        **{figure: together.figure(figure) for figure in FIGURES[1:-1]},
+        "hit_rate": together.hit_rate,
     }
     spread = {
         figure: (max(one[figure] for one in each) - min(one[figure] for one in each)) / 2 / value if value else 0.0
         for figure, value in real.items()
     }
     share = sum(one.run.cpu_seconds for one in replays) / max(1e-9, sum(one.run.seconds for one in replays))
-    num_requests = len(rows) * len(replays)
-    return Compared(
-        count, name, load, num_requests, real, predicted, spread, (min(speeds), max(speeds)), share
-    )  # fmt: skip
+    speeds = [speed for one in replays for speed in one.speeds]
+    return Compared(count, name, load, len(rows) * len(replays), real, predicted, spread, speeds, share)
 
 
-def at_speed(device: DeviceFile, cost: ReplicaCost, speed: float) -> DeviceFile:
-    """The device, reading as fast as a single stream says that is so many times as fast as by the device file."""
-    prompt, new = REFERENCE
-    wanted, low, high = cost.decode_seconds(1, prompt + new // 2) / speed, *SCALES
+def _mean(speeds: Sequence[Speed]) -> Speed:
+    return Speed(*map(fmean, zip(*speeds, strict=True)))
+
+
+def at_speed(device: DeviceFile, model: ModelCost, count: int, speed: Speed) -> DeviceFile:
+    """The device, if so many replicas read and compute on it as fast as that."""
+    wanted = [says / share for says, share in zip(_probes(model, device, count), speed, strict=True)]
+    scales = [1.0, 1.0, 1.0]  # of what reading and computing take, and of reading besides where all do at once
+    found = device
     for _ in range(40):
-        scale = (low + high) / 2
-        step = replace(
-            device.step, weight_byte=device.step.weight_byte * scale, cache_byte=device.step.cache_byte * scale
-        )
-        took = ReplicaCost(cost.model, step, BLOCK, device.server).decode_seconds(1, prompt + new // 2)
-        low, high = (scale, high) if took < wanted else (low, scale)
-    return replace(device, step=step)
+        took = _probes(model, found, count)
+        ratios = [scale * a / b for scale, a, b in zip(scales, wanted, took, strict=True)]
+        scales = [_within(ratios[0], *SCALES), _within(ratios[1], *SCALES), _within(ratios[2], 1.0, CROWDED)]
+        read = {name: getattr(device.step, name) * scales[0] for name in ("weight_byte", "cache_byte")}
+        rest = ("step", "sequence", "token", "drawn", "linear_flop", "attention_flop")
+        step = replace(device.step, **read, **{name: getattr(device.step, name) * scales[1] for name in rest})
+        found = replace(device, step=step, host_bytes_per_second=count * device.bytes_per_second / scales[2])
+    return found
+
+
+def _within(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)
 
 
 def within_goals(found: Sequence[Compared], figure: str) -> tuple[int, int, float, float]:
