@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from quire.cli import app
 from quire.simulate.device import read_device
 from quire_bench.engine import calibrate
+from quire_bench.fleet import replaying
 
 
 @pytest.mark.slow
@@ -30,11 +31,13 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "TOKENS": 12,
         "ASKED": (8, 32),
         "TIMES": 2,
-        "SHARED": (1,),
+        "LOADED": 6,
+        "AGAIN_LOADED": 1,
     }
-    short |= {"SHARED_PROMPTS": (32,), "AGAIN_SHARED": 1}
     for name, value in (small | short).items():
         monkeypatch.setattr(calibrate, name, value)
+    for name, value in {"SEATS": 4, "WARM_UP": 2, "BLOCKS": 256}.items():
+        monkeypatch.setattr(replaying, name, value)
     path = tmp_path / "device.json"
     arguments = ["bench", "calibrate", "--out", str(path), "--max-num-seqs", "8", "--kv-cache-memory", "64MiB"]
     shown = CliRunner().invoke(app, arguments)
@@ -46,6 +49,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0
     assert found.per_neighbour >= 0
+    assert found.server.under_load >= 0
     (tmp_path / "fleet.yaml").write_text(
         "replicas: [{kind: a, device: device.json, blocks: 200}]\n"
         "load: {rate: 2, duration: 3, prompt_tokens: 50, new_tokens: 10}\n"

@@ -14,8 +14,10 @@ from quire.cli import app
 from quire.engine.cost import model_cost
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ServerFit, StepFit, model_digest, write_device
-from quire_bench.fleet import validate
-from quire_bench.fleet.validate import TRACES, Compared, Speed, at_speed, sessions, simulated, tokens_of, within_goals
+from quire_bench.fleet import replaying, validate
+from quire_bench.fleet.replaying import TRACES, sessions, simulated, tokens_of
+from quire_bench.fleet.speed import Probes, at_speed, expected
+from quire_bench.fleet.validate import Compared, within_goals
 
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 STEP = StepFit(step=1e-3, sequence=1e-5, token=2e-5, drawn=0.0, weight_byte=1e-11, cache_byte=1e-11, linear_flop=0.0,
@@ -52,7 +54,7 @@ def test_a_conversation_goes_on() -> None:
 
 def test_a_neighbour_is_simulated_to_take_time() -> None:
     rows = TRACES["poisson"](20.0, 5.0, 0)
-    one, two = (simulated(count, rows, DEVICE, None) for count in (1, 2))
+    one, two = (simulated(count, rows, DEVICE, "") for count in (1, 2))
     assert one.counts["finished"] == two.counts["finished"] == len(rows)
     assert two.itl.percentile(50) > 1.05 * one.itl.percentile(50)
 
@@ -61,14 +63,14 @@ def test_a_device_at_another_speed() -> None:
     """What reads a fifth faster, and computes a fifth slower, is so by what streams and a prompt take."""
     step = replace(STEP, weight_byte=1e-9, linear_flop=1e-10)
     device = replace(DEVICE, step=step, server=ServerFit(step=1e-4, request=1e-3, prompt_token=1e-6))
-    speed = Speed(reading=1.2, computing=0.8, at_once=0.9)
-    before, after = (validate._probes(MODEL, one, 2) for one in (device, at_speed(device, MODEL, 2, speed)))
-    assert after == pytest.approx([took / share for took, share in zip(before, speed, strict=True)])
+    before = expected(MODEL, device, 2)
+    took = Probes(before.stream / 1.2, before.prompt / 0.8, before.streams / 0.9)
+    assert expected(MODEL, at_speed(device, MODEL, 2, took), 2) == pytest.approx(took)
 
 
 def compared(load: float, throughput: float) -> Compared:
     measured, simulated = {"throughput": 100.0, "hit_rate": 0.0}, {"throughput": throughput, "hit_rate": 0.0}
-    return Compared(1, "poisson", load, 10, measured, simulated, {"throughput": 0.01}, [Speed(0.9, 1.1, 1.0)], 0.1)
+    return Compared(1, "poisson", load, 10, measured, simulated, {"throughput": 0.01}, [Probes(0.9, 1.1, 1.0)], 0.1)
 
 
 def test_loads_within_their_goals_are_counted() -> None:
@@ -94,8 +96,10 @@ def test_errors_are_relative() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SEATS": 4, "SATURATING": 2, "WARM_UP": 2, "BLOCKS": 256}.items():
-        monkeypatch.setattr(validate, name, value)
+    for name, value in {"SEATS": 4, "WARM_UP": 2, "BLOCKS": 256}.items():
+        monkeypatch.setattr(replaying, name, value)
+    monkeypatch.setattr(validate, "SATURATING", 2)
+    monkeypatch.setattr(validate, "SEATS", 4)
     write_device(tmp_path / "device.json", DEVICE)
     arguments = ["bench", "validate", "--device", str(tmp_path / "device.json"), "--traces", "sessions"]
     arguments += ["--loads", "40", "--seconds", "2", "--repeats", "2", "--json", "--out", str(tmp_path / "table.md")]

@@ -83,13 +83,14 @@ def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFit:
-    """What a server adds to the steps of its engine, in seconds. Raises ConfigError as StepFit."""
+    """What a server adds to the steps of its engine, in seconds but for the last. Raises ConfigError as StepFit."""
 
     step: float = 0.0  # to each step
     drawn: float = 0.0  # to it, for each token that it draws
     request: float = 0.0  # from a request's arrival to its place in the engine, and from a token to the client
     prompt_token: float = 0.0  # the same, for each token of the prompt
     gateway: float = 0.0  # of a request, that comes through a gateway
+    under_load: float = 0.0  # how much longer steps take while requests come and end, as a share
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -107,7 +108,6 @@ class DeviceFile:
     bytes_per_second: float  # that one replica reads, weights and cache together
     host_bytes_per_second: float  # that all replicas on the machine read together
     per_neighbour: float = 0.0  # how much longer steps take for each other replica that computes there, as a share
-    drawn_per_neighbour: float = 0.0  # seconds by which they take longer besides, for each token that they draw
     step: StepFit
     server: ServerFit = field(default_factory=ServerFit)
     machine: dict[str, Any] = field(default_factory=dict)  # what was measured on, and when
@@ -118,7 +118,6 @@ class DeviceFile:
         for name in ("bytes_per_second", "host_bytes_per_second"):
             check_number(ConfigError, name, getattr(self, name), 1.0)
         check_number(ConfigError, "per_neighbour", self.per_neighbour, 0.0, 100.0)
-        check_number(ConfigError, "drawn_per_neighbour", self.drawn_per_neighbour, 0.0)
 
     def check_model(self, path: Path | str, model: ModelCost) -> None:
         """Raise ConfigError where it is of another model. path: of the file."""
@@ -177,7 +176,6 @@ class Rates(NamedTuple):
 
     reading: float = 1.0  # so many times as long does it take, as others on the host read, too
     slowness: float = 1.0  # so many times as long does everything take
-    drawn: float = 0.0  # seconds longer, for each token drawn
 
 
 class ReplicaCost(CostModel):
@@ -203,15 +201,14 @@ class ReplicaCost(CostModel):
         )
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
         own = (own + (both + fit.moved_byte * work.moved_bytes)) * fit.factor(work.num_tokens)
-        return float((own + server.step + (server.drawn + rates.drawn) * work.num_drawn) * rates.slowness)
+        return float((own + server.step + server.drawn * work.num_drawn) * self.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
-        factor, slowness, longer_drawn = self.rates
-        drawn = (server.drawn + longer_drawn) * num_sequences
+        drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.slowness
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
         computing, longer = _computing(fit.exponent, many=many), fit.factor(num_sequences)
@@ -224,9 +221,14 @@ class ReplicaCost(CostModel):
         return seconds
 
     @property
+    def slowness(self) -> float:
+        """So many times as long does a step take as on a machine at rest."""
+        return self.rates.slowness * (1.0 + self.server.under_load)
+
+    @property
     def seconds_a_prompt_token(self) -> float:
         """Of a long prompt, its attention left out."""
-        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.rates.slowness
+        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowness
 
 
 def _computing(exponent: int, *, many: bool) -> Callable[[Any, Any, Any, Any], Any]:

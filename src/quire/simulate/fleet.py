@@ -142,7 +142,7 @@ class FleetSimulation:
         if isinstance(device, DeviceFile):
             host = host_of(name, device)
         else:
-            host = Host(name, device.bytes_per_second, device.bytes_per_second * kind.per_host, 0.0, 0.0)
+            host = Host(name, device.bytes_per_second, device.bytes_per_second * kind.per_host, 0.0)
         host.total = kind.host_bytes_per_second or host.total
         if kind.per_neighbour is not None:
             host.per_neighbour = kind.per_neighbour

@@ -29,7 +29,6 @@ class Host:
     reads: float  # bytes a second of one replica
     total: float  # of all of them together
     per_neighbour: float  # how much longer steps take for each other one that computes
-    drawn_per_neighbour: float  # seconds besides, for each token that they draw
     replicas: list[Replica] = field(default_factory=list)
     computing: set[int] = field(default_factory=set)  # their numbers
     slowness: float = 1.0
@@ -40,14 +39,12 @@ class Host:
         return Rates(
             max(1.0, (others + 1) * self.reads / self.total),
             self.slowness * (1.0 + self.per_neighbour * others),
-            self.drawn_per_neighbour * others,
         )
 
 
 def host_of(name: str, device: DeviceFile) -> Host:
     """A machine as that file has it."""
-    reads, total = device.bytes_per_second, device.host_bytes_per_second
-    return Host(name, reads, total, device.per_neighbour, device.drawn_per_neighbour)
+    return Host(name, device.bytes_per_second, device.host_bytes_per_second, device.per_neighbour)
 
 
 class Outbox:

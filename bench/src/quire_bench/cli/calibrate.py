@@ -63,8 +63,8 @@ def calibrate(
     row("a server", f"adds {1e6 * server.step:,.0f} us to a step and {1e6 * server.drawn:,.0f} us for each token drawn")
     row("a request", f"{1e3 * server.request:,.2f} ms, and {1e6 * server.prompt_token:,.2f} us a token of its prompt")
     shown = ", ".join(f"{name} {errors[name]:.1%}" for name in ("p50", "p90", "max"))
-    shown_drawn = f"{1e6 * found.drawn_per_neighbour:,.0f} us for each token drawn"
-    row("next to another", f"a step takes {found.per_neighbour:.0%} longer, reading aside, and {shown_drawn}")
+    loaded, next_to = server.under_load, found.per_neighbour
+    row("under load", f"a step takes {loaded:.1%} longer, and next to another replica {next_to:.1%}, reading aside")
     row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
     row("residuals", f"{shown} of {errors['steps']} kinds of steps; exponent {step.exponent}")
     row("written", str(out))

@@ -32,7 +32,8 @@ def validate(
     Starts replicas with as many threads as the device file was measured with, and stops them again.
     """
     from quire.simulate.device import read_device
-    from quire_bench.fleet.validate import FIGURES, TRACES, Compared, within_goals
+    from quire_bench.fleet.replaying import TRACES
+    from quire_bench.fleet.validate import FIGURES, Compared, within_goals
     from quire_bench.fleet.validate import validate as measure
 
     try:

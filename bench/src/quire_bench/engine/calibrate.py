@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +24,11 @@ from quire.engine.plan import Plan
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.request import Request
-from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, model_digest
+from quire.simulate.device import DeviceFile, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
+from quire_bench.fleet.replaying import at_once, poisson, seconds_of, sent, serving, simulated
 from quire_bench.fleet.running import fleet
+from quire_bench.fleet.speed import Probes, at_speed, mean, probed
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
 from quire_bench.server.client import Run, Server, send
@@ -50,9 +51,11 @@ LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer o
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 AGAIN_STREAMS = 3  # times that each of these numbers is measured
 TOKENS = 48  # of each of these
-SHARED = (1, 4, 16, 32)  # streams at each of two replicas behind a gateway, and at one of them alone
-SHARED_PROMPTS = (128, 512)  # tokens of prompts that both of them compute, and one of them alone
-AGAIN_SHARED = 3  # times that each of the streams is measured; of the prompts, three times as often
+LOADED = 64  # requests at once for each replica, to find how long steps take while others come and end
+LONGEST_LOAD = 20.0  # seconds of these: where they would take longer there are fewer of them
+AGAIN_LOADED = 3  # times that they are sent
+LONGEST = 640  # tokens that a model must be able to have in a sequence for that
+TURNS = 3  # in which what neighbours take is found, and what they read
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
@@ -88,22 +91,18 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     fit = fit_steps([one.work for one in kinds], [one.seconds for one in kinds])
     rates.append(_rates(threads))
     read, multiplied = (statistics.fmean(one) for one in zip(*rates, strict=True))
-    server = _server(options, llm, advance)
-    next_to = _behind_gateway(options, ReplicaCost(model, fit, block_size, server), llm.config.max_num_seqs)
-    server = replace(server, gateway=next_to.gateway)
+    server = replace(_server(options, llm, advance), gateway=_gateway(options))
     advance()
     cases = [
         {"kind": one.kind, "seconds": one.seconds, "predicted": predicted(fit, one.work)} for one in kinds
     ]  # for people
-    return DeviceFile(
+    device = DeviceFile(
         kind=kind,
         model=model_digest(model),
         model_name=str(llm.files.path.name),
         block_size=block_size,
         bytes_per_second=read,
-        host_bytes_per_second=2 * read / (1 + next_to.reading),
-        per_neighbour=next_to.share,
-        drawn_per_neighbour=next_to.drawn,
+        host_bytes_per_second=2 * read,
         step=fit,
         server=server,
         machine={
@@ -119,9 +118,14 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
+    for count in (1, 2):
+        if llm.decoder.max_model_len >= LONGEST:
+            device = _under_load(device, options, llm, count)
+        advance()
+    return device
 
 
-PARTS = 2 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED)
+PARTS = 4 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED)
 
 
 def _touch(llm: LLM) -> None:
@@ -305,58 +309,52 @@ def _mean_gap(gaps: Sequence[float]) -> float:
     return statistics.fmean(sorted(gaps)[: len(gaps) * 98 // 100])
 
 
-class _Neighbours(NamedTuple):
-    """What a gateway adds to a request, and two replicas behind it to each other's steps while both compute."""
-
-    gateway: float  # seconds
-    share: float  # of a step
-    reading: float  # of what it reads, as a share
-    drawn: float  # seconds for each token that it draws
-
-
-def _behind_gateway(options: Sequence[str], cost: ReplicaCost, most: int) -> _Neighbours:
-    """Two replicas behind a gateway against one of them alone, in turns. most: streams at each of them.
-
-    A gateway and clients are on the machine, too, and all of them share its cores: what they do for a token takes of
-    the replicas' time once each core has one that computes.
-    """
-    fit, points = cost.fit, []  # shares of the three, and how many times as long it took
-    with fleet(2, *options, threads=torch.get_num_threads()) as running:
+def _gateway(options: Sequence[str]) -> float:
+    """Seconds that a gateway adds to a request."""
+    with fleet(1, *options, threads=torch.get_num_threads()) as running:
         gateway, alone = Server(running.url), Server(running.replicas[0].url)
-        for target in (gateway, alone, Server(running.replicas[1].url)):
+        for target in (gateway, alone):
             _asked(target, 4, 32, 8, 4)
-        through, direct = partial(_ttft, gateway, ASKED[0], 1), partial(_ttft, alone, ASKED[0], 1)
-        added = _more(through, direct, TIMES)[0]
-        for streams in SHARED if _plain(cost) else ():
-            if streams <= most:
-                ratio = _more(partial(_gap, gateway, 2 * streams), partial(_gap, alone, streams), AGAIN_SHARED)[1]
-                keys = streams * (64 + TOKENS // 2)
-                read, took = fit.weight_byte * cost.model.weight_bytes(streams), cost.decode_seconds(streams, keys)
-                points.append((1.0, (read + fit.cache_byte * keys * cost.kv_bytes) / took, streams / took, ratio))
-        for length in SHARED_PROMPTS:
-            if length + 4 <= cost.model.max_model_len:
-                one, two = (partial(_ttft, gateway, length, at_once) for at_once in (1, 2))
-                points.append((1.0, 0.0, 0.0, _more(two, one, 3 * AGAIN_SHARED)[1]))  # reading hides in multiplying
-    table = np.array(points)
-    share, reading, drawn = nonnegative_least_squares(table[:, :3], table[:, 3] - 1)
-    return _Neighbours(max(0.0, added), float(share), float(reading), float(drawn))
+        took = [(_ttft(gateway, ASKED[0], 1), _ttft(alone, ASKED[0], 1)) for _ in range(TIMES)]
+    through, direct = map(statistics.median, zip(*took, strict=True))
+    return float(max(0.0, through - direct))
 
 
-def _more(one: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
-    """How much more the median of one is than that of the other, and how many times as much; in turns."""
-    found = [(one(), other()) for _ in range(times)]
-    more, less = (statistics.median(those) for those in zip(*found, strict=True))
-    return more - less, more / max(less, SHORTEST)
+def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM, count: int) -> DeviceFile:
+    """The device as one or several replicas of it serve requests that come and end.
+
+    Then steps wait for event loops, which read requests, and for clients and gateways, which have cores as well; and
+    neighbours read the same memory. Requests come all at once, so what matters is how long all of them take, and not
+    what was drawn first.
+    """
+    model, path = cost_of(llm.decoder), str(llm.files.path.resolve())
+    rows = at_once(poisson(1.0, 2.0 * LOADED * count, 0), LOADED * count)
+    replays: list[tuple[float, Probes]] = []
+    while len(rows) > 8 and simulated(count, rows, device, path).seconds > LONGEST_LOAD:
+        rows = rows[: len(rows) // 2]
+    with serving(count, torch.get_num_threads(), options) as running:
+        for turn in range(AGAIN_LOADED):
+            before = probed(running.replicas)
+            took = seconds_of(sent(running.url, rows, 0, turn))
+            replays.append((took, mean([before, probed(running.replicas)])))
+    for _ in range(TURNS):
+        ratio = statistics.median(
+            took / simulated(count, rows, at_speed(device, model, count, probes), path).seconds
+            for took, probes in replays
+        )
+        if count == 1:
+            share = max(0.0, (1 + device.server.under_load) * ratio - 1)
+            device = replace(device, server=replace(device.server, under_load=share))
+        else:
+            device = replace(device, per_neighbour=max(0.0, (1 + device.per_neighbour) * ratio - 1))
+    together = at_speed(device, model, count, mean([probes for _, probes in replays]))
+    return replace(device, host_bytes_per_second=together.host_bytes_per_second)
 
 
 def _ttft(server: Server, length: int, at_a_time: int) -> float:
     """Mean seconds to the first token of so many prompts at once."""
     run = _asked(server, at_a_time, length, 1, at_a_time)
     return statistics.fmean(one.ttft for one in map(latencies, run.records) if one is not None)
-
-
-def _plain(cost: ReplicaCost) -> bool:
-    return all(getattr(group, "window", 1) is None for group in cost.model.groups)
 
 
 def _line(points: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float]:
