@@ -54,7 +54,7 @@ def test_a_conversation_goes_on() -> None:
 
 def test_a_neighbour_is_simulated_to_take_time() -> None:
     rows = TRACES["poisson"](20.0, 5.0, 0)
-    one, two = (simulated(count, rows, DEVICE, "") for count in (1, 2))
+    one, two = (simulated(count, count - 1, rows, DEVICE, "") for count in (1, 2))
     assert one.counts["finished"] == two.counts["finished"] == len(rows)
     assert two.itl.percentile(50) > 1.05 * one.itl.percentile(50)
 

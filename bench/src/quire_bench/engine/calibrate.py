@@ -11,7 +11,8 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -19,14 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quire.engine.cost import CostModel, Device, StepWork, cost_of
+from quire.engine.cost import CostModel, Device, ModelCost, StepWork, cost_of
 from quire.engine.plan import Plan
+from quire.engine.trace import TraceRow
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.request import Request
 from quire.simulate.device import DeviceFile, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
-from quire_bench.fleet.replaying import at_once, poisson, seconds_of, sent, serving, simulated
+from quire_bench.fleet.replaying import alone, at_once, behind_gateway, poisson, seconds_of, sent, simulated
 from quire_bench.fleet.running import fleet
 from quire_bench.fleet.speed import Probes, at_speed, mean, probed
 from quire_bench.kernels.attention import product_rate, read_rate
@@ -45,7 +47,7 @@ MIXED = ((2, 32), (4, 128), (8, 64), (8, 256), (16, 128), (32, 256), (32, 512)) 
 STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
 AGAIN = 3  # times that a prompt is computed, in each round
-ROUNDS = 3
+ROUNDS = 4
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
@@ -53,7 +55,7 @@ AGAIN_STREAMS = 3  # times that each of these numbers is measured
 TOKENS = 48  # of each of these
 LOADED = 64  # requests at once for each replica, to find how long steps take while others come and end
 LONGEST_LOAD = 20.0  # seconds of these: where they would take longer there are fewer of them
-AGAIN_LOADED = 3  # times that they are sent
+AGAIN_LOADED = 4  # times that they are sent
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
 TURNS = 3  # in which what neighbours take is found, and what they read
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
@@ -118,10 +120,12 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
-    for count in (1, 2):
-        if llm.decoder.max_model_len >= LONGEST:
-            device = _under_load(device, options, llm, count)
-        advance()
+    if llm.decoder.max_model_len < LONGEST:
+        return device
+    device = _under_load(device, options, llm)
+    advance()
+    device = _next_to_another(device, options, llm)
+    advance()
     return device
 
 
@@ -320,34 +324,80 @@ def _gateway(options: Sequence[str]) -> float:
     return float(max(0.0, through - direct))
 
 
-def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM, count: int) -> DeviceFile:
-    """The device as one or several replicas of it serve requests that come and end.
+# Under load steps wait for event loops, which read requests, and for clients and gateways, which have cores as well.
+# That is too little to be seen in single steps on a machine that drifts. So requests are sent all at once: what matters
+# then is how long all of them take, and not which of them come first.
 
-    Then steps wait for event loops, which read requests, and for clients and gateways, which have cores as well; and
-    neighbours read the same memory. Requests come all at once, so what matters is how long all of them take, and not
-    what was drawn first.
-    """
-    model, path = cost_of(llm.decoder), str(llm.files.path.resolve())
-    rows = at_once(poisson(1.0, 2.0 * LOADED * count, 0), LOADED * count)
-    replays: list[tuple[float, Probes]] = []
-    while len(rows) > 8 and simulated(count, rows, device, path).seconds > LONGEST_LOAD:
-        rows = rows[: len(rows) // 2]
-    with serving(count, torch.get_num_threads(), options) as running:
+
+class _Loaded(NamedTuple):
+    """One run of requests."""
+
+    seconds: float
+    probes: Probes  # around it
+
+
+class _Load(NamedTuple):
+    """Requests, at each of so many replicas."""
+
+    replicas: int
+    rows: Sequence[TraceRow]  # for the replicas in turns
+    model: ModelCost
+    path: str
+
+    def ratio(self, device: DeviceFile, runs: Sequence[_Loaded]) -> float:
+        """How many times as long these took as they are simulated to, at the speed that was measured around each."""
+        devices = [at_speed(device, self.model, self.replicas, one.probes) for one in runs]
+        says = [simulated(self.replicas, 0, self.rows, one, self.path).seconds for one in devices]
+        return statistics.median(one.seconds / took for one, took in zip(runs, says, strict=True))
+
+
+def _load(replicas: int, device: DeviceFile, llm: LLM) -> _Load:
+    """As many requests as take no longer than LONGEST_LOAD."""
+    each = [at_once(poisson(1.0, 2.0 * LOADED, seed), LOADED) for seed in range(replicas)]
+    load = _Load(replicas, _in_turns(each), cost_of(llm.decoder), str(llm.files.path.resolve()))
+    while len(load.rows) > 8 and simulated(replicas, 0, load.rows, device, load.path).seconds > LONGEST_LOAD:
+        load = load._replace(rows=load.rows[: len(load.rows) // 2])
+    return load
+
+
+def _in_turns(each: Sequence[Sequence[TraceRow]]) -> list[TraceRow]:
+    return [row for those in zip(*each, strict=True) for row in those]
+
+
+def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
+    """The device, with how much longer steps take while requests come and end."""
+    load, runs = _load(1, device, llm), []
+    with alone(torch.get_num_threads(), options) as running:
         for turn in range(AGAIN_LOADED):
             before = probed(running.replicas)
-            took = seconds_of(sent(running.url, rows, 0, turn))
-            replays.append((took, mean([before, probed(running.replicas)])))
+            took = seconds_of(sent(running.url, load.rows, 0, turn))
+            runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
+    share = max(0.0, load.ratio(device, runs) - 1)
+    return replace(device, server=replace(device.server, under_load=share))
+
+
+def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
+    """The device, with what two replicas that compute cost one another.
+
+    Each has a gateway of its own, so both have as much to do as they are simulated to have.
+    """
+    load, runs = _load(2, device, llm), []
+    with ExitStack() as stack:
+        both = [stack.enter_context(behind_gateway(1, torch.get_num_threads(), options)) for _ in range(2)]
+        replicas = [one for running in both for one in running.replicas]
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        for turn in range(AGAIN_LOADED):
+            before = probed(replicas)
+            sending = [
+                pool.submit(sent, running.url, load.rows[number::2], number, turn)
+                for number, running in enumerate(both)
+            ]
+            took = max(seconds_of(one.result()) for one in sending)
+            runs.append(_Loaded(took, mean([before, probed(replicas)])))
     for _ in range(TURNS):
-        ratio = statistics.median(
-            took / simulated(count, rows, at_speed(device, model, count, probes), path).seconds
-            for took, probes in replays
-        )
-        if count == 1:
-            share = max(0.0, (1 + device.server.under_load) * ratio - 1)
-            device = replace(device, server=replace(device.server, under_load=share))
-        else:
-            device = replace(device, per_neighbour=max(0.0, (1 + device.per_neighbour) * ratio - 1))
-    together = at_speed(device, model, count, mean([probes for _, probes in replays]))
+        share = max(0.0, (1 + device.per_neighbour) * load.ratio(device, runs) - 1)
+        device = replace(device, per_neighbour=share)
+    together = at_speed(device, load.model, 2, mean([one.probes for one in runs]))
     return replace(device, host_bytes_per_second=together.host_bytes_per_second)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -98,31 +98,42 @@ class Serving:
     replicas: Sequence[Replica]
 
 
-@contextmanager
-def serving(count: int, threads: int, options: Sequence[str]) -> Iterator[Serving]:
-    """So many replicas, which have used all of their caches, and a gateway where there are several.
+def serving(count: int, threads: int, options: Sequence[str]) -> AbstractContextManager[Serving]:
+    """So many replicas, which have used all of their caches, behind a gateway where there are several.
 
     options: of each, besides SEATS and BLOCKS. Raises QuireError where a server does not get ready.
     """
-    own = ["--num-speculative-tokens", "0", *options, "--max-num-seqs", str(SEATS)]
-    own += ["--num-blocks", str(BLOCKS), "--block-size", str(BLOCK)]
-    if count == 1:
-        one = Replica(own, threads)
-        try:
-            one.start()
-            _warm(one.url)
-            _fill(one.url)
-            yield Serving(one.url, [one])
-        finally:
-            one.close()
-        return
-    with fleet(count, *own, threads=threads) as running:
+    return alone(threads, options) if count == 1 else behind_gateway(count, threads, options)
+
+
+@contextmanager
+def alone(threads: int, options: Sequence[str]) -> Iterator[Serving]:
+    """As `serving`, of one replica."""
+    one = Replica(_own(options), threads)
+    try:
+        one.start()
+        _warm(one.url)
+        _fill(one.url)
+        yield Serving(one.url, [one])
+    finally:
+        one.close()
+
+
+@contextmanager
+def behind_gateway(count: int, threads: int, options: Sequence[str]) -> Iterator[Serving]:
+    """As `serving`, of one or several replicas."""
+    with fleet(count, *_own(options), threads=threads) as running:
         urls = [one.url for one in running.replicas]
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(_warm, urls))
             list(pool.map(_fill, urls))
         _warm(running.url)
         yield Serving(running.url, running.replicas)
+
+
+def _own(options: Sequence[str]) -> list[str]:
+    sizes = ["--max-num-seqs", str(SEATS), "--num-blocks", str(BLOCKS), "--block-size", str(BLOCK)]
+    return ["--num-speculative-tokens", "0", *options, *sizes]
 
 
 def at_once(rows: Sequence[TraceRow], count: int) -> list[TraceRow]:
@@ -159,8 +170,11 @@ def seconds_of(run: Run) -> float:
     return max(record.ended or 0.0 for record in records) - min(record.due for record in records)
 
 
-def simulated(count: int, rows: Sequence[TraceRow], device: DeviceFile, model: str) -> Outcome:
-    """What the simulator says of so many replicas on one machine. model: its directory or file; none: the embedded."""
+def simulated(count: int, gateways: int, rows: Sequence[TraceRow], device: DeviceFile, model: str) -> Outcome:
+    """What the simulator says of so many replicas on one machine. model: its directory or file; none: the embedded.
+
+    gateways: without, requests go to replicas in turns.
+    """
     with TemporaryDirectory() as directory:
         write_device(Path(directory, "device.json"), device)
         write_trace(Path(directory, "trace.csv"), rows)
@@ -169,7 +183,7 @@ def simulated(count: int, rows: Sequence[TraceRow], device: DeviceFile, model: s
         fleet_of = {
             "replicas": [kind],
             "load": {"arrivals": "trace", "trace": "trace.csv"},
-            "gateways": {"count": 0 if count == 1 else 1, "seconds": device.server.gateway},
+            "gateways": {"count": gateways, "seconds": device.server.gateway},
             "network": {"to_gateway": 0.0, "to_replica": 0.0},
             "model": model,
         }

@@ -164,7 +164,8 @@ def _compared(
     real, each = _figures(replays), [_figures([one]) for one in replays]
     together, seconds = Outcome(), 0.0
     for one in replays:
-        outcome = simulated(count, rows, at_speed(known.device, known.cost, count, mean(one.probes)), known.model)
+        device = at_speed(known.device, known.cost, count, mean(one.probes))
+        outcome = simulated(count, 0 if count == 1 else 1, rows, device, known.model)
         together.add(outcome)
         seconds += outcome.seconds
     predicted = {
