@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.simulate.device import read_device
+from quire.engine.cost import model_cost
+from quire.engine.trace import TraceRow
+from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.simulate.device import DeviceFile, ServerFit, StepFit, model_digest, read_device
 from quire_bench.engine import calibrate
 from quire_bench.fleet import replaying
+from quire_bench.fleet.replaying import Sizes
+from quire_bench.fleet.speed import expected
 
 
 @pytest.mark.slow
@@ -36,15 +43,14 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     for name, value in (small | short).items():
         monkeypatch.setattr(calibrate, name, value)
-    for name, value in {"SEATS": 4, "WARM_UP": 2, "BLOCKS": 256}.items():
-        monkeypatch.setattr(replaying, name, value)
+    monkeypatch.setattr(replaying, "WARM_UP", 2)
     path = tmp_path / "device.json"
     arguments = ["bench", "calibrate", "--out", str(path), "--max-num-seqs", "8", "--kv-cache-memory", "64MiB"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     found = read_device(path)
     assert found.residuals["steps"] == 2 * 2 + 1 + 4 + 2
-    assert {rows for rows, _ in found.step.rows} >= {1, 3, 4, 16, 64, 128}
+    assert {rows for rows, _ in found.step.rows} == {1, 3, 4, 16, 20, 34, 64}
     assert found.model_name == "embedded"
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0
@@ -56,3 +62,25 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     simulated = CliRunner().invoke(app, ["simulate", "--fleet", str(tmp_path / "fleet.yaml"), "--json"])
     assert json.loads(simulated.stdout)["finished"] > 0
+
+
+def test_what_load_and_neighbours_cost_is_found_again() -> None:
+    """From how long all requests took, and streams and prompts that came alone."""
+    model = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
+    step = StepFit(step=1e-3, sequence=0.0, token=5e-5, drawn=0.0, weight_byte=3e-10, cache_byte=1e-10,
+                   linear_flop=1e-12, attention_flop=1e-12)  # fmt: skip
+    known = DeviceFile(kind="any", model=model_digest(model), model_name="embedded", block_size=16, step=step,
+                       bytes_per_second=1e10, host_bytes_per_second=2e10)  # fmt: skip
+    rng = random.Random(0)
+    rows = [TraceRow(0.0, rng.randrange(50, 300), rng.randrange(10, 40)) for _ in range(32)]
+
+    one = calibrate._Load(1, Sizes(8, 512), rows, model, "")
+    loaded = replace(known, server=ServerFit(under_load=0.1))
+    found = one.under_load(known, [calibrate._Loaded(one.seconds(loaded), expected(model, loaded, 1))])
+    assert found.server.under_load == pytest.approx(0.1, rel=0.01)
+
+    two = calibrate._Load(2, Sizes(8, 512), rows, model, "")
+    crowded = replace(loaded, per_neighbour=0.1, host_bytes_per_second=1.6e10)
+    found = two.next_to_another(found, [calibrate._Loaded(two.seconds(crowded), expected(model, crowded, 2))])
+    assert found.per_neighbour == pytest.approx(0.1, rel=0.1)
+    assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)

@@ -15,7 +15,7 @@ from quire.engine.cost import model_cost
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ServerFit, StepFit, model_digest, write_device
 from quire_bench.fleet import replaying, validate
-from quire_bench.fleet.replaying import TRACES, sessions, simulated, tokens_of
+from quire_bench.fleet.replaying import TRACES, Sizes, sessions, simulated, tokens_of
 from quire_bench.fleet.speed import Probes, at_speed, expected
 from quire_bench.fleet.validate import Compared, within_goals
 
@@ -54,7 +54,7 @@ def test_a_conversation_goes_on() -> None:
 
 def test_a_neighbour_is_simulated_to_take_time() -> None:
     rows = TRACES["poisson"](20.0, 5.0, 0)
-    one, two = (simulated(count, count - 1, rows, DEVICE, "") for count in (1, 2))
+    one, two = (simulated(count, count - 1, Sizes(), rows, DEVICE, "") for count in (1, 2))
     assert one.counts["finished"] == two.counts["finished"] == len(rows)
     assert two.itl.percentile(50) > 1.05 * one.itl.percentile(50)
 
@@ -66,6 +66,20 @@ def test_a_device_at_another_speed() -> None:
     before = expected(MODEL, device, 2)
     took = Probes(before.stream / 1.2, before.prompt / 0.8, before.streams / 0.9)
     assert expected(MODEL, at_speed(device, MODEL, 2, took), 2) == pytest.approx(took)
+
+
+def test_a_replica_alone_reads_as_its_stream_says() -> None:
+    """Streams at all replicas are the same stream then, measured once more."""
+    before = expected(MODEL, DEVICE, 1)
+    found = at_speed(DEVICE, MODEL, 1, before._replace(streams=2 * before.streams))
+    assert expected(MODEL, found, 1) == pytest.approx(before)
+
+
+def test_a_stream_that_hardly_reads_does_not_show_how_fast_reading_is() -> None:
+    device = replace(DEVICE, step=replace(STEP, weight_byte=1e-13))
+    before = expected(MODEL, device, 1)
+    found = at_speed(device, MODEL, 1, before._replace(stream=1.5 * before.stream, prompt=1.1 * before.prompt))
+    assert found.step.weight_byte / device.step.weight_byte == found.step.token / device.step.token
 
 
 def compared(load: float, throughput: float) -> Compared:
@@ -96,10 +110,9 @@ def test_errors_are_relative() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SEATS": 4, "WARM_UP": 2, "BLOCKS": 256}.items():
-        monkeypatch.setattr(replaying, name, value)
+    monkeypatch.setattr(replaying, "WARM_UP", 2)
     monkeypatch.setattr(validate, "SATURATING", 2)
-    monkeypatch.setattr(validate, "SEATS", 4)
+    monkeypatch.setattr(validate, "SIZES", Sizes(seats=4, blocks=256))
     write_device(tmp_path / "device.json", DEVICE)
     arguments = ["bench", "validate", "--device", str(tmp_path / "device.json"), "--traces", "sessions"]
     arguments += ["--loads", "40", "--seconds", "2", "--repeats", "2", "--json", "--out", str(tmp_path / "table.md")]

@@ -90,7 +90,7 @@ class ServerFit:
     request: float = 0.0  # from a request's arrival to its place in the engine, and from a token to the client
     prompt_token: float = 0.0  # the same, for each token of the prompt
     gateway: float = 0.0  # of a request, that comes through a gateway
-    under_load: float = 0.0  # how much longer steps take while requests come and end, as a share
+    under_load: float = 0.0  # how much longer all steps take where requests come and end, as a share
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -201,14 +201,14 @@ class ReplicaCost(CostModel):
         )
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
         own = (own + (both + fit.moved_byte * work.moved_bytes)) * fit.factor(work.num_tokens)
-        return float((own + server.step + server.drawn * work.num_drawn) * self.slowness)
+        return float((own + server.step + server.drawn * work.num_drawn) * self.slowdown)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
-        drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.slowness
+        drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.slowdown
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
         computing, longer = _computing(fit.exponent, many=many), fit.factor(num_sequences)
@@ -221,14 +221,14 @@ class ReplicaCost(CostModel):
         return seconds
 
     @property
-    def slowness(self) -> float:
+    def slowdown(self) -> float:
         """So many times as long does a step take as on a machine at rest."""
         return self.rates.slowness * (1.0 + self.server.under_load)
 
     @property
     def seconds_a_prompt_token(self) -> float:
         """Of a long prompt, its attention left out."""
-        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowness
+        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowdown
 
 
 def _computing(exponent: int, *, many: bool) -> Callable[[Any, Any, Any, Any], Any]:

@@ -18,6 +18,7 @@ from quire.simulate.device import EXPONENTS, StepFit
 
 Numbers = NDArray[np.float64]
 GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
+STAIRS = 64  # rows, from which on steps take what the sum says: a dozen more or less is little of them
 TURNS = 4  # in which the factors of rows and the rest are found, each with the other
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
@@ -73,10 +74,11 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
 
 
 def _factors(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """What a fit leaves, for each number of rows."""
-    left: dict[int, list[float]] = {}
+    """What a fit leaves, for each number of rows below STAIRS."""
+    left: dict[int, list[float]] = {STAIRS: [0.0]}
     for work, took in zip(works, seconds, strict=True):
-        left.setdefault(work.num_tokens, []).append(math.log(took / predicted(replace(fit, rows=()), work)))
+        if work.num_tokens < STAIRS:
+            left.setdefault(work.num_tokens, []).append(math.log(took / predicted(replace(fit, rows=()), work)))
     return tuple((rows, math.exp(fmean(those))) for rows, those in sorted(left.items()))
 
 
@@ -107,7 +109,7 @@ def residuals(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float])
 
 
 def _without_factor(fit: StepFit, rows: int) -> StepFit:
-    return replace(fit, rows=tuple(one for one in fit.rows if one[0] != rows))
+    return replace(fit, rows=tuple(one for one in fit.rows if one[0] != rows or rows >= STAIRS))
 
 
 def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> float:

@@ -25,7 +25,7 @@ def calibrate(
 ) -> None:
     """Time decode, prefill and mixed steps, requests and tokens over HTTP, and fit the simulator's model to them.
 
-    Takes about five minutes, in which nothing else should run. Starts a server and stops it again.
+    Takes about five minutes, in which nothing else should run. Starts servers and gateways and stops them again.
     """
     import os
 
@@ -33,7 +33,7 @@ def calibrate(
 
     from quire import LLM
     from quire.simulate.device import write_device
-    from quire_bench.engine.calibrate import PARTS
+    from quire_bench.engine.calibrate import LONGEST, PARTS
     from quire_bench.engine.calibrate import calibrate as measure
     from quire_bench.proc import processor
 
@@ -64,7 +64,10 @@ def calibrate(
     row("a request", f"{1e3 * server.request:,.2f} ms, and {1e6 * server.prompt_token:,.2f} us a token of its prompt")
     shown = ", ".join(f"{name} {errors[name]:.1%}" for name in ("p50", "p90", "max"))
     loaded, next_to = server.under_load, found.per_neighbour
-    row("under load", f"a step takes {loaded:.1%} longer, and next to another replica {next_to:.1%}, reading aside")
-    row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
+    if llm.decoder.max_model_len < LONGEST:
+        row("under load", f"not measured: the model's sequences have fewer than {LONGEST} tokens")
+    else:
+        row("under load", f"a step takes {loaded:.1%} longer, and next to another replica {next_to:.1%}, reading aside")
+        row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
     row("residuals", f"{shown} of {errors['steps']} kinds of steps; exponent {step.exponent}")
     row("written", str(out))

@@ -20,16 +20,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quire.engine.cost import CostModel, Device, ModelCost, StepWork, cost_of
+from quire.engine.cost import CostModel, Device, ModelCost, StepWork, cost_of, model_cost
 from quire.engine.plan import Plan
 from quire.engine.trace import TraceRow
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.llm import LLM
+from quire.models import expected_weight_bytes, read_config
 from quire.request import Request
 from quire.simulate.device import DeviceFile, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
-from quire_bench.fleet.replaying import alone, at_once, behind_gateway, poisson, seconds_of, sent, simulated
-from quire_bench.fleet.running import fleet
+from quire.simulate.loads import drawn
+from quire.simulate.spec import Lengths
+from quire_bench.fleet.replaying import (
+    BLOCK,
+    OPTIONS,
+    Serving,
+    Sizes,
+    alone,
+    behind_gateway,
+    seconds_of,
+    sent,
+    simulated,
+)
 from quire_bench.fleet.speed import Probes, at_speed, mean, probed
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
@@ -42,28 +54,32 @@ from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 128, 512, 2048)
 BETWEEN = (3, 6, 10, 12, 13, 14, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
-PROMPTS = (4, 16, 32, 64, 128, 256, 512, 1024, 2048)
+PROMPTS = (4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 MIXED = ((2, 32), (4, 128), (8, 64), (8, 256), (16, 128), (32, 256), (32, 512))  # sequences that decode, and a prompt
 STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
 AGAIN = 3  # times that a prompt is computed, in each round
-ROUNDS = 4
+LONG = 512  # tokens of prompts that are computed once a round
+ROUNDS = 6
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 AGAIN_STREAMS = 3  # times that each of these numbers is measured
 TOKENS = 48  # of each of these
-LOADED = 64  # requests at once for each replica, to find how long steps take while others come and end
-LONGEST_LOAD = 20.0  # seconds of these: where they would take longer there are fewer of them
+LOADED = 64  # requests at once for each replica, to find how long steps take where others come and end
+FEWEST = 8  # of these, where LOADED would take longer than
+LONGEST_LOAD = 20.0  # seconds
+LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
+LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
+BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
+STEPS_TO_FIRST = 1.5  # that a short prompt takes: half of the one under way, and its own
 AGAIN_LOADED = 4  # times that they are sent
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
-TURNS = 3  # in which what neighbours take is found, and what they read
+TURNS, SETTLED = 20, 1e-3  # in which the share of neighbours is found, and by how much it may still change
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
-# A chunk for each token, also where a text is held back until its last character is whole.
-OPTIONS = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 
 
 class Timed(NamedTuple):
@@ -77,10 +93,16 @@ class Timed(NamedTuple):
 def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[], None] = lambda: None) -> DeviceFile:
     """Measure everything. Several minutes.
 
-    llm: without guesses. options: of `quire serve` for the same model. advance: is called for each
-    of `PARTS`. Raises QuireError where a request fails, or another process does not get ready.
+    llm: without guesses. options: of `quire serve` for the same model. advance: is called for each of `PARTS`.
+    Raises ConfigError for a model that cannot be simulated as it is loaded, QuireError where a request fails, or
+    another process does not get ready.
     """
-    threads = torch.get_num_threads()
+    path, threads = llm.files.path, torch.get_num_threads()
+    simulated_as = model_cost(*read_config(path), expected_weight_bytes(path))
+    if model_digest(cost_of(llm.decoder)) != model_digest(simulated_as):
+        raise ConfigError(
+            f"{path} is loaded with a dtype that its config does not have, and is simulated with that one"
+        )
     model, block_size = cost_of(llm.decoder), llm.config.cache.block_size
     _touch(llm)
     rates = [_rates(threads)]
@@ -93,8 +115,7 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     fit = fit_steps([one.work for one in kinds], [one.seconds for one in kinds])
     rates.append(_rates(threads))
     read, multiplied = (statistics.fmean(one) for one in zip(*rates, strict=True))
-    server = replace(_server(options, llm, advance), gateway=_gateway(options))
-    advance()
+    server = _server(options, llm, advance)
     cases = [
         {"kind": one.kind, "seconds": one.seconds, "predicted": predicted(fit, one.work)} for one in kinds
     ]  # for people
@@ -120,16 +141,14 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
-    if llm.decoder.max_model_len < LONGEST:
-        return device
-    device = _under_load(device, options, llm)
-    advance()
-    device = _next_to_another(device, options, llm)
-    advance()
+    for stage in (_under_load, _next_to_another):
+        if llm.decoder.max_model_len >= LONGEST:
+            device = stage(device, options, llm)
+        advance()
     return device
 
 
-PARTS = 4 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED)
+PARTS = 3 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED)
 
 
 def _touch(llm: LLM) -> None:
@@ -186,7 +205,7 @@ def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, 
         for _ in range(0 if prompt else STEPS):
             yield _timed(llm, cost, f"decode {sequences} x {context}")
         name = f"prompt {prompt}" if not sequences else f"decode {sequences} and prompt {prompt}"
-        for i in range(AGAIN if prompt else 0):
+        for i in range(0 if not prompt else 1 if prompt >= LONG else AGAIN):
             llm.engine.add(_request(f"new-{i}", prompt, 1, rng))
             yield _timed(llm, cost, name)
 
@@ -273,7 +292,7 @@ def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> Se
             advance()
         for length in ASKED:
             for _ in range(TIMES if length + 4 <= llm.decoder.max_model_len else 0):
-                took = _ttft(target, length, 1)
+                took = _ttft(target, length)
                 later.setdefault(length, []).append((took - _own_prompt(llm, length), took))
             advance()
     step, drawn = _line(longer)
@@ -313,17 +332,6 @@ def _mean_gap(gaps: Sequence[float]) -> float:
     return statistics.fmean(sorted(gaps)[: len(gaps) * 98 // 100])
 
 
-def _gateway(options: Sequence[str]) -> float:
-    """Seconds that a gateway adds to a request."""
-    with fleet(1, *options, threads=torch.get_num_threads()) as running:
-        gateway, alone = Server(running.url), Server(running.replicas[0].url)
-        for target in (gateway, alone):
-            _asked(target, 4, 32, 8, 4)
-        took = [(_ttft(gateway, ASKED[0], 1), _ttft(alone, ASKED[0], 1)) for _ in range(TIMES)]
-    through, direct = map(statistics.median, zip(*took, strict=True))
-    return float(max(0.0, through - direct))
-
-
 # Under load steps wait for event loops, which read requests, and for clients and gateways, which have cores as well.
 # That is too little to be seen in single steps on a machine that drifts. So requests are sent all at once: what matters
 # then is how long all of them take, and not which of them come first.
@@ -340,50 +348,78 @@ class _Load(NamedTuple):
     """Requests, at each of so many replicas."""
 
     replicas: int
+    sizes: Sizes
     rows: Sequence[TraceRow]  # for the replicas in turns
     model: ModelCost
-    path: str
+    path: str  # of the model
+
+    def seconds(self, device: DeviceFile) -> float:
+        """What they are simulated to take, all together."""
+        return simulated(self.replicas, 0, self.sizes, self.rows, device, self.path).seconds
 
     def ratio(self, device: DeviceFile, runs: Sequence[_Loaded]) -> float:
-        """How many times as long these took as they are simulated to, at the speed that was measured around each."""
-        devices = [at_speed(device, self.model, self.replicas, one.probes) for one in runs]
-        says = [simulated(self.replicas, 0, self.rows, one, self.path).seconds for one in devices]
-        return statistics.median(one.seconds / took for one, took in zip(runs, says, strict=True))
+        """How many times as long they took, at the speed that was measured around each run."""
+        return statistics.median(
+            one.seconds / self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs
+        )
+
+    def under_load(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
+        """The device, with how much longer the steps of one replica take."""
+        share = max(0.0, self.ratio(device, runs) - 1)
+        return replace(device, server=replace(device.server, under_load=share))
+
+    def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
+        """The device, with what replicas that compute cost one another.
+
+        A larger share lets less of what streams at all of them took be for reading. So it is found in turns.
+        """
+        for _ in range(TURNS):
+            before = device.per_neighbour
+            device = replace(device, per_neighbour=max(0.0, (1 + before) * self.ratio(device, runs) - 1))
+            if abs(device.per_neighbour - before) < SETTLED:
+                break
+        together = at_speed(device, self.model, self.replicas, mean([one.probes for one in runs]))
+        return replace(device, host_bytes_per_second=together.host_bytes_per_second)
 
 
 def _load(replicas: int, device: DeviceFile, llm: LLM) -> _Load:
-    """As many requests as take no longer than LONGEST_LOAD."""
-    each = [at_once(poisson(1.0, 2.0 * LOADED, seed), LOADED) for seed in range(replicas)]
-    load = _Load(replicas, _in_turns(each), cost_of(llm.decoder), str(llm.files.path.resolve()))
-    while len(load.rows) > 8 and simulated(replicas, 0, load.rows, device, load.path).seconds > LONGEST_LOAD:
-        load = load._replace(rows=load.rows[: len(load.rows) // 2])
+    """LOADED requests for each replica, or as many of them as take no longer than LONGEST_LOAD."""
+    rng, count = random.Random(replicas), LOADED
+    rows = [TraceRow(0.0, drawn(rng, LOADED_PROMPT), drawn(rng, LOADED_ANSWER)) for _ in range(replicas * LOADED)]
+    model, path = cost_of(llm.decoder), str(llm.files.path.absolute())
+    load = _Load(replicas, _sizes(llm, rows), rows, model, path)
+    while count > FEWEST and load.seconds(device) > LONGEST_LOAD:
+        count //= 2
+        load = _Load(replicas, _sizes(llm, rows[: replicas * count]), rows[: replicas * count], model, path)
     return load
 
 
-def _in_turns(each: Sequence[Sequence[TraceRow]]) -> list[TraceRow]:
-    return [row for those in zip(*each, strict=True) for row in those]
+def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
+    """Room for all of them at one replica, or as much as the engine has."""
+    blocks = sum(-(-(row.prompt_tokens + row.new_tokens) // BLOCK) for row in rows)
+    most = llm.engine.scheduler.manager.num_blocks * cost_block(llm) // BLOCK
+    return Sizes(min(Sizes.seats, llm.config.max_num_seqs), min(Sizes.blocks, blocks, most))
 
 
 def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
-    """The device, with how much longer steps take while requests come and end."""
+    """The device, with how much longer steps take."""
     load, runs = _load(1, device, llm), []
-    with alone(torch.get_num_threads(), options) as running:
+    with alone(torch.get_num_threads(), load.sizes, options) as running:
         for turn in range(AGAIN_LOADED):
             before = probed(running.replicas)
             took = seconds_of(sent(running.url, load.rows, 0, turn))
             runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
-    share = max(0.0, load.ratio(device, runs) - 1)
-    return replace(device, server=replace(device.server, under_load=share))
+    return load.under_load(device, runs)
 
 
 def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
-    """The device, with what two replicas that compute cost one another.
+    """The device, with what two replicas that compute cost one another, their gateways' time among it.
 
     Each has a gateway of its own, so both have as much to do as they are simulated to have.
     """
-    load, runs = _load(2, device, llm), []
+    load, runs, threads = _load(2, device, llm), [], torch.get_num_threads()
     with ExitStack() as stack:
-        both = [stack.enter_context(behind_gateway(1, torch.get_num_threads(), options)) for _ in range(2)]
+        both = [stack.enter_context(behind_gateway(1, threads, load.sizes, options)) for _ in range(2)]
         replicas = [one for running in both for one in running.replicas]
         pool = stack.enter_context(ThreadPoolExecutor(2))
         for turn in range(AGAIN_LOADED):
@@ -394,16 +430,35 @@ def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> De
             ]
             took = max(seconds_of(one.result()) for one in sending)
             runs.append(_Loaded(took, mean([before, probed(replicas)])))
-    for _ in range(TURNS):
-        share = max(0.0, (1 + device.per_neighbour) * load.ratio(device, runs) - 1)
-        device = replace(device, per_neighbour=share)
-    together = at_speed(device, load.model, 2, mean([one.probes for one in runs]))
-    return replace(device, host_bytes_per_second=together.host_bytes_per_second)
+        gateway = statistics.median(_gateway(both, pool) for _ in range(AGAIN_LOADED))
+    device = replace(device, server=replace(device.server, gateway=max(0.0, gateway)))
+    return load.next_to_another(device, runs)
 
 
-def _ttft(server: Server, length: int, at_a_time: int) -> float:
-    """Mean seconds to the first token of so many prompts at once."""
-    run = _asked(server, at_a_time, length, 1, at_a_time)
+def _gateway(both: Sequence[Serving], pool: ThreadPoolExecutor) -> float:
+    """Seconds that a gateway adds to a request.
+
+    It has cores of the same machine, on which replicas compute. So it is measured while both do, against a replica
+    that computes alone. What their steps take longer is not the gateway's.
+    """
+    near, far = (Server(running.url) for running in both)
+    through, longer = _while_busy(near, [near, far], pool)
+    direct, gap = _while_busy(Server(both[0].replicas[0].url), [near], pool)
+    return through - direct - STEPS_TO_FIRST * (longer - gap)
+
+
+def _while_busy(server: Server, busy: Sequence[Server], pool: ThreadPoolExecutor) -> tuple[float, float]:
+    """Mean seconds to the first token of short prompts, and between the tokens of streams at all that are busy."""
+    sending = [pool.submit(_asked, one, BUSY_STREAMS, 64, BUSY_TOKENS, BUSY_STREAMS) for one in busy]
+    firsts = [_ttft(server, ASKED[0]) for _ in range(BUSY_TIMES)][FIRST_GAPS:]
+    runs = [one.result() for one in sending]
+    gaps = [gap for run in runs for found in map(latencies, run.records) if found is not None for gap in found.gaps]
+    return statistics.fmean(firsts), _mean_gap(gaps)
+
+
+def _ttft(server: Server, length: int) -> float:
+    """Seconds to the first token of a prompt."""
+    run = _asked(server, 1, length, 1, 1)
     return statistics.fmean(one.ttft for one in map(latencies, run.records) if one is not None)
 
 

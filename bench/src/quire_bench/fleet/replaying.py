@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -26,8 +27,6 @@ from quire_bench.server.client import Run, Server, send
 from quire_bench.server.prompts import Prompt, request_body
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY
 
-SEATS = 32  # requests that a replica computes together at most
-BLOCKS = 1024  # of each cache
 BLOCK = 16  # tokens
 TURNS = 4  # of a conversation
 THINK = 2.0  # seconds between turns, on the average
@@ -98,57 +97,62 @@ class Serving:
     replicas: Sequence[Replica]
 
 
-def serving(count: int, threads: int, options: Sequence[str]) -> AbstractContextManager[Serving]:
+@dataclass(frozen=True)
+class Sizes:
+    """Of a replica."""
+
+    seats: int = 32  # requests that it computes together at most
+    blocks: int = 1024  # of its cache, of BLOCK tokens each
+
+
+def serving(count: int, threads: int, sizes: Sizes, options: Sequence[str]) -> AbstractContextManager[Serving]:
     """So many replicas, which have used all of their caches, behind a gateway where there are several.
 
-    options: of each, besides SEATS and BLOCKS. Raises QuireError where a server does not get ready.
+    options: of each, besides its sizes. Raises QuireError where a server does not get ready.
     """
-    return alone(threads, options) if count == 1 else behind_gateway(count, threads, options)
+    return alone(threads, sizes, options) if count == 1 else behind_gateway(count, threads, sizes, options)
 
 
 @contextmanager
-def alone(threads: int, options: Sequence[str]) -> Iterator[Serving]:
+def alone(threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Serving]:
     """As `serving`, of one replica."""
-    one = Replica(_own(options), threads)
+    one = Replica(_own(sizes, options), threads)
     try:
         one.start()
-        _warm(one.url)
-        _fill(one.url)
+        _make_ready(one, sizes)
         yield Serving(one.url, [one])
     finally:
         one.close()
 
 
 @contextmanager
-def behind_gateway(count: int, threads: int, options: Sequence[str]) -> Iterator[Serving]:
+def behind_gateway(count: int, threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Serving]:
     """As `serving`, of one or several replicas."""
-    with fleet(count, *_own(options), threads=threads) as running:
-        urls = [one.url for one in running.replicas]
+    with fleet(count, *_own(sizes, options), threads=threads) as running:
         with ThreadPoolExecutor(count) as pool:
-            list(pool.map(_warm, urls))
-            list(pool.map(_fill, urls))
+            list(pool.map(_make_ready, running.replicas, repeat(sizes)))
         _warm(running.url)
         yield Serving(running.url, running.replicas)
 
 
-def _own(options: Sequence[str]) -> list[str]:
-    sizes = ["--max-num-seqs", str(SEATS), "--num-blocks", str(BLOCKS), "--block-size", str(BLOCK)]
-    return ["--num-speculative-tokens", "0", *options, *sizes]
+def _own(sizes: Sizes, options: Sequence[str]) -> list[str]:
+    own = ["--max-num-seqs", str(sizes.seats), "--num-blocks", str(sizes.blocks), "--block-size", str(BLOCK)]
+    return ["--num-speculative-tokens", "0", *options, *own]
+
+
+def _make_ready(replica: Replica, sizes: Sizes) -> None:
+    """Let a replica have all of its memory: the first use of each page makes a step wait, which is not simulated."""
+    _warm(replica.url)
+    sent(replica.url, [TraceRow(0.0, FILLING, 1)] * -(-sizes.blocks * BLOCK // FILLING), -2, 0)
+
+
+def _warm(url: str) -> None:
+    sent(url, at_once(poisson(10.0, 60.0, -1), WARM_UP), -1, 0)
 
 
 def at_once(rows: Sequence[TraceRow], count: int) -> list[TraceRow]:
     """The first of these requests, all of which come at the same time."""
     return [replace(row, arrival=0.0) for row in rows[:count]]
-
-
-def _warm(url: str) -> None:
-    rows = at_once(poisson(10.0, 60.0, -1), WARM_UP)
-    sent(url, rows, -1, 0)
-
-
-def _fill(url: str) -> None:
-    """Let a cache have all of its memory: the first use of each page makes a step wait, which is not simulated."""
-    sent(url, [TraceRow(0.0, FILLING, 1)] * (BLOCKS * BLOCK // FILLING), -2, 0)
 
 
 def sent(url: str, rows: Sequence[TraceRow], seed: int, turn: int) -> Run:
@@ -170,7 +174,9 @@ def seconds_of(run: Run) -> float:
     return max(record.ended or 0.0 for record in records) - min(record.due for record in records)
 
 
-def simulated(count: int, gateways: int, rows: Sequence[TraceRow], device: DeviceFile, model: str) -> Outcome:
+def simulated(
+    count: int, gateways: int, sizes: Sizes, rows: Sequence[TraceRow], device: DeviceFile, model: str
+) -> Outcome:
     """What the simulator says of so many replicas on one machine. model: its directory or file; none: the embedded.
 
     gateways: without, requests go to replicas in turns.
@@ -178,8 +184,8 @@ def simulated(count: int, gateways: int, rows: Sequence[TraceRow], device: Devic
     with TemporaryDirectory() as directory:
         write_device(Path(directory, "device.json"), device)
         write_trace(Path(directory, "trace.csv"), rows)
-        kind = {"kind": "replica", "device": "device.json", "count": count, "per_host": count, "blocks": BLOCKS,
-                "options": {"max_num_seqs": SEATS, "block_size": BLOCK}}  # fmt: skip
+        kind = {"kind": "replica", "device": "device.json", "count": count, "per_host": count, "blocks": sizes.blocks,
+                "options": {"max_num_seqs": sizes.seats, "block_size": BLOCK}}  # fmt: skip
         fleet_of = {
             "replicas": [kind],
             "load": {"arrivals": "trace", "trace": "trace.csv"},

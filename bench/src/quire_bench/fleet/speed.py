@@ -19,7 +19,7 @@ from quire.engine.plan import Plan, PlanItem
 from quire.engine.trace import TraceRow
 from quire.errors import QuireError
 from quire.request import Request, SamplingParams
-from quire.simulate.device import DeviceFile, ReplicaCost
+from quire.simulate.device import DeviceFile, ReplicaCost, StepFit
 from quire.simulate.replica import host_of
 from quire_bench.fleet.replaying import sent
 from quire_bench.fleet.running import Replica
@@ -28,12 +28,12 @@ from quire_bench.server.report import Latencies, latencies
 STREAM = (32, 32)  # tokens of a stream's prompt and of its answer
 PROMPT, PROMPTS = 512, 3  # tokens of a prompt, and how many there are at each replica
 SCALES = (0.5, 2.0)  # of what reading and computing take, at most
-CROWDED = 4.0  # times as long may reading take where all replicas do at once
+LEAST_READING = 0.2  # of a stream's step: if reading is less of it, a stream does not show how fast the machine reads
 TURNS = 40  # in which scales are found, each with the others
 
 
 class Probes(NamedTuple):
-    """Seconds, as somebody measured them or a device file says; or how many times as fast one is as the other."""
+    """Seconds, as they were measured or as a device file says; or by how many times the former are shorter."""
 
     stream: float  # between two tokens of a stream at one replica: shows how fast the machine reads
     prompt: float  # to the first token of a prompt at one replica: how fast it computes
@@ -78,17 +78,32 @@ def expected(model: ModelCost, device: DeviceFile, count: int) -> Probes:
 
 def at_speed(device: DeviceFile, model: ModelCost, count: int, took: Probes) -> DeviceFile:
     """The device, if it reads and computes as fast as so many replicas of it were measured to."""
-    scales = Probes(1.0, 1.0, 1.0)  # of what reading and computing take, and of reading besides where all do at once
+    shows_reading = _reading_share(device, model) >= LEAST_READING
+    reading = computing = crowding = 1.0  # so many times as long do they take, and reading besides where all compute
     found = device
     for _ in range(TURNS):
         says = expected(model, found, count)
-        ratios = [scale * a / b for scale, a, b in zip(scales, took, says, strict=True)]
-        scales = Probes(_within(ratios[0], *SCALES), _within(ratios[1], *SCALES), _within(ratios[2], 1.0, CROWDED))
-        read = {name: getattr(device.step, name) * scales.stream for name in ("weight_byte", "cache_byte")}
-        rest = ("step", "sequence", "token", "drawn", "linear_flop", "attention_flop")
-        step = replace(device.step, **read, **{name: getattr(device.step, name) * scales.prompt for name in rest})
-        found = replace(device, step=step, host_bytes_per_second=count * device.bytes_per_second / scales.streams)
+        computing = _within(computing * took.prompt / says.prompt, *SCALES)
+        reading = _within(reading * took.stream / says.stream, *SCALES) if shows_reading else computing
+        crowding = _within(crowding * took.streams / says.streams, 1.0, count) if shows_reading else 1.0
+        found = replace(
+            device,
+            step=_scaled(device.step, reading, computing),
+            host_bytes_per_second=count * device.bytes_per_second / crowding,
+        )
     return found
+
+
+def _reading_share(device: DeviceFile, model: ModelCost) -> float:
+    """Of a stream's step."""
+    step = replace(device.step, weight_byte=0.0, cache_byte=0.0)
+    return 1 - expected(model, replace(device, step=step), 1).stream / expected(model, device, 1).stream
+
+
+def _scaled(step: StepFit, reading: float, computing: float) -> StepFit:
+    read = {name: getattr(step, name) * reading for name in ("weight_byte", "cache_byte")}
+    rest = ("step", "sequence", "token", "drawn", "linear_flop", "attention_flop")
+    return replace(step, **read, **{name: getattr(step, name) * computing for name in rest})
 
 
 def _within(value: float, least: float, most: float) -> float:

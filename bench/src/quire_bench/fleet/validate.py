@@ -1,6 +1,6 @@
 """Predictions of the simulator against real servers: the same traces, replayed and simulated.
 
-Nothing of the traces was known to `quire bench calibrate`, whose device file the prediction is made with.
+The prediction is made with a device file. `quire bench calibrate`, which wrote it, has sent none of these requests.
 
 A run of some seconds has few requests, and no two runs of the same rows are alike. So the same rows are sent several
 times, with other tokens, and the requests of all runs are looked at together; how far the runs lie apart is noted
@@ -13,23 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from quire.engine.cost import ModelCost, model_cost
 from quire.engine.trace import TraceRow
-from quire.errors import QuireError
-from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.errors import ConfigError, QuireError
+from quire.models import expected_weight_bytes, locate, read_config
 from quire.simulate.device import DeviceFile
 from quire.simulate.outcome import Outcome
-from quire_bench.fleet.replaying import SEATS, TRACES, Serving, at_once, seconds_of, sent, serving, simulated
+from quire_bench.fleet.replaying import TRACES, Serving, Sizes, at_once, seconds_of, sent, serving, simulated
 from quire_bench.fleet.running import Replica
-from quire_bench.fleet.speed import Probes, at_speed, expected, mean, probed
+from quire_bench.fleet.speed import PROMPT, Probes, at_speed, expected, mean, probed
 from quire_bench.server.client import Run
 from quire_bench.server.report import latencies, percentile
 
 LOADS = (0.3, 0.6, 0.8, 0.95)  # of what the replicas sustain
+SIZES = Sizes()  # of each replica
 SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
 GOALS: Mapping[str, float] = MappingProxyType(  # the largest error of each figure
     {"throughput": 0.05, "ttft_p50": 0.1, "ttft_p90": 0.1, "itl_p50": 0.1, "itl_p99": 0.1, "hit_rate": 0.1}
@@ -80,16 +80,20 @@ def validate(
 
     model: as `quire serve` has it. seconds: in which the requests of a run come. repeats: runs of each load.
     options: of each replica. advance: is called for each load.
-    Raises QuireError where a request fails or a server does not get ready.
+    Raises ConfigError for a model whose sequences are too short, QuireError where a request fails or a server does
+    not get ready.
     """
-    path = EMBEDDED if model is None else Path(model)
-    known = _Known(device, str(path.resolve()), model_cost(*read_config(path), expected_weight_bytes(path)))
+    path = locate(model)
+    known = _Known(device, str(path.absolute()), model_cost(*read_config(path), expected_weight_bytes(path)))
+    if known.cost.max_model_len <= PROMPT:
+        raise ConfigError(f"{path} has sequences of {known.cost.max_model_len} tokens; it must have more than {PROMPT}")
     own = [*options, *([] if model is None else ["--model", model])]
     for count in counts:
-        with serving(count, int(device.machine.get("threads", 1)), own) as running:
+        with serving(count, int(device.machine.get("threads", 1)), SIZES, own) as running:
+            requests = SATURATING * SIZES.seats * count
             for number, name in enumerate(traces):
                 seed = 1000 * count + 100 * number
-                rows = at_once(TRACES[name](1.0, SATURATING * SEATS * count * 1.1, seed), SATURATING * SEATS * count)
+                rows = at_once(TRACES[name](1.0, 1.1 * requests, seed), requests)
                 runs = [_replayed(running, rows, seed, 0)]
                 sustained = _rate(sorted(record.ended for record in runs[0].run.records if record.ended is not None))
                 yield _compared(known, count, name, float("inf"), rows, runs)
@@ -165,7 +169,7 @@ def _compared(
     together, seconds = Outcome(), 0.0
     for one in replays:
         device = at_speed(known.device, known.cost, count, mean(one.probes))
-        outcome = simulated(count, 0 if count == 1 else 1, rows, device, known.model)
+        outcome = simulated(count, 0 if count == 1 else 1, SIZES, rows, device, known.model)
         together.add(outcome)
         seconds += outcome.seconds
     predicted = {
