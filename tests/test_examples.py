@@ -66,6 +66,7 @@ def test_the_fleet_leaves_no_server_at_an_interrupt() -> None:
         while len(found := children.read_text().split()) < 3:  # two replicas, and then the gateway
             assert demo.poll() is None
             time.sleep(0.05)
+        time.sleep(0.5)  # or the third one is there before the example knows of it
         demo.send_signal(signal.SIGINT)
         assert demo.wait(60) != 0
     assert not [pid for pid in found if Path(f"/proc/{pid}").exists()]

@@ -84,3 +84,11 @@ def test_what_load_and_neighbours_cost_is_found_again() -> None:
     found = two.next_to_another(found, [calibrate._Loaded(two.seconds(crowded), expected(model, crowded, 2))])
     assert found.per_neighbour == pytest.approx(0.1, rel=0.1)
     assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
+
+
+def test_a_dtype_that_fleets_are_not_simulated_with(tmp_path: Path) -> None:
+    """Before anything is measured, not after minutes."""
+    arguments = ["bench", "calibrate", "--dtype", "float32", "--out", str(tmp_path / "device.json")]
+    shown = CliRunner().invoke(app, [*arguments, "--max-num-seqs", "8", "--kv-cache-memory", "64MiB"])
+    assert shown.exit_code == 1
+    assert "is loaded as torch.float32; fleets are simulated with the dtype of its files" in shown.stderr

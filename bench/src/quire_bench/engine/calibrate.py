@@ -42,7 +42,7 @@ from quire_bench.fleet.replaying import (
     sent,
     simulated,
 )
-from quire_bench.fleet.speed import Probes, at_speed, mean, probed
+from quire_bench.fleet.speed import SHORTEST, Probes, at_speed, mean, probed
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
 from quire_bench.server.client import Run, Server, send
@@ -69,14 +69,13 @@ TOKENS = 48  # of each of these
 LOADED = 64  # requests at once for each replica, to find how long steps take where others come and end
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
+AGAIN_LOADED = 4  # times that they are sent, and that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
 STEPS_TO_FIRST = 1.5  # that a short prompt takes: half of the one under way, and its own
-AGAIN_LOADED = 4  # times that they are sent
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
 TURNS, SETTLED = 20, 1e-3  # in which the share of neighbours is found, and by how much it may still change
-SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
@@ -98,12 +97,10 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     another process does not get ready.
     """
     path, threads = llm.files.path, torch.get_num_threads()
-    simulated_as = model_cost(*read_config(path), expected_weight_bytes(path))
-    if model_digest(cost_of(llm.decoder)) != model_digest(simulated_as):
-        raise ConfigError(
-            f"{path} is loaded with a dtype that its config does not have, and is simulated with that one"
-        )
     model, block_size = cost_of(llm.decoder), llm.config.cache.block_size
+    simulated_as = model_cost(*read_config(path), expected_weight_bytes(path))
+    if model_digest(model) != model_digest(simulated_as):
+        raise ConfigError(f"{path} is loaded as {llm.decoder.dtype}; fleets are simulated with the dtype of its files")
     _touch(llm)
     rates = [_rates(threads)]
     advance()
@@ -122,7 +119,7 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     device = DeviceFile(
         kind=kind,
         model=model_digest(model),
-        model_name=str(llm.files.path.name),
+        model_name=path.name,
         block_size=block_size,
         bytes_per_second=read,
         host_bytes_per_second=2 * read,

@@ -29,6 +29,7 @@ STREAM = (32, 32)  # tokens of a stream's prompt and of its answer
 PROMPT, PROMPTS = 512, 3  # tokens of a prompt, and how many there are at each replica
 SCALES = (0.5, 2.0)  # of what reading and computing take, at most
 LEAST_READING = 0.2  # of a stream's step: if reading is less of it, a stream does not show how fast the machine reads
+SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 TURNS = 40  # in which scales are found, each with the others
 
 
@@ -46,7 +47,7 @@ def probed(replicas: Sequence[Replica]) -> Probes:
     firsts = [_asked(one, PROMPT, 1).ttft for one in replicas for _ in range(PROMPTS)]
     with ThreadPoolExecutor(len(replicas)) as pool:
         at_once = [gap for those in pool.map(_stream, replicas) for gap in those]
-    return Probes(median(gaps), median(firsts), median(at_once))
+    return Probes(*(max(SHORTEST, median(those)) for those in (gaps, firsts, at_once)))
 
 
 def _stream(replica: Replica) -> Sequence[float]:
