@@ -805,6 +805,8 @@ def is_refused(port: int) -> bool:
         socket.create_connection(("127.0.0.1", port), 5).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # it waited at a socket that was just being closed; the next one is refused
+        return False
     return False
 
 
