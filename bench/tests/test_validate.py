@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.engine.cost import model_cost
+from quire.errors import ConfigError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ServerFit, StepFit, model_digest, write_device
 from quire_bench.fleet import replaying, validate
@@ -148,3 +149,10 @@ def test_what_is_wrong_is_told(arguments: list[str], message: str) -> None:
     shown = CliRunner().invoke(app, ["bench", "validate", *arguments])
     assert shown.exit_code == 1
     assert message in shown.stderr
+
+
+def test_a_model_whose_sequences_are_too_short_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a server is started."""
+    monkeypatch.setattr(validate, "PROMPT", 1024)
+    with pytest.raises(ConfigError, match="has sequences of 1024 tokens; it must have more than 1024"):
+        next(validate.validate(DEVICE, None, [1], ["poisson"], [0.3], 1.0))
