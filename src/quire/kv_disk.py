@@ -14,7 +14,7 @@ from quire.cache.disk.tier import DiskTier
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.cache.incoming import Arrivals, BlockMemory
 from quire.config import CacheConfig, EngineConfig, parse_memory
-from quire.engine.cost import DEVICES, cost_of
+from quire.engine.cost import assumed_prompt_token, cost_of
 from quire.engine.engine import Engine
 from quire.engine.prefetch import Prefetch
 from quire.engine.runner import Runner
@@ -88,9 +88,8 @@ def prefetch_of(engine: Engine, model: Model, memory: BlockMemory) -> Prefetch:
     """What reads blocks from elsewhere into the engine's memory; it is made where there is none yet."""
     scheduler = engine.scheduler
     if scheduler.prefetch is None:
-        # Until steps have shown it.
-        a_token = cost_of(model).linear_flops(1, 0) / DEVICES["cpu"].flops_per_second
         scheduler.manager.memory = memory
+        a_token = assumed_prompt_token(cost_of(model))
         scheduler.prefetch = Prefetch(scheduler.manager, Arrivals(), a_token, scheduler.clock)
     return scheduler.prefetch
 

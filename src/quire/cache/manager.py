@@ -429,7 +429,7 @@ class BlockManager:
                     index.publish(block, read.name.digest, parent, read.tokens, first=at == 0)
                     if self.listeners:
                         names = ([block], [read.name.digest], parent if at else None)
-                        tokens = array("i", read.tokens).tolist()
+                        tokens = request.tokens[at * size : (at + 1) * size].tolist()
                         self._tell(events.BlockStored(self.now, group, request.id, *names, tokens, size, request.lora))
         finally:
             pool.release(reversed(blocks), index.by_block)

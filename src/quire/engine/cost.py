@@ -140,6 +140,11 @@ def cost_of(model: Model) -> ModelCost:
     )
 
 
+def assumed_prompt_token(model: ModelCost) -> float:
+    """Seconds that a token of a prompt takes, until steps have shown it."""
+    return model.linear_flops(1, 0) / DEVICES["cpu"].flops_per_second
+
+
 class StepWork(NamedTuple):
     """What a step reads and multiplies."""
 

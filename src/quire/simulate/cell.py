@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any, cast
 
+from quire.cache.incoming import Batch, Fault
 from quire.cache.prefix import root_digest, root_salt
+from quire.engine.prefetch import NAP
 from quire.errors import BadValue, NoReplica
 from quire.fleet.resume import MOST_LOST
 from quire.request import Event, FinishReason, Request, SamplingParams
@@ -16,6 +18,7 @@ from quire.simulate.flow import Flow, request_of
 from quire.simulate.gateway import Gateway
 from quire.simulate.loads import Job
 from quire.simulate.outcome import Outcome
+from quire.simulate.peers import Peers
 from quire.simulate.prompts import NamedTokens
 from quire.simulate.replica import Host, Replica, wire_name
 from quire.simulate.spec import FleetSpec
@@ -238,7 +241,7 @@ class Cell:
             str(flow.number), tokens, flow.job.new_tokens, flow.digests, flow.bits, flow.passed_over, self.now
         )
         gateway.send(flow.number, choice, flow.digests, self.now)
-        slot = choice.best.candidate.slot
+        slot, request.holder = choice.best.candidate.slot, choice.best.candidate.holder
         self.replicas[slot].report.uncached[request.id] = choice.best.uncached_tokens
         return slot
 
@@ -362,6 +365,33 @@ class Cell:
             self.remove(replica)
         if len(replica.host.computing) != before:
             self.rate_changed(replica.host, replica)
+        if replica.peers is not None:
+            self._see_to_reads(replica, replica.peers)
+
+    def _see_to_reads(self, replica: Replica, peers: Peers) -> None:
+        """What a replica has begun to read from others ends in time; meanwhile it looks for it now and then."""
+        for at, batch in peers.begun:
+            self.push(at, self._have_read, replica, peers, batch)
+        peers.begun.clear()
+        if replica.looks_again:
+            replica.version += 1
+            self.push(self.now + NAP, self._look_for_blocks, replica, replica.version)
+
+    def _look_for_blocks(self, replica: Replica, version: int) -> None:
+        if version == replica.version:
+            self.interrupt(replica)
+
+    def _have_read(self, replica: Replica, peers: Peers, batch: Batch) -> None:
+        """Blocks of another replica are read, as far as it still has them."""
+        if replica.peers is not peers:
+            return
+        holder = next((one for one in self.replicas if one.name == batch.place and one.is_up), None)
+        if holder is None or self.now < max(holder.hung_until, holder.cut_off_until, replica.cut_off_until):
+            peers.end(batch, lambda _: Fault.IO)
+        else:
+            peers.end(batch, lambda read: None if holder.has_block(read, self.now) else Fault.ABSENT)
+        if replica.looks_again:
+            self.interrupt(replica)
 
     def rate_changed(self, host: Host, cause: Replica | None) -> None:
         """Steps on a host take another time from the next one on."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from quire.engine.pace import LEAST
 from quire.engine.plan import GENERATE, Plan, StepOutput
+from quire.engine.prefetch import LEAST_TOKENS
 from quire.engine.queue import RankedList
 from quire.engine.scheduler import Scheduler
 from quire.errors import BadValue
@@ -140,6 +141,8 @@ class Decoders:
         """Whether the next step decodes them and does nothing else, nor has the scheduler anything to learn of it."""
         scheduler, count = self._scheduler, len(self._as_of)
         if not count or count < len(scheduler.running) or scheduler.waiting or scheduler.swapped or scheduler.is_ending:
+            return False
+        if scheduler.prefetch is not None and count >= LEAST_TOKENS:
             return False
         return count <= scheduler.max_num_batched_tokens and (scheduler.pace is None or count < LEAST)
 

@@ -90,6 +90,7 @@ class ServerFit:
     request: float = 0.0  # from a request's arrival to its place in the engine, and from a token to the client
     prompt_token: float = 0.0  # the same, for each token of the prompt
     gateway: float = 0.0  # of a request, that comes through a gateway
+    peer_byte: float = 0.0  # of blocks that it reads from another replica; 0: it reads none
     under_load: float = 0.0  # how much longer all steps take where requests come and end, as a share
 
     def __post_init__(self) -> None:

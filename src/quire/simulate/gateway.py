@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from quire.fleet.averages import Averages
 from quire.fleet.index import Expectation, FleetIndex
-from quire.fleet.score import Candidate, Choice, choose, eligible, step_age
+from quire.fleet.score import Candidate, Choice, choose, eligible, step_age, with_holders
 from quire.fleet.state import ReplicaState
 from quire.simulate.replica import Outbox, Replica
+
+NO_DISKS = FleetIndex()  # that replicas keep blocks on
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +36,7 @@ class Gateway:
         self.averages = Averages()
         self.lost: set[int] = set()  # slots that do not answer
         self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
+        self._reads_peers = any(one.reads_peers for one in replicas)
         self._idle: dict[int, Candidate] = {}  # by slot: what it was when it did nothing
         self._sent: dict[int, Sent] = {}  # by flow
         self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
@@ -79,15 +82,16 @@ class Gateway:
         """Where a request goes. tokens: to compute. most: that it may generate. Raises NoReplica."""
         self.hear(now)
         runs = self._runs(digests, now)
+        given = self.index.held_runs(digests, NO_DISKS) if runs and self._reads_peers else {}
         candidates = []
         for slot, (came, state) in self._states.items():
-            if slot in self.lost or slot in passed_over:
+            if slot in self.lost:
                 continue
             num_blocks, unseen = runs.get(slot, 0), self._unseen.get(slot)
             if not (num_blocks or unseen or state.num_running or state.num_waiting):  # most of a fleet at rest
                 before = self._idle.get(slot)
                 if before is None or before.state is not state:
-                    before = self._idle[slot] = self._candidate(slot, state, 0.0, 0, 0, 0)
+                    before = self._idle[slot] = self._candidate(slot, state, 0.0, 0, 0, 0, 0)
                 candidates.append(before)
                 continue
             uncached, first = 0, now
@@ -95,13 +99,18 @@ class Gateway:
                 uncached = sum([one.uncached for one in unseen.values()])
                 first = min([one.at for one in unseen.values()])
             age = step_age(state, came, first, now)
-            candidates.append(self._candidate(slot, state, age, num_blocks, uncached, len(unseen) if unseen else 0))
+            num_unseen, num_given = len(unseen) if unseen else 0, given.get(slot, 0)
+            candidates.append(self._candidate(slot, state, age, num_blocks, uncached, num_unseen, num_given))
+        if given:
+            candidates = with_holders(candidates)
+        if passed_over:
+            candidates = [one for one in candidates if one.slot not in passed_over]
         lost = [f"{self.replicas[slot].name} does not answer" for slot in sorted(self.lost)]
         demand = self.averages.demand(name, tokens, self.averages.new_tokens(most))
         return choose(demand, eligible(candidates, bits, lost))
 
     def _candidate(
-        self, slot: int, state: ReplicaState, age: float, num_blocks: int, uncached: int, unseen: int
+        self, slot: int, state: ReplicaState, age: float, num_blocks: int, uncached: int, unseen: int, given: int
     ) -> Candidate:
         replica = self.replicas[slot]
         return Candidate(
@@ -113,6 +122,7 @@ class Gateway:
             num_blocks=num_blocks,
             unseen_tokens=uncached,
             unseen_requests=unseen,
+            num_given=given if state.seconds_a_peer_block else 0,
         )
 
     def send(self, flow: int, choice: Choice, digests: Sequence[int], now: float) -> None:

@@ -121,6 +121,12 @@ class Leap:
         reusable = self._manager.indexes[0].by_block
         return taken, filled - sum([block in reusable for block in self._manager.pools[0].next_free(taken)])
 
+    def blocks_taken(self, moment: float) -> list[set[int]]:
+        """The blocks of each group that the steps take which have begun by then, and that are not in the books yet."""
+        under_way = min(self.num_done(moment) + 1, self.num_planned)
+        taken = self._decoders.taken_blocks(self._before + under_way)
+        return [set(pool.next_free(taken)) for pool in self._manager.pools]
+
     def num_done(self, moment: float) -> int:
         """Planned steps that have ended by then."""
         return bisect_right(self.times, moment) - 1

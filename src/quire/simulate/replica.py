@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.events import BlockRemoved, BlockStored, CacheEvent
+from quire.cache.incoming import Read
 from quire.config import EngineConfig
 from quire.engine.cost import ModelCost
 from quire.engine.pace import Pace
@@ -18,6 +19,7 @@ from quire.fleet.state import ReplicaState
 from quire.request import Event, FinishReason, Request
 from quire.simulate.device import NO_DEVICE, DeviceFile, Rates, ReplicaCost
 from quire.simulate.leap import Leap
+from quire.simulate.peers import Peers
 from quire.simulate.simulation import Simulation, Step
 
 
@@ -106,6 +108,9 @@ class Replica:
         scheduler = self.engine.scheduler
         if self._config.max_num_batched_tokens is None:
             scheduler.pace = Pace(self.cost.seconds_a_prompt_token)
+        self.peers: Peers | None = None
+        if self.reads_peers:
+            self.peers = Peers(scheduler, self._model, self.cost.block_bytes, self.cost.server.peer_byte)
         self.report = Report(scheduler)
         self.reads_until = 0.0  # when the last request that came to it is in its engine
         self.inbox: deque[tuple[Request, float, int]] = deque()  # with when it came, and its flow
@@ -122,6 +127,11 @@ class Replica:
         self._new_segment = False
         if self.boxes:
             scheduler.manager.listeners.append(self._hear)
+
+    @property
+    def reads_peers(self) -> bool:
+        """Whether it reads blocks from other replicas."""
+        return self.cost.server.peer_byte > 0.0
 
     # ------------------------------------------------------------------------------------------------- computing
 
@@ -152,7 +162,7 @@ class Replica:
                 self._started.append(flow)
             else:
                 refused.append(request)
-        engine.leaps = self.leaps and not self.aborted
+        engine.leaps = self.leaps and not self.aborted and not self._awaits_peers
         for name in self.aborted:
             engine.scheduler.finish(name, FinishReason.ABORT)
         self.aborted.clear()
@@ -169,8 +179,23 @@ class Replica:
             if leap.plan_ahead():
                 self.leap, self.is_cut, self._new_segment = leap, False, True
                 return leap.times[-1], refused
-        self.step = engine.begin()
-        return now + self.step.seconds, refused
+        step = engine.begin()
+        if step.plan.is_empty and not step.decoders and self._awaits_peers:
+            self.host.computing.discard(self.number)
+            self._send(now, [])
+            return None, refused
+        self.step = step
+        return now + step.seconds, refused
+
+    @property
+    def _awaits_peers(self) -> bool:
+        prefetch = self.engine.scheduler.prefetch
+        return prefetch is not None and prefetch.is_waiting
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether it has nothing to compute until blocks arrive that it reads, or a request has waited long enough."""
+        return not self.is_busy and self._awaits_peers
 
     def cut(self, now: float) -> float | None:
         """Plan no further steps. When the one under way ends; None: it ends when it was to end."""
@@ -271,6 +296,12 @@ class Replica:
         leap = self.leap
         if leap is not None and now >= self._next_state:
             self._put_due(leap, now, last=True)
+
+    def has_block(self, read: Read, now: float) -> bool:
+        """Whether a block that another one reads is in its cache."""
+        group, digest = read.name
+        found = self.engine.scheduler.manager.indexes[group].entry(digest, read.parent, read.tokens)
+        return found is not None and (self.leap is None or found.block not in self.leap.blocks_taken(now)[group])
 
     def owes_evictions(self, now: float) -> bool:
         """Whether gateways would know of more blocks that were evicted by now, if it caught up."""

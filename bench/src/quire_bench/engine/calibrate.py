@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from quire.simulate.device import DeviceFile, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
 from quire.simulate.loads import drawn
 from quire.simulate.spec import Lengths
+from quire_bench.fleet.giving import GivenBlocks
 from quire_bench.fleet.replaying import (
     BLOCK,
     OPTIONS,
@@ -60,7 +61,7 @@ STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
 AGAIN = 3  # times that a prompt is computed, in each round
 LONG = 512  # tokens of prompts that are computed once a round
-ROUNDS = 6
+ROUNDS = 4
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
@@ -342,17 +343,18 @@ class _Loaded(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """Requests, at each of so many replicas."""
+    """Requests, at so many replicas, behind a gateway where there are several."""
 
     replicas: int
     sizes: Sizes
-    rows: Sequence[TraceRow]  # for the replicas in turns
+    rows: Sequence[TraceRow]
     model: ModelCost
     path: str  # of the model
 
     def seconds(self, device: DeviceFile) -> float:
         """What they are simulated to take, all together."""
-        return simulated(self.replicas, 0, self.sizes, self.rows, device, self.path).seconds
+        gateways = 0 if self.replicas == 1 else 1
+        return simulated(self.replicas, gateways, self.sizes, self.rows, device, self.path).seconds
 
     def ratio(self, device: DeviceFile, runs: Sequence[_Loaded]) -> float:
         """How many times as long they took, at the speed that was measured around each run."""
@@ -410,47 +412,50 @@ def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceF
 
 
 def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
-    """The device, with what two replicas that compute cost one another, their gateways' time among it.
-
-    Each has a gateway of its own, so both have as much to do as they are simulated to have.
-    """
-    load, runs, threads = _load(2, device, llm), [], torch.get_num_threads()
-    with ExitStack() as stack:
-        both = [stack.enter_context(behind_gateway(1, threads, load.sizes, options)) for _ in range(2)]
-        replicas = [one for running in both for one in running.replicas]
-        pool = stack.enter_context(ThreadPoolExecutor(2))
+    """The device, with what two replicas that compute cost one another, their gateway's time among it."""
+    load, runs = _load(2, device, llm), []
+    with behind_gateway(2, torch.get_num_threads(), load.sizes, options) as running:
         for turn in range(AGAIN_LOADED):
-            before = probed(replicas)
-            sending = [
-                pool.submit(sent, running.url, load.rows[number::2], number, turn)
-                for number, running in enumerate(both)
-            ]
-            took = max(seconds_of(one.result()) for one in sending)
-            runs.append(_Loaded(took, mean([before, probed(replicas)])))
-        gateway = statistics.median(_gateway(both, pool) for _ in range(AGAIN_LOADED))
-    device = replace(device, server=replace(device.server, gateway=max(0.0, gateway)))
+            before = probed(running.replicas)
+            took = seconds_of(sent(running.url, load.rows, 0, turn))
+            runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
+        gateway = statistics.median(_gateway(running) for _ in range(AGAIN_LOADED))
+        peer_byte = _peer_byte(running, llm)
+    device = replace(device, server=replace(device.server, gateway=max(0.0, gateway), peer_byte=peer_byte))
     return load.next_to_another(device, runs)
 
 
-def _gateway(both: Sequence[Serving], pool: ThreadPoolExecutor) -> float:
+def _gateway(running: Serving) -> float:
     """Seconds that a gateway adds to a request.
 
     It has cores of the same machine, on which replicas compute. So it is measured while both do, against a replica
     that computes alone. What their steps take longer is not the gateway's.
     """
-    near, far = (Server(running.url) for running in both)
-    through, longer = _while_busy(near, [near, far], pool)
-    direct, gap = _while_busy(Server(both[0].replicas[0].url), [near], pool)
+    gateway, alone = Server(running.url), Server(running.replicas[0].url)
+    through, longer = _while_busy(gateway, len(running.replicas) * BUSY_STREAMS)
+    direct, gap = _while_busy(alone, BUSY_STREAMS)
     return through - direct - STEPS_TO_FIRST * (longer - gap)
 
 
-def _while_busy(server: Server, busy: Sequence[Server], pool: ThreadPoolExecutor) -> tuple[float, float]:
-    """Mean seconds to the first token of short prompts, and between the tokens of streams at all that are busy."""
-    sending = [pool.submit(_asked, one, BUSY_STREAMS, 64, BUSY_TOKENS, BUSY_STREAMS) for one in busy]
-    firsts = [_ttft(server, ASKED[0]) for _ in range(BUSY_TIMES)][FIRST_GAPS:]
-    runs = [one.result() for one in sending]
-    gaps = [gap for run in runs for found in map(latencies, run.records) if found is not None for gap in found.gaps]
+def _while_busy(server: Server, streams: int) -> tuple[float, float]:
+    """Mean seconds to the first token of short prompts next to streams, and between the tokens of these."""
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(_asked, server, streams, 64, BUSY_TOKENS, streams)
+        firsts = [_ttft(server, ASKED[0]) for _ in range(BUSY_TIMES)][FIRST_GAPS:]
+        run = sending.result()
+    gaps = [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps]
     return statistics.fmean(firsts), _mean_gap(gaps)
+
+
+def _peer_byte(running: Serving, llm: LLM) -> float:
+    """Seconds that a byte of a replica's blocks takes to another one while both compute; 0: they send none."""
+    streams, (one, *_) = len(running.replicas) * BUSY_STREAMS, running.replicas
+    blocks = GivenBlocks(one, running.secret, llm, random.Random(0))
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(_asked, Server(running.url), streams, 64, BUSY_TOKENS, streams)
+        took = [blocks.read() for _ in range(TIMES)]
+        sending.result()
+    return statistics.median(took)
 
 
 def _ttft(server: Server, length: int) -> float:

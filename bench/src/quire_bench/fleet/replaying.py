@@ -95,6 +95,7 @@ class Serving:
 
     url: str  # where they are asked
     replicas: Sequence[Replica]
+    secret: str = ""  # of their fleet
 
 
 @dataclass(frozen=True)
@@ -127,12 +128,12 @@ def alone(threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Servin
 
 @contextmanager
 def behind_gateway(count: int, threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Serving]:
-    """As `serving`, of one or several replicas."""
+    """As `serving`, also of a single replica."""
     with fleet(count, *_own(sizes, options), threads=threads) as running:
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(_make_ready, running.replicas, repeat(sizes)))
         _warm(running.url)
-        yield Serving(running.url, running.replicas)
+        yield Serving(running.url, running.replicas, running.secret)
 
 
 def _own(sizes: Sizes, options: Sequence[str]) -> list[str]:

@@ -77,7 +77,7 @@ class Fleet:
     def __init__(self, replicas: Sequence[Replica], gateway: Process, secret: str) -> None:
         self.replicas = replicas
         self.gateway = gateway
-        self._secret = secret
+        self.secret = secret
 
     @property
     def url(self) -> str:
@@ -95,7 +95,7 @@ class Fleet:
 
     def drain(self, replica: Replica) -> None:
         """Let others go on with what a replica computes."""
-        fetch(f"{replica.url}/fleet/drain", b"", {"Authorization": f"Bearer {self._secret}"})
+        fetch(f"{replica.url}/fleet/drain", b"", {"Authorization": f"Bearer {self.secret}"})
 
     def seen(self, replica: Replica, what: str, since: float = 0.0) -> float:
         """When the gateway first logged, after a time, that a replica "is connected" or is `GONE`; waits for it.
