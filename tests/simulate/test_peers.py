@@ -33,7 +33,7 @@ def talks(path: Path, peer_byte: float, blocks: int = 200, **known: Any) -> Flee
     return spec(path, replicas=replicas, load=load, **known)
 
 
-def run(fleet: FleetSpec, monkeypatch: pytest.MonkeyPatch, *, leaps: bool = True) -> tuple[Outcome, ReadCounts]:
+def run(fleet: FleetSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Outcome, ReadCounts]:
     """A run, and what all replicas have read."""
     made: list[Replica] = []
     real = FleetSimulation._replica
@@ -44,7 +44,7 @@ def run(fleet: FleetSpec, monkeypatch: pytest.MonkeyPatch, *, leaps: bool = True
 
     with monkeypatch.context() as patch:
         patch.setattr(FleetSimulation, "_replica", kept)
-        found = FleetSimulation(fleet, leaps=leaps).run()
+        found = FleetSimulation(fleet).run()
     every, misses = [one.peers.counts for one in made if one.peers is not None], Counter[str]()
     for one in every:
         misses.update(one.misses)
@@ -52,9 +52,9 @@ def run(fleet: FleetSpec, monkeypatch: pytest.MonkeyPatch, *, leaps: bool = True
 
 
 def documents(path: Path, peer_byte: float, count: int, **known: Any) -> FleetSpec:
-    """A request about each document, and two seconds later twenty at once."""
+    """A request about each document, and two seconds later three at once."""
     fleet = talks(path, peer_byte, load={"arrivals": "trace", "trace": "trace.csv"}, **known)
-    numbered = [(5.0 * number + after, f"document {number}") for number in range(count) for after in [0] + 20 * [2]]
+    numbered = [(5.0 * number + after, f"document {number}") for number in range(count) for after in [0, 2, 2, 2]]
     write_trace(path / "trace.csv", [TraceRow(at, 480, 5, name, 460) for at, name in numbered])
     return fleet
 
@@ -64,9 +64,8 @@ def test_what_another_replica_has_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     read, counts = run(documents(tmp_path / "read", FAST, 5), monkeypatch)
     assert nothing.blocks == 0
     assert counts.hits == counts.blocks / (460 // 16) == 10  # two of the three replicas read each document once
-    # The second request that each of them gets computes it: its gateway takes it to be there.
-    assert read.counts["cached_tokens"] == 5 * 18 * (460 // 16) * 16
-    assert read.ttft.percentile(90) < alone.ttft.percentile(90)
+    assert read.counts["cached_tokens"] == 5 * 3 * (460 // 16) * 16
+    assert read.ttft.mean < 0.9 * alone.ttft.mean
 
 
 def test_what_takes_longer_than_computing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +83,7 @@ def test_a_replica_that_is_gone_sends_nothing(tmp_path: Path, monkeypatch: pytes
     fleet = documents(tmp_path, SLOW / 3, 1, events=[{"at": 2.03, "kill": "a-0", "for": 3}])
     found, counts = run(fleet, monkeypatch)
     assert counts.misses == {"io": 2 * (460 // 16)}
-    assert found.counts["finished"] == found.counts["requests"] == 21
+    assert found.counts["finished"] == found.counts["requests"] == 4
 
 
 def test_a_block_that_was_evicted_meanwhile_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,8 @@ class Gateway:
 
     def _hear_of_blocks(self, slot: int, box: Outbox, horizon: float) -> None:
         while box.blocks and box.blocks[0][0] <= horizon:
-            _, stored, digest = box.blocks.popleft()
-            (self.index.store if stored else self.index.remove)(slot, (digest,))
+            _, stored, digests = box.blocks.popleft()
+            (self.index.store if stored else self.index.remove)(slot, digests)
 
     def _runs(self, digests: Sequence[int], now: float) -> dict[int, int]:
         """As the index has them. Of blocks that were evicted it hears only where it matters: here."""

@@ -51,13 +51,14 @@ class NamedTokens:
 
     def __getitem__(self, where: slice) -> Part:
         start, stop = where.start, where.stop
-        return Part(self._content(start, (stop if stop < self._length else self._length) - start))
+        count = (stop if stop < self._length else self._length) - start
+        if not self._ends:  # as of most
+            return Part(self._names[0] + (start << 16 | count).to_bytes(6, "big"))
+        return Part(self._content(start, count))
 
     def _content(self, start: int, count: int) -> bytes:
         ends, names = self._ends, self._names
         where = (start << 16 | count).to_bytes(6, "big")
-        if not ends:  # as of most
-            return names[0] + where
         at = bisect_right(ends, start)
         content = names[at] + where
         while at < len(ends) and ends[at] < start + count:

@@ -53,7 +53,7 @@ class Outbox:
     """What a replica has sent to one gateway, which has not received it yet."""
 
     def __init__(self) -> None:
-        self.blocks: deque[tuple[float, bool, int]] = deque()  # when, stored or else removed, digest
+        self.blocks: deque[tuple[float, bool, list[int]]] = deque()  # when, stored or else removed, digests
         self.states: deque[tuple[float, ReplicaState, Sequence[int]]] = deque()  # when, which, flows that it counts
 
 
@@ -118,7 +118,7 @@ class Replica:
         self._served: set[str] = set()  # names of the jobs that it has got
         self._repeated: set[str] = set()  # requests for a job that it has got before: they may find their own answers
         self.boxes = [Outbox() for _ in range(self._num_gateways)]
-        self._events: list[tuple[bool, int]] = []  # of blocks, in this step
+        self._events: list[tuple[bool, list[int]]] = []  # of blocks, in this step
         self._started: list[int] = []  # flows that the next state counts for the first time
         self.used_blocks = 0  # after the last step
         self._sent: ReplicaState | None = None
@@ -331,14 +331,17 @@ class Replica:
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, (BlockStored, BlockRemoved)) and event.group == 0:
-            stored = isinstance(event, BlockStored)
-            self._events += [(stored, wire_name(digest)) for digest in event.block_hashes]
+            stored, names = isinstance(event, BlockStored), list(map(wire_name, event.block_hashes))
+            if self._events and self._events[-1][0] is stored:
+                self._events[-1][1].extend(names)
+            else:
+                self._events.append((stored, names))
 
     def flush(self, now: float) -> None:
         """Let gateways know what became of blocks."""
         if self._events:
             for box in self.boxes:
-                box.blocks.extend((now, stored, digest) for stored, digest in self._events)
+                box.blocks.extend([(now, stored, digests) for stored, digests in self._events])
             self._events.clear()
 
     def _send(self, now: float, events: Sequence[Event]) -> None:

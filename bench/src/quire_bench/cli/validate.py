@@ -24,6 +24,7 @@ def validate(
     loads: Annotated[str, typer.Option(help="In percent of what the replicas sustain.")] = "30,60,80,95",
     seconds: Annotated[float, typer.Option(help="In which the requests of a run come.")] = 20.0,
     repeats: Annotated[int, typer.Option(help="Runs of each load, looked at together.", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="Of the traces.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="A file for the table, in Markdown.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,7 +48,7 @@ def validate(
         known = read_device(device)
         found: list[Compared] = []
         with progress_bar("validate", len(counts) * len(names) * (1 + len(shares))) as advance:
-            found += measure(known, model, counts, names, shares, seconds, repeats, advance=advance)
+            found += measure(known, model, counts, names, shares, seconds, repeats, seed, advance=advance)
     except QuireError as error:
         fail(error)
     table = _table(found, FIGURES)

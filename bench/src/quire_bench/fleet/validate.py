@@ -73,13 +73,14 @@ def validate(
     loads: Sequence[float],
     seconds: float,
     repeats: int = 1,
+    seed: int = 0,
     options: Sequence[str] = (),
     advance: Callable[[], None] = lambda: None,
 ) -> Iterator[Compared]:
     """Each trace at each load, with each number of replicas; before, what these sustain of it.
 
     model: as `quire serve` has it. seconds: in which the requests of a run come. repeats: runs of each load.
-    options: of each replica. advance: is called for each load.
+    seed: of the traces. options: of each replica. advance: is called for each load.
     Raises ConfigError for a model whose sequences are too short, QuireError where a request fails or a server does
     not get ready.
     """
@@ -92,15 +93,15 @@ def validate(
         with serving(count, int(device.machine.get("threads", 1)), SIZES, own) as running:
             requests = SATURATING * SIZES.seats * count
             for number, name in enumerate(traces):
-                seed = 1000 * count + 100 * number
-                rows = at_once(TRACES[name](1.0, 1.1 * requests, seed), requests)
-                runs = [_replayed(running, rows, seed, 0)]
+                first = 10_000 * seed + 1000 * count + 100 * number
+                rows = at_once(TRACES[name](1.0, 1.1 * requests, first), requests)
+                runs = [_replayed(running, rows, first, 0)]
                 sustained = _rate(sorted(record.ended for record in runs[0].run.records if record.ended is not None))
                 yield _compared(known, count, name, float("inf"), rows, runs)
                 advance()
-                for at, load in enumerate(loads):
-                    rows = TRACES[name](load * sustained, seconds, seed + at + 1)
-                    runs = [_replayed(running, rows, seed + at + 1, turn) for turn in range(repeats)]
+                for another, load in enumerate(loads, first + 1):
+                    rows = TRACES[name](load * sustained, seconds, another)
+                    runs = [_replayed(running, rows, another, turn) for turn in range(repeats)]
                     yield _compared(known, count, name, load, rows, runs)
                     advance()
 
