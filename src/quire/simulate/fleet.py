@@ -130,9 +130,12 @@ class FleetSimulation:
     def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
         config = self._configs[kind.kind]
         swaps = config.cache.preemption == "swap"
+        # What a leap publishes late, the gateways of a replica that is cut off would not hear.
+        partitions = {one.target for one in self.spec.events if one.what == "partition"}
+        leaps = self._leaps and partitions.isdisjoint((name, host.name, kind.kind))
         made = Replica(
             number, name, kind.kind, kind.bits, host, self.model, self._cost(kind), config, kind.queue,
-            num_gateways=self.spec.gateways.count, host_blocks=kind.blocks if swaps else 0, leaps=self._leaps,
+            num_gateways=self.spec.gateways.count, host_blocks=kind.blocks if swaps else 0, leaps=leaps,
         )  # fmt: skip
         host.replicas.append(made)
         return made
