@@ -56,6 +56,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.host_bytes_per_second > 0
     assert found.per_neighbour >= 0
     assert found.server.under_load >= 0
+    assert found.server.peer_byte > 0
     (tmp_path / "fleet.yaml").write_text(
         "replicas: [{kind: a, device: device.json, blocks: 200}]\n"
         "load: {rate: 2, duration: 3, prompt_tokens: 50, new_tokens: 10}\n"

@@ -25,7 +25,7 @@ def calibrate(
 ) -> None:
     """Time decode, prefill and mixed steps, requests and tokens over HTTP, and fit the simulator's model to them.
 
-    Takes about six minutes, in which nothing else should run. Starts servers and gateways and stops them again.
+    Takes about five minutes, in which nothing else should run. Starts servers and gateways and stops them again.
     """
     import os
 
@@ -69,5 +69,7 @@ def calibrate(
     else:
         row("under load", f"a step takes {loaded:.1%} longer, and next to another replica {next_to:.1%}, reading aside")
         row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
+        given = f"{1e-9 / server.peer_byte:,.2f} GB/s" if server.peer_byte else "none"
+        row("blocks", f"from another replica: {given}")
     row("residuals", f"{shown} of {errors['steps']} kinds of steps; exponent {step.exponent}")
     row("written", str(out))

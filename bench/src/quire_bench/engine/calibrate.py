@@ -59,7 +59,6 @@ PROMPTS = (4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 MIXED = ((2, 32), (4, 128), (8, 64), (8, 256), (16, 128), (32, 256), (32, 512))  # sequences that decode, and a prompt
 STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
-AGAIN = 3  # times that a prompt is computed, in each round
 LONG = 512  # tokens of prompts that are computed once a round
 ROUNDS = 4
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
@@ -67,10 +66,12 @@ LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer o
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 AGAIN_STREAMS = 3  # times that each of these numbers is measured
 TOKENS = 48  # of each of these
-LOADED = 64  # requests at once for each replica, to find how long steps take where others come and end
+LOADED = 64  # requests for each replica, to find how long steps take where others come and end
+HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_LOADED = 4  # times that they are sent, and that a gateway is measured
+AGAIN_LOADED = 4  # times that they are sent to two replicas
+AGAIN = 3  # times that they are sent to one, that a gateway is measured, and that a prompt is computed in each round
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
@@ -331,8 +332,8 @@ def _mean_gap(gaps: Sequence[float]) -> float:
 
 
 # Under load steps wait for event loops, which read requests, and for clients and gateways, which have cores as well.
-# That is too little to be seen in single steps on a machine that drifts. So requests are sent all at once: what matters
-# then is how long all of them take, and not which of them come first.
+# That is too little to be seen in single steps on a machine that drifts. So requests come faster than they are served:
+# what matters then is how long all of them take, and not when each of them comes.
 
 
 class _Loaded(NamedTuple):
@@ -387,10 +388,11 @@ def _load(replicas: int, device: DeviceFile, llm: LLM) -> _Load:
     rows = [TraceRow(0.0, drawn(rng, LOADED_PROMPT), drawn(rng, LOADED_ANSWER)) for _ in range(replicas * LOADED)]
     model, path = cost_of(llm.decoder), str(llm.files.path.absolute())
     load = _Load(replicas, _sizes(llm, rows), rows, model, path)
-    while count > FEWEST and load.seconds(device) > LONGEST_LOAD:
+    while (seconds := load.seconds(device)) > LONGEST_LOAD and count > FEWEST:
         count //= 2
         load = _Load(replicas, _sizes(llm, rows[: replicas * count]), rows[: replicas * count], model, path)
-    return load
+    between = HURRY * seconds / len(load.rows)
+    return load._replace(rows=[replace(row, arrival=between * number) for number, row in enumerate(load.rows)])
 
 
 def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
@@ -404,7 +406,7 @@ def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceF
     """The device, with how much longer steps take."""
     load, runs = _load(1, device, llm), []
     with alone(torch.get_num_threads(), load.sizes, options) as running:
-        for turn in range(AGAIN_LOADED):
+        for turn in range(AGAIN):
             before = probed(running.replicas)
             took = seconds_of(sent(running.url, load.rows, 0, turn))
             runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
@@ -419,7 +421,7 @@ def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> De
             before = probed(running.replicas)
             took = seconds_of(sent(running.url, load.rows, 0, turn))
             runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
-        gateway = statistics.median(_gateway(running) for _ in range(AGAIN_LOADED))
+        gateway = statistics.median(_gateway(running) for _ in range(AGAIN))
         peer_byte = _peer_byte(running, llm)
     device = replace(device, server=replace(device.server, gateway=max(0.0, gateway), peer_byte=peer_byte))
     return load.next_to_another(device, runs)
