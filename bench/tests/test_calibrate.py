@@ -39,7 +39,9 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "ASKED": (8, 32),
         "TIMES": 2,
         "LOADED": 6,
+        "AGAIN_ALONE": 1,
         "AGAIN_LOADED": 1,
+        "AGAIN_GATEWAY": 1,
     }
     for name, value in (small | short).items():
         monkeypatch.setattr(calibrate, name, value)

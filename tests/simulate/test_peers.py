@@ -55,7 +55,7 @@ def documents(path: Path, peer_byte: float, count: int, **known: Any) -> FleetSp
     """A request about each document, and two seconds later three at once."""
     fleet = talks(path, peer_byte, load={"arrivals": "trace", "trace": "trace.csv"}, **known)
     numbered = [(5.0 * number + after, f"document {number}") for number in range(count) for after in [0, 2, 2, 2]]
-    write_trace(path / "trace.csv", [TraceRow(at, 480, 5, name, 460) for at, name in numbered])
+    write_trace(path / "trace.csv", [TraceRow(at, 480, 1, name, 460) for at, name in numbered])
     return fleet
 
 
@@ -90,6 +90,33 @@ def test_a_block_that_was_evicted_meanwhile_is_computed(tmp_path: Path, monkeypa
     found, counts = run(talks(tmp_path, SLOW / 5, blocks=100, load={"rate": 12}), monkeypatch)
     assert counts.misses["absent"] > 0
     assert found.counts["finished"] == found.counts["requests"]
+
+
+READER_DIES = {"events": [{"at": 2.03, "kill": "a-1", "for": 0.04}]}
+CLIENTS_LEAVE = {"clients": {"timeout": 0.08, "retries": 1, "backoff": 0.1}}
+HOLDER_HANGS = {"events": [{"at": 2.03, "hang": "a-0", "for": 0.2}]}
+SCALES = {"autoscaling": {"least": 1, "most": 4, "every": 2, "start_seconds": 1}}
+
+
+@pytest.mark.parametrize("known", [READER_DIES, CLIENTS_LEAVE, HOLDER_HANGS, SCALES], ids=lambda one: next(iter(one)))
+def test_whoever_goes_while_blocks_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: dict[str, Any]
+) -> None:
+    """Leaping and stepping, also where nothing else is to be computed meanwhile."""
+    fleet = documents(tmp_path, SLOW / 2, 6, **known)
+    leapt, counts = run(fleet, monkeypatch)
+    stepped = FleetSimulation(fleet, leaps=False).run()
+    assert leapt.as_dict() == stepped.as_dict()
+    assert counts.blocks + sum(counts.misses.values()) + leapt.errors["timeout"] > 10
+    assert leapt.counts["finished"] + leapt.counts["failed"] == leapt.counts["requests"] == 24
+
+
+def test_cells_that_scale_give_their_replicas_names_of_their_own(tmp_path: Path) -> None:
+    scaling = {"least": 2, "most": 8, "every": 2, "start_seconds": 1}
+    fleet = talks(tmp_path, FAST, autoscaling=scaling, load={"rate": 16}, cell=4)
+    names = [set(one.routed) for one in map(FleetSimulation(fleet).cell, range(2))]
+    assert names[0].isdisjoint(names[1])
+    assert sum(map(len, names)) > 3
 
 
 @settings(max_examples=12, deadline=None)

@@ -344,7 +344,7 @@ class Cell:
             end = replica.cut(self.now)
             if end is not None:
                 self.push_end(replica, end)
-        elif self.now >= replica.hung_until:
+        elif replica.is_up and self.now >= replica.hung_until:
             self._begin(replica)
 
     def _begin(self, replica: Replica) -> None:
@@ -383,9 +383,10 @@ class Cell:
 
     def _have_read(self, replica: Replica, peers: Peers, batch: Batch) -> None:
         """Blocks of another replica are read, as far as it still has them."""
-        if replica.peers is not peers:
+        if replica.peers is not peers or not replica.is_up:
             return
-        holder = next((one for one in self.replicas if one.name == batch.place and one.is_up), None)
+        named = (one for one in self.replicas if one.name == batch.place)
+        holder = next((one for one in named if one.is_up or one.draining), None)
         if holder is None or self.now < max(holder.hung_until, holder.cut_off_until, replica.cut_off_until):
             peers.end(batch, lambda _: Fault.IO)
         else:

@@ -130,9 +130,12 @@ class FleetSimulation:
     def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
         config = self._configs[kind.kind]
         swaps = config.cache.preemption == "swap"
-        # What a leap publishes late, the gateways of a replica that is cut off would not hear.
+        # What a leap publishes late, gateways do not hear of a replica that is cut off, nor in time of one that drains:
+        # others may read it there.
         partitions = {one.target for one in self.spec.events if one.what == "partition"}
         leaps = self._leaps and partitions.isdisjoint((name, host.name, kind.kind))
+        if self.spec.autoscaling is not None and self._cost(kind).server.peer_byte:
+            leaps = False
         made = Replica(
             number, name, kind.kind, kind.bits, host, self.model, self._cost(kind), config, kind.queue,
             num_gateways=self.spec.gateways.count, host_blocks=kind.blocks if swaps else 0, leaps=leaps,
@@ -163,10 +166,11 @@ class FleetSimulation:
                 replicas.append(self._replica(len(replicas), kind, hosts[host], name))
         if not replicas:
             return Outcome()
-        first = spec.replicas[0]
+        first, at_first = spec.replicas[0], len(replicas)
 
         def another(count: int) -> Replica:
-            return self._replica(count, first, self._host(first, f"{first.kind}-host-{count}"), f"{first.kind}-{count}")
+            new = first.count + (count - at_first) * self.num_cells + number  # no other cell has one of that number
+            return self._replica(count, first, self._host(first, f"{first.kind}-host-{new}"), f"{first.kind}-{new}")
 
         seconds = spec.load.duration
         if spec.load.arrivals == "trace":

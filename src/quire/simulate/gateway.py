@@ -36,7 +36,7 @@ class Gateway:
         self.averages = Averages()
         self.lost: set[int] = set()  # slots that do not answer
         self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
-        self._reads_peers = any(one.reads_peers for one in replicas)
+        self._reads_peers = False  # whether any replica does
         self._idle: dict[int, Candidate] = {}  # by slot: what it was when it did nothing
         self._sent: dict[int, Sent] = {}  # by flow
         self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
@@ -149,6 +149,7 @@ class Gateway:
     def find(self, slot: int, now: float) -> None:
         """A replica answers, for the first time or again: it sends all that it holds."""
         replica = self.replicas[slot]
+        self._reads_peers = self._reads_peers or replica.reads_peers
         self.lost.discard(slot)
         box = replica.boxes[self.number]
         box.blocks.clear()

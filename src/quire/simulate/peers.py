@@ -46,7 +46,7 @@ class Peers(PeerSource):
         self._clock = scheduler.clock
         self._seconds_a_byte = seconds_a_byte
         self._free_at = [0.0] * THREADS  # when each thread has read what it was given
-        self._fault: Callable[[Read], Fault | None] = lambda _: None  # of the blocks that arrive now
+        self._fault: Callable[[Read], Fault | None]  # of the blocks that arrive now
         scheduler.manager.memory = _Memory()
         scheduler.prefetch = Prefetch(scheduler.manager, self._arrivals, assumed_prompt_token(model), self._clock)
         scheduler.prefetch.sources.append(self)

@@ -130,8 +130,8 @@ class Replica:
 
     @property
     def reads_peers(self) -> bool:
-        """Whether it reads blocks from other replicas."""
-        return self.cost.server.peer_byte > 0.0
+        """Whether it reads blocks from other replicas. Of what leading blocks do not tell, it reads none."""
+        return self.cost.server.peer_byte > 0.0 and not self.engine.scheduler.manager.frees_early
 
     # ------------------------------------------------------------------------------------------------- computing
 
@@ -180,8 +180,10 @@ class Replica:
                 self.leap, self.is_cut, self._new_segment = leap, False, True
                 return leap.times[-1], refused
         step = engine.begin()
-        if step.plan.is_empty and not step.decoders and self._awaits_peers:
+        has_nothing = step.plan.is_empty and not (step.decoders or step.plan.failed or engine.scheduler.is_ending)
+        if has_nothing and self._awaits_peers:
             self.host.computing.discard(self.number)
+            self.flush(now)
             self._send(now, [])
             return None, refused
         self.step = step

@@ -59,6 +59,7 @@ PROMPTS = (4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 MIXED = ((2, 32), (4, 128), (8, 64), (8, 256), (16, 128), (32, 256), (32, 512))  # sequences that decode, and a prompt
 STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
+AGAIN = 3  # times that a prompt is computed, in each round
 LONG = 512  # tokens of prompts that are computed once a round
 ROUNDS = 4
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
@@ -70,8 +71,8 @@ LOADED = 64  # requests for each replica, to find how long steps take where othe
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_LOADED = 4  # times that they are sent to two replicas
-AGAIN = 3  # times that they are sent to one, that a gateway is measured, and that a prompt is computed in each round
+AGAIN_ALONE, AGAIN_LOADED = 3, 4  # times that they are sent to one replica, and to two
+AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
@@ -406,7 +407,7 @@ def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceF
     """The device, with how much longer steps take."""
     load, runs = _load(1, device, llm), []
     with alone(torch.get_num_threads(), load.sizes, options) as running:
-        for turn in range(AGAIN):
+        for turn in range(AGAIN_ALONE):
             before = probed(running.replicas)
             took = seconds_of(sent(running.url, load.rows, 0, turn))
             runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
@@ -421,7 +422,7 @@ def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> De
             before = probed(running.replicas)
             took = seconds_of(sent(running.url, load.rows, 0, turn))
             runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
-        gateway = statistics.median(_gateway(running) for _ in range(AGAIN))
+        gateway = statistics.median(_gateway(running) for _ in range(AGAIN_GATEWAY))
         peer_byte = _peer_byte(running, llm)
     device = replace(device, server=replace(device.server, gateway=max(0.0, gateway), peer_byte=peer_byte))
     return load.next_to_another(device, runs)
@@ -452,12 +453,12 @@ def _while_busy(server: Server, streams: int) -> tuple[float, float]:
 def _peer_byte(running: Serving, llm: LLM) -> float:
     """Seconds that a byte of a replica's blocks takes to another one while both compute; 0: they send none."""
     streams, (one, *_) = len(running.replicas) * BUSY_STREAMS, running.replicas
-    blocks = GivenBlocks(one, running.secret, llm, random.Random(0))
+    blocks = GivenBlocks(one, running.secret, llm)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(_asked, Server(running.url), streams, 64, BUSY_TOKENS, streams)
-        took = [blocks.read() for _ in range(TIMES)]
+        took = [seconds for _ in range(FIRST_GAPS + TIMES) if (seconds := blocks.read())][FIRST_GAPS:]
         sending.result()
-    return statistics.median(took)
+    return statistics.median(took) if took else 0.0
 
 
 def _ttft(server: Server, length: int) -> float:

@@ -25,11 +25,11 @@ GIVEN = 16  # blocks
 class GivenBlocks:
     """Blocks of a prompt that a replica has computed, to be read as another replica would."""
 
-    def __init__(self, replica: Replica, secret: str, llm: LLM, rng: random.Random) -> None:
+    def __init__(self, replica: Replica, secret: str, llm: LLM) -> None:
         """llm: of the same model and options. Raises QuireError where the replica does not answer."""
         hello = json.loads(fetch(f"{replica.url}/fleet/model", None, {"Authorization": f"Bearer {secret}"}))["hello"]
         size, widths = hello["block_size"], llm.engine.runner.cache.widths()  # type: ignore[attr-defined]
-        tokens = array("i", rng.choices(range(FIRST_TOKEN, VOCABULARY), k=GIVEN * size + 1))
+        tokens = array("i", random.choices(range(FIRST_TOKEN, VOCABULARY), k=GIVEN * size + 1))
         body = request_body(Prompt(tokens.tolist(), 1), "completions", "", {"temperature": 0.0, "ignore_eos": True})
         if not send(Server(replica.url), [body], [0.0]).records[0].completed:
             raise QuireError(f"a request to {replica.url} failed")

@@ -128,7 +128,7 @@ def alone(threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Servin
 
 @contextmanager
 def behind_gateway(count: int, threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Serving]:
-    """As `serving`, also of a single replica."""
+    """As `serving`, of several replicas."""
     with fleet(count, *_own(sizes, options), threads=threads) as running:
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(_make_ready, running.replicas, repeat(sizes)))

@@ -93,15 +93,15 @@ def validate(
         with serving(count, int(device.machine.get("threads", 1)), SIZES, own) as running:
             requests = SATURATING * SIZES.seats * count
             for number, name in enumerate(traces):
-                first = 10_000 * seed + 1000 * count + 100 * number
-                rows = at_once(TRACES[name](1.0, 1.1 * requests, first), requests)
-                runs = [_replayed(running, rows, first, 0)]
+                trace_seed = 100_000 * seed + 1000 * count + 100 * number
+                rows = at_once(TRACES[name](1.0, 1.1 * requests, trace_seed), requests)
+                runs = [_replayed(running, rows, trace_seed, 0)]
                 sustained = _rate(sorted(record.ended for record in runs[0].run.records if record.ended is not None))
                 yield _compared(known, count, name, float("inf"), rows, runs)
                 advance()
-                for another, load in enumerate(loads, first + 1):
-                    rows = TRACES[name](load * sustained, seconds, another)
-                    runs = [_replayed(running, rows, another, turn) for turn in range(repeats)]
+                for load_seed, load in enumerate(loads, trace_seed + 1):
+                    rows = TRACES[name](load * sustained, seconds, load_seed)
+                    runs = [_replayed(running, rows, load_seed, turn) for turn in range(repeats)]
                     yield _compared(known, count, name, load, rows, runs)
                     advance()
 
