@@ -162,7 +162,10 @@ def spawn() -> None:
 
     def reap(*_: object) -> None:
         while logs:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # this call came in the middle of another one, which has waited for the last one
+                return
             if pid == 0:
                 return
             file = status_file(logs.pop(pid))
