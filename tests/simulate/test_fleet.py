@@ -384,8 +384,9 @@ def test_a_device_file_of_another_model_is_refused(tmp_path: Path) -> None:
         FleetSimulation(spec(tmp_path))
     for content, message in (
         ("{", "cannot be read as a device file"),
-        ("{}", "is no device file of format 2"),
-        (json.dumps({"format": 2}), "step is None; it must be an object of numbers"),
+        ("{}", "is no device file of format 3"),
+        (json.dumps({"format": 2}), "is no device file of format 3"),
+        (json.dumps({"format": 3}), "step is None; it must be an object of numbers"),
     ):
         (tmp_path / "slow.json").write_text(content)
         with pytest.raises(ConfigError, match=message):

@@ -18,7 +18,7 @@ import numpy as np
 from quire.engine.cost import CostModel, Device, ModelCost, StepWork
 from quire.errors import ConfigError, check_integer, check_number
 
-FORMAT = 2
+FORMAT = 3
 EXPONENTS = (1, 2, 3, 4, 6, 8)
 
 

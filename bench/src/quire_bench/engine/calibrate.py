@@ -434,9 +434,8 @@ def _gateway(running: Serving) -> float:
     It has cores of the same machine, on which replicas compute. So it is measured while both do, against a replica
     that computes alone. What their steps take longer is not the gateway's.
     """
-    gateway, alone = Server(running.url), Server(running.replicas[0].url)
-    through, longer = _while_busy(gateway, len(running.replicas) * BUSY_STREAMS)
-    direct, gap = _while_busy(alone, BUSY_STREAMS)
+    through, longer = _while_busy(Server(running.url), len(running.replicas) * BUSY_STREAMS)
+    direct, gap = _while_busy(Server(running.replicas[0].url), BUSY_STREAMS)
     return through - direct - STEPS_TO_FIRST * (longer - gap)
 
 
