@@ -93,7 +93,7 @@ def validate(
         with serving(count, int(device.machine.get("threads", 1)), SIZES, own) as running:
             requests = SATURATING * SIZES.seats * count
             for number, name in enumerate(traces):
-                trace_seed = 100_000 * seed + 1000 * count + 100 * number
+                trace_seed = 10_000 * seed + 1000 * count + 100 * number
                 rows = at_once(TRACES[name](1.0, 1.1 * requests, trace_seed), requests)
                 runs = [_replayed(running, rows, trace_seed, 0)]
                 sustained = _rate(sorted(record.ended for record in runs[0].run.records if record.ended is not None))
