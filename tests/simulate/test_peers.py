@@ -99,7 +99,7 @@ SCALES = {"autoscaling": {"least": 1, "most": 4, "every": 2, "start_seconds": 1}
 
 
 @pytest.mark.parametrize("known", [READER_DIES, CLIENTS_LEAVE, HOLDER_HANGS, SCALES], ids=lambda one: next(iter(one)))
-def test_whoever_goes_while_blocks_are_read(
+def test_a_replica_or_a_client_goes_while_blocks_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: dict[str, Any]
 ) -> None:
     """Leaping and stepping, also where nothing else is to be computed meanwhile."""

@@ -130,14 +130,15 @@ class FleetSimulation:
     def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
         config = self._configs[kind.kind]
         swaps = config.cache.preemption == "swap"
-        # What a leap publishes late, gateways do not hear of a replica that is cut off, nor in time of one that drains:
-        # others may read it there.
+        # A leap publishes blocks late. Of a replica that is cut off, gateways would not hear of them; of one that drains,
+        # too late for others to read them.
         partitions = {one.target for one in self.spec.events if one.what == "partition"}
         leaps = self._leaps and partitions.isdisjoint((name, host.name, kind.kind))
-        if self.spec.autoscaling is not None and self._cost(kind).server.peer_byte:
+        cost = self._cost(kind)
+        if self.spec.autoscaling is not None and cost.server.peer_byte:
             leaps = False
         made = Replica(
-            number, name, kind.kind, kind.bits, host, self.model, self._cost(kind), config, kind.queue,
+            number, name, kind.kind, kind.bits, host, self.model, cost, config, kind.queue,
             num_gateways=self.spec.gateways.count, host_blocks=kind.blocks if swaps else 0, leaps=leaps,
         )  # fmt: skip
         host.replicas.append(made)

@@ -20,7 +20,7 @@ NOTHING = np.empty(0, np.uint8)  # a block's bytes
 
 
 class _Arrivals(Arrivals):
-    """What has arrived. Nobody waits for it: the clock stands still meanwhile."""
+    """What has arrived. No thread waits for it: the clock stands still meanwhile."""
 
     def wait(self, seconds: float) -> None:
         """Return at once."""
@@ -42,7 +42,7 @@ class Peers(PeerSource):
     def __init__(self, scheduler: Scheduler, model: ModelCost, widths: Sequence[int], seconds_a_byte: float) -> None:
         """scheduler: of the replica that reads, which gets a Prefetch. widths: bytes of a block of each group."""
         super().__init__(_Arrivals(), widths, "", "")
-        self.begun: list[tuple[float, Batch]] = []  # with when each is read; whoever sees to their ends empties it
+        self.begun: list[tuple[float, Batch]] = []  # with when each is read; its cell empties it
         self._clock = scheduler.clock
         self._seconds_a_byte = seconds_a_byte
         self._free_at = [0.0] * THREADS  # when each thread has read what it was given

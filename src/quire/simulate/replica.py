@@ -130,7 +130,7 @@ class Replica:
 
     @property
     def reads_peers(self) -> bool:
-        """Whether it reads blocks from other replicas. Of what leading blocks do not tell, it reads none."""
+        """Whether it reads blocks from other replicas. With sliding windows or states it reads none."""
         return self.cost.server.peer_byte > 0.0 and not self.engine.scheduler.manager.frees_early
 
     # ------------------------------------------------------------------------------------------------- computing
