@@ -130,8 +130,8 @@ class FleetSimulation:
     def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
         config = self._configs[kind.kind]
         swaps = config.cache.preemption == "swap"
-        # A leap publishes blocks late. Of a replica that is cut off, gateways would not hear of them; of one that drains,
-        # too late for others to read them.
+        # A leap publishes blocks late. Gateways would not hear of those of a replica that is cut off, and of those of one
+        # that drains too late for others to read them.
         partitions = {one.target for one in self.spec.events if one.what == "partition"}
         leaps = self._leaps and partitions.isdisjoint((name, host.name, kind.kind))
         cost = self._cost(kind)
