@@ -130,8 +130,8 @@ class FleetSimulation:
     def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
         config = self._configs[kind.kind]
         swaps = config.cache.preemption == "swap"
-        # A leap publishes blocks late. Gateways would not hear of those of a replica that is cut off, and of those of one
-        # that drains too late for others to read them.
+        # A leap publishes blocks late: too late for the gateways of a replica that is cut off, and for others that read
+        # the blocks of one that drains.
         partitions = {one.target for one in self.spec.events if one.what == "partition"}
         leaps = self._leaps and partitions.isdisjoint((name, host.name, kind.kind))
         cost = self._cost(kind)
