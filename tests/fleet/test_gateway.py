@@ -714,6 +714,24 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
     replica_of(first)._service.draining = False
 
 
+def test_what_drains_is_moved_once(two: list[Serving]) -> None:
+    """A replica's state and its answer to a call may come at once: each of them lets others go on with its calls."""
+    body = BODY | {"max_tokens": 200}
+    expected = text_of(two[0].ask("POST", COMPLETIONS, body))
+    first = two[0]
+    get_the_request(first, two[1])
+    with fronting(first.url, two[1].url) as fleet, ThreadPoolExecutor(1) as pool:
+        dispatch = fleet.gateway.fleet
+        slow(first, 0.02)
+        asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
+        until(lambda: any(one.is_placed for one in dispatch._assignments.values()))
+        link = dispatch.roster.links[first.url]
+        fleet.on_loop(lambda: [dispatch._spawn(dispatch._empty(link)) for _ in range(2)])
+        assert text_of(asked.result()) == expected
+        assert value(fleet, "quire:fleet_resumed_total", reason="drained") == 1
+    slow(first, 0.0)
+
+
 def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
     two: list[Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -493,6 +493,8 @@ class Fleet:
     async def _empty(self, link: Link) -> None:
         """Let others go on with what a draining replica computes. What has no other place stays."""
         moving = [one for one in self._assignments.values() if one.link is link and one.is_placed and not one.is_moving]
+        for one in moving:  # before another of these tasks runs: what is moved twice is computed twice
+            one.is_moving = True
         reasons = await asyncio.gather(*map(self._move, moving))
         stay = [why for why in reasons if why is not None]
         if stay:
@@ -502,7 +504,6 @@ class Fleet:
         """Let another replica go on with an assignment. Returns why that is not possible."""
         work, link, cause = assignment.work, assignment.link, Cause("drained", assignment.link.url)
         samples, why = sorted(assignment.samples), None
-        assignment.is_moving = True
         try:
             await self._place(work, cause, samples, without=link)
             self._metrics.resumed("drained")
