@@ -18,6 +18,7 @@ struct Place {
     int tile;            // position of the tile's first key
     int begin, end;      // keys to compute, relative to the tile: multiples of SUBTILE
     int stop;            // after the last key that is the item's
+    int fetched;         // of the keys begin..stop - 1, the first so many, and their values, were fetched with earlier tiles
     const T* keys[TILE];
     const T* values[TILE];
 };
@@ -31,7 +32,7 @@ struct Call {
 
 alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots that do not belong to the item
 
-// Self computes a tile: compute(step, after).
+// Self computes a tile: compute(step, fetcher).
 template <class Self, class K>
 struct Worker {
     using T = typename K::E::T;      // of q and the output
@@ -106,7 +107,7 @@ struct Worker {
         const int first = most(item.begin - tile, 0), stop = least(item.end - tile, TILE);
         step.tile = tile;
         step.begin = first / SUBTILE * SUBTILE;
-        step.stop = stop;
+        step.stop = stop, step.fetched = 0;
         step.end = stop > first ? (stop + SUBTILE - 1) / SUBTILE * SUBTILE : step.begin;
         const CacheParams& cache = params.cache;
         const C *k = (const C*)cache.k + step.head * cache.k_head, *v = (const C*)cache.v + step.head * cache.v_head;
@@ -217,11 +218,22 @@ struct Worker {
 
     // ------------------------------------------------------------------------------------------- a tile
 
-    // Brings in what the next tile reads; nothing after the last one.
-    Fetcher<C> fetcher_of(const Step* after) const {
-        if (!after) return {};
-        return {after->keys + after->begin, after->keys + after->stop, after->values + after->begin,
-                spec.head_dim * (int)sizeof(C), spec.head_dim_v * (int)sizeof(C), after->stop - after->begin, quire_fetching.keys};
+    static int keys_of(const Step& step) { return step.stop - step.begin; }
+
+    // Brings in what the next tile reads, and of the tile beyond it as much as the current one has more keys: next to a short tile
+    // there is no time to bring in a long one. after, beyond: may be null.
+    Fetcher<C> fetcher_of(const Step& step, Step* after, Step* beyond) const {
+        Fetcher<C> fetcher;
+        int room = keys_of(step);
+        for (Step* next : {after, beyond}) {
+            if (!next) break;
+            const int left = keys_of(*next) - next->fetched, count = next == after ? left : least(left, room);
+            const int from = next->begin + next->fetched;
+            fetcher.add(next->keys + from, count, spec.head_dim * (int)sizeof(C));
+            fetcher.add(next->values + from, count, spec.head_dim_v * (int)sizeof(C));
+            next->fetched += count, room -= count;
+        }
+        return fetcher;
     }
 
     static constexpr int ALL_LINES = 4 * TILE * (int)sizeof(C) * 1024 / 64;  // of a tile, at least
@@ -377,20 +389,21 @@ struct Worker {
     }
 
     void drain() {
-        Step steps[2];
-        int at = 0;
-        for (bool more = take_item(steps[0]); more; at ^= 1) {
-            Step &step = steps[at], &after = steps[at ^ 1];
-            more = next(step, after);
-            const bool first = step.tile <= step.item->begin;
-            if (first) static_cast<Self*>(this)->start_item(step);
-            if (first && step.item->phase) resume_split(step);
-            else if (first || step.tile % SPLIT == 0) start_split(step.item->count);
-            if constexpr (K::SCALED) take_scales(step);
-            static_cast<Self*>(this)->compute(step, more ? &after : nullptr);
-            const bool last = step.tile + TILE >= step.item->end;
-            if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
-            if (last) end_item(step);
+        Step places[3], *step = places, *after = places + 1, *beyond = places + 2;
+        for (int known = take_item(*step); known; known--) {  // of these tiles
+            if (known == 1) known += next(*step, *after);
+            if (known == 2 && keys_of(*after) < keys_of(*step)) known += next(*after, *beyond);
+            const bool first = step->tile <= step->item->begin;
+            if (first) static_cast<Self*>(this)->start_item(*step);
+            if (first && step->item->phase) resume_split(*step);
+            else if (first || step->tile % SPLIT == 0) start_split(step->item->count);
+            if constexpr (K::SCALED) take_scales(*step);
+            static_cast<Self*>(this)->compute(*step, fetcher_of(*step, known > 1 ? after : nullptr, known > 2 ? beyond : nullptr));
+            const bool last = step->tile + TILE >= step->item->end;
+            if (last || (step->tile + TILE) % SPLIT == 0) end_split(*step);
+            if (last) end_item(*step);
+            Step* done = step;
+            step = after, after = beyond, beyond = done;
         }
     }
 

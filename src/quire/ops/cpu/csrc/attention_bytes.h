@@ -56,7 +56,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     using typename Base::Step;
     using typename Base::C;
     using typename Base::T;
-    using Base::Base, Base::fetcher_of, Base::seen, Base::sees, Base::weigh;
+    using Base::Base, Base::seen, Base::sees, Base::weigh;
     using Base::lanes, Base::wide, Base::spec;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
@@ -85,8 +85,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         memcpy(to + 2 * quads + 1, starts, sizeof starts);
     }
 
-    void compute(const Step& step, const Step* after) {
-        Fetcher<C> fetcher = fetcher_of(after);
+    void compute(const Step& step, Fetcher<C> fetcher) {
         const RowBlocks blocks(step.item->count);
         auto fetching = [&] { fetcher.fetch(FETCH_SCORE / 2); };  // twice a lane, each of twice as many numbers as of bf16
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {

@@ -18,7 +18,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
     using Base = Worker<TileAttention<K>, K>;
     using typename Base::Step;
     using typename Base::C;
-    using Base::Base, Base::fetcher_of, Base::hides_nonfinite, Base::weigh;
+    using Base::Base, Base::hides_nonfinite, Base::weigh;
     using Base::lanes, Base::lda_weights, Base::wide, Base::spec, Base::params;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
@@ -39,9 +39,9 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         }
     }
 
-    void compute(const Step& step, const Step* after) {
+    void compute(const Step& step, const Fetcher<C>& fetcher) {
         if (step.item->count <= FEW) few(step);
-        else many(step, after);
+        else many(step, fetcher);
     }
 
   private:
@@ -119,8 +119,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         float* weights;  // [rows][lda_weights]
     };
 
-    void many(const Step& step, const Step* after) {
-        Fetcher<C> fetcher = fetcher_of(after);
+    void many(const Step& step, Fetcher<C> fetcher) {
         const bool apart = hides_nonfinite(step);
         const int stop = least(step.end, step.stop);
         for (int at = step.begin; at < stop; at += PANEL)

@@ -15,12 +15,11 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
     using Base = Worker<VectorAttention<K>, K>;
     using typename Base::Step;
     using typename Base::C;
-    using Base::Base, Base::fetcher_of, Base::hides_nonfinite, Base::seen, Base::sees, Base::weigh;
+    using Base::Base, Base::hides_nonfinite, Base::seen, Base::sees, Base::weigh;
     using Base::lanes, Base::lda_weights, Base::wide, Base::spec;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
-    void compute(const Step& step, const Step* after) {
-        Fetcher<C> fetcher = fetcher_of(after);
+    void compute(const Step& step, Fetcher<C> fetcher) {
         const RowBlocks blocks(step.item->count);
         const bool few = blocks.blocks <= FEW_BLOCKS;
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {

@@ -175,22 +175,21 @@ static void pack_cache_row(const typename K::Cache::T* row, int64_t numbers, flo
 }
 #endif
 
-// Brings the keys and then the values of the next tile into the cache, line after line as they lie in memory, a few at a
-// time wherever the work on the current tile leaves the memory idle.
+// Brings in rows of the tiles to come, line after line as they lie in memory, a few at a time wherever the work on the current
+// tile leaves the memory idle.
 template <class T>
-struct Fetcher {
-    const T* const* row;
-    const T* const* end;
-    const T* const* values;  // comes after the keys; null once it is the values' turn
-    int bytes, value_bytes, count;
-    int32_t kind;
-    int at = 0;
-
-    __attribute__((always_inline)) void fetch(int lines) {
-        if (kind == FETCH_FIRST) fetch_as<FETCH_FIRST>(lines);
-        else if (kind == FETCH_SECOND) fetch_as<FETCH_SECOND>(lines);
-        else fetch_as<FETCH_PAST>(lines);
-    }
+class Fetcher {
+    struct Rows {
+        const T* const* first;
+        const T* const* end;
+        int bytes;  // of each
+    };
+    static constexpr int MOST = 4;  // keys and values of two tiles
+    const T* const* row = nullptr;
+    const T* const* end = nullptr;
+    int bytes = 0, at = 0, count = 0, begun = 0;
+    const int32_t kind = quire_fetching.keys;
+    Rows all[MOST];
 
     template <int KIND>
     __attribute__((always_inline)) void fetch_as(int lines) {
@@ -198,8 +197,24 @@ struct Fetcher {
             fetch_line<KIND>((const char*)*row + at);
             if ((at += 64) < bytes) continue;
             at = 0;
-            if (++row == end && values) row = values, end = row + count, bytes = value_bytes, values = nullptr;
+            if (++row == end && begun < count) begin(all[begun++]);
         }
+    }
+
+    void begin(const Rows& rows) { row = rows.first, end = rows.end, bytes = rows.bytes; }
+
+  public:
+    // These come after what was added before.
+    void add(const T* const* rows, int number, int bytes_of_row) {
+        if (number <= 0) return;
+        all[count++] = {rows, rows + number, bytes_of_row};
+        if (count == 1) begin(all[begun++]);
+    }
+
+    __attribute__((always_inline)) void fetch(int lines) {
+        if (kind == FETCH_FIRST) fetch_as<FETCH_FIRST>(lines);
+        else if (kind == FETCH_SECOND) fetch_as<FETCH_SECOND>(lines);
+        else fetch_as<FETCH_PAST>(lines);
     }
 };
 
