@@ -19,6 +19,7 @@ from quire.engine.trace import TraceRow, write_trace
 from quire.errors import ConfigError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import (
+    FORMAT,
     DeviceFile,
     Rates,
     ReplicaCost,
@@ -321,6 +322,15 @@ def test_between_two_numbers_of_rows_there_is_a_line() -> None:
             replace(SLOW, rows=rows)
 
 
+def test_rows_by_the_dozen_are_of_linears_alone() -> None:
+    fit = replace(SLOW, rows=[(12, 0.9), (13, 1.1)], attention_flop=1e-9)
+    short, long = (StepWork(12, 12, 12, 1e8, size, 1e7, size, 0) for size in (1e5, 1e8))
+    plain = replace(fit, rows=())
+    assert predicted(fit, short) == pytest.approx(0.9 * predicted(plain, short), rel=0.01)
+    longer = predicted(fit, long) - predicted(fit, short)
+    assert longer == pytest.approx(predicted(plain, long) - predicted(plain, short))
+
+
 def test_reading_for_attention_does_not_hide_behind_linears() -> None:
     """A long prompt is computed while others decode: what these read comes on top."""
     fit = replace(SLOW, exponent=8)
@@ -384,9 +394,9 @@ def test_a_device_file_of_another_model_is_refused(tmp_path: Path) -> None:
         FleetSimulation(spec(tmp_path))
     for content, message in (
         ("{", "cannot be read as a device file"),
-        ("{}", "is no device file of format 3"),
-        (json.dumps({"format": 2}), "is no device file of format 3"),
-        (json.dumps({"format": 3}), "step is None; it must be an object of numbers"),
+        ("{}", f"is no device file of format {FORMAT}"),
+        (json.dumps({"format": FORMAT - 1}), f"is no device file of format {FORMAT}"),
+        (json.dumps({"format": FORMAT}), "step is None; it must be an object of numbers"),
     ):
         (tmp_path / "slow.json").write_text(content)
         with pytest.raises(ConfigError, match=message):

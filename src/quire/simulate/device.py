@@ -18,7 +18,7 @@ import numpy as np
 from quire.engine.cost import CostModel, Device, ModelCost, StepWork
 from quire.errors import ConfigError, check_integer, check_number
 
-FORMAT = 3
+FORMAT = 4
 EXPONENTS = (1, 2, 3, 4, 6, 8)
 
 
@@ -26,10 +26,10 @@ EXPONENTS = (1, 2, 3, 4, 6, 8)
 class StepFit:
     """Seconds of a step, fitted: a fixed part, parts for sequences, rows and draws, for linears and for attention.
 
-    t = (step + sequence * S + token * T + drawn * R + linears + attention + moved) * factor(T), each of the two being
-    (reading^p + multiplying^p)^(1/p): of weights and of keys and values. Attention comes after linears, so reading for
-    the one does not hide behind multiplying for the other. All are seconds a unit. Raises ConfigError for a number that
-    is negative or not finite.
+    t = (step + sequence * S + token * T + drawn * R + linears + moved) * factor(T) + attention, linears and attention
+    being (reading^p + multiplying^p)^(1/p), of weights and of keys and values. Attention comes after linears, so
+    reading for the one does not hide behind multiplying for the other. All are seconds a unit. Raises ConfigError for
+    a number that is negative or not finite.
     """
 
     step: float
@@ -53,7 +53,7 @@ class StepFit:
             raise ConfigError(f"exponent is {self.exponent!r}; it must be one of {', '.join(map(str, EXPONENTS))}")
 
     def factor(self, num_rows: int) -> float:
-        """How many times as long steps with so many rows take as the sum says: kernels compute rows by the dozen.
+        """How many times as long all but attention takes with so many rows: kernels compute rows by the dozen.
 
         Between two numbers of rows that are known, a line.
         """
@@ -193,31 +193,33 @@ class ReplicaCost(CostModel):
 
     def time_of(self, work: StepWork) -> float:
         """Seconds of a step with that much work."""
-        fit, server, rates = self.fit, self.server, self.rates
-        both = _computing(fit.exponent, many=False)(
+        fit, server, rates, longer = self.fit, self.server, self.rates, self.fit.factor(work.num_tokens)
+        both = _computing(fit.exponent, longer, many=False)(
             fit.weight_byte * work.weight_bytes * rates.reading,
             fit.linear_flop * work.linear_flops,
             fit.cache_byte * work.cache_bytes * rates.reading,
             fit.attention_flop * work.attention_flops,
         )
         own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
-        own = (own + (both + fit.moved_byte * work.moved_bytes)) * fit.factor(work.num_tokens)
-        return float((own + server.step + server.drawn * work.num_drawn) * self.slowdown)
+        own = (own + fit.moved_byte * work.moved_bytes) * longer
+        return float((own + both + server.step + server.drawn * work.num_drawn) * self.slowdown)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
+        longer = fit.factor(num_sequences)
         fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
+        fixed *= longer
         drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.slowdown
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
-        computing, longer = _computing(fit.exponent, many=many), fit.factor(num_sequences)
+        computing = _computing(fit.exponent, longer, many=many)
 
         def seconds(keys: Any) -> Any:
             read = cache_byte * ((keys + num_sequences) * kv_bytes) * factor
             both = computing(weights, linears, read, attention_flop * (keys * pair_flops))
-            return ((fixed + both) * longer + step + drawn) * slowness
+            return (fixed + both + step + drawn) * slowness
 
         return seconds
 
@@ -232,13 +234,16 @@ class ReplicaCost(CostModel):
         return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowdown
 
 
-def _computing(exponent: int, *, many: bool) -> Callable[[Any, Any, Any, Any], Any]:
-    """Seconds of reading and multiplying for linears and of the same for attention, of numbers or of arrays."""
+def _computing(exponent: int, longer: float, *, many: bool) -> Callable[[Any, Any, Any, Any], Any]:
+    """Seconds of reading and multiplying for linears and of the same for attention, of numbers or of arrays.
+
+    longer: the factor of linears; 1.0 where the exponent is 0.
+    """
     together = _together(exponent, many=many)
     if exponent == 0:  # as a data sheet has it: all that is read, or all that is multiplied
         return lambda weights, linears, read, attended: together(weights + read, linears + attended)
     once = _together(exponent, many=False)  # weights are read once for all of an array's steps alike
-    return lambda weights, linears, read, attended: once(weights, linears) + together(read, attended)
+    return lambda weights, linears, read, attended: once(weights, linears) * longer + together(read, attended)
 
 
 def _together(exponent: int, *, many: bool) -> Callable[[Any, Any], Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,10 @@ TURNS = 4  # in which the factors of rows and the rest are found, each with the 
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
+ALL_BUT_ATTENTION = [0, 1, 2, 3, 4, 6]  # of the columns of a fit
+LEAST_FACTOR = 0.1  # of the rows of steps
+NOTHING = StepFit(step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=0.0, cache_byte=0.0, linear_flop=0.0,
+                  attention_flop=0.0)  # fmt: skip
 
 
 def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
@@ -64,32 +66,40 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
     """
     if len(works) != len(seconds) or len(works) < 10:
         raise BadValue(f"{len(works)} steps and {len(seconds)} times; a fit needs 10 of both, or more")
-    fits = (_fit(works, seconds, exponent) for exponent in EXPONENTS)
+    fits = (_fit(works, seconds, replace(NOTHING, exponent=exponent)) for exponent in EXPONENTS)
     best = min(fits, key=lambda one: _error(one, works, seconds))
     for _ in range(TURNS):
-        best = replace(best, rows=_factors(best, works, seconds))
-        rest = [took / best.factor(work.num_tokens) for work, took in zip(works, seconds, strict=True)]
-        best = _fit(works, rest, best.exponent)
+        best = _fit(works, seconds, replace(best, rows=_factors(best, works, seconds)))
     return replace(best, rows=_factors(best, works, seconds))
 
 
 def _factors(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """What a fit leaves, for each number of rows below STAIRS."""
-    left: dict[int, list[float]] = {STAIRS: [0.0]}
+    """What a fit leaves of all but attention, for each number of rows below STAIRS.
+
+    The mean of steps that have it, each by the share that this is of its time.
+    """
+    left: dict[int, list[tuple[float, float]]] = {STAIRS: [(1.0, 1.0)]}
     for work, took in zip(works, seconds, strict=True):
         if work.num_tokens < STAIRS:
-            left.setdefault(work.num_tokens, []).append(math.log(took / predicted(replace(fit, rows=()), work)))
-    return tuple((rows, math.exp(fmean(those))) for rows, those in sorted(left.items()))
+            rest, attention = _parts(fit, work)
+            left.setdefault(work.num_tokens, []).append((max(took - attention, 0.0) / took, rest / took))
+    factors = {rows: sum(a * b for a, b in those) / sum(b * b for _, b in those) for rows, those in left.items()}
+    return tuple((rows, max(LEAST_FACTOR, factor)) for rows, factor in sorted(factors.items()))
 
 
 def predicted(fit: StepFit, work: StepWork) -> float:
     """Seconds of a step by that fit."""
+    rest, attention = _parts(fit, work)
+    return rest * fit.factor(work.num_tokens) + attention
+
+
+def _parts(fit: StepFit, work: StepWork) -> tuple[float, float]:
+    """Seconds of all but attention, without the factor, and of attention."""
     p = fit.exponent
     own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
     linears = (fit.weight_byte * work.weight_bytes) ** p + (fit.linear_flop * work.linear_flops) ** p
     attention = (fit.cache_byte * work.cache_bytes) ** p + (fit.attention_flop * work.attention_flops) ** p
-    both = linears ** (1.0 / p) + attention ** (1.0 / p)
-    return float((own + both) * fit.factor(work.num_tokens))
+    return float(own + linears ** (1.0 / p)), float(attention ** (1.0 / p))
 
 
 def residuals(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, Any]:
@@ -116,12 +126,14 @@ def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) ->
     return sum((predicted(fit, work) / took - 1) ** 2 for work, took in zip(works, seconds, strict=True))
 
 
-def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> StepFit:
-    """With one exponent p. (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the
-    fit before, for linears and for attention, a round is linear. Which of r and m is longer for which steps is guessed
-    first, in several ways.
+def _fit(works: Sequence[StepWork], seconds: Sequence[float], before: StepFit) -> StepFit:
+    """With the exponent p and the factors of a fit before.
+
+    (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the fit before, for linears
+    and for attention, a round is linear. Which of r and m is longer for which steps is guessed first, in several ways.
     """
-    took = np.array(seconds)
+    took, exponent = np.array(seconds), before.exponent
+    factors = np.array([[before.factor(work.num_tokens)] for work in works])
     table = np.array([tuple(work)[:7] for work in works], float)
     rows, drawn, sequences = table[:, 0], table[:, 1], table[:, 2]
     columns = np.column_stack([np.ones(len(works)), sequences, rows, drawn, table[:, 3:7]])
@@ -130,10 +142,11 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
         for _ in range(1 if exponent == 1 else ROUNDS):
             scaled = columns.copy()
             scaled[:, 4:8] *= weights
+            scaled[:, ALL_BUT_ATTENTION] *= factors
             x = nonnegative_least_squares(scaled / took[:, None], np.ones(len(works)))
-            fit = StepFit(
-                step=float(x[0]), sequence=float(x[1]), token=float(x[2]), drawn=float(x[3]), weight_byte=float(x[4]),
-                cache_byte=float(x[5]), linear_flop=float(x[6]), attention_flop=float(x[7]), exponent=exponent,
+            fit = replace(
+                before, step=float(x[0]), sequence=float(x[1]), token=float(x[2]), drawn=float(x[3]),
+                weight_byte=float(x[4]), cache_byte=float(x[5]), linear_flop=float(x[6]), attention_flop=float(x[7]),
             )  # fmt: skip
             error = _error(fit, works, seconds)
             if best is None or error < best[0]:

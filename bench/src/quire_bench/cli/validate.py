@@ -81,7 +81,7 @@ def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
 
 
 def _table(found: list[Any], figures: tuple[str, ...]) -> str:
-    """Measured and how far runs lie apart, simulated and by how much that is wrong, a line for each load."""
+    """Measured, simulated, by how much that is wrong and how far this lies apart in runs, a line for each load."""
     titles = ["replicas", "trace", "load", "requests", "reads", "computes", "all read", *map(_title, figures)]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for one in found:
@@ -90,9 +90,9 @@ def _table(found: list[Any], figures: tuple[str, ...]) -> str:
         cells = [str(one.replicas), one.trace, load, str(one.requests), *speeds]
         for name in figures:
             real, predicted = (_shown(name, those[name]) for those in (one.real, one.simulated))
-            if one.spread[name]:
-                real += f" ± {one.spread[name]:.0%}"
-            cells.append(f"{real}, {predicted}: {one.error(name):+.1%}" if one.real[name] else f"{real}, {predicted}")
+            apart = f" ± {one.spread[name]:.0%}" if one.spread[name] else ""
+            wrong = f": {one.error(name):+.1%}{apart}" if one.real[name] else ""
+            cells.append(f"{real}, {predicted}{wrong}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -2,11 +2,11 @@
 
 The prediction is made with a device file. `quire bench calibrate`, which wrote it, has sent none of these requests.
 
-A run of some seconds has few requests, and no two runs of the same rows are alike. So the same rows are sent several
-times, with other tokens, and the requests of all runs are looked at together; how far the runs lie apart is noted
-besides. Memory and cores are as fast as others on the same machine let them be, from minute to minute. So around each
-run streams show how long reading takes now, at one replica and at all of them, and prompts how long computing does.
-Each run is simulated with that; all else is as it was calibrated.
+A run of some seconds has few requests, of which a percentile says little. So a load is sent several times, each time
+with rows of its own, and the requests of all runs are looked at together; how far the errors of single runs lie apart
+is noted besides. Memory and cores are as fast as others on the same machine let them be, from minute to minute. So
+around each run streams show how long reading takes now, at one replica and at all of them, and prompts how long
+computing does. Each run is simulated with that; all else is as it was calibrated.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from quire_bench.server.report import latencies, percentile
 
 LOADS = (0.3, 0.6, 0.8, 0.95)  # of what the replicas sustain
 SIZES = Sizes()  # of each replica
+TURN_SEEDS = 10  # from the seed of a run to that of the next one
 SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
 GOALS: Mapping[str, float] = MappingProxyType(  # the largest error of each figure
     {"throughput": 0.05, "ttft_p50": 0.1, "ttft_p90": 0.1, "itl_p50": 0.1, "itl_p99": 0.1, "hit_rate": 0.1}
@@ -48,18 +49,21 @@ class Compared:
     requests: int
     real: Mapping[str, float]  # of FIGURES: tokens or requests a second, seconds, a share
     simulated: Mapping[str, float]
-    spread: Mapping[str, float]  # half of how far the runs of the same rows lie apart, relative to all together
+    spread: Mapping[str, float]  # half of how far the errors of single runs lie apart
     speeds: Sequence[Probes]  # before and after each run, how many times as fast as by the device file
     client_share: float  # of a core that sending took
 
     def error(self, figure: str) -> float:
         """Of the prediction, relative to what was measured."""
-        real = self.real[figure]
-        return self.simulated[figure] / real - 1 if real else 0.0
+        return _error(self.simulated[figure], self.real[figure])
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return asdict(self) | {"errors": {name: self.error(name) for name in self.real}}
+
+
+def _error(simulated: float, real: float) -> float:
+    return simulated / real - 1 if real else 0.0
 
 
 # --------------------------------------------------------------------------------------------------- the comparison
@@ -79,8 +83,8 @@ def validate(
 ) -> Iterator[Compared]:
     """Each trace at each load, with each number of replicas; before, what these sustain of it.
 
-    model: as `quire serve` has it. seconds: in which the requests of a run come. repeats: runs of each load.
-    seed: of the traces. options: of each replica. advance: is called for each load.
+    model: as `quire serve` has it. seconds: in which the requests of a run come. repeats: runs of each load, with
+    rows of their own. seed: of the traces. options: of each replica. advance: is called for each load.
     Raises ConfigError for a model whose sequences are too short, QuireError where a request fails or a server does
     not get ready.
     """
@@ -95,14 +99,14 @@ def validate(
             for number, name in enumerate(traces):
                 trace_seed = 10_000 * seed + 1000 * count + 100 * number
                 rows = at_once(TRACES[name](1.0, 1.1 * requests, trace_seed), requests)
-                runs = [_replayed(running, rows, trace_seed, 0)]
+                runs = [_replayed(running, rows, trace_seed)]
                 sustained = _rate(sorted(record.ended for record in runs[0].run.records if record.ended is not None))
-                yield _compared(known, count, name, float("inf"), rows, runs)
+                yield _compared(known, count, name, float("inf"), runs)
                 advance()
                 for load_seed, load in enumerate(loads, trace_seed + 1):
-                    rows = TRACES[name](load * sustained, seconds, load_seed)
-                    runs = [_replayed(running, rows, load_seed, turn) for turn in range(repeats)]
-                    yield _compared(known, count, name, load, rows, runs)
+                    seeds = [load_seed + TURN_SEEDS * turn for turn in range(repeats)]
+                    runs = [_replayed(running, TRACES[name](load * sustained, seconds, one), one) for one in seeds]
+                    yield _compared(known, count, name, load, runs)
                     advance()
 
 
@@ -119,19 +123,20 @@ class _Known:
 class _Replay:
     """One run of a load."""
 
+    rows: Sequence[TraceRow]
     run: Run
     looked_for: float  # tokens of prompts, in the caches
     hits: float
     probes: tuple[Probes, Probes]  # before and after
 
 
-def _replayed(running: Serving, rows: Sequence[TraceRow], seed: int, turn: int) -> _Replay:
+def _replayed(running: Serving, rows: Sequence[TraceRow], seed: int) -> _Replay:
     if not rows:
         raise QuireError("a trace has no request within its seconds; give more of them")
     probes, before = probed(running.replicas), _hits(running.replicas)
-    run = sent(running.url, rows, seed, turn)
+    run = sent(running.url, rows, seed, 0)
     looked_for, hits = (after - other for after, other in zip(_hits(running.replicas), before, strict=True))
-    return _Replay(run, looked_for, hits, (probes, probed(running.replicas)))
+    return _Replay(rows, run, looked_for, hits, (probes, probed(running.replicas)))
 
 
 def _figures(replays: Sequence[_Replay]) -> dict[str, float]:
@@ -163,29 +168,33 @@ def _hits(replicas: Sequence[Replica]) -> tuple[float, float]:
     return looked_for, found
 
 
-def _compared(
-    known: _Known, count: int, name: str, load: float, rows: Sequence[TraceRow], replays: Sequence[_Replay]
-) -> Compared:
-    real, each = _figures(replays), [_figures([one]) for one in replays]
-    together, seconds = Outcome(), 0.0
-    for one in replays:
-        device = at_speed(known.device, known.cost, count, mean(one.probes))
-        outcome = simulated(count, 0 if count == 1 else 1, SIZES, rows, device, known.model)
-        together.add(outcome)
-        seconds += outcome.seconds
-    predicted = {
-        "throughput": together.counts["new_tokens"] / seconds,
-        **{figure: together.figure(figure) for figure in FIGURES[1:-1]},
-        "hit_rate": together.hit_rate,
-    }
-    spread = {
-        figure: (max(one[figure] for one in each) - min(one[figure] for one in each)) / 2 / value if value else 0.0
-        for figure, value in real.items()
-    }
+def _compared(known: _Known, count: int, name: str, load: float, replays: Sequence[_Replay]) -> Compared:
+    outcomes = [_simulated(known, count, one) for one in replays]
+    each = [(_figures([one]), _predicted([outcome])) for one, outcome in zip(replays, outcomes, strict=True)]
+    errors = {figure: [_error(predicted[figure], real[figure]) for real, predicted in each] for figure in FIGURES}
+    spread = {figure: (max(those) - min(those)) / 2 for figure, those in errors.items()}
     says = expected(known.cost, known.device, count)
     speeds = [Probes(*(a / b for a, b in zip(says, took, strict=True))) for replay in replays for took in replay.probes]
     share = sum(one.run.cpu_seconds for one in replays) / max(1e-9, sum(one.run.seconds for one in replays))
-    return Compared(count, name, load, len(rows) * len(replays), real, predicted, spread, speeds, share)
+    sent_rows = sum(len(one.rows) for one in replays)
+    return Compared(count, name, load, sent_rows, _figures(replays), _predicted(outcomes), spread, speeds, share)
+
+
+def _simulated(known: _Known, count: int, replay: _Replay) -> Outcome:
+    device = at_speed(known.device, known.cost, count, mean(replay.probes))
+    return simulated(count, 0 if count == 1 else 1, SIZES, replay.rows, device, known.model)
+
+
+def _predicted(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """As `_figures`."""
+    together = Outcome()
+    for one in outcomes:
+        together.add(one)
+    return {
+        "throughput": together.counts["new_tokens"] / sum(one.seconds for one in outcomes),
+        **{figure: together.figure(figure) for figure in FIGURES[1:-1]},
+        "hit_rate": together.hit_rate,
+    }
 
 
 def within_goals(found: Sequence[Compared], figure: str) -> tuple[int, int, float, float]:
