@@ -505,8 +505,9 @@ class Fleet:
         work, link, cause = assignment.work, assignment.link, Cause("drained", assignment.link.url)
         samples, why = sorted(assignment.samples), None
         try:
-            await self._place(work, cause, samples, without=link)
-            self._metrics.resumed("drained")
+            if samples:  # else it has ended meanwhile
+                await self._place(work, cause, samples, without=link)
+                self._metrics.resumed("drained")
         except ApiError as error:
             why = str(error)
         except Exception as error:

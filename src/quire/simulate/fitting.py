@@ -76,15 +76,18 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
 def _factors(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
     """What a fit leaves of all but attention, for each number of rows below STAIRS.
 
-    The mean of steps that have it, each by the share that this is of its time.
+    That by which the relative errors of the steps that have it are smallest.
     """
     left: dict[int, list[tuple[float, float]]] = {STAIRS: [(1.0, 1.0)]}
     for work, took in zip(works, seconds, strict=True):
         if work.num_tokens < STAIRS:
             rest, attention = _parts(fit, work)
             left.setdefault(work.num_tokens, []).append((max(took - attention, 0.0) / took, rest / took))
-    factors = {rows: sum(a * b for a, b in those) / sum(b * b for _, b in those) for rows, those in left.items()}
-    return tuple((rows, max(LEAST_FACTOR, factor)) for rows, factor in sorted(factors.items()))
+    found = []
+    for rows, those in sorted(left.items()):
+        factor = sum(a * b for a, b in those) / max(SMALL, sum(b * b for _, b in those))
+        found.append((float(rows), max(LEAST_FACTOR, factor)))
+    return tuple(found)
 
 
 def predicted(fit: StepFit, work: StepWork) -> float:

@@ -99,13 +99,16 @@ def validate(
             for number, name in enumerate(traces):
                 trace_seed = 10_000 * seed + 1000 * count + 100 * number
                 rows = at_once(TRACES[name](1.0, 1.1 * requests, trace_seed), requests)
-                runs = [_replayed(running, rows, trace_seed)]
+                runs = [_replayed(running, rows, trace_seed, 0)]
                 sustained = _rate(sorted(record.ended for record in runs[0].run.records if record.ended is not None))
                 yield _compared(known, count, name, float("inf"), runs)
                 advance()
                 for load_seed, load in enumerate(loads, trace_seed + 1):
-                    seeds = [load_seed + TURN_SEEDS * turn for turn in range(repeats)]
-                    runs = [_replayed(running, TRACES[name](load * sustained, seconds, one), one) for one in seeds]
+                    runs = []
+                    for turn in range(repeats):
+                        run_seed = load_seed + TURN_SEEDS * turn
+                        rows = TRACES[name](load * sustained, seconds, run_seed)
+                        runs.append(_replayed(running, rows, run_seed, turn))
                     yield _compared(known, count, name, load, runs)
                     advance()
 
@@ -130,11 +133,11 @@ class _Replay:
     probes: tuple[Probes, Probes]  # before and after
 
 
-def _replayed(running: Serving, rows: Sequence[TraceRow], seed: int) -> _Replay:
+def _replayed(running: Serving, rows: Sequence[TraceRow], seed: int, turn: int) -> _Replay:
     if not rows:
         raise QuireError("a trace has no request within its seconds; give more of them")
     probes, before = probed(running.replicas), _hits(running.replicas)
-    run = sent(running.url, rows, seed, 0)
+    run = sent(running.url, rows, seed, turn)
     looked_for, hits = (after - other for after, other in zip(_hits(running.replicas), before, strict=True))
     return _Replay(rows, run, looked_for, hits, (probes, probed(running.replicas)))
 

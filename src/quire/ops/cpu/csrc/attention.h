@@ -102,6 +102,13 @@ struct Worker {
         return true;
     }
 
+    // Whether the tile after this one may be known long before it is computed: it is of the same item, or of one that this worker
+    // has, or there are more of them than threads that may want one.
+    bool may_look_beyond(const Step& step) const {
+        if (step.tile + TILE < step.item->end || taken < taken_end) return true;
+        return call.end - __atomic_load_n(&call.next, __ATOMIC_RELAXED) > plan.step.num_threads;
+    }
+
     void locate(Step& step, int tile) {
         const Item& item = *step.item;
         const int first = most(item.begin - tile, 0), stop = least(item.end - tile, TILE);
@@ -217,6 +224,9 @@ struct Worker {
     }
 
     // ------------------------------------------------------------------------------------------- a tile
+
+    // Whether computing this tile fetches others.
+    bool fetches(const Step&) const { return true; }
 
     static int keys_of(const Step& step) { return step.stop - step.begin; }
 
@@ -392,13 +402,15 @@ struct Worker {
         Step places[3], *step = places, *after = places + 1, *beyond = places + 2;
         for (int known = take_item(*step); known; known--) {  // of these tiles
             if (known == 1) known += next(*step, *after);
-            if (known == 2 && keys_of(*after) < keys_of(*step)) known += next(*after, *beyond);
+            const bool fetches = static_cast<Self*>(this)->fetches(*step);
+            if (known == 2 && fetches && keys_of(*after) < keys_of(*step) && may_look_beyond(*after)) known += next(*after, *beyond);
             const bool first = step->tile <= step->item->begin;
             if (first) static_cast<Self*>(this)->start_item(*step);
             if (first && step->item->phase) resume_split(*step);
             else if (first || step->tile % SPLIT == 0) start_split(step->item->count);
             if constexpr (K::SCALED) take_scales(*step);
-            static_cast<Self*>(this)->compute(*step, fetcher_of(*step, known > 1 ? after : nullptr, known > 2 ? beyond : nullptr));
+            static_cast<Self*>(this)->compute(
+                *step, fetches ? fetcher_of(*step, known > 1 ? after : nullptr, known > 2 ? beyond : nullptr) : Fetcher<C>());
             const bool last = step->tile + TILE >= step->item->end;
             if (last || (step->tile + TILE) % SPLIT == 0) end_split(*step);
             if (last) end_item(*step);

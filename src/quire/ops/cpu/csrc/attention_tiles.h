@@ -39,9 +39,11 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         }
     }
 
+    bool fetches(const Step& step) const { return step.item->count > FEW; }
+
     void compute(const Step& step, const Fetcher<C>& fetcher) {
-        if (step.item->count <= FEW) few(step);
-        else many(step, fetcher);
+        if (fetches(step)) many(step, fetcher);
+        else few(step);
     }
 
   private:

@@ -189,7 +189,7 @@ class Fetcher {
     const T* const* end = nullptr;
     int bytes = 0, at = 0, count = 0, begun = 0;
     const int32_t kind = quire_fetching.keys;
-    Rows all[MOST];
+    Rows all[MOST] = {};
 
     template <int KIND>
     __attribute__((always_inline)) void fetch_as(int lines) {
