@@ -61,7 +61,7 @@ STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
 AGAIN = 3  # times that a prompt is computed, in each round
 LONG = 512  # tokens of prompts that are computed once a round
-ROUNDS = 4
+ROUNDS = 3
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
@@ -71,8 +71,8 @@ LOADED = 64  # requests for each replica, to find how long steps take where othe
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_ALONE, AGAIN_LOADED = 3, 4  # times that they are sent to one replica, and to two
-AGAIN_GATEWAY = 3  # times that a gateway is measured
+AGAIN_ALONE, AGAIN_LOADED = 5, 7  # times that they are sent to one replica, and to two: runs lie 2 and 4 % apart
+AGAIN_GATEWAY = 4  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
@@ -405,27 +405,32 @@ def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
 
 def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
     """The device, with how much longer steps take."""
-    load, runs = _load(1, device, llm), []
+    load = _load(1, device, llm)
     with alone(torch.get_num_threads(), load.sizes, options) as running:
-        for turn in range(AGAIN_ALONE):
-            before = probed(running.replicas)
-            took = seconds_of(sent(running.url, load.rows, 0, turn))
-            runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
+        runs = _runs(load, running, AGAIN_ALONE)
     return load.under_load(device, runs)
 
 
 def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
     """The device, with what two replicas that compute cost one another, their gateway's time among it."""
-    load, runs = _load(2, device, llm), []
+    load = _load(2, device, llm)
     with behind_gateway(2, torch.get_num_threads(), load.sizes, options) as running:
-        for turn in range(AGAIN_LOADED):
-            before = probed(running.replicas)
-            took = seconds_of(sent(running.url, load.rows, 0, turn))
-            runs.append(_Loaded(took, mean([before, probed(running.replicas)])))
+        runs = _runs(load, running, AGAIN_LOADED)
         gateway = statistics.median(_gateway(running) for _ in range(AGAIN_GATEWAY))
         peer_byte = _peer_byte(running, llm)
     device = replace(device, server=replace(device.server, gateway=max(0.0, gateway), peer_byte=peer_byte))
     return load.next_to_another(device, runs)
+
+
+def _runs(load: _Load, running: Serving, times: int) -> list[_Loaded]:
+    """The load, sent so many times, and the speed before and after each."""
+    found, before = [], probed(running.replicas)
+    for turn in range(times):
+        took = seconds_of(sent(running.url, load.rows, 0, turn))
+        after = probed(running.replicas)
+        found.append(_Loaded(took, mean([before, after])))
+        before = after
+    return found
 
 
 def _gateway(running: Serving) -> float:
