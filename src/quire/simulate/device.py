@@ -28,7 +28,7 @@ class StepFit:
 
     t = (step + sequence * S + token * T + drawn * R + linears + moved) * factor(T) + attention, linears and attention
     being (reading^p + multiplying^p)^(1/p), of weights and of keys and values. Attention comes after linears, so
-    reading for the one does not hide behind multiplying for the other. All are seconds a unit. Raises ConfigError for
+    reading for the one does not overlap with multiplying for the other. All are seconds a unit. Raises ConfigError for
     a number that is negative or not finite.
     """
 
