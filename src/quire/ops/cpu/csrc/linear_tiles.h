@@ -156,32 +156,46 @@ struct LinearTiles {
                                                                 : after;
                 FetchPair ahead(next, stride, (end - begin) * 16, (end - begin) * blocks);
                 for (int block = 0; block < blocks; block++) {
-                    const bool two = item.rows > block * 32 + 16;
-                    const auto [first, lda] = rows_from(item, block * 32);
-                    const auto [second, ldb] = rows_from(item, block * 32 + (two ? 16 : 0));
+                    Part part = {weight, other, begin, end, block * 32, strip, stretch + 1 == stretches};
                     auto& carried = sums[block * (PANEL_STRIPS / 2) + strip / 2];
-                    if (stretch) {
-                        tiles.load_far<0>(carried[0], 64), tiles.load_far<1>(carried[1], 64);
-                        tiles.load_far<2>(carried[2], 64), tiles.load_far<3>(carried[3], 64);
-                    } else {
-                        tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
-                    }
-                    for (int64_t k = begin; k < end; k++) {
-                        const char* at = weight + (k - begin) * BYTES;
-                        tiles.load<6>(at, 64), tiles.load_far<4>(first + k * 64, lda);
-                        tiles.load<7>(at + other, 64), tiles.load_far<5>(second + k * 64, ldb);
-                        tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
-                        ahead();
-                    }
-                    if (stretch + 1 < stretches) {
-                        tiles.save<0>(carried[0], 64), tiles.save<1>(carried[1], 64);
-                        tiles.save<2>(carried[2], 64), tiles.save<3>(carried[3], 64);
-                    } else {
-                        put_block(tiles, item, block * 32, strip);
-                    }
+                    if (item.rows > part.row + 16) multiply_block<2>(tiles, item, part, carried, ahead);
+                    else multiply_block<1>(tiles, item, part, carried, ahead);
                 }
             }
         }
+    }
+
+    // A stretch of two strips, for the block of rows that begins with `row`.
+    struct Part {
+        const char* weight;
+        int64_t other, begin, end;
+        int row, strip;
+        bool is_last;
+    };
+
+    // HALVES: how many times 16 rows, of which the last ones may be fewer.
+    template <int HALVES>
+    void multiply_block(Tiles& tiles, const LinearItem& item, const Part& part, float (&carried)[4][16][16], FetchPair& ahead) {
+        const auto [first, lda] = rows_from(item, part.row);
+        const auto [second, ldb] = rows_from(item, part.row + (HALVES == 2 ? 16 : 0));
+        if (part.begin) {
+            tiles.load_far<0>(carried[0], 64), tiles.load_far<1>(carried[1], 64);
+            if constexpr (HALVES == 2) tiles.load_far<2>(carried[2], 64), tiles.load_far<3>(carried[3], 64);
+        } else {
+            tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+        }
+        const char* at = part.weight;
+        for (int64_t k = part.begin; k < part.end; k++, at += BYTES) {
+            tiles.load<6>(at, 64), tiles.load_far<4>(first + k * 64, lda);
+            tiles.load<7>(at + part.other, 64);
+            if constexpr (HALVES == 2) tiles.load_far<5>(second + k * 64, ldb);
+            tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>();
+            if constexpr (HALVES == 2) tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
+            ahead();
+        }
+        if (part.is_last) return put_block(tiles, item, part.row, part.strip);
+        tiles.save<0>(carried[0], 64), tiles.save<1>(carried[1], 64);
+        if constexpr (HALVES == 2) tiles.save<2>(carried[2], 64), tiles.save<3>(carried[3], 64);
     }
 
     // ---------------------------------------------------------------------------------------------- results
