@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import operator
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -18,18 +16,18 @@ import numpy as np
 from quire.engine.cost import CostModel, Device, ModelCost, StepWork
 from quire.errors import ConfigError, check_integer, check_number
 
-FORMAT = 4
+FORMAT = 5
 EXPONENTS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFit:
-    """Seconds of a step, fitted: a fixed part, parts for sequences, rows and draws, for linears and for attention.
+    """Seconds of a step, fitted: a fixed part, parts for rows, sequences and draws, for linears and for attention.
 
-    t = (step + sequence * S + token * T + drawn * R + linears + moved) * factor(T) + attention, linears and attention
-    being (reading^p + multiplying^p)^(1/p), of weights and of keys and values. Attention comes after linears, so
-    reading for the one does not overlap with multiplying for the other. All are seconds a unit. Raises ConfigError for
-    a number that is negative or not finite.
+    t = (step + token * T + linears) * factor(T) + sequence * S + drawn * R + attention + moved, linears being
+    (reading^p + multiplying^p)^(1/p), and attention reading + multiplying: what a sequence that decodes reads does not
+    overlap with what another one's prompt multiplies. All are seconds a unit. Raises ConfigError for a number that is
+    negative or not finite.
     """
 
     step: float
@@ -53,7 +51,7 @@ class StepFit:
             raise ConfigError(f"exponent is {self.exponent!r}; it must be one of {', '.join(map(str, EXPONENTS))}")
 
     def factor(self, num_rows: int) -> float:
-        """How many times as long all but attention takes with so many rows: kernels compute rows by the dozen.
+        """How many times as long the first part takes with so many rows: kernels compute rows by the dozen.
 
         Between two numbers of rows that are known, a line.
         """
@@ -193,15 +191,14 @@ class ReplicaCost(CostModel):
 
     def time_of(self, work: StepWork) -> float:
         """Seconds of a step with that much work."""
-        fit, server, rates, longer = self.fit, self.server, self.rates, self.fit.factor(work.num_tokens)
-        both = _computing(fit.exponent, longer, many=False)(
-            fit.weight_byte * work.weight_bytes * rates.reading,
-            fit.linear_flop * work.linear_flops,
-            fit.cache_byte * work.cache_bytes * rates.reading,
-            fit.attention_flop * work.attention_flops,
+        fit, server, rates = self.fit, self.server, self.rates
+        longer = fit.factor(work.num_tokens)
+        weights, linears = fit.weight_byte * work.weight_bytes * rates.reading, fit.linear_flop * work.linear_flops
+        both = _computing(fit.exponent, weights, linears, longer, many=False)(
+            fit.cache_byte * work.cache_bytes * rates.reading, fit.attention_flop * work.attention_flops
         )
-        own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
-        own = (own + fit.moved_byte * work.moved_bytes) * longer
+        own = (fit.step + fit.token * work.num_tokens) * longer
+        own += fit.sequence * work.num_sequences + fit.drawn * work.num_drawn + fit.moved_byte * work.moved_bytes
         return float((own + both + server.step + server.drawn * work.num_drawn) * self.slowdown)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
@@ -209,16 +206,16 @@ class ReplicaCost(CostModel):
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         longer = fit.factor(num_sequences)
-        fixed = fit.step + fit.sequence * num_sequences + fit.token * num_sequences + fit.drawn * num_sequences
-        fixed *= longer
+        fixed = (fit.step + fit.token * num_sequences) * longer
+        fixed += fit.sequence * num_sequences + fit.drawn * num_sequences
         drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.slowdown
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
-        computing = _computing(fit.exponent, longer, many=many)
+        computing = _computing(fit.exponent, weights, linears, longer, many=many)
 
         def seconds(keys: Any) -> Any:
             read = cache_byte * ((keys + num_sequences) * kv_bytes) * factor
-            both = computing(weights, linears, read, attention_flop * (keys * pair_flops))
+            both = computing(read, attention_flop * (keys * pair_flops))
             return (fixed + both + step + drawn) * slowness
 
         return seconds
@@ -234,47 +231,23 @@ class ReplicaCost(CostModel):
         return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowdown
 
 
-def _computing(exponent: int, longer: float, *, many: bool) -> Callable[[Any, Any, Any, Any], Any]:
-    """Seconds of reading and multiplying for linears and of the same for attention, of numbers or of arrays.
+def _computing(
+    exponent: int, weights: float, linears: float, longer: float, *, many: bool
+) -> Callable[[Any, Any], Any]:  # fmt: skip
+    """Seconds of linears, which read and multiply that long, and of what attention reads and multiplies; or of arrays.
 
     longer: the factor of linears; 1.0 where the exponent is 0.
     """
-    together = _together(exponent, many=many)
     if exponent == 0:  # as a data sheet has it: all that is read, or all that is multiplied
-        return lambda weights, linears, read, attended: together(weights + read, linears + attended)
-    once = _together(exponent, many=False)  # weights are read once for all of an array's steps alike
-    return lambda weights, linears, read, attended: once(weights, linears) * longer + together(read, attended)
+        longest = np.maximum if many else max
+        return lambda read, attended: longest(weights + read, linears + attended)
+    both = power_sum(exponent, weights, linears) * longer
+    return lambda read, attended: both + (read + attended)
 
 
-def _together(exponent: int, *, many: bool) -> Callable[[Any, Any], Any]:
-    """(reading^p + multiplying^p)^(1/p), of numbers or of arrays. Both are computed alike, to the last bit."""
-    if exponent == 0:
-        return np.maximum if many else max
-    if exponent == 1:
-        return operator.add
-    root = np.sqrt if many else math.sqrt
-    squarings = exponent.bit_length() - 1
-    if exponent == 2**squarings:
-
-        def by_squares(reading: Any, multiplying: Any) -> Any:
-            for _ in range(squarings):
-                reading, multiplying = reading * reading, multiplying * multiplying
-            both = reading + multiplying
-            for _ in range(squarings):
-                both = root(both)
-            return both
-
-        return by_squares
-
-    def by_powers(reading: Any, multiplying: Any) -> Any:
-        if many:  # powers of arrays differ from those of numbers in the last bit
-            return np.array([by_number(a, b) for a, b in zip(*np.broadcast_arrays(reading, multiplying), strict=True)])
-        return by_number(reading, multiplying)
-
-    def by_number(reading: float, multiplying: float) -> float:
-        return float((float(reading) ** exponent + float(multiplying) ** exponent) ** (1.0 / exponent))
-
-    return by_powers
+def power_sum(exponent: int, reading: float, multiplying: float) -> float:
+    """(reading^p + multiplying^p)^(1/p)."""
+    return float((reading**exponent + multiplying**exponent) ** (1.0 / exponent))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +12,15 @@ from numpy.typing import NDArray
 
 from quire.engine.cost import StepWork
 from quire.errors import BadValue
-from quire.simulate.device import EXPONENTS, StepFit
+from quire.simulate.device import EXPONENTS, StepFit, power_sum
 
 Numbers = NDArray[np.float64]
 GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
 STAIRS = 64  # rows, from which on steps take what the sum says: a dozen more or less is little of them
-TURNS = 4  # in which the factors of rows and the rest are found, each with the other
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
-ALL_BUT_ATTENTION = [0, 1, 2, 3, 4, 6]  # of the columns of a fit
-LEAST_FACTOR = 0.1  # of the rows of steps
-NOTHING = StepFit(step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=0.0, cache_byte=0.0, linear_flop=0.0,
-                  attention_flop=0.0)  # fmt: skip
+LEAST_FACTOR = 0.1  # of few rows
 
 
 def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
@@ -60,49 +56,27 @@ def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
 
 
 def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
-    """The fit whose relative errors are smallest, of all exponents, with the factors of the rows that steps had.
+    """The fit whose relative errors are smallest, of all exponents.
 
     Raises BadValue for fewer than 10 steps.
     """
     if len(works) != len(seconds) or len(works) < 10:
         raise BadValue(f"{len(works)} steps and {len(seconds)} times; a fit needs 10 of both, or more")
-    fits = (_fit(works, seconds, replace(NOTHING, exponent=exponent)) for exponent in EXPONENTS)
-    best = min(fits, key=lambda one: _error(one, works, seconds))
-    for _ in range(TURNS):
-        best = _fit(works, seconds, replace(best, rows=_factors(best, works, seconds)))
-    return replace(best, rows=_factors(best, works, seconds))
-
-
-def _factors(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """What a fit leaves of all but attention, for each number of rows below STAIRS.
-
-    That by which the relative errors of the steps that have it are smallest.
-    """
-    left: dict[int, list[tuple[float, float]]] = {STAIRS: [(1.0, 1.0)]}
-    for work, took in zip(works, seconds, strict=True):
-        if work.num_tokens < STAIRS:
-            rest, attention = _parts(fit, work)
-            left.setdefault(work.num_tokens, []).append((max(took - attention, 0.0) / took, rest / took))
-    found = []
-    for rows, those in sorted(left.items()):
-        factor = sum(a * b for a, b in those) / max(SMALL, sum(b * b for _, b in those))
-        found.append((float(rows), max(LEAST_FACTOR, factor)))
-    return tuple(found)
+    fits = [_fit(works, seconds, exponent) for exponent in EXPONENTS]
+    return min(fits, key=lambda one: _error(one, works, seconds))
 
 
 def predicted(fit: StepFit, work: StepWork) -> float:
     """Seconds of a step by that fit."""
-    rest, attention = _parts(fit, work)
-    return rest * fit.factor(work.num_tokens) + attention
+    own = fit.sequence * work.num_sequences + fit.drawn * work.num_drawn
+    attention = fit.cache_byte * work.cache_bytes + fit.attention_flop * work.attention_flops
+    return float(_of_rows(fit, work) * fit.factor(work.num_tokens) + own + attention)
 
 
-def _parts(fit: StepFit, work: StepWork) -> tuple[float, float]:
-    """Seconds of all but attention, without the factor, and of attention."""
-    p = fit.exponent
-    own = fit.step + fit.sequence * work.num_sequences + fit.token * work.num_tokens + fit.drawn * work.num_drawn
-    linears = (fit.weight_byte * work.weight_bytes) ** p + (fit.linear_flop * work.linear_flops) ** p
-    attention = (fit.cache_byte * work.cache_bytes) ** p + (fit.attention_flop * work.attention_flops) ** p
-    return float(own + linears ** (1.0 / p)), float(attention ** (1.0 / p))
+def _of_rows(fit: StepFit, work: StepWork) -> float:
+    """Seconds of a step's first part, without the factor."""
+    linears = power_sum(fit.exponent, fit.weight_byte * work.weight_bytes, fit.linear_flop * work.linear_flops)
+    return fit.step + fit.token * work.num_tokens + linears
 
 
 def residuals(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, Any]:
@@ -129,54 +103,72 @@ def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) ->
     return sum((predicted(fit, work) / took - 1) ** 2 for work, took in zip(works, seconds, strict=True))
 
 
-def _fit(works: Sequence[StepWork], seconds: Sequence[float], before: StepFit) -> StepFit:
-    """With the exponent p and the factors of a fit before.
+def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> StepFit:
+    """With that exponent p.
 
-    (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the fit before, for linears
-    and for attention, a round is linear. Which of r and m is longer for which steps is guessed first, in several ways.
+    (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the round before, a round is
+    linear. Which of r and m is longer for which steps is guessed first, in several ways. What the first part takes with
+    so many rows is found for each number of few rows by itself.
     """
-    took, exponent = np.array(seconds), before.exponent
-    factors = np.array([[before.factor(work.num_tokens)] for work in works])
+    took = np.array(seconds)[:, None]
     table = np.array([tuple(work)[:7] for work in works], float)
-    rows, drawn, sequences = table[:, 0], table[:, 1], table[:, 2]
-    columns = np.column_stack([np.ones(len(works)), sequences, rows, drawn, table[:, 3:7]])
+    rows = table[:, 0]
+    of_rows = np.column_stack([np.ones(len(works)), rows, table[:, 3], table[:, 5]])  # the last two of linears
+    rest = table[:, [2, 1, 4, 6]]
+    few = sorted({int(one) for one in rows if one < STAIRS <= rows.max()})
+    of_few = (rows[:, None] == few).astype(float)
     best: tuple[float, StepFit] | None = None
-    for weights in _guesses(columns, exponent):
+    for shares in _guesses(of_rows[:, 2:], exponent):
         for _ in range(1 if exponent == 1 else ROUNDS):
-            scaled = columns.copy()
-            scaled[:, 4:8] *= weights
-            scaled[:, ALL_BUT_ATTENTION] *= factors
-            x = nonnegative_least_squares(scaled / took[:, None], np.ones(len(works)))
-            fit = replace(
-                before, step=float(x[0]), sequence=float(x[1]), token=float(x[2]), drawn=float(x[3]),
-                weight_byte=float(x[4]), cache_byte=float(x[5]), linear_flop=float(x[6]), attention_flop=float(x[7]),
+            linear = of_rows * np.column_stack([np.ones((len(works), 2)), shares])
+            linear[of_few.any(axis=1)] = 0.0
+            x = nonnegative_least_squares(np.column_stack([linear, rest, of_few]) / took, np.ones(len(works)))
+            fit = StepFit(
+                step=float(x[0]), token=float(x[1]), weight_byte=float(x[2]), linear_flop=float(x[3]),
+                sequence=float(x[4]), drawn=float(x[5]), cache_byte=float(x[6]), attention_flop=float(x[7]),
+                exponent=exponent,
             )  # fmt: skip
+            fit = _all_reading(fit, works)
+            fit = replace(fit, rows=_factors(fit, works, dict(zip(few, x[8:], strict=True))))
             error = _error(fit, works, seconds)
             if best is None or error < best[0]:
                 best = error, fit
-            weights = 0.5 * weights + 0.5 * _shares(columns[:, 4:8] * x[4:8], exponent)
+            shares = 0.5 * shares + 0.5 * _shares(of_rows[:, 2:] * x[2:4], exponent)
     if best is None:
         raise BadValue("no round was made")
     return best[1]
 
 
+def _all_reading(fit: StepFit, works: Sequence[StepWork]) -> StepFit:
+    """What every step takes alike is reading, where nothing tells the one from the other: all read the same weights."""
+    sizes = {work.weight_bytes for work in works}
+    if len(sizes) > 1 or not min(sizes) or (fit.exponent > 1 and fit.linear_flop):
+        return fit
+    return replace(fit, step=0.0, weight_byte=fit.weight_byte + fit.step / min(sizes))
+
+
+def _factors(fit: StepFit, works: Sequence[StepWork], took: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
+    """Numbers of rows, ascending, and how many times as long their first part took as the fit says."""
+    says = {work.num_tokens: max(SMALL, _of_rows(fit, work)) for work in works}
+    few = ((float(rows), max(LEAST_FACTOR, seconds / says[rows])) for rows, seconds in sorted(took.items()))
+    return (*few, (float(STAIRS), 1.0))
+
+
 def _guesses(columns: Numbers, exponent: int) -> Iterator[Numbers]:
-    """Shares with which a fit may begin: for linears and for attention, some steps take as long in reading as in
-    multiplying, those with fewer operations for a byte longer in reading.
+    """Shares with which a fit may begin: some steps take as long in reading as in multiplying, those with fewer
+    operations for a byte longer in reading.
+
+    columns: bytes and operations of linears.
     """
     if exponent == 1:
-        yield np.ones((len(columns), 4))
+        yield np.ones((len(columns), 2))
         return
-    ratios = columns[:, 6:8] / np.maximum(columns[:, 4:6], 1.0)
-    for linears in np.quantile(ratios[:, 0], GUESSED):
-        for attention in np.quantile(ratios[:, 1], GUESSED):
-            multiplying = ratios / np.maximum([linears, attention], 1e-300)
-            yield _shares(np.column_stack([np.ones_like(ratios), multiplying]), exponent)
+    ratios = columns[:, 1] / np.maximum(columns[:, 0], 1.0)
+    for usual in np.quantile(ratios, GUESSED):
+        yield _shares(np.column_stack([np.ones_like(ratios), ratios / max(usual, 1e-300)]), exponent)
 
 
 def _shares(parts: Numbers, exponent: int) -> Numbers:
-    """The u and v. parts: read for linears and for attention, then multiplied for both."""
-    reading, multiplying = parts[:, :2], parts[:, 2:]
-    both = np.maximum((reading**exponent + multiplying**exponent) ** (1 / exponent), 1e-300)
-    both = np.column_stack([both, both])
-    return np.maximum((parts / both) ** (exponent - 1), LEAST_SHARE)
+    """The u and v of what takes so long to be read and to be multiplied."""
+    both = np.maximum((parts**exponent).sum(axis=1, keepdims=True) ** (1 / exponent), 1e-300)
+    return np.asarray(np.maximum((parts / both) ** (exponent - 1), LEAST_SHARE))

@@ -55,8 +55,10 @@ from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 128, 512, 2048)
 BETWEEN = (3, 6, 10, 12, 13, 14, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
-PROMPTS = (4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-MIXED = ((2, 32), (4, 128), (8, 64), (8, 256), (16, 128), (32, 256), (32, 512))  # sequences that decode, and a prompt
+PROMPTS = (4, 16, 32, 61, 74, 99, 138, 187, 265, 390, 512, 1024, 2048)  # kernels take 8, 12 or 16 rows at once
+MIXED = (  # sequences that decode, and a prompt
+    (2, 32), (3, 51), (8, 70), (6, 93), (4, 121), (16, 120), (12, 185), (8, 250), (32, 256), (32, 512)
+)  # fmt: skip
 STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
 AGAIN = 3  # times that a prompt is computed, in each round
@@ -65,14 +67,14 @@ ROUNDS = 3
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
-AGAIN_STREAMS = 3  # times that each of these numbers is measured
+AGAIN_STREAMS = 2  # times that each of these numbers is measured
 TOKENS = 48  # of each of these
 LOADED = 64  # requests for each replica, to find how long steps take where others come and end
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_ALONE, AGAIN_LOADED = 5, 7  # times that they are sent to one replica, and to two: runs lie 2 and 4 % apart
-AGAIN_GATEWAY = 4  # times that a gateway is measured
+AGAIN_ALONE, AGAIN_LOADED = 4, 6  # times that they are sent to one replica, and to two: runs lie 2 and 4 % apart
+AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
