@@ -285,7 +285,7 @@ def test_residuals_show_a_kind_of_steps_that_the_fit_has_wrong() -> None:
     """Also one that alone has its number of rows, whose factor fits it to the last bit."""
     works = [
         StepWork(s, s, s, 1e8, 1e5 * s * context, 1e7 * s, 1e4 * s, 0)
-        for s in (1, 2, 4, 8, 16, 32, 64, 128) for context in (16, 256)
+        for s in (1, 2, 4, 8, 16, 32, 128, 256, 512) for context in (16, 256)
     ]  # fmt: skip
     mixed = StepWork(20, 4, 4, 1e8, 1e5, 2e8, 1e4, 0)
     seconds = [predicted(SLOW, work) for work in works] + [1.5 * predicted(SLOW, mixed)]
@@ -298,14 +298,14 @@ def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     """Kernels compute rows by the dozen: between 12 and 13 there is a stair that no line has."""
     works = [
         StepWork(s, s, s, 1e8, 1e5 * s * context, 1e7 * s, 1e4 * s, 0)
-        for s in (1, 2, 4, 8, 12, 13, 16, 32, 64, 128) for context in (16, 256)
+        for s in (1, 2, 4, 8, 12, 13, 16, 32, 128, 256, 512) for context in (16, 256)
     ]  # fmt: skip
     truth = StepFit(step=1e-3, sequence=2e-5, token=3e-6, drawn=0.0, weight_byte=3e-11, cache_byte=2e-10,
-                    linear_flop=2e-12, attention_flop=0.0, rows=((12, 1.0), (13, 1.4), (64, 1.0)))  # fmt: skip
+                    linear_flop=2e-12, attention_flop=0.0, rows=((12, 1.0), (13, 1.4), (128, 1.0)))  # fmt: skip
     seconds = [predicted(truth, work) for work in works]
     fit = fit_steps(works, seconds)
-    assert [rows for rows, _ in fit.rows] == [1, 2, 4, 8, 12, 13, 16, 32, 64]
-    assert fit.factor(64) == fit.factor(1000) == 1.0
+    assert [rows for rows, _ in fit.rows] == [1, 2, 4, 8, 12, 13, 16, 32, 128]
+    assert fit.factor(128) == fit.factor(1000) == 1.0
     assert residuals(fit, works, seconds)["max"] < 0.1 < residuals(replace(fit, rows=()), works, seconds)["max"]
 
 

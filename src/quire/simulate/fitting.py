@@ -16,10 +16,11 @@ from quire.simulate.device import EXPONENTS, StepFit, power_sum
 
 Numbers = NDArray[np.float64]
 GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
-STAIRS = 64  # rows, from which on steps take what the sum says: a dozen more or less is little of them
+STAIRS = 128  # rows, from which on steps take what the sum says: a dozen more or less is little of them
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
+LEAST_MANY = 3  # numbers of rows from STAIRS on, with which few rows are found by themselves
 LEAST_FACTOR = 0.1  # of few rows
 
 
@@ -113,9 +114,16 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
     took = np.array(seconds)[:, None]
     table = np.array([tuple(work)[:7] for work in works], float)
     rows = table[:, 0]
-    of_rows = np.column_stack([np.ones(len(works)), rows, table[:, 3], table[:, 5]])  # the last two of linears
+    # What every step takes alike is reading, where all of them read the same weights: nothing tells one from the other.
+    fixed = np.full(len(works), float(np.ptp(table[:, 3]) > 0))
+    of_rows = np.column_stack([fixed, rows, table[:, 3], table[:, 5]])  # the last two of linears
     rest = table[:, [2, 1, 4, 6]]
-    few = sorted({int(one) for one in rows if one < STAIRS <= rows.max()})
+    numbers = sorted({int(one) for one in rows})
+    few = (
+        [one for one in numbers if one < STAIRS]
+        if len(numbers) >= LEAST_MANY and numbers[-LEAST_MANY] >= STAIRS
+        else []
+    )
     of_few = (rows[:, None] == few).astype(float)
     best: tuple[float, StepFit] | None = None
     for shares in _guesses(of_rows[:, 2:], exponent):
@@ -128,7 +136,6 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
                 sequence=float(x[4]), drawn=float(x[5]), cache_byte=float(x[6]), attention_flop=float(x[7]),
                 exponent=exponent,
             )  # fmt: skip
-            fit = _all_reading(fit, works)
             fit = replace(fit, rows=_factors(fit, works, dict(zip(few, x[8:], strict=True))))
             error = _error(fit, works, seconds)
             if best is None or error < best[0]:
@@ -137,14 +144,6 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
     if best is None:
         raise BadValue("no round was made")
     return best[1]
-
-
-def _all_reading(fit: StepFit, works: Sequence[StepWork]) -> StepFit:
-    """What every step takes alike is reading, where nothing tells the one from the other: all read the same weights."""
-    sizes = {work.weight_bytes for work in works}
-    if len(sizes) > 1 or not min(sizes) or (fit.exponent > 1 and fit.linear_flop):
-        return fit
-    return replace(fit, step=0.0, weight_byte=fit.weight_byte + fit.step / min(sizes))
 
 
 def _factors(fit: StepFit, works: Sequence[StepWork], took: Mapping[int, float]) -> tuple[tuple[float, float], ...]:

@@ -53,9 +53,10 @@ from quire_bench.server.report import latencies
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
-CONTEXTS = (16, 128, 512, 2048)
+CONTEXTS = (16, 64, 256, 1024)  # tokens that these have in the middle: half of it to half more
 BETWEEN = (3, 6, 10, 12, 13, 14, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
 PROMPTS = (4, 16, 32, 61, 74, 99, 138, 187, 265, 390, 512, 1024, 2048)  # kernels take 8, 12 or 16 rows at once
+MIXED_CONTEXT = 128
 MIXED = (  # sequences that decode, and a prompt
     (2, 32), (3, 51), (8, 70), (6, 93), (4, 121), (16, 120), (12, 185), (8, 250), (32, 256), (32, 512)
 )  # fmt: skip
@@ -68,12 +69,12 @@ MARGIN = 64  # tokens that a sequence may have decoded until all others have the
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
 STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
 AGAIN_STREAMS = 2  # times that each of these numbers is measured
-TOKENS = 48  # of each of these
+TOKENS = 36  # of each of these
 LOADED = 64  # requests for each replica, to find how long steps take where others come and end
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_ALONE, AGAIN_LOADED = 4, 6  # times that they are sent to one replica, and to two: runs lie 2 and 4 % apart
+AGAIN_ALONE, AGAIN_LOADED = 3, 5  # times that they are sent to one replica, and to two: runs lie 1 and 4 % apart
 AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
@@ -177,10 +178,10 @@ def _round(llm: LLM, cost: CostModel, seed: int) -> Iterator[Timed]:
     longest, rng = llm.decoder.max_model_len, random.Random(seed)
     room = llm.config.max_num_seqs
     cases: list[tuple[int, int, int]] = []  # sequences that decode, their context, tokens of a prompt next to them
-    cases += [(s, c, 0) for s in SEQUENCES for c in CONTEXTS if s <= room and c + MARGIN <= longest]
+    cases += [(s, c, 0) for s in SEQUENCES for c in CONTEXTS if s <= room and 2 * c + MARGIN <= longest]
     cases += [(s, CONTEXTS[0], 0) for s in BETWEEN if s <= room and CONTEXTS[0] + MARGIN <= longest]
     cases += [(0, 0, n) for n in PROMPTS if n < longest]
-    cases += [(s, 64, n) for s, n in MIXED if s < room and n < longest]
+    cases += [(s, MIXED_CONTEXT, n) for s, n in MIXED if s < room and max(n, MIXED_CONTEXT + MARGIN) < longest]
     rng.shuffle(cases)
     a_token = 1e-4
     budget = llm.engine.scheduler.max_num_batched_tokens
@@ -201,7 +202,8 @@ def cost_block(llm: LLM) -> int:
 
 def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, rng: random.Random) -> Iterator[Timed]:
     """Steps of one kind."""
-    with _decoding(llm, sequences, context, rng):
+    between = context / max(1, sequences)
+    with _decoding(llm, [int((context + between) / 2 + i * between) for i in range(sequences)], rng):
         for _ in range(WARM if sequences else 0):
             _checked(llm.engine.step())
         for _ in range(0 if prompt else STEPS):
@@ -213,11 +215,11 @@ def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, 
 
 
 @contextmanager
-def _decoding(llm: LLM, sequences: int, context: int, rng: random.Random) -> Iterator[None]:
-    """So many sequences decode. At the end nothing runs."""
+def _decoding(llm: LLM, contexts: Sequence[int], rng: random.Random) -> Iterator[None]:
+    """Sequences of so many tokens decode. At the end nothing runs."""
     engine = llm.engine
     llm.reset_prefix_cache()
-    requests = [_request(f"old-{i}", context, 2**20, rng) for i in range(sequences)]
+    requests = [_request(f"old-{i}", context, 2**20, rng) for i, context in enumerate(contexts)]
     try:
         for one in requests:
             engine.add(one)
@@ -305,7 +307,7 @@ def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> Se
 def _own_gap(llm: LLM, streams: int) -> float:
     """What `_gap` measures, without a server."""
     took = []
-    with _decoding(llm, streams, 64, random.Random(streams)):
+    with _decoding(llm, [64] * streams, random.Random(streams)):
         for _ in range(TOKENS - 1):
             start = time.perf_counter()
             _checked(llm.engine.step())

@@ -25,8 +25,8 @@ from quire_bench.fleet.replaying import sent
 from quire_bench.fleet.running import Replica
 from quire_bench.server.report import Latencies, latencies
 
-STREAM = (32, 32)  # tokens of a stream's prompt and of its answer
-PROMPT, PROMPTS = 512, 3  # tokens of a prompt, and how many there are at each replica
+STREAM = (32, 64)  # tokens of a stream's prompt and of its answer
+PROMPT, PROMPTS = 512, 6  # tokens of a prompt, and how many there are at each replica
 SCALES = (0.5, 2.0)  # of what reading and computing take, at most
 LEAST_READING = 0.2  # of a stream's step: if reading is less of it, a stream does not show how fast the machine reads
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
