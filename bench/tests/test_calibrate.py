@@ -27,7 +27,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "SEQUENCES": (1, 4),
         "CONTEXTS": (16, 64),
         "BETWEEN": (3,),
-        "PROMPTS": (4, 16, 64, 128),
+        "PROMPTS": (4, 16, 128, 140, 200),
         "MIXED": ((2, 32), (4, 16)),
     }
     short = {
@@ -51,13 +51,13 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     found = read_device(path)
-    assert found.residuals["steps"] == 2 * 2 + 1 + 4 + 2
-    assert {rows for rows, _ in found.step.rows} == {1, 3, 4, 16, 20, 34, 64}
+    assert found.residuals["steps"] == 2 * 2 + 1 + 5 + 2
+    assert {rows for rows, _ in found.step.rows} == {1, 3, 4, 16, 20, 34, 128}
     assert found.model_name == "embedded"
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0
     assert found.per_neighbour >= 0
-    assert found.server.under_load >= 0
+    assert found.server.arrival >= 0
     assert found.server.peer_byte > 0
     (tmp_path / "fleet.yaml").write_text(
         "replicas: [{kind: a, device: device.json, blocks: 200}]\n"
@@ -78,9 +78,9 @@ def test_what_load_and_neighbours_cost_is_found_again() -> None:
     rows = [TraceRow(0.0, rng.randrange(50, 300), rng.randrange(10, 40)) for _ in range(32)]
 
     one = calibrate._Load(1, Sizes(8, 512), rows, model, "")
-    loaded = replace(known, server=ServerFit(under_load=0.1))
+    loaded = replace(known, server=ServerFit(arrival=2e-3))
     found = one.under_load(known, [calibrate._Loaded(one.seconds(loaded), expected(model, loaded, 1))])
-    assert found.server.under_load == pytest.approx(0.1, rel=0.01)
+    assert found.server.arrival == pytest.approx(2e-3, rel=0.02)
 
     two = calibrate._Load(2, Sizes(8, 512), rows, model, "")
     crowded = replace(loaded, per_neighbour=0.1, host_bytes_per_second=1.6e10)

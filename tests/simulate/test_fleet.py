@@ -45,7 +45,7 @@ def device(path: Path, **known: Any) -> str:
     made = {"kind": "slow", "model": model_digest(MODEL), "model_name": "embedded", "block_size": 16,
             "bytes_per_second": 10e9, "host_bytes_per_second": 15e9, "step": SLOW,
             "per_neighbour": 0.05,
-            "server": ServerFit(step=1e-3, drawn=1e-4, request=2e-3, prompt_token=1e-6, under_load=0.03)}  # fmt: skip
+            "server": ServerFit(step=1e-3, drawn=1e-4, request=2e-3, prompt_token=1e-6, arrival=3e-3)}  # fmt: skip
     write_device(path / "slow.json", DeviceFile(**made | known))
     return "slow.json"
 

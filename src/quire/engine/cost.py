@@ -156,6 +156,7 @@ class StepWork(NamedTuple):
     linear_flops: float
     attention_flops: float
     moved_bytes: float  # to the host and back
+    num_begun: int = 0  # requests whose first tokens it computes
 
 
 class CostModel:
@@ -210,6 +211,7 @@ class CostModel:
             model.linear_flops(num_tokens, num_drawn) if num_tokens else 0,
             flops,
             self._moved(plan.swap_out) + self._moved(plan.swap_in),
+            sum([item.start <= item.request.cache.num_cached for item in plan.items]),
         )
 
     def decode_seconds(self, num_sequences: int, keys: int) -> float:

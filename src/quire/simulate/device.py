@@ -81,7 +81,7 @@ def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFit:
-    """What a server adds to the steps of its engine, in seconds but for the last. Raises ConfigError as StepFit."""
+    """What a server adds to the steps of its engine and to requests, in seconds. Raises ConfigError as StepFit."""
 
     step: float = 0.0  # to each step
     drawn: float = 0.0  # to it, for each token that it draws
@@ -89,7 +89,7 @@ class ServerFit:
     prompt_token: float = 0.0  # the same, for each token of the prompt
     gateway: float = 0.0  # of a request, that comes through a gateway
     peer_byte: float = 0.0  # of blocks that it reads from another replica; 0: it reads none
-    under_load: float = 0.0  # how much longer all steps take where requests come and end, as a share
+    arrival: float = 0.0  # to the step that computes a request's first tokens: serving it takes time from the engine
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -199,7 +199,8 @@ class ReplicaCost(CostModel):
         )
         own = (fit.step + fit.token * work.num_tokens) * longer
         own += fit.sequence * work.num_sequences + fit.drawn * work.num_drawn + fit.moved_byte * work.moved_bytes
-        return float((own + both + server.step + server.drawn * work.num_drawn) * self.slowdown)
+        own += server.arrival * work.num_begun
+        return float((own + both + server.step + server.drawn * work.num_drawn) * self.rates.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
@@ -208,7 +209,7 @@ class ReplicaCost(CostModel):
         longer = fit.factor(num_sequences)
         fixed = (fit.step + fit.token * num_sequences) * longer
         fixed += fit.sequence * num_sequences + fit.drawn * num_sequences
-        drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.slowdown
+        drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.rates.slowness
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
         computing = _computing(fit.exponent, weights, linears, longer, many=many)
@@ -221,14 +222,9 @@ class ReplicaCost(CostModel):
         return seconds
 
     @property
-    def slowdown(self) -> float:
-        """So many times as long does a step take as on a machine at rest."""
-        return self.rates.slowness * (1.0 + self.server.under_load)
-
-    @property
     def seconds_a_prompt_token(self) -> float:
         """Of a long prompt, its attention left out."""
-        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.slowdown
+        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.rates.slowness
 
 
 def _computing(

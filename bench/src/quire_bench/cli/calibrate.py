@@ -63,11 +63,12 @@ def calibrate(
     row("a server", f"adds {1e6 * server.step:,.0f} us to a step and {1e6 * server.drawn:,.0f} us for each token drawn")
     row("a request", f"{1e3 * server.request:,.2f} ms, and {1e6 * server.prompt_token:,.2f} us a token of its prompt")
     shown = ", ".join(f"{name} {errors[name]:.1%}" for name in ("p50", "p90", "max"))
-    loaded, next_to = server.under_load, found.per_neighbour
+    next_to = found.per_neighbour
     if llm.decoder.max_model_len < LONGEST:
         row("under load", f"not measured: the model's sequences have fewer than {LONGEST} tokens")
     else:
-        row("under load", f"a step takes {loaded:.1%} longer, and next to another replica {next_to:.1%}, reading aside")
+        row("under load", f"a step takes {1e3 * server.arrival:,.2f} ms longer for each request that begins in it")
+        row("two replicas", f"a step takes {next_to:.1%} longer next to another one, reading aside")
         row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
         given = f"{1e-9 / server.peer_byte:,.2f} GB/s" if server.peer_byte else "none"
         row("blocks", f"from another replica: {given}")

@@ -81,7 +81,7 @@ LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
 STEPS_TO_FIRST = 1.5  # that a short prompt takes: half of the one under way, and its own
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
-TURNS, SETTLED = 20, 1e-3  # in which the share of neighbours is found, and by how much it may still change
+TURNS, SETTLED = 20, 1e-3  # in which what loads cost is found; its error
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
@@ -362,16 +362,25 @@ class _Load(NamedTuple):
         gateways = 0 if self.replicas == 1 else 1
         return simulated(self.replicas, gateways, self.sizes, self.rows, device, self.path).seconds
 
-    def ratio(self, device: DeviceFile, runs: Sequence[_Loaded]) -> float:
-        """How many times as long they took, at the speed that was measured around each run."""
-        return statistics.median(
-            one.seconds / self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs
-        )
+    def compared(self, device: DeviceFile, runs: Sequence[_Loaded]) -> tuple[float, float]:
+        """By how many seconds longer they took than simulated, and how many times as long: medians of the runs.
+
+        At the speed that was measured around each run.
+        """
+        says = [self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs]
+        pairs = [(one.seconds - seconds, one.seconds / seconds) for one, seconds in zip(runs, says, strict=True)]
+        longer, ratio = map(statistics.median, zip(*pairs, strict=True))
+        return longer, ratio
 
     def under_load(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
-        """The device, with how much longer the steps of one replica take."""
-        share = max(0.0, self.ratio(device, runs) - 1)
-        return replace(device, server=replace(device.server, under_load=share))
+        """The device, with how much longer a step of one replica takes for each request that comes."""
+        for _ in range(TURNS):
+            longer, ratio = self.compared(device, runs)
+            arrival = max(0.0, device.server.arrival + longer / len(self.rows))
+            device = replace(device, server=replace(device.server, arrival=arrival))
+            if arrival == 0.0 or abs(ratio - 1) < SETTLED:
+                break
+        return device
 
     def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
@@ -380,7 +389,8 @@ class _Load(NamedTuple):
         """
         for _ in range(TURNS):
             before = device.per_neighbour
-            device = replace(device, per_neighbour=max(0.0, (1 + before) * self.ratio(device, runs) - 1))
+            _, ratio = self.compared(device, runs)
+            device = replace(device, per_neighbour=max(0.0, (1 + before) * ratio - 1))
             if abs(device.per_neighbour - before) < SETTLED:
                 break
         together = at_speed(device, self.model, self.replicas, mean([one.probes for one in runs]))
@@ -408,7 +418,7 @@ def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
 
 
 def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
-    """The device, with how much longer steps take."""
+    """The device, with how much longer steps take where requests come."""
     load = _load(1, device, llm)
     with alone(torch.get_num_threads(), load.sizes, options) as running:
         runs = _runs(load, running, AGAIN_ALONE)
