@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.engine.cost import DEVICES, StepWork, model_cost
+from quire.engine.cost import DEVICES, CostModel, StepWork, model_cost
+from quire.engine.plan import Plan, PlanItem
 from quire.engine.trace import TraceRow, write_trace
 from quire.errors import ConfigError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
+from quire.request import Request, SamplingParams
 from quire.simulate.device import (
     FORMAT,
     DeviceFile,
@@ -322,7 +325,7 @@ def test_between_two_numbers_of_rows_there_is_a_line() -> None:
             replace(SLOW, rows=rows)
 
 
-def test_rows_by_the_dozen_are_of_linears_alone() -> None:
+def test_rows_by_the_dozen_are_of_the_first_part_alone() -> None:
     fit = replace(SLOW, rows=[(12, 0.9), (13, 1.1)], attention_flop=1e-9)
     short, long = (StepWork(12, 12, 12, 1e8, size, 1e7, size, 0) for size in (1e5, 1e8))
     plain = replace(fit, rows=())
@@ -338,6 +341,31 @@ def test_reading_for_attention_hides_behind_no_products() -> None:
     alone, with_keys = (StepWork(512, 1, 1, 1e8, size, 1e10, 1e6, 0) for size in (0, 1e8))
     read = fit.cache_byte * 1e8
     assert predicted(fit, with_keys) - predicted(fit, alone) == pytest.approx(read)
+
+
+def test_a_replica_takes_as_long_as_the_fit_says_and_longer_where_requests_come() -> None:
+    fit = replace(SLOW, exponent=3, rows=[(3, 1.2), (40, 0.8)], attention_flop=1e-9)
+    work = StepWork(30, 4, 5, 2e6, 3e5, 5e9, 1e7, 0)
+    cost = ReplicaCost(MODEL, fit, 16, ServerFit(step=1e-3, drawn=1e-4, arrival=5e-3))
+    served = 1e-3 + 4e-4
+    assert cost.time_of(work) == pytest.approx(predicted(fit, work) + served)
+    assert cost.time_of(work._replace(num_begun=2)) == pytest.approx(predicted(fit, work) + served + 0.01)
+    assert cost.time_of(work._replace(num_begun=5)) == pytest.approx(predicted(fit, work) + served)  # nobody waits
+    cost.rates = Rates(slowness=2.0)
+    assert cost.time_of(work._replace(num_begun=2)) == pytest.approx(2 * (predicted(fit, work) + served + 0.01))
+
+
+def test_a_request_begins_once() -> None:
+    """Also one whose prompt is cached; it goes on in the next step."""
+    cost = CostModel(MODEL, DEVICES["cpu"], 16)
+
+    def begun(start: int, cached: int, tokens: int = 32) -> int:
+        request = Request("r", array("i", bytes(4 * tokens)), 32, SamplingParams())
+        request.cache.num_cached = cached
+        return cost.work_of(Plan([PlanItem(request, start, 1)], num_tokens=1), 1).num_begun
+
+    assert [begun(0, 0), begun(16, 16), begun(31, 32)] == [1, 1, 1]
+    assert [begun(16, 0), begun(17, 16), begun(32, 32, 33), begun(32, 0, 33)] == [0, 0, 0, 0]
 
 
 def test_a_device_costs_what_its_cost_model_says() -> None:

@@ -211,7 +211,7 @@ class CostModel:
             model.linear_flops(num_tokens, num_drawn) if num_tokens else 0,
             flops,
             self._moved(plan.swap_out) + self._moved(plan.swap_in),
-            sum([item.start <= item.request.cache.num_cached for item in plan.items]),
+            sum([_begins(item) for item in plan.items]),
         )
 
     def decode_seconds(self, num_sequences: int, keys: int) -> float:
@@ -272,6 +272,12 @@ def measured_read_rate(size: int = 2**28) -> float:
         numbers.sum()
         seconds.append(time.perf_counter() - start)
     return size / min(seconds)
+
+
+def _begins(item: PlanItem) -> bool:
+    """Whether a request's first tokens are computed. Of a prompt that is cached, that is the last one."""
+    request = item.request
+    return not request.num_generated and item.start <= min(request.cache.num_cached, request.num_prompt - 1)
 
 
 def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:

@@ -40,7 +40,9 @@ class StepFit:
     attention_flop: float
     moved_byte: float = 0.0  # to the host and back
     exponent: int = 1
-    rows: tuple[tuple[float, float], ...] = ()  # rows of the linears, ascending, and the factor of steps with so many
+    rows: tuple[
+        tuple[float, float], ...
+    ] = ()  # rows, ascending, and the factor of the first part of steps with so many
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -89,7 +91,7 @@ class ServerFit:
     prompt_token: float = 0.0  # the same, for each token of the prompt
     gateway: float = 0.0  # of a request, that comes through a gateway
     peer_byte: float = 0.0  # of blocks that it reads from another replica; 0: it reads none
-    arrival: float = 0.0  # to the step that computes a request's first tokens: serving it takes time from the engine
+    arrival: float = 0.0  # to the step that computes a request's first tokens while others decode
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -199,8 +201,9 @@ class ReplicaCost(CostModel):
         )
         own = (fit.step + fit.token * work.num_tokens) * longer
         own += fit.sequence * work.num_sequences + fit.drawn * work.num_drawn + fit.moved_byte * work.moved_bytes
-        own += server.arrival * work.num_begun
-        return float((own + both + server.step + server.drawn * work.num_drawn) * self.rates.slowness)
+        if work.num_sequences > work.num_begun:
+            own += server.arrival * work.num_begun
+        return float((own + both + server.step + server.drawn * work.num_drawn) * rates.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""

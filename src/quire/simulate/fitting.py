@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ STAIRS = 128  # rows, from which on steps take what the sum says: a dozen more o
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
-LEAST_MANY = 3  # numbers of rows from STAIRS on, with which few rows are found by themselves
+PULL = 0.1  # of the weight of a step that was measured
+SHORTEST = 1e-9  # seconds of a first part
 LEAST_FACTOR = 0.1  # of few rows
 
 
@@ -104,12 +106,18 @@ def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) ->
     return sum((predicted(fit, work) / took - 1) ** 2 for work, took in zip(works, seconds, strict=True))
 
 
+def _pull(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> float:
+    parts = zip((_of_rows(fit, work) * (1 - fit.factor(work.num_tokens)) for work in works), seconds, strict=True)
+    return PULL**2 * sum((part / took) ** 2 for part, took in parts)
+
+
 def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> StepFit:
     """With that exponent p.
 
     (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the round before, a round is
     linear. Which of r and m is longer for which steps is guessed first, in several ways. What the first part takes with
-    so many rows is found for each number of few rows by itself.
+    few rows is found for each number of them by itself, and pulled a little to what the sum says: that shows how long
+    weights take to be read.
     """
     took = np.array(seconds)[:, None]
     table = np.array([tuple(work)[:7] for work in works], float)
@@ -118,26 +126,23 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
     fixed = np.full(len(works), float(np.ptp(table[:, 3]) > 0))
     of_rows = np.column_stack([fixed, rows, table[:, 3], table[:, 5]])  # the last two of linears
     rest = table[:, [2, 1, 4, 6]]
-    numbers = sorted({int(one) for one in rows})
-    few = (
-        [one for one in numbers if one < STAIRS]
-        if len(numbers) >= LEAST_MANY and numbers[-LEAST_MANY] >= STAIRS
-        else []
-    )
+    few = sorted({int(one) for one in rows if one < STAIRS})
     of_few = (rows[:, None] == few).astype(float)
+    is_few, wanted = of_few.any(axis=1, keepdims=True), np.repeat([1.0, 0.0], len(works))
     best: tuple[float, StepFit] | None = None
     for shares in _guesses(of_rows[:, 2:], exponent):
         for _ in range(1 if exponent == 1 else ROUNDS):
             linear = of_rows * np.column_stack([np.ones((len(works), 2)), shares])
-            linear[of_few.any(axis=1)] = 0.0
-            x = nonnegative_least_squares(np.column_stack([linear, rest, of_few]) / took, np.ones(len(works)))
+            a = np.column_stack([np.where(is_few, 0.0, linear), rest, of_few])
+            pulled = PULL * np.column_stack([np.where(is_few, linear, 0.0), 0.0 * rest, -of_few])
+            x = nonnegative_least_squares(np.vstack([a, pulled]) / np.vstack([took, took]), wanted)
             fit = StepFit(
                 step=float(x[0]), token=float(x[1]), weight_byte=float(x[2]), linear_flop=float(x[3]),
                 sequence=float(x[4]), drawn=float(x[5]), cache_byte=float(x[6]), attention_flop=float(x[7]),
                 exponent=exponent,
             )  # fmt: skip
             fit = replace(fit, rows=_factors(fit, works, dict(zip(few, x[8:], strict=True))))
-            error = _error(fit, works, seconds)
+            error = _error(fit, works, seconds) + _pull(fit, works, seconds)
             if best is None or error < best[0]:
                 best = error, fit
             shares = 0.5 * shares + 0.5 * _shares(of_rows[:, 2:] * x[2:4], exponent)
@@ -148,8 +153,10 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
 
 def _factors(fit: StepFit, works: Sequence[StepWork], took: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
     """Numbers of rows, ascending, and how many times as long their first part took as the fit says."""
-    says = {work.num_tokens: max(SMALL, _of_rows(fit, work)) for work in works}
-    few = ((float(rows), max(LEAST_FACTOR, seconds / says[rows])) for rows, seconds in sorted(took.items()))
+    says: dict[int, list[float]] = {}
+    for work in works:
+        says.setdefault(work.num_tokens, []).append(max(SHORTEST, _of_rows(fit, work)))
+    few = ((float(rows), max(LEAST_FACTOR, seconds / fmean(says[rows]))) for rows, seconds in sorted(took.items()))
     return (*few, (float(STAIRS), 1.0))
 
 

@@ -118,7 +118,7 @@ class FleetSimulation:
             count = kind.count if spec.autoscaling is None or kind is not spec.replicas[0] else spec.autoscaling.most
             cost, most = self._cost(kind), self._configs[kind.kind].max_num_seqs
             a_token = cost.decode_seconds(most, most) / most
-            served += count / (unshared * cost.seconds_a_prompt_token + new * a_token)
+            served += count / (cost.server.arrival + unshared * cost.seconds_a_prompt_token + new * a_token)
         if rate > served:
             raise ConfigError(
                 f"the load is {rate:,.1f} requests a second, and the fleet can serve {served:,.1f} at most, whatever "

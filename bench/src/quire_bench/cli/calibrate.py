@@ -25,7 +25,7 @@ def calibrate(
 ) -> None:
     """Time decode, prefill and mixed steps, requests and tokens over HTTP, and fit the simulator's model to them.
 
-    Takes five to six minutes, in which nothing else should run. Starts servers and gateways and stops them again.
+    Takes about five minutes, in which nothing else should run. Starts servers and gateways and stops them again.
     """
     import os
 
@@ -67,7 +67,7 @@ def calibrate(
     if llm.decoder.max_model_len < LONGEST:
         row("under load", f"not measured: the model's sequences have fewer than {LONGEST} tokens")
     else:
-        row("under load", f"a step takes {1e3 * server.arrival:,.2f} ms longer for each request that begins in it")
+        row("under load", f"a request makes the step that it begins in {1e3 * server.arrival:,.2f} ms longer")
         row("two replicas", f"a step takes {next_to:.1%} longer next to another one, reading aside")
         row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
         given = f"{1e-9 / server.peer_byte:,.2f} GB/s" if server.peer_byte else "none"

@@ -37,7 +37,6 @@ from quire_bench.fleet.replaying import (
     OPTIONS,
     Serving,
     Sizes,
-    alone,
     behind_gateway,
     seconds_of,
     sent,
@@ -55,7 +54,21 @@ from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 64, 256, 1024)  # tokens that these have in the middle: half of it to half more
 BETWEEN = (3, 6, 10, 12, 13, 14, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
-PROMPTS = (4, 16, 32, 61, 74, 99, 138, 187, 265, 390, 512, 1024, 2048)  # kernels take 8, 12 or 16 rows at once
+PROMPTS = (
+    4,
+    16,
+    32,
+    61,
+    74,
+    99,
+    138,
+    187,
+    265,
+    390,
+    512,
+    1024,
+    2048,
+)  # most are no multiples of what kernels take at once
 MIXED_CONTEXT = 128
 MIXED = (  # sequences that decode, and a prompt
     (2, 32), (3, 51), (8, 70), (6, 93), (4, 121), (16, 120), (12, 185), (8, 250), (32, 256), (32, 512)
@@ -74,15 +87,17 @@ LOADED = 64  # requests for each replica, to find how long steps take where othe
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_ALONE, AGAIN_LOADED = 3, 5  # times that they are sent to one replica, and to two: runs lie 1 and 4 % apart
+AGAIN_LOADED = 6  # times that they are sent to two replicas: runs lie 4 % apart
 AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
 STEPS_TO_FIRST = 1.5  # that a short prompt takes: half of the one under way, and its own
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
-TURNS, SETTLED = 20, 1e-3  # in which what loads cost is found; its error
+TURNS, SETTLED = 20, 1e-3  # in which the share of neighbours is found, and by how much it may still change
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
+BESIDE_STREAMS, BESIDE_TOKENS, BESIDE_PROMPT = 8, 96, 64  # while these decode, prompts of so many tokens come
+AGAIN_BESIDE = 6  # times that this is measured
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
 
@@ -144,14 +159,13 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
-    for stage in (_under_load, _next_to_another):
-        if llm.decoder.max_model_len >= LONGEST:
-            device = stage(device, options, llm)
-        advance()
+    if llm.decoder.max_model_len >= LONGEST:
+        device = _next_to_another(device, options, llm)
+    advance()
     return device
 
 
-PARTS = 3 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED)
+PARTS = 2 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED) + AGAIN_BESIDE
 
 
 def _touch(llm: LLM) -> None:
@@ -179,9 +193,9 @@ def _round(llm: LLM, cost: CostModel, seed: int) -> Iterator[Timed]:
     room = llm.config.max_num_seqs
     cases: list[tuple[int, int, int]] = []  # sequences that decode, their context, tokens of a prompt next to them
     cases += [(s, c, 0) for s in SEQUENCES for c in CONTEXTS if s <= room and 2 * c + MARGIN <= longest]
-    cases += [(s, CONTEXTS[0], 0) for s in BETWEEN if s <= room and CONTEXTS[0] + MARGIN <= longest]
+    cases += [(s, CONTEXTS[0], 0) for s in BETWEEN if s <= room and 2 * CONTEXTS[0] + MARGIN <= longest]
     cases += [(0, 0, n) for n in PROMPTS if n < longest]
-    cases += [(s, MIXED_CONTEXT, n) for s, n in MIXED if s < room and max(n, MIXED_CONTEXT + MARGIN) < longest]
+    cases += [(s, MIXED_CONTEXT, n) for s, n in MIXED if s < room and max(n, 2 * MIXED_CONTEXT + MARGIN) < longest]
     rng.shuffle(cases)
     a_token = 1e-4
     budget = llm.engine.scheduler.max_num_batched_tokens
@@ -299,9 +313,48 @@ def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> Se
                 took = _ttft(target, length)
                 later.setdefault(length, []).append((took - _own_prompt(llm, length), took))
             advance()
+        beside = []
+        for _ in range(AGAIN_BESIDE):
+            if llm.decoder.max_model_len >= LONGEST:
+                beside.append(_beside(target, llm) - _own_beside(llm))
+            advance()
     step, drawn = _line(longer)
     request, prompt_token = _line(later)
-    return ServerFit(step=step, drawn=drawn, request=max(0.0, request - step - drawn), prompt_token=prompt_token)
+    return ServerFit(
+        step=step,
+        drawn=drawn,
+        request=max(0.0, request - step - drawn),
+        prompt_token=prompt_token,
+        arrival=max(0.0, statistics.median(beside or [0.0])),
+    )
+
+
+def _beside(server: Server, llm: LLM) -> float:
+    """Seconds by which a step with a prompt is longer than one in which all decode, over HTTP."""
+    streams = min(BESIDE_STREAMS, llm.config.max_num_seqs - 1)
+    gap, firsts = _gap(server, streams), []
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(_asked, server, streams, 64, BESIDE_TOKENS, streams)
+        while not sending.done():
+            firsts.append(_asked(server, 1, BESIDE_PROMPT, 1, 1).records[0].answer.times[0])
+        each = [record.answer.times for record in sending.result().records]
+    begin, end = max(times[FIRST_GAPS] for times in each), min(times[-1] for times in each)
+    steps = statistics.fmean(sum(begin < at <= end for at in times) for times in each)
+    return (end - begin - steps * gap) / max(1, sum(begin < at <= end for at in firsts))
+
+
+def _own_beside(llm: LLM) -> float:
+    """The same without a server."""
+    streams, rng, took = min(BESIDE_STREAMS, llm.config.max_num_seqs - 1), random.Random(), []
+    with _decoding(llm, [64 + BESIDE_TOKENS // 2] * streams, rng):
+        for i in range(WARM + 2 * TIMES):
+            if i % 2:
+                llm.engine.add(_request(f"new-{i}", BESIDE_PROMPT, 1, rng))
+            start = time.perf_counter()
+            _checked(llm.engine.step())
+            took.append(time.perf_counter() - start)
+    with_prompt, without = took[WARM + 1 :: 2], took[WARM::2]
+    return statistics.median(with_prompt) - statistics.median(without)
 
 
 def _own_gap(llm: LLM, streams: int) -> float:
@@ -362,25 +415,11 @@ class _Load(NamedTuple):
         gateways = 0 if self.replicas == 1 else 1
         return simulated(self.replicas, gateways, self.sizes, self.rows, device, self.path).seconds
 
-    def compared(self, device: DeviceFile, runs: Sequence[_Loaded]) -> tuple[float, float]:
-        """By how many seconds longer they took than simulated, and how many times as long: medians of the runs.
-
-        At the speed that was measured around each run.
-        """
-        says = [self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs]
-        pairs = [(one.seconds - seconds, one.seconds / seconds) for one, seconds in zip(runs, says, strict=True)]
-        longer, ratio = map(statistics.median, zip(*pairs, strict=True))
-        return longer, ratio
-
-    def under_load(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
-        """The device, with how much longer a step of one replica takes for each request that comes."""
-        for _ in range(TURNS):
-            longer, ratio = self.compared(device, runs)
-            arrival = max(0.0, device.server.arrival + longer / len(self.rows))
-            device = replace(device, server=replace(device.server, arrival=arrival))
-            if arrival == 0.0 or abs(ratio - 1) < SETTLED:
-                break
-        return device
+    def ratio(self, device: DeviceFile, runs: Sequence[_Loaded]) -> float:
+        """How many times as long they took, at the speed that was measured around each run."""
+        return statistics.median(
+            one.seconds / self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs
+        )
 
     def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
@@ -389,8 +428,7 @@ class _Load(NamedTuple):
         """
         for _ in range(TURNS):
             before = device.per_neighbour
-            _, ratio = self.compared(device, runs)
-            device = replace(device, per_neighbour=max(0.0, (1 + before) * ratio - 1))
+            device = replace(device, per_neighbour=max(0.0, (1 + before) * self.ratio(device, runs) - 1))
             if abs(device.per_neighbour - before) < SETTLED:
                 break
         together = at_speed(device, self.model, self.replicas, mean([one.probes for one in runs]))
@@ -415,14 +453,6 @@ def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
     blocks = sum(-(-(row.prompt_tokens + row.new_tokens) // BLOCK) for row in rows)
     most = llm.engine.scheduler.manager.num_blocks * cost_block(llm) // BLOCK
     return Sizes(min(Sizes.seats, llm.config.max_num_seqs), min(Sizes.blocks, blocks, most))
-
-
-def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
-    """The device, with how much longer steps take where requests come."""
-    load = _load(1, device, llm)
-    with alone(torch.get_num_threads(), load.sizes, options) as running:
-        runs = _runs(load, running, AGAIN_ALONE)
-    return load.under_load(device, runs)
 
 
 def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:

@@ -64,8 +64,8 @@ def _asked(replica: Replica, prompt: int, new: int) -> Latencies:
 
 def expected(model: ModelCost, device: DeviceFile, count: int) -> Probes:
     """What so many replicas take by the file: they have nothing else to do."""
-    server = replace(device.server, arrival=0.0)
-    cost, (asked, new) = ReplicaCost(model, device.step, device.block_size, server), STREAM
+    server, (asked, new) = device.server, STREAM
+    cost = ReplicaCost(model, device.step, device.block_size, server)
     request = Request("probe", array("i", bytes(4 * PROMPT)), PROMPT, SamplingParams())
     token = Plan([PlanItem(request, asked + new // 2, 1)], num_tokens=1)
     prompt = Plan([PlanItem(request, 0, PROMPT)], num_tokens=PROMPT)
