@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.9, "top_p": 0.95},
     "one of three": {"n": 3},
     "penalties": {"temperature": 0.7, "presence_penalty": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
-    "min_tokens": {"temperature": 1.5, "min_tokens": 12, "stop_token_ids": list(range(200, 500)), "ignore_eos": False},
+    "min_tokens": {"temperature": 1.5, "min_tokens": 12, "stop_token_ids": list(range(200, 900)), "ignore_eos": False},
     "stop strings": {"temperature": 0.6, "stop": ["\n\n", "import", "zzz"], "min_tokens": 8},
     "characters": {"stop": ["漢🙂字"], "temperature": 2.0},
     "guide": {"temperature": 1.0},
