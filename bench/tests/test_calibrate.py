@@ -39,7 +39,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "ASKED": (8, 32),
         "TIMES": 2,
         "LOADED": 6,
-        "AGAIN_BESIDE": 1,
+        "AGAIN_ALONE": 1,
         "AGAIN_LOADED": 1,
         "AGAIN_GATEWAY": 1,
     }
@@ -67,7 +67,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads(simulated.stdout)["finished"] > 0
 
 
-def test_what_neighbours_cost_is_found_again() -> None:
+def test_what_load_and_neighbours_cost_is_found_again() -> None:
     """From how long all requests took, and streams and prompts that came alone."""
     model = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
     step = StepFit(step=1e-3, sequence=0.0, token=5e-5, drawn=0.0, weight_byte=3e-10, cache_byte=1e-10,
@@ -77,10 +77,14 @@ def test_what_neighbours_cost_is_found_again() -> None:
     rng = random.Random(0)
     rows = [TraceRow(0.0, rng.randrange(50, 300), rng.randrange(10, 40)) for _ in range(32)]
 
+    one = calibrate._Load(1, Sizes(8, 512), rows, model, "")
     loaded = replace(known, server=ServerFit(arrival=2e-3))
+    found = one.under_load(known, [calibrate._Loaded(one.seconds(loaded), expected(model, loaded, 1))])
+    assert found.server.arrival == pytest.approx(2e-3, rel=0.02)
+
     two = calibrate._Load(2, Sizes(8, 512), rows, model, "")
     crowded = replace(loaded, per_neighbour=0.1, host_bytes_per_second=1.6e10)
-    found = two.next_to_another(loaded, [calibrate._Loaded(two.seconds(crowded), expected(model, crowded, 2))])
+    found = two.next_to_another(found, [calibrate._Loaded(two.seconds(crowded), expected(model, crowded, 2))])
     assert found.per_neighbour == pytest.approx(0.1, rel=0.1)
     assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
 

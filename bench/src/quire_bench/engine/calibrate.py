@@ -37,6 +37,7 @@ from quire_bench.fleet.replaying import (
     OPTIONS,
     Serving,
     Sizes,
+    alone,
     behind_gateway,
     seconds_of,
     sent,
@@ -87,17 +88,15 @@ LOADED = 64  # requests for each replica, to find how long steps take where othe
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_LOADED = 6  # times that they are sent to two replicas: runs lie 4 % apart
+AGAIN_ALONE, AGAIN_LOADED = 3, 5  # times that they are sent to one replica, and to two: runs lie 1 and 4 % apart
 AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
 STEPS_TO_FIRST = 1.5  # that a short prompt takes: half of the one under way, and its own
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
-TURNS, SETTLED = 20, 1e-3  # in which the share of neighbours is found, and by how much it may still change
+TURNS, SETTLED = 20, 1e-3  # in which what loads cost is found; its error
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
-BESIDE_STREAMS, BESIDE_TOKENS, BESIDE_PROMPT = 8, 96, 64  # while these decode, prompts of so many tokens come
-AGAIN_BESIDE = 6  # times that this is measured
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
 
@@ -159,13 +158,14 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
-    if llm.decoder.max_model_len >= LONGEST:
-        device = _next_to_another(device, options, llm)
-    advance()
+    for stage in (_under_load, _next_to_another):
+        if llm.decoder.max_model_len >= LONGEST:
+            device = stage(device, options, llm)
+        advance()
     return device
 
 
-PARTS = 2 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED) + AGAIN_BESIDE
+PARTS = 3 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED)
 
 
 def _touch(llm: LLM) -> None:
@@ -313,48 +313,9 @@ def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> Se
                 took = _ttft(target, length)
                 later.setdefault(length, []).append((took - _own_prompt(llm, length), took))
             advance()
-        beside = []
-        for _ in range(AGAIN_BESIDE):
-            if llm.decoder.max_model_len >= LONGEST:
-                beside.append(_beside(target, llm) - _own_beside(llm))
-            advance()
     step, drawn = _line(longer)
     request, prompt_token = _line(later)
-    return ServerFit(
-        step=step,
-        drawn=drawn,
-        request=max(0.0, request - step - drawn),
-        prompt_token=prompt_token,
-        arrival=max(0.0, statistics.median(beside or [0.0])),
-    )
-
-
-def _beside(server: Server, llm: LLM) -> float:
-    """Seconds by which a step with a prompt is longer than one in which all decode, over HTTP."""
-    streams = min(BESIDE_STREAMS, llm.config.max_num_seqs - 1)
-    gap, firsts = _gap(server, streams), []
-    with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(_asked, server, streams, 64, BESIDE_TOKENS, streams)
-        while not sending.done():
-            firsts.append(_asked(server, 1, BESIDE_PROMPT, 1, 1).records[0].answer.times[0])
-        each = [record.answer.times for record in sending.result().records]
-    begin, end = max(times[FIRST_GAPS] for times in each), min(times[-1] for times in each)
-    steps = statistics.fmean(sum(begin < at <= end for at in times) for times in each)
-    return (end - begin - steps * gap) / max(1, sum(begin < at <= end for at in firsts))
-
-
-def _own_beside(llm: LLM) -> float:
-    """The same without a server."""
-    streams, rng, took = min(BESIDE_STREAMS, llm.config.max_num_seqs - 1), random.Random(), []
-    with _decoding(llm, [64 + BESIDE_TOKENS // 2] * streams, rng):
-        for i in range(WARM + 2 * TIMES):
-            if i % 2:
-                llm.engine.add(_request(f"new-{i}", BESIDE_PROMPT, 1, rng))
-            start = time.perf_counter()
-            _checked(llm.engine.step())
-            took.append(time.perf_counter() - start)
-    with_prompt, without = took[WARM + 1 :: 2], took[WARM::2]
-    return statistics.median(with_prompt) - statistics.median(without)
+    return ServerFit(step=step, drawn=drawn, request=max(0.0, request - step - drawn), prompt_token=prompt_token)
 
 
 def _own_gap(llm: LLM, streams: int) -> float:
@@ -415,11 +376,25 @@ class _Load(NamedTuple):
         gateways = 0 if self.replicas == 1 else 1
         return simulated(self.replicas, gateways, self.sizes, self.rows, device, self.path).seconds
 
-    def ratio(self, device: DeviceFile, runs: Sequence[_Loaded]) -> float:
-        """How many times as long they took, at the speed that was measured around each run."""
-        return statistics.median(
-            one.seconds / self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs
-        )
+    def compared(self, device: DeviceFile, runs: Sequence[_Loaded]) -> tuple[float, float]:
+        """By how many seconds longer they took than simulated, and how many times as long: medians of the runs.
+
+        At the speed that was measured around each run.
+        """
+        says = [self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs]
+        pairs = [(one.seconds - seconds, one.seconds / seconds) for one, seconds in zip(runs, says, strict=True)]
+        longer, ratio = map(statistics.median, zip(*pairs, strict=True))
+        return longer, ratio
+
+    def under_load(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
+        """The device, with how much longer a step of one replica takes for each request that comes."""
+        for _ in range(TURNS):
+            longer, ratio = self.compared(device, runs)
+            arrival = max(0.0, device.server.arrival + longer / len(self.rows))
+            device = replace(device, server=replace(device.server, arrival=arrival))
+            if arrival == 0.0 or abs(ratio - 1) < SETTLED:
+                break
+        return device
 
     def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
@@ -428,7 +403,8 @@ class _Load(NamedTuple):
         """
         for _ in range(TURNS):
             before = device.per_neighbour
-            device = replace(device, per_neighbour=max(0.0, (1 + before) * self.ratio(device, runs) - 1))
+            _, ratio = self.compared(device, runs)
+            device = replace(device, per_neighbour=max(0.0, (1 + before) * ratio - 1))
             if abs(device.per_neighbour - before) < SETTLED:
                 break
         together = at_speed(device, self.model, self.replicas, mean([one.probes for one in runs]))
@@ -453,6 +429,14 @@ def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
     blocks = sum(-(-(row.prompt_tokens + row.new_tokens) // BLOCK) for row in rows)
     most = llm.engine.scheduler.manager.num_blocks * cost_block(llm) // BLOCK
     return Sizes(min(Sizes.seats, llm.config.max_num_seqs), min(Sizes.blocks, blocks, most))
+
+
+def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
+    """The device, with how much longer steps take where requests come."""
+    load = _load(1, device, llm)
+    with alone(torch.get_num_threads(), load.sizes, options) as running:
+        runs = _runs(load, running, AGAIN_ALONE)
+    return load.under_load(device, runs)
 
 
 def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
