@@ -21,7 +21,7 @@ STAIRS = 128  # rows, from which on steps take what the sum says: a dozen more o
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
-PULL = 0.1  # of the weight of a step that was measured
+PULL = 0.1  # how much as an error counts by how much few rows differ from what the sum says
 SHORTEST = 1e-9  # seconds of a first part
 LEAST_FACTOR = 0.1  # of few rows
 
@@ -107,6 +107,7 @@ def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) ->
 
 
 def _pull(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> float:
+    """How far few rows are from what the sum says, as part of the error of a fit."""
     parts = zip((_of_rows(fit, work) * (1 - fit.factor(work.num_tokens)) for work in works), seconds, strict=True)
     return PULL**2 * sum((part / took) ** 2 for part, took in parts)
 

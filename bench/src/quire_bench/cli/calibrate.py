@@ -59,7 +59,8 @@ def calibrate(
     row("device", f"{found.kind}, {found.model_name}, {found.machine['threads']} threads")
     together = f"two replicas together {found.host_bytes_per_second / 1e9:,.1f}"
     row("reads", f"{found.bytes_per_second / 1e9:,.1f} GB/s; {together}")
-    row("a step", f"{1e6 * step.step:,.0f} us, a sequence {1e6 * step.sequence:,.1f}, a token {1e6 * step.token:,.2f}")
+    own = f"{1e6 * step.step:,.0f} us besides reading"
+    row("a step", f"{own}, a sequence {1e6 * step.sequence:,.1f}, a token {1e6 * step.token:,.2f}")
     row("a server", f"adds {1e6 * server.step:,.0f} us to a step and {1e6 * server.drawn:,.0f} us for each token drawn")
     row("a request", f"{1e3 * server.request:,.2f} ms, and {1e6 * server.prompt_token:,.2f} us a token of its prompt")
     shown = ", ".join(f"{name} {errors[name]:.1%}" for name in ("p50", "p90", "max"))

@@ -55,22 +55,8 @@ from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 64, 256, 1024)  # tokens that these have in the middle: half of it to half more
 BETWEEN = (3, 6, 10, 12, 13, 14, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
-PROMPTS = (
-    4,
-    16,
-    32,
-    61,
-    74,
-    99,
-    138,
-    187,
-    265,
-    390,
-    512,
-    1024,
-    2048,
-)  # most are no multiples of what kernels take at once
-MIXED_CONTEXT = 128
+PROMPTS = (4, 16, 32, 61, 74, 99, 138, 187, 265, 390, 512, 1024, 2048)  # most are no multiples of 4, 12 or 16
+MIXED_CONTEXT = 128  # tokens, as CONTEXTS
 MIXED = (  # sequences that decode, and a prompt
     (2, 32), (3, 51), (8, 70), (6, 93), (4, 121), (16, 120), (12, 185), (8, 250), (32, 256), (32, 512)
 )  # fmt: skip
@@ -88,14 +74,14 @@ LOADED = 64  # requests for each replica, to find how long steps take where othe
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_ALONE, AGAIN_LOADED = 3, 5  # times that they are sent to one replica, and to two: runs lie 1 and 4 % apart
+AGAIN_ALONE, AGAIN_LOADED = 3, 5  # times that they are sent to one replica, and to two
 AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
 STEPS_TO_FIRST = 1.5  # that a short prompt takes: half of the one under way, and its own
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
-TURNS, SETTLED = 20, 1e-3  # in which what loads cost is found; its error
+TURNS, SETTLED = 20, 1e-3  # in which what loads cost is found, and the share by which it may be wrong
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
