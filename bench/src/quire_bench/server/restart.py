@@ -28,9 +28,10 @@ class FirstTokens:
     tokens: int  # of each prompt
     bytes: int  # of its blocks
     computed: float  # of an unknown prompt
-    in_memory: float  # of one that was known before the restart, its files in the system's memory
-    on_disk: float  # its files out of it
+    in_memory: float | None  # of one that was read after a restart, its files in the system's memory
+    on_disk: float | None  # its files out of it
     cached: float  # of one that is in the prefix cache
+    unread: int  # prompts after a restart that were computed, as reading took too long; in none of the medians
 
 
 def prompt(i: int, tokens: int) -> list[int]:
@@ -39,7 +40,7 @@ def prompt(i: int, tokens: int) -> list[int]:
 
 
 def first_tokens(model: str | None, directory: Path, tokens: int, prompts: int) -> FirstTokens:
-    """Measure with a directory that is empty. Raises QuireError where blocks were computed that are on the disk."""
+    """Measure with a directory that is empty."""
     asked = [prompt(i, tokens) for i in range(prompts)]
     own = ["--kv-disk", str(directory), "--num-speculative-tokens", "0", *([] if model is None else ["--model", model])]
     with server(*own) as process:
@@ -54,21 +55,26 @@ def first_tokens(model: str | None, directory: Path, tokens: int, prompts: int) 
         with server(*own) as process:
             client, reading[name] = _Client(process.url), []
             client.seconds(prompt(-2, tokens))
-            before = client.metric("kv_disk_hits_total")
             for one in asked:
                 if name == "on disk":
                     _forget_pages(directory)
-                reading[name].append(client.seconds(one))
-            if (hits := int(client.metric("kv_disk_hits_total") - before)) != prompts:
-                raise QuireError(f"{hits} of {prompts} prompts were read from the disk; the others were computed")
+                before = client.metric("kv_disk_hits_total")
+                seconds = client.seconds(one)
+                if client.metric("kv_disk_hits_total") > before:
+                    reading[name].append(seconds)
     return FirstTokens(
         tokens,
         size,
         statistics.median(computed),
-        statistics.median(reading["in memory"]),
-        statistics.median(reading["on disk"]),
+        _median(reading["in memory"]),
+        _median(reading["on disk"]),
         statistics.median(cached),
+        sum(prompts - len(read) for read in reading.values()),
     )
+
+
+def _median(seconds: list[float]) -> float | None:
+    return statistics.median(seconds) if seconds else None
 
 
 class _Client:
