@@ -61,12 +61,19 @@ def test_a_neighbour_is_simulated_to_take_time() -> None:
 
 
 def test_a_device_at_another_speed() -> None:
-    """What reads a fifth faster, and computes a fifth slower, is so by what streams and a prompt take."""
-    step = replace(STEP, weight_byte=1e-9, linear_flop=1e-10)
-    device = replace(DEVICE, step=step, server=ServerFit(step=1e-4, request=1e-3, prompt_token=1e-6))
-    before = expected(MODEL, device, 2)
-    took = Probes(before.stream / 1.2, before.prompt / 0.8, before.streams / 0.9)
-    assert expected(MODEL, at_speed(device, MODEL, 2, took), 2) == pytest.approx(took)
+    """What reads faster, computes slower and has more to do for each sequence is so by what is asked of it."""
+    step = replace(STEP, weight_byte=1e-9, linear_flop=1e-10, sequence=1e-3)
+    device = replace(DEVICE, step=step, server=ServerFit(step=1e-4, request=1e-3, prompt_token=1e-6, drawn=1e-5))
+    parts = {"weight_byte": 0.8, "token": 1.2, "linear_flop": 1.2, "attention_flop": 1.2, "step": 1.2,
+             "sequence": 1.3, "cache_byte": 1.3}  # fmt: skip
+    slower = replace(step, **{name: by * getattr(step, name) for name, by in parts.items()})
+    other = replace(device, step=slower, server=replace(device.server, drawn=1.3e-5))
+    took = expected(MODEL, other, 2)
+    found = at_speed(device, MODEL, 2, took._replace(streams=1.1 * took.streams))
+    for name in parts:
+        assert getattr(found.step, name) == pytest.approx(getattr(slower, name), rel=1e-4)
+    assert found.server.drawn == pytest.approx(other.server.drawn, rel=1e-4)
+    assert expected(MODEL, found, 2).streams == pytest.approx(1.1 * took.streams)
 
 
 def test_a_replica_alone_reads_as_its_stream_says() -> None:
@@ -85,7 +92,8 @@ def test_a_stream_that_hardly_reads_does_not_show_how_fast_reading_is() -> None:
 
 def compared(load: float, throughput: float) -> Compared:
     measured, simulated = {"throughput": 100.0, "hit_rate": 0.0}, {"throughput": throughput, "hit_rate": 0.0}
-    return Compared(1, "poisson", load, 10, measured, simulated, {"throughput": 0.01}, [Probes(0.9, 1.1, 1.0)], 0.1)
+    speeds = [Probes(0.9, 1.1, 1.0, 1.0)]
+    return Compared(1, "poisson", load, 10, measured, simulated, {"throughput": 0.01}, speeds, 0.1)
 
 
 def test_loads_within_their_goals_are_counted() -> None:

@@ -307,8 +307,8 @@ def test_a_fit_knows_what_numbers_of_rows_take() -> None:
                     linear_flop=2e-12, attention_flop=0.0, rows=((12, 1.0), (13, 1.4), (128, 1.0)))  # fmt: skip
     seconds = [predicted(truth, work) for work in works]
     fit = fit_steps(works, seconds)
-    assert [rows for rows, _ in fit.rows] == [1, 2, 4, 8, 12, 13, 16, 32, 128]
-    assert fit.factor(128) == fit.factor(1000) == 1.0
+    assert [rows for rows, _ in fit.rows] == [1, 2, 4, 8, 12, 13, 16, 32, 128, 200]
+    assert fit.factor(200) == fit.factor(1000) == 1.0
     assert residuals(fit, works, seconds)["max"] < 0.1 < residuals(replace(fit, rows=()), works, seconds)["max"]
 
 

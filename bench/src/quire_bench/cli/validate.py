@@ -82,7 +82,8 @@ def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
 
 def _table(found: list[Any], figures: tuple[str, ...]) -> str:
     """Measured, simulated, by how much that is wrong and how far this lies apart in runs, a line for each load."""
-    titles = ["replicas", "trace", "load", "requests", "reads", "computes", "all read", *map(_title, figures)]
+    speeds_of = ["reads", "computes", "sequences", "all read"]
+    titles = ["replicas", "trace", "load", "requests", *speeds_of, *map(_title, figures)]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for one in found:
         load = "all at once" if one.load == float("inf") else f"{one.load:.0%}"

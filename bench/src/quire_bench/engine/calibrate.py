@@ -27,7 +27,7 @@ from quire.errors import ConfigError, QuireError
 from quire.llm import LLM
 from quire.models import expected_weight_bytes, read_config
 from quire.request import Request
-from quire.simulate.device import DeviceFile, ServerFit, model_digest
+from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
 from quire.simulate.loads import drawn
 from quire.simulate.spec import Lengths
@@ -43,18 +43,19 @@ from quire_bench.fleet.replaying import (
     sent,
     simulated,
 )
-from quire_bench.fleet.speed import SHORTEST, Probes, at_speed, mean, probed
+from quire_bench.fleet.speed import SHORTEST, Probes, a_token, at_speed, mean, probed
+from quire_bench.fleet.steps_seen import steps_seen
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
-from quire_bench.server.client import Run, Server, send
+from quire_bench.server.client import Record, Run, Server, send
 from quire_bench.server.process import server
 from quire_bench.server.prompts import random_prompts, request_body
 from quire_bench.server.report import latencies
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
-CONTEXTS = (16, 64, 256, 1024)  # tokens that these have in the middle: half of it to half more
-BETWEEN = (3, 6, 10, 12, 13, 14, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
+CONTEXTS = (16, 64, 128, 256, 1024)  # tokens that these have in the middle: half of it to half more
+BETWEEN = (3, 6, 10, 12, 13, 14, 17, 20, 24, 28, 48, 96)  # further sequences, of the shortest context
 PROMPTS = (4, 16, 32, 61, 74, 99, 138, 187, 265, 390, 512, 1024, 2048)  # most are no multiples of 4, 12 or 16
 MIXED_CONTEXT = 128  # tokens, as CONTEXTS
 MIXED = (  # sequences that decode, and a prompt
@@ -67,14 +68,15 @@ LONG = 512  # tokens of prompts that are computed once a round
 ROUNDS = 3
 MARGIN = 64  # tokens that a sequence may have decoded until all others have their first one
 LONGEST_CASE = 2.0  # seconds of computing prompts for a kind of steps: longer ones are left out
-STREAMS = (1, 2, 4, 8, 16, 32)  # over HTTP
-AGAIN_STREAMS = 2  # times that each of these numbers is measured
-TOKENS = 36  # of each of these
+AGAIN_STREAM = 5  # times that a stream is timed over HTTP
+TOKENS = 36  # of its answer
 LOADED = 64  # requests for each replica, to find how long steps take where others come and end
+TOGETHER = 0.2  # of a stream's step, within which a client has all tokens of a step
 HURRY = 0.8  # of the time that they take all at once, in which they come
-FEWEST = 8  # of these, where LOADED would take longer than
+FEWEST = 8  # of these, where LOADED would take longer than LONGEST_LOAD; and of steps that say what a server adds
 LONGEST_LOAD = 20.0  # seconds
-AGAIN_ALONE, AGAIN_LOADED = 3, 5  # times that they are sent to one replica, and to two
+PROCESSES = 3  # of one replica that they are sent to, as their memory lies elsewhere
+AGAIN_ALONE, AGAIN_LOADED = 2, 4  # times that they are sent to each of these, and to two replicas
 AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
@@ -151,7 +153,7 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
     return device
 
 
-PARTS = 3 + ROUNDS + AGAIN_STREAMS * len(STREAMS) + len(ASKED)
+PARTS = 4 + ROUNDS + len(ASKED)
 
 
 def _touch(llm: LLM) -> None:
@@ -284,30 +286,25 @@ def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> Se
     The same is timed over HTTP and in the engine, in turns: within a minute a machine's speed drifts by more than what
     is looked for.
     """
-    longer: dict[int, list[tuple[float, float]]] = {}  # by streams or tokens: by how many seconds, and of how many
-    later: dict[int, list[tuple[float, float]]] = {}
+    later: dict[int, list[tuple[float, float]]] = {}  # by tokens: by how many seconds, and of how many
     with server(*options) as process:
         target = Server(process.url)
         _asked(target, 4, 32, 8, 4)
-        for streams in STREAMS * AGAIN_STREAMS:
-            if streams <= llm.config.max_num_seqs:
-                took = _gap(target, streams)
-                longer.setdefault(streams, []).append((took - _own_gap(llm, streams), took))
-            advance()
+        step = max(0.0, statistics.median(_gap(target) - _own_gap(llm) for _ in range(AGAIN_STREAM)))
+        advance()
         for length in ASKED:
             for _ in range(TIMES if length + 4 <= llm.decoder.max_model_len else 0):
                 took = _ttft(target, length)
                 later.setdefault(length, []).append((took - _own_prompt(llm, length), took))
             advance()
-    step, drawn = _line(longer)
     request, prompt_token = _line(later)
-    return ServerFit(step=step, drawn=drawn, request=max(0.0, request - step - drawn), prompt_token=prompt_token)
+    return ServerFit(step=step, request=max(0.0, request - step), prompt_token=prompt_token)
 
 
-def _own_gap(llm: LLM, streams: int) -> float:
+def _own_gap(llm: LLM) -> float:
     """What `_gap` measures, without a server."""
     took = []
-    with _decoding(llm, [64] * streams, random.Random(streams)):
+    with _decoding(llm, [64], random.Random()):
         for _ in range(TOKENS - 1):
             start = time.perf_counter()
             _checked(llm.engine.step())
@@ -324,11 +321,10 @@ def _own_prompt(llm: LLM, length: int) -> float:
     return time.perf_counter() - start
 
 
-def _gap(server: Server, streams: int) -> float:
-    """Mean seconds between tokens of streams that all decode, the longest gaps left out."""
-    run = _asked(server, streams, 64, TOKENS, streams)
-    each = [gap for found in map(latencies, run.records) if found is not None for gap in found.gaps[FIRST_GAPS:]]
-    return _mean_gap(each)
+def _gap(server: Server) -> float:
+    """Mean seconds between tokens of a stream, the longest gaps left out."""
+    found = latencies(_asked(server, 1, 64, TOKENS, 1).records[0])
+    return 0.0 if found is None else _mean_gap(found.gaps[FIRST_GAPS:])
 
 
 def _mean_gap(gaps: Sequence[float]) -> float:
@@ -336,9 +332,9 @@ def _mean_gap(gaps: Sequence[float]) -> float:
     return statistics.fmean(sorted(gaps)[: len(gaps) * 98 // 100])
 
 
-# Under load steps wait for event loops, which read requests, and for clients and gateways, which have cores as well.
-# That is too little to be seen in single steps on a machine that drifts. So requests come faster than they are served:
-# what matters then is how long all of them take, and not when each of them comes.
+# Under load steps wait for event loops, which read requests and write tokens, and for clients and gateways, which have
+# cores as well. Processes with the same model differ in how fast they read it, by more than that. So what a server adds
+# is found from its own steps, next to what its probes say of them.
 
 
 class _Loaded(NamedTuple):
@@ -346,6 +342,7 @@ class _Loaded(NamedTuple):
 
     seconds: float
     probes: Probes  # around it
+    records: Sequence[Record]
 
 
 class _Load(NamedTuple):
@@ -362,25 +359,30 @@ class _Load(NamedTuple):
         gateways = 0 if self.replicas == 1 else 1
         return simulated(self.replicas, gateways, self.sizes, self.rows, device, self.path).seconds
 
-    def compared(self, device: DeviceFile, runs: Sequence[_Loaded]) -> tuple[float, float]:
-        """By how many seconds longer they took than simulated, and how many times as long: medians of the runs.
-
-        At the speed that was measured around each run.
-        """
+    def compared(self, device: DeviceFile, runs: Sequence[_Loaded]) -> float:
+        """How many times as long they took as simulated at the speed that was measured around each: the median."""
         says = [self.seconds(at_speed(device, self.model, self.replicas, one.probes)) for one in runs]
-        pairs = [(one.seconds - seconds, one.seconds / seconds) for one, seconds in zip(runs, says, strict=True)]
-        longer, ratio = map(statistics.median, zip(*pairs, strict=True))
-        return longer, ratio
+        return statistics.median(one.seconds / seconds for one, seconds in zip(runs, says, strict=True))
 
     def under_load(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
-        """The device, with how much longer a step of one replica takes for each request that comes."""
-        for _ in range(TURNS):
-            longer, ratio = self.compared(device, runs)
-            arrival = max(0.0, device.server.arrival + longer / len(self.rows))
-            device = replace(device, server=replace(device.server, arrival=arrival))
-            if arrival == 0.0 or abs(ratio - 1) < SETTLED:
-                break
-        return device
+        """The device, with what one replica adds to a step for each token, and for each request that comes.
+
+        The former is what its probes say. The longest steps are left out: they are of other programs.
+        """
+        tokens = [a_token(device, self.model, run.probes) for run in runs]
+        device = replace(device, server=replace(device.server, drawn=statistics.median(tokens), arrival=0.0))
+        found = []
+        for run in runs:
+            at = at_speed(device, self.model, self.replicas, run.probes)
+            cost = ReplicaCost(self.model, at.step, at.block_size, at.server)
+            for step in steps_seen(run.records, TOGETHER * run.probes.stream):
+                expected = step.expected(cost)
+                found.append((step.seconds / expected - 1, step.came / expected, len(step.prompts) / expected))
+        if len(found) < FEWEST:
+            return device
+        kept = np.array(sorted(found)[: len(found) * 98 // 100])
+        arrival = float(nonnegative_least_squares(kept[:, 1:], kept[:, 0]).sum())
+        return replace(device, server=replace(device.server, arrival=arrival))
 
     def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
@@ -389,7 +391,7 @@ class _Load(NamedTuple):
         """
         for _ in range(TURNS):
             before = device.per_neighbour
-            _, ratio = self.compared(device, runs)
+            ratio = self.compared(device, runs)
             device = replace(device, per_neighbour=max(0.0, (1 + before) * ratio - 1))
             if abs(device.per_neighbour - before) < SETTLED:
                 break
@@ -414,14 +416,15 @@ def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
     """Room for all of them at one replica, or as much as the engine has."""
     blocks = sum(-(-(row.prompt_tokens + row.new_tokens) // BLOCK) for row in rows)
     most = llm.engine.scheduler.manager.num_blocks * cost_block(llm) // BLOCK
-    return Sizes(min(Sizes.seats, llm.config.max_num_seqs), min(Sizes.blocks, blocks, most))
+    return Sizes(blocks=min(Sizes.blocks, blocks, most))
 
 
 def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
     """The device, with how much longer steps take where requests come."""
-    load = _load(1, device, llm)
-    with alone(torch.get_num_threads(), load.sizes, options) as running:
-        runs = _runs(load, running, AGAIN_ALONE)
+    load, runs = _load(1, device, llm), []
+    for _ in range(PROCESSES):
+        with alone(torch.get_num_threads(), load.sizes, options) as running:
+            runs += _runs(load, running, AGAIN_ALONE)
     return load.under_load(device, runs)
 
 
@@ -440,9 +443,9 @@ def _runs(load: _Load, running: Serving, times: int) -> list[_Loaded]:
     """The load, sent so many times, and the speed before and after each."""
     found, before = [], probed(running.replicas)
     for turn in range(times):
-        took = seconds_of(sent(running.url, load.rows, 0, turn))
+        run = sent(running.url, load.rows, 0, turn)
         after = probed(running.replicas)
-        found.append(_Loaded(took, mean([before, after])))
+        found.append(_Loaded(seconds_of(run), mean([before, after]), run.records))
         before = after
     return found
 
