@@ -121,7 +121,7 @@ def test_errors_are_relative() -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "WARM_UP", 2)
     monkeypatch.setattr(validate, "SATURATING", 2)
-    monkeypatch.setattr(validate, "SIZES", Sizes(seats=4, blocks=256))
+    monkeypatch.setattr(validate, "SIZES", Sizes(seats=16, blocks=256))
     write_device(tmp_path / "device.json", DEVICE)
     arguments = ["bench", "validate", "--device", str(tmp_path / "device.json"), "--traces", "sessions"]
     arguments += ["--loads", "40", "--seconds", "2", "--repeats", "2", "--json", "--out", str(tmp_path / "table.md")]

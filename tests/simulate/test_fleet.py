@@ -301,13 +301,14 @@ def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     """Kernels compute rows by the dozen: between 12 and 13 there is a stair that no line has."""
     works = [
         StepWork(s, s, s, 1e8, 1e5 * s * context, 1e7 * s, 1e4 * s, 0)
-        for s in (1, 2, 4, 8, 12, 13, 16, 32, 128, 256, 512) for context in (16, 256)
+        for s in (1, 2, 4, 8, 12, 13, 16, 32, 128, 136, 256, 512) for context in (16, 256)
     ]  # fmt: skip
     truth = StepFit(step=1e-3, sequence=2e-5, token=3e-6, drawn=0.0, weight_byte=3e-11, cache_byte=2e-10,
-                    linear_flop=2e-12, attention_flop=0.0, rows=((12, 1.0), (13, 1.4), (128, 1.0)))  # fmt: skip
+                    linear_flop=2e-12, attention_flop=0.0,
+                    rows=((12, 1.0), (13, 1.4), (128, 1.0), (136, 1.2), (200, 1.0)))  # fmt: skip
     seconds = [predicted(truth, work) for work in works]
     fit = fit_steps(works, seconds)
-    assert [rows for rows, _ in fit.rows] == [1, 2, 4, 8, 12, 13, 16, 32, 128, 200]
+    assert [rows for rows, _ in fit.rows] == [1, 2, 4, 8, 12, 13, 16, 32, 128, 136, 200]
     assert fit.factor(200) == fit.factor(1000) == 1.0
     assert residuals(fit, works, seconds)["max"] < 0.1 < residuals(replace(fit, rows=()), works, seconds)["max"]
 
@@ -346,13 +347,15 @@ def test_reading_for_attention_hides_behind_no_products() -> None:
 def test_a_replica_takes_as_long_as_the_fit_says_and_longer_where_requests_come() -> None:
     fit = replace(SLOW, exponent=3, rows=[(3, 1.2), (40, 0.8)], attention_flop=1e-9)
     work = StepWork(30, 4, 5, 2e6, 3e5, 5e9, 1e7, 0)
-    cost = ReplicaCost(MODEL, fit, 16, ServerFit(step=1e-3, drawn=1e-4, arrival=5e-3))
-    served = 1e-3 + 4e-4
-    assert cost.time_of(work) == pytest.approx(predicted(fit, work) + served)
-    assert cost.time_of(work._replace(num_begun=2)) == pytest.approx(predicted(fit, work) + served + 0.01)
-    assert cost.time_of(work._replace(num_begun=5)) == pytest.approx(predicted(fit, work) + served)  # nobody waits
+    cost = ReplicaCost(MODEL, fit, 16, ServerFit(step=1e-3, drawn=1e-4, arrival=5e-3, loaded=0.03))
+    took = predicted(fit, work) + 1e-3 + 4e-4
+    assert cost.time_of(work) == pytest.approx(1.03 * took)
+    assert cost.time_of(work._replace(num_begun=2)) == pytest.approx(1.03 * (took + 0.01))
+    assert cost.time_of(work._replace(num_begun=5)) == pytest.approx(1.03 * took)  # nobody waits
     cost.rates = Rates(slowness=2.0)
-    assert cost.time_of(work._replace(num_begun=2)) == pytest.approx(2 * (predicted(fit, work) + served + 0.01))
+    assert cost.time_of(work._replace(num_begun=2)) == pytest.approx(2 * 1.03 * (took + 0.01))
+    alone = work._replace(num_sequences=1, num_drawn=1)
+    assert cost.time_of(alone) == pytest.approx(2 * (predicted(fit, alone) + 1e-3 + 1e-4))
 
 
 def test_a_request_begins_once() -> None:

@@ -92,6 +92,7 @@ class ServerFit:
     gateway: float = 0.0  # of a request, that comes through a gateway
     peer_byte: float = 0.0  # of blocks that it reads from another replica; 0: it reads none
     arrival: float = 0.0  # to the step that computes a request's first tokens while others decode
+    loaded: float = 0.0  # to steps of several sequences: a share, of which neither a stream nor a prompt shows anything
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -203,7 +204,8 @@ class ReplicaCost(CostModel):
         own += fit.sequence * work.num_sequences + fit.drawn * work.num_drawn + fit.moved_byte * work.moved_bytes
         if work.num_sequences > work.num_begun:
             own += server.arrival * work.num_begun
-        return float((own + both + server.step + server.drawn * work.num_drawn) * rates.slowness)
+        seconds = (own + both + server.step + server.drawn * work.num_drawn) * rates.slowness
+        return float(seconds * (1.0 + server.loaded) if work.num_sequences > 1 else seconds)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
@@ -213,6 +215,7 @@ class ReplicaCost(CostModel):
         fixed = (fit.step + fit.token * num_sequences) * longer
         fixed += fit.sequence * num_sequences + fit.drawn * num_sequences
         drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.rates.slowness
+        share = 1.0 + server.loaded if num_sequences > 1 else 1.0
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
         cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
         computing = _computing(fit.exponent, weights, linears, longer, many=many)
@@ -220,7 +223,7 @@ class ReplicaCost(CostModel):
         def seconds(keys: Any) -> Any:
             read = cache_byte * ((keys + num_sequences) * kv_bytes) * factor
             both = computing(read, attention_flop * (keys * pair_flops))
-            return (fixed + both + step + drawn) * slowness
+            return (fixed + both + step + drawn) * slowness * share
 
         return seconds
 

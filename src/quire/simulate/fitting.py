@@ -17,7 +17,7 @@ from quire.simulate.device import EXPONENTS, StepFit, power_sum
 
 Numbers = NDArray[np.float64]
 GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
-STAIRS = 200  # rows, from which on steps take what the sum says: a dozen more or less is little of them
+STAIRS = 200  # rows, from which on steps take what the sum says; with 128, steps of 136 rows were 6 % too short
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient

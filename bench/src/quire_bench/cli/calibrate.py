@@ -61,14 +61,16 @@ def calibrate(
     row("reads", f"{found.bytes_per_second / 1e9:,.1f} GB/s; {together}")
     own = f"{1e6 * step.step:,.0f} us besides reading"
     row("a step", f"{own}, a sequence {1e6 * step.sequence:,.1f}, a token {1e6 * step.token:,.2f}")
-    row("a server", f"adds {1e6 * server.step:,.0f} us to a step and {1e6 * server.drawn:,.0f} us for each token drawn")
+    row("a server", f"adds {1e6 * server.step:,.0f} us to a step")
     row("a request", f"{1e3 * server.request:,.2f} ms, and {1e6 * server.prompt_token:,.2f} us a token of its prompt")
     shown = ", ".join(f"{name} {errors[name]:.1%}" for name in ("p50", "p90", "max"))
     next_to = found.per_neighbour
     if llm.decoder.max_model_len < LONGEST:
         row("under load", f"not measured: the model's sequences have fewer than {LONGEST} tokens")
     else:
-        row("under load", f"a request makes the step that it begins in {1e3 * server.arrival:,.2f} ms longer")
+        row("a token", f"adds {1e6 * server.drawn:,.0f} us to the step that draws it, of the server's")
+        others = f"steps of several sequences {server.loaded:.1%}, by {found.machine['prompts_seen']} with prompts"
+        row("under load", f"a request makes the step that it begins in {1e3 * server.arrival:,.2f} ms longer, {others}")
         row("two replicas", f"a step takes {next_to:.1%} longer next to another one, reading aside")
         row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
         given = f"{1e-9 / server.peer_byte:,.2f} GB/s" if server.peer_byte else "none"

@@ -44,7 +44,7 @@ def disk(
         if (seconds := getattr(found, name)) is not None:
             print(f"  {name.replace('_', ' '):12s} {1e3 * seconds:8.1f} ms  {seconds / found.computed:6.1%}")
     if found.unread:
-        print(f"  {found.unread} of {2 * prompts} prompts were computed after a restart: reading them took too long")
+        print(f"  {found.unread} of {2 * prompts} prompts after a restart were computed, as reading was no faster")
     slower = step.seconds_writing / step.seconds - 1
     print(
         f"a step that decodes: {1e3 * step.seconds:.2f} ms, while {step.bytes_written / 2**20:.1f} MiB/s are written:"

@@ -82,7 +82,7 @@ def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
 
 def _table(found: list[Any], figures: tuple[str, ...]) -> str:
     """Measured, simulated, by how much that is wrong and how far this lies apart in runs, a line for each load."""
-    speeds_of = ["reads", "computes", "sequences", "all read"]
+    speeds_of = ["reads", "computes", "16 streams", "all read"]
     titles = ["replicas", "trace", "load", "requests", *speeds_of, *map(_title, figures)]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for one in found:

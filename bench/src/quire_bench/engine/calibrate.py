@@ -1,7 +1,8 @@
 """Calibration: what steps, requests and tokens of a model take on this machine, as a file for `quire simulate`.
 
 Steps are timed in the engine, in rounds in which every kind of step comes once, so that a machine whose speed drifts
-spreads its drift over all of them. What a server adds is timed over HTTP, in turns with the same steps in the engine.
+spreads its drift over all of them. What a server adds to a step and to a request is timed over HTTP, in turns with the
+same in the engine; what it adds for each token and for each request that comes, by its own steps under load.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.engine.cost import CostModel, Device, ModelCost, StepWork, cost_of, model_cost
 from quire.engine.plan import Plan
@@ -43,8 +45,8 @@ from quire_bench.fleet.replaying import (
     sent,
     simulated,
 )
-from quire_bench.fleet.speed import SHORTEST, Probes, a_token, at_speed, mean, probed
-from quire_bench.fleet.steps_seen import steps_seen
+from quire_bench.fleet.speed import SHORTEST, Probes, at_speed, mean, probed, server_token
+from quire_bench.fleet.steps_seen import step_seconds, steps_seen
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor
 from quire_bench.server.client import Record, Run, Server, send
@@ -72,8 +74,10 @@ AGAIN_STREAM = 5  # times that a stream is timed over HTTP
 TOKENS = 36  # of its answer
 LOADED = 64  # requests for each replica, to find how long steps take where others come and end
 TOGETHER = 0.2  # of a stream's step, within which a client has all tokens of a step
+OTHERS = 0.02  # of the steps, those that are farthest from what is found of all of them: they are of other programs
+LEAST_SEEN = 8  # steps that compute a prompt next to others, of which it is found what that costs
 HURRY = 0.8  # of the time that they take all at once, in which they come
-FEWEST = 8  # of these, where LOADED would take longer than LONGEST_LOAD; and of steps that say what a server adds
+FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
 PROCESSES = 3  # of one replica that they are sent to, as their memory lies elsewhere
 AGAIN_ALONE, AGAIN_LOADED = 2, 4  # times that they are sent to each of these, and to two replicas
@@ -83,7 +87,7 @@ LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
 BUSY_STREAMS, BUSY_TOKENS, BUSY_TIMES = 4, 160, 40  # at each replica that is busy, and short prompts meanwhile
 STEPS_TO_FIRST = 1.5  # that a short prompt takes: half of the one under way, and its own
 LONGEST = 640  # tokens that a model must be able to have in a sequence for that
-TURNS, SETTLED = 20, 1e-3  # in which what loads cost is found, and the share by which it may be wrong
+TURNS, SETTLED = 20, 1e-3  # in which what neighbours cost is found, and the share by which it may be wrong
 FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
 TIMES = 12
@@ -323,8 +327,8 @@ def _own_prompt(llm: LLM, length: int) -> float:
 
 def _gap(server: Server) -> float:
     """Mean seconds between tokens of a stream, the longest gaps left out."""
-    found = latencies(_asked(server, 1, 64, TOKENS, 1).records[0])
-    return 0.0 if found is None else _mean_gap(found.gaps[FIRST_GAPS:])
+    each = [gap for found in map(latencies, _asked(server, 1, 64, TOKENS, 1).records) if found for gap in found.gaps]
+    return _mean_gap(each[FIRST_GAPS:])
 
 
 def _mean_gap(gaps: Sequence[float]) -> float:
@@ -333,8 +337,8 @@ def _mean_gap(gaps: Sequence[float]) -> float:
 
 
 # Under load steps wait for event loops, which read requests and write tokens, and for clients and gateways, which have
-# cores as well. Processes with the same model differ in how fast they read it, by more than that. So what a server adds
-# is found from its own steps, next to what its probes say of them.
+# cores as well. That is less than what processes with the same model differ by: their memory lies elsewhere. So it is
+# found from the steps of a server next to what probes of the same server say of them.
 
 
 class _Loaded(NamedTuple):
@@ -365,24 +369,29 @@ class _Load(NamedTuple):
         return statistics.median(one.seconds / seconds for one, seconds in zip(runs, says, strict=True))
 
     def under_load(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
-        """The device, with what one replica adds to a step for each token, and for each request that comes.
+        """The device, with what one replica adds to a step for each token, for each request that comes, and to all.
 
-        The former is what its probes say. The longest steps are left out: they are of other programs.
+        The latter two are 0 where fewer than LEAST_SEEN steps were seen that compute a prompt next to others.
         """
-        tokens = [a_token(device, self.model, run.probes) for run in runs]
-        device = replace(device, server=replace(device.server, drawn=statistics.median(tokens), arrival=0.0))
-        found = []
+        token = statistics.median(server_token(device, self.model, run.probes) for run in runs)
+        # What is added to a step was timed with a stream, which has a token in each.
+        server = replace(device.server, drawn=token, step=max(0.0, device.server.step - token))
+        found: list[tuple[float, ...]] = []
+        device = replace(device, server=server)
         for run in runs:
             at = at_speed(device, self.model, self.replicas, run.probes)
             cost = ReplicaCost(self.model, at.step, at.block_size, at.server)
             for step in steps_seen(run.records, TOGETHER * run.probes.stream):
-                expected = step.expected(cost)
-                found.append((step.seconds / expected - 1, step.came / expected, len(step.prompts) / expected))
-        if len(found) < FEWEST:
+                says = step_seconds(cost, step.keys, step.prompts)
+                several = float(len(step.keys) + len(step.prompts) > 1)
+                found.append((step.seconds / says - 1, several, step.came / says, len(step.prompts) / says))
+        seen = sum(one[-1] > 0 for one in found)
+        device = replace(device, machine={**device.machine, "prompts_seen": seen})
+        if seen < LEAST_SEEN:
             return device
-        kept = np.array(sorted(found)[: len(found) * 98 // 100])
-        arrival = float(nonnegative_least_squares(kept[:, 1:], kept[:, 0]).sum())
-        return replace(device, server=replace(device.server, arrival=arrival))
+        loaded, came, begun = _without_others(np.array(found))
+        server = replace(server, arrival=max(0.0, came + begun), loaded=max(0.0, loaded))
+        return replace(device, server=server)
 
     def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
@@ -397,6 +406,14 @@ class _Load(NamedTuple):
                 break
         together = at_speed(device, self.model, self.replicas, mean([one.probes for one in runs]))
         return replace(device, host_bytes_per_second=together.host_bytes_per_second)
+
+
+def _without_others(found: NDArray[np.float64]) -> tuple[float, ...]:
+    """What the first column is made of, by the others: least squares, without the rows that fit least."""
+    parts = np.linalg.lstsq(found[:, 1:], found[:, 0], rcond=None)[0]
+    off = np.abs(found[:, 0] - found[:, 1:] @ parts)
+    kept = found[off <= np.quantile(off, 1 - OTHERS)]
+    return tuple(map(float, np.linalg.lstsq(kept[:, 1:], kept[:, 0], rcond=None)[0]))
 
 
 def _load(replicas: int, device: DeviceFile, llm: LLM) -> _Load:

@@ -4,64 +4,80 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from quire.engine.cost import CostModel
 from quire.engine.plan import Plan, PlanItem
+from quire.errors import QuireError
 from quire.request import Request, SamplingParams
 from quire_bench.server.client import Record
+
+Token = tuple[float, int, int]  # when it came, of which record, and how many tokens that had before
 
 
 class SeenStep(NamedTuple):
     """A step that began when the one before had ended."""
 
     seconds: float  # from the tokens of the step before to its own
-    keys: tuple[int, ...]  # of each sequence that decodes
+    keys: tuple[int, ...]  # that each sequence which decodes sees
     prompts: tuple[int, ...]  # tokens of each prompt that it computes
     came: int  # requests that were sent meanwhile
 
-    @property
-    def num_drawn(self) -> int:
-        """Tokens that it draws."""
-        return len(self.keys) + len(self.prompts)
 
-    def expected(self, cost: CostModel) -> float:
-        """Seconds that it is simulated to take."""
-        any_request = Request("any", array("i", bytes(4)), 1, SamplingParams())
-        items = [PlanItem(any_request, keys - 1, 1) for keys in self.keys]
-        items += [PlanItem(any_request, 0, tokens) for tokens in self.prompts]
-        return cost.seconds(Plan(items, num_tokens=len(self.keys) + sum(self.prompts)), self.num_drawn)
+def step_seconds(cost: CostModel, keys: Sequence[int], prompts: Sequence[int] = ()) -> float:
+    """Seconds that a step is simulated to take.
+
+    keys: that each sequence which decodes sees. prompts: tokens of each prompt that it computes, from the first on.
+    """
+    any_request = Request("any", array("i", bytes(4)), 1, SamplingParams())
+    items = [PlanItem(any_request, seen - 1, 1) for seen in keys]
+    items += [PlanItem(any_request, 0, tokens) for tokens in prompts]
+    return cost.seconds(Plan(items, num_tokens=len(keys) + sum(prompts)), len(items))
 
 
 def steps_seen(records: Sequence[Record], together: float) -> Iterator[SeenStep]:
-    """Steps in which sequences decode that got a token in the step before.
+    """The steps of which a client knows all that they computed.
 
-    records: all that one replica had to do, which computes each prompt in one step and finds none in its cache.
-    together: seconds within which the tokens of a step come.
+    All sequences that decode got a token in the step before and get their next one in this. Prompts are computed whole:
+    each came in the step before. Nothing is under way that has no token yet.
+
+    records: all that one replica had to do, none of it in its cache. together: seconds within which the tokens of a
+    step come. Raises QuireError for an answer without its number of prompt tokens.
     """
-    sent = [record.sent for record in records if record.sent is not None]
-    for before, after in pairwise(_tokens_by_step(records, together)):
-        start, end = before[0][0], after[0][0]
-        drew = {request for _, request, _ in before}
-        decoding = [(request, number) for _, request, number in after if number]
-        begun = [records[request] for _, request, number in after if not number]
-        if not decoding or any(request not in drew for request, _ in decoding):
-            continue  # it was idle, or tokens of several steps came together
-        if any(record.sent is None or record.sent > start for record in begun):
+    sent = [float("inf") if record.sent is None else record.sent for record in records]
+    first = [record.answer.times[0] if record.answer.times else float("inf") for record in records]
+    prompts = [_prompt_tokens(record) for record in records]
+    steps = _tokens_by_step(records, together)
+    for earlier, before, after in zip(steps[:-2], steps[1:-1], steps[2:], strict=True):
+        start, end, last = before[0][0], after[0][0], after[-1][0]
+        go_on = {i for _, i, number in before if number + 1 < len(records[i].answer.times)}
+        decoding = [(i, number) for _, i, number in after if number]
+        begun = [i for _, i, number in after if not number]
+        if not decoding or {i for i, _ in decoding} != go_on:
+            continue  # the replica was idle, or the tokens of a step did not come together
+        if any(not earlier[0][0] < sent[i] <= start for i in begun):
             continue
-        keys = tuple((records[request].answer.prompt_tokens or 0) + number for request, number in decoding)
-        prompts = tuple(record.answer.prompt_tokens or 0 for record in begun)
-        yield SeenStep(end - start, keys, prompts, sum(start < moment <= end for moment in sent))
+        if any(moment <= start and last < token for moment, token in zip(sent, first, strict=True)):
+            continue
+        keys = tuple(prompts[i] + number for i, number in decoding)
+        came = sum(start < moment <= end for moment in sent)
+        yield SeenStep(end - start, keys, tuple(prompts[i] for i in begun), came)
 
 
-def _tokens_by_step(records: Sequence[Record], together: float) -> list[list[tuple[float, int, int]]]:
-    """Tokens of each step: when one came, of which record, and how many that had before."""
-    tokens = sorted((time, i, j) for i, record in enumerate(records) for j, time in enumerate(record.answer.times))
-    steps: list[list[tuple[float, int, int]]] = []
+def _prompt_tokens(record: Record) -> int:
+    if record.answer.prompt_tokens is None:
+        raise QuireError("the server does not say how many tokens a prompt has")
+    return record.answer.prompt_tokens
+
+
+def _tokens_by_step(records: Sequence[Record], together: float) -> list[list[Token]]:
+    """The tokens of each step."""
+    each = [enumerate(record.answer.times) for record in records]
+    tokens = sorted((time, i, number) for i, those in enumerate(each) for number, time in those)
+    steps: list[list[Token]] = []
     for token in tokens:
         step = steps[-1] if steps else []
-        if step and token[0] - step[-1][0] < together and all(token[1] != request for _, request, _ in step):
+        if step and token[0] - step[-1][0] < together and all(token[1] != i for _, i, _ in step):
             step.append(token)
         else:
             steps.append([token])

@@ -5,8 +5,9 @@ The prediction is made with a device file. `quire bench calibrate`, which wrote 
 A run of some seconds has few requests, of which a percentile says little. So a load is sent several times, each time
 with rows of its own, and the requests of all runs are looked at together; how far the errors of single runs lie apart
 is noted besides. Memory and cores are as fast as others on the same machine let them be, from minute to minute. So
-around each run streams show how long reading takes now, at one replica and at all of them, and prompts how long
-computing does. Each run is simulated with that; all else is as it was calibrated.
+around each run a stream shows how long reading takes now, at one replica and at all of them, prompts how long computing
+does, and many streams how long what each sequence adds. Each run is simulated with that; all else is as it was
+calibrated.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from quire_bench.server.process import server
 VOCABULARY = 500  # token ids that every model has
 WRITTEN_AFTER = 0.5  # s without a further byte after which all is written
 WRITTEN_WITHIN = 120.0  # s
+TOO_SLOW = ("slower", "late")  # reasons for which a prompt is computed though its blocks are on the disk
+MISSES = re.compile(r'^quire:kv_disk_misses_total{.*reason="(\w+)".*} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class FirstTokens:
     in_memory: float | None  # of one that was read after a restart, its files in the system's memory
     on_disk: float | None  # its files out of it
     cached: float  # of one that is in the prefix cache
-    unread: int  # prompts after a restart that were computed, as reading took too long; in none of the medians
+    unread: int  # prompts after a restart that were computed, as that was expected to be faster or was; in no median
 
 
 def prompt(i: int, tokens: int) -> list[int]:
@@ -40,7 +43,7 @@ def prompt(i: int, tokens: int) -> list[int]:
 
 
 def first_tokens(model: str | None, directory: Path, tokens: int, prompts: int) -> FirstTokens:
-    """Measure with a directory that is empty."""
+    """Measure with a directory that is empty. Raises QuireError where blocks that are on the disk cannot be read."""
     asked = [prompt(i, tokens) for i in range(prompts)]
     own = ["--kv-disk", str(directory), "--num-speculative-tokens", "0", *([] if model is None else ["--model", model])]
     with server(*own) as process:
@@ -62,6 +65,8 @@ def first_tokens(model: str | None, directory: Path, tokens: int, prompts: int) 
                 seconds = client.seconds(one)
                 if client.metric("kv_disk_hits_total") > before:
                     reading[name].append(seconds)
+            if failed := client.failed_reads():
+                raise QuireError(f"KV blocks were not read from {directory}: {failed}")
     return FirstTokens(
         tokens,
         size,
@@ -101,6 +106,11 @@ class _Client:
             if line.startswith(f"quire:{name}{{"):
                 return float(line.rsplit(" ", 1)[1])
         raise QuireError(f"the server has no metric {name}")
+
+    def failed_reads(self) -> dict[str, int]:
+        """KV blocks that are on the disk and could not be read, by reason."""
+        misses = MISSES.findall(self._answer("GET", "/metrics").decode())
+        return {reason: int(float(count)) for reason, count in misses if float(count) and reason not in TOO_SLOW}
 
     def wait_until_written(self) -> None:
         """Wait until all blocks are on the disk."""
