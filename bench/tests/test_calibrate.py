@@ -35,6 +35,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "BETWEEN": (3,),
         "PROMPTS": (4, 16, 128, 140, 200),
         "MIXED": ((2, 32), (4, 16)),
+        "CACHED": ((64, 32),),
     }
     short = {
         "ROUNDS": 2,
@@ -58,8 +59,8 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     found = read_device(path)
-    assert found.residuals["steps"] == 2 * 2 + 1 + 5 + 2
-    assert {rows for rows, _ in found.step.rows} == {1, 3, 4, 16, 20, 34, 128, 140, 200}
+    assert found.residuals["steps"] == 2 * 2 + 1 + 5 + 2 + 1
+    assert {rows for rows, _ in found.step.rows} == {1, 3, 4, 16, 20, 32, 34, 128, 140, 200}
     assert found.model_name == "embedded"
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0
@@ -76,7 +77,7 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 STEP = StepFit(step=1e-3, sequence=2e-4, token=5e-5, drawn=0.0, weight_byte=3e-10, cache_byte=1e-9, linear_flop=1e-12,
-               attention_flop=1e-12)  # fmt: skip
+               attention_flop=1e-12, context_flop=1e-12)  # fmt: skip
 KNOWN = DeviceFile(kind="any", model=model_digest(MODEL), model_name="embedded", block_size=16, step=STEP,
                    bytes_per_second=1e10, host_bytes_per_second=2e10)  # fmt: skip
 

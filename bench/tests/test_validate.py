@@ -22,7 +22,7 @@ from quire_bench.fleet.validate import Compared, within_goals
 
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 STEP = StepFit(step=1e-3, sequence=1e-5, token=2e-5, drawn=0.0, weight_byte=1e-11, cache_byte=1e-11, linear_flop=0.0,
-               attention_flop=0.0)  # fmt: skip
+               attention_flop=0.0, context_flop=0.0)  # fmt: skip
 DEVICE = DeviceFile(
     kind="any", model=model_digest(MODEL), model_name="embedded", block_size=16, bytes_per_second=1e10,
     host_bytes_per_second=2e10, per_neighbour=0.5, step=STEP, server=ServerFit(step=1e-3, gateway=2e-3),

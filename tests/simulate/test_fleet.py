@@ -41,7 +41,7 @@ from quire.simulate.spec import FleetSpec, make_spec, read_spec
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleets"
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 SLOW = StepFit(step=0.01, sequence=2e-4, token=1e-4, drawn=0.0, weight_byte=1e-10, cache_byte=1e-9, linear_flop=1e-12,
-               attention_flop=1e-12, exponent=2)  # fmt: skip
+               attention_flop=1e-12, context_flop=1e-12, exponent=2)  # fmt: skip
 
 
 def device(path: Path, **known: Any) -> str:
@@ -205,7 +205,7 @@ def test_leaps_change_nothing_where_gateways_hear_late(directory: Path, seed: in
 
 def test_neighbours_share_what_a_host_reads(directory: Path) -> None:
     reading = StepFit(step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=1e-9, cache_byte=1e-9, linear_flop=0.0,
-                      attention_flop=0.0)  # fmt: skip
+                      attention_flop=0.0, context_flop=0.0)  # fmt: skip
     device(directory / "..", step=reading, bytes_per_second=10e9, host_bytes_per_second=10e9)
     replicas = [{"kind": "a", "device": "../slow.json", "count": 2, "per_host": 2, "blocks": 200}]
     load = {"rate": 8, "duration": 10, "new_tokens": 100, "prompt_tokens": 50}
@@ -276,7 +276,7 @@ def test_a_fit_finds_what_steps_were_made_of() -> None:
         for s in (0, 1, 4, 16) for tokens in (0, 16, 128, 512) for context in (16, 256) if s + tokens
     ]  # fmt: skip
     truth = StepFit(step=1e-3, sequence=2e-5, token=3e-6, drawn=0.0, weight_byte=3e-11, cache_byte=2e-10,
-                    linear_flop=2e-12, attention_flop=0.0, exponent=3)  # fmt: skip
+                    linear_flop=2e-12, attention_flop=0.0, context_flop=0.0, exponent=3)  # fmt: skip
     seconds = [predicted(truth, work) for work in works]
     fit = fit_steps(works, seconds)
     assert residuals(fit, works, seconds)["max"] < 0.05
@@ -304,7 +304,7 @@ def test_a_fit_knows_what_numbers_of_rows_take() -> None:
         for s in (1, 2, 4, 8, 12, 13, 16, 32, 128, 136, 256, 512) for context in (16, 256)
     ]  # fmt: skip
     truth = StepFit(step=1e-3, sequence=2e-5, token=3e-6, drawn=0.0, weight_byte=3e-11, cache_byte=2e-10,
-                    linear_flop=2e-12, attention_flop=0.0,
+                    linear_flop=2e-12, attention_flop=0.0, context_flop=0.0,
                     rows=((12, 1.0), (13, 1.4), (128, 1.0), (136, 1.2), (200, 1.0)))  # fmt: skip
     seconds = [predicted(truth, work) for work in works]
     fit = fit_steps(works, seconds)
@@ -356,6 +356,21 @@ def test_a_replica_takes_as_long_as_the_fit_says_and_longer_where_requests_come(
     assert cost.time_of(work._replace(num_begun=2)) == pytest.approx(2 * 1.03 * (took + 0.01))
     alone = work._replace(num_sequences=1, num_drawn=1)
     assert cost.time_of(alone) == pytest.approx(2 * (predicted(fit, alone) + 1e-3 + 1e-4))
+
+
+def test_products_with_keys_of_earlier_steps_are_told_apart() -> None:
+    fit = replace(SLOW, attention_flop=2e-9, context_flop=1e-9)
+    cost = ReplicaCost(MODEL, fit, 16)
+    request = Request("r", array("i", bytes(4 * 110)), 110, SamplingParams())
+    work = cost.work_of(Plan([PlanItem(request, 100, 10)], num_tokens=10), 4, num_decoding=3, keys=30)
+    within, earlier = (10 * 11 // 2 + 3) * cost.pair_flops, (10 * 100 + 27) * cost.pair_flops
+    assert (work.attention_flops, work.context_flops) == (within + earlier, earlier)
+    plain = replace(fit, attention_flop=0.0, context_flop=0.0)
+    longer = 2e-9 * within + 1e-9 * earlier
+    assert predicted(fit, work) - predicted(plain, work) == pytest.approx(longer)
+    assert cost.time_of(work) == pytest.approx(predicted(fit, work))
+    alone = cost.work_of(Plan([], num_tokens=0), 3, num_decoding=3, keys=30)
+    assert cost.decoder(3)(30) == cost.time_of(alone)
 
 
 def test_a_request_begins_once() -> None:

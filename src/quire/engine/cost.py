@@ -157,6 +157,7 @@ class StepWork(NamedTuple):
     attention_flops: float
     moved_bytes: float  # to the host and back
     num_begun: int = 0  # requests whose first tokens it computes
+    context_flops: float = 0.0  # of those of attention, the ones with keys that earlier steps computed
 
 
 class CostModel:
@@ -193,12 +194,14 @@ class CostModel:
         """What a step reads and multiplies; as `seconds`. With num_decoding, for layers that attend to all tokens."""
         model, num_tokens = self.model, plan.num_tokens + num_decoding
         size: float = 2 * self._moved(plan.copies)
-        flops = 0
+        flops = with_context = 0
         for group, block_bytes in zip(model.groups, self.block_bytes, strict=True):
             if isinstance(group, CacheGroup):
                 seen, pairs = attended(plan.items, group.window)
                 size += (seen + keys + num_tokens) * model.kv_bytes(group)
                 flops += (pairs + keys) * model.attention_flops(group)
+                earlier = with_earlier(plan.items, group.window) + keys - num_decoding
+                with_context += earlier * model.attention_flops(group)
             else:
                 size += recalled(plan.items, group) * block_bytes
                 flops += num_tokens * model.state_flops(group) if isinstance(group, StateGroup) else 0
@@ -212,6 +215,7 @@ class CostModel:
             flops,
             self._moved(plan.swap_out) + self._moved(plan.swap_in),
             sum([_begins(item) for item in plan.items]),
+            with_context,
         )
 
     def decode_seconds(self, num_sequences: int, keys: int) -> float:
@@ -294,6 +298,11 @@ def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
             keys += min(context, window - 1 + num_new)
             pairs += _seen(context, window) - _seen(item.start, window)
     return keys, pairs
+
+
+def with_earlier(items: Sequence[PlanItem], window: int | None) -> int:
+    """Pairs of a query token and a key that an earlier step computed. Of a sliding window, none are told apart."""
+    return 0 if window is not None else sum([item.num_rows * item.start for item in items])
 
 
 def recalled(items: Sequence[PlanItem], group: StateGroup | RowGroup) -> float:

@@ -26,8 +26,8 @@ class StepFit:
 
     t = (step + token * T + linears) * factor(T) + sequence * S + drawn * R + attention + moved, linears being
     (reading^p + multiplying^p)^(1/p), and attention reading + multiplying: what a sequence that decodes reads does not
-    overlap with what another one's prompt multiplies. All are seconds a unit. Raises ConfigError for a number that is
-    negative or not finite.
+    overlap with what another one's prompt multiplies. Products with keys of earlier steps take less than those within a
+    prompt. All are seconds a unit. Raises ConfigError for a number that is negative or not finite.
     """
 
     step: float
@@ -37,7 +37,8 @@ class StepFit:
     weight_byte: float
     cache_byte: float
     linear_flop: float
-    attention_flop: float
+    attention_flop: float  # with keys of the same step
+    context_flop: float  # with keys of earlier ones
     moved_byte: float = 0.0  # to the host and back
     exponent: int = 1
     rows: tuple[
@@ -197,8 +198,10 @@ class ReplicaCost(CostModel):
         fit, server, rates = self.fit, self.server, self.rates
         longer = fit.factor(work.num_tokens)
         weights, linears = fit.weight_byte * work.weight_bytes * rates.reading, fit.linear_flop * work.linear_flops
+        within = work.attention_flops - work.context_flops
         both = _computing(fit.exponent, weights, linears, longer, many=False)(
-            fit.cache_byte * work.cache_bytes * rates.reading, fit.attention_flop * work.attention_flops
+            fit.cache_byte * work.cache_bytes * rates.reading,
+            fit.attention_flop * within + fit.context_flop * work.context_flops,
         )
         own = (fit.step + fit.token * work.num_tokens) * longer
         own += fit.sequence * work.num_sequences + fit.drawn * work.num_drawn + fit.moved_byte * work.moved_bytes
@@ -217,12 +220,13 @@ class ReplicaCost(CostModel):
         drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.rates.slowness
         share = 1.0 + server.loaded if num_sequences > 1 else 1.0
         weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
-        cache_byte, attention_flop = fit.cache_byte, fit.attention_flop
+        cache_byte, context_flop = fit.cache_byte, fit.context_flop
+        within = fit.attention_flop * (num_sequences * pair_flops)
         computing = _computing(fit.exponent, weights, linears, longer, many=many)
 
         def seconds(keys: Any) -> Any:
             read = cache_byte * ((keys + num_sequences) * kv_bytes) * factor
-            both = computing(read, attention_flop * (keys * pair_flops))
+            both = computing(read, within + context_flop * ((keys - num_sequences) * pair_flops))
             return (fixed + both + step + drawn) * slowness * share
 
         return seconds
@@ -266,5 +270,5 @@ def _roofline(device: Device) -> StepFit:
     byte, flop = 1.0 / device.bytes_per_second, 1.0 / device.flops_per_second
     return _Roofline(
         step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=byte, cache_byte=byte, linear_flop=flop,
-        attention_flop=flop, moved_byte=1.0 / device.link_bytes_per_second,
+        attention_flop=flop, context_flop=flop, moved_byte=1.0 / device.link_bytes_per_second,
     )  # fmt: skip

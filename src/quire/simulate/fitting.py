@@ -72,7 +72,8 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
 def predicted(fit: StepFit, work: StepWork) -> float:
     """Seconds of a step by that fit."""
     own = fit.sequence * work.num_sequences + fit.drawn * work.num_drawn
-    attention = fit.cache_byte * work.cache_bytes + fit.attention_flop * work.attention_flops
+    within = work.attention_flops - work.context_flops
+    attention = fit.cache_byte * work.cache_bytes + fit.attention_flop * within + fit.context_flop * work.context_flops
     return float(_of_rows(fit, work) * fit.factor(work.num_tokens) + own + attention)
 
 
@@ -121,12 +122,13 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
     weights take to be read.
     """
     took = np.array(seconds)[:, None]
-    table = np.array([tuple(work)[:7] for work in works], float)
+    parts = [(*work[:6], work.attention_flops - work.context_flops, work.context_flops) for work in works]
+    table = np.array(parts, float)
     rows = table[:, 0]
     # What every step takes alike is reading, where all of them read the same weights: nothing tells one from the other.
     fixed = np.full(len(works), float(np.ptp(table[:, 3]) > 0))
     of_rows = np.column_stack([fixed, rows, table[:, 3], table[:, 5]])  # the last two of linears
-    rest = table[:, [2, 1, 4, 6]]
+    rest = table[:, [2, 1, 4, 6, 7]]
     few = sorted({int(one) for one in rows if one < STAIRS})
     of_few = (rows[:, None] == few).astype(float)
     is_few, wanted = of_few.any(axis=1, keepdims=True), np.repeat([1.0, 0.0], len(works))
@@ -140,9 +142,9 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
             fit = StepFit(
                 step=float(x[0]), token=float(x[1]), weight_byte=float(x[2]), linear_flop=float(x[3]),
                 sequence=float(x[4]), drawn=float(x[5]), cache_byte=float(x[6]), attention_flop=float(x[7]),
-                exponent=exponent,
+                context_flop=float(x[8]), exponent=exponent,
             )  # fmt: skip
-            fit = replace(fit, rows=_factors(fit, works, dict(zip(few, x[8:], strict=True))))
+            fit = replace(fit, rows=_factors(fit, works, dict(zip(few, x[9:], strict=True))))
             error = _error(fit, works, seconds) + _pull(fit, works, seconds)
             if best is None or error < best[0]:
                 best = error, fit

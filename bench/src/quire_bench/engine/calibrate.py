@@ -63,6 +63,7 @@ MIXED_CONTEXT = 128  # tokens, as CONTEXTS
 MIXED = (  # sequences that decode, and a prompt
     (2, 32), (3, 51), (8, 70), (6, 93), (4, 121), (16, 120), (12, 185), (8, 250), (32, 256), (32, 512)
 )  # fmt: skip
+CACHED = ((256, 64), (256, 192), (512, 128), (1024, 64), (1024, 256))  # tokens of a prompt in the cache, and after them
 STEPS = 10  # of each kind that decodes, in each round
 WARM = 4  # steps before them
 AGAIN = 3  # times that a prompt is computed, in each round
@@ -199,6 +200,9 @@ def _round(llm: LLM, cost: CostModel, seed: int) -> Iterator[Timed]:
         yield from _case(llm, cost, sequences, context, min(prompt, budget - sequences), rng)
         if sequences * context > 1000:
             a_token = (time.perf_counter() - begin) / (sequences * context)
+    for cached, new in CACHED:
+        if cached + new < longest:
+            yield from _cached_case(llm, cost, cached, new, rng)
 
 
 def cost_block(llm: LLM) -> int:
@@ -218,6 +222,20 @@ def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, 
         for i in range(0 if not prompt else 1 if prompt >= LONG else AGAIN):
             llm.engine.add(_request(f"new-{i}", prompt, 1, rng))
             yield _timed(llm, cost, name)
+
+
+def _cached_case(llm: LLM, cost: CostModel, cached: int, new: int, rng: random.Random) -> Iterator[Timed]:
+    """Steps that compute a prompt the beginning of which is in the cache."""
+    for i in range(AGAIN):
+        first = _request("first", cached, 1, rng)
+        llm.engine.add(first)
+        while llm.engine.has_work:
+            _checked(llm.engine.step())
+        tokens = first.tokens[:cached] + _request("more", new, 1, rng).tokens
+        llm.engine.add(Request(f"next-{i}", tokens, len(tokens), greedy(1)))
+        yield _timed(llm, cost, f"prompt {new} after {cached}")
+        while llm.engine.has_work:
+            _checked(llm.engine.step())
 
 
 @contextmanager

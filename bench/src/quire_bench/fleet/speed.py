@@ -31,7 +31,7 @@ SCALES = (0.5, 2.0)  # of what reading and computing take, at most
 LEAST_SHARE = 0.2  # of a step, which a part of it must be for the step to show how fast that is
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 TURNS = 40  # in which scales are found, each with the others
-OF_PROMPTS = ("step", "token", "linear_flop", "attention_flop")  # parts of a step that prompts show
+OF_PROMPTS = ("step", "token", "linear_flop", "attention_flop", "context_flop")  # parts of a step that prompts show
 OF_SEQUENCES = ("sequence", "drawn", "cache_byte")  # those that many streams show
 
 
@@ -63,16 +63,16 @@ def _stream(replica: Replica) -> Sequence[float]:
 
 
 def _streams(replica: Replica) -> list[float]:
-    """Seconds between tokens of many streams, from when the last of them has begun until the first ends."""
+    """Seconds between tokens of many streams, from when the last of them has begun until the first ends.
+
+    Of a model so fast that the first ends before: between all tokens.
+    """
     found = _asked(replica, STREAMS, *LONG_STREAM)
     each = [list(accumulate(one.gaps, initial=one.sent + one.ttft)) for one in found]
     begin, end = max(moments[0] for moments in each), min(moments[-1] for moments in each)
-    gaps = [
-        after - before for moments in each for before, after in pairwise(moments) if begin <= before and after <= end
-    ]
-    if not gaps:
-        raise QuireError(f"{replica.url} does not decode {STREAMS} sequences together: some end before others begin")
-    return gaps
+    gaps = [pair for moments in each for pair in pairwise(moments)]
+    together = [(before, after) for before, after in gaps if begin <= before and after <= end]
+    return [after - before for before, after in together or gaps]
 
 
 def _asked(replica: Replica, count: int, prompt: int, new: int) -> list[Latencies]:
