@@ -301,7 +301,7 @@ def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
 
 
 def with_earlier(items: Sequence[PlanItem], window: int | None) -> int:
-    """Pairs of a query token and a key that an earlier step computed. Of a sliding window, none are told apart."""
+    """Pairs of a query token and a key that an earlier step computed. Those of a sliding window are not counted."""
     return 0 if window is not None else sum([item.num_rows * item.start for item in items])
 
 

@@ -26,8 +26,8 @@ class StepFit:
 
     t = (step + token * T + linears) * factor(T) + sequence * S + drawn * R + attention + moved, linears being
     (reading^p + multiplying^p)^(1/p), and attention reading + multiplying: what a sequence that decodes reads does not
-    overlap with what another one's prompt multiplies. Products with keys of earlier steps take less than those within a
-    prompt. All are seconds a unit. Raises ConfigError for a number that is negative or not finite.
+    overlap with what another one's prompt multiplies. Products with keys of earlier steps have a part of their own. All
+    are seconds a unit. Raises ConfigError for a number that is negative or not finite.
     """
 
     step: float

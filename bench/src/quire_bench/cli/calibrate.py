@@ -68,9 +68,10 @@ def calibrate(
     if llm.decoder.max_model_len < LONGEST:
         row("under load", f"not measured: the model's sequences have fewer than {LONGEST} tokens")
     else:
-        row("a token", f"adds {1e6 * server.drawn:,.0f} us to the step that draws it, of the server's")
-        others = f"steps of several sequences {server.loaded:.1%}, by {found.machine['prompts_seen']} with prompts"
-        row("under load", f"a request makes the step that it begins in {1e3 * server.arrival:,.2f} ms longer, {others}")
+        row("a token", f"takes {1e6 * server.drawn:,.0f} us of the server in the step that draws it")
+        seen = f"by {found.machine['prompts_seen']} steps"
+        row("under load", f"a request makes the step that it begins in {1e3 * server.arrival:,.2f} ms longer, {seen}")
+        row("several", f"sequences make a step {server.loaded:.1%} longer under load than alone")
         row("two replicas", f"a step takes {next_to:.1%} longer next to another one, reading aside")
         row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
         given = f"{1e-9 / server.peer_byte:,.2f} GB/s" if server.peer_byte else "none"

@@ -226,11 +226,11 @@ def _case(llm: LLM, cost: CostModel, sequences: int, context: int, prompt: int, 
 
 def _cached_case(llm: LLM, cost: CostModel, cached: int, new: int, rng: random.Random) -> Iterator[Timed]:
     """Steps that compute a prompt the beginning of which is in the cache."""
+    first = _request("first", cached, 1, rng)
+    llm.engine.add(first)
+    while llm.engine.has_work:
+        _checked(llm.engine.step())
     for i in range(AGAIN):
-        first = _request("first", cached, 1, rng)
-        llm.engine.add(first)
-        while llm.engine.has_work:
-            _checked(llm.engine.step())
         tokens = first.tokens[:cached] + _request("more", new, 1, rng).tokens
         llm.engine.add(Request(f"next-{i}", tokens, len(tokens), greedy(1)))
         yield _timed(llm, cost, f"prompt {new} after {cached}")
@@ -448,7 +448,7 @@ def _load(replicas: int, device: DeviceFile, llm: LLM) -> _Load:
 
 
 def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
-    """Room for all of them at one replica, or as much as the engine has."""
+    """Room for all of them at one replica, or as much as the engine has; and seats for the streams of probes."""
     blocks = sum(-(-(row.prompt_tokens + row.new_tokens) // BLOCK) for row in rows)
     most = llm.engine.scheduler.manager.num_blocks * cost_block(llm) // BLOCK
     return Sizes(blocks=min(Sizes.blocks, blocks, most))

@@ -34,7 +34,7 @@ class FirstTokens:
     in_memory: float | None  # of one that was read after a restart, its files in the system's memory
     on_disk: float | None  # its files out of it
     cached: float  # of one that is in the prefix cache
-    unread: int  # prompts after a restart that were computed, as that was expected to be faster or was; in no median
+    unread: int  # prompts that were computed after a restart, as reading was no faster; they are in no median
 
 
 def prompt(i: int, tokens: int) -> list[int]:
