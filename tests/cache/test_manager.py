@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cache.audit import audit
-from quire.cache.events import BlockRemoved, CacheEvent
+from quire.cache.events import BlockRemoved, BlockStored, CacheEvent
 from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import cache_usage
@@ -82,14 +82,14 @@ def test_blocks_given_out_at_once_are_those_given_out_in_turns(takers: list[int]
     found = []
     for at_once in (False, True):
         manager = BlockManager((CacheGroup((0,)), CacheGroup((1,))), 18, 2, 8)
-        removed: list[tuple[int, list[int]]] = []
+        removed: list[tuple[int, int]] = []
         manager.release(computed(manager, [7] * 18))
         requests = [started(manager, [i + 1] * 4, f"r{i}") for i in range(3)]
         for one in requests:
             one.group = None
             compute(manager, one)
         manager.listeners.append(
-            lambda one, to=removed: to.append((one.group, one.blocks)) if is_removal(one) else None
+            lambda one, to=removed: to.extend((one.group, block) for block in one.blocks) if is_removal(one) else None
         )
         assert manager.evicts(4)
         assert not manager.evicts(3)
@@ -104,6 +104,30 @@ def test_blocks_given_out_at_once_are_those_given_out_in_turns(takers: list[int]
         )  # fmt: skip
     assert found[0] == found[1]
     assert found[0][-1] == 2 * max(0, len(takers) - 3)
+
+
+def test_blocks_stored_and_evicted_at_once_are_one_event() -> None:
+    manager, heard = BlockManager(ONE, 4, 2, 8), list[CacheEvent]()
+    manager.listeners.append(heard.append)
+    one = computed(manager, [5, 6, 7, 8, 9])
+    (stored,) = [event for event in heard if isinstance(event, BlockStored)]
+    assert stored.blocks == list(one.cache.block_ids[0][:2])
+    assert stored.block_hashes == one.cache.digests[1:3]
+    assert (stored.parent_block_hash, stored.token_ids) == (None, [5, 6, 7, 8])
+    one.tokens.extend([10, 11])
+    compute(manager, one)
+    later = heard[-1]
+    assert isinstance(later, BlockStored)
+    assert (later.blocks, later.parent_block_hash, later.token_ids) == (
+        [one.cache.block_ids[0][2]], one.cache.digests[2], [9, 10],
+    )  # fmt: skip
+    manager.release(one)
+    other = started(manager, [1] * 8, "other")
+    assert manager.grow(other, 8, [])
+    (removed,) = [event for event in heard if isinstance(event, BlockRemoved)]
+    assert sorted(removed.blocks) == sorted(stored.blocks + later.blocks)
+    assert {*removed.block_hashes} == {*one.cache.digests[1:4]}
+    assert manager.num_evicted == 3
 
 
 def is_removal(event: CacheEvent) -> bool:

@@ -98,14 +98,17 @@ class HostBlocksFreed:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A full block can be reused from now on by every request that begins with the same tokens under the same salt."""
+    """Full blocks can be reused from now on by every request that begins with the same tokens under the same salt.
+
+    Each but the first one stands after the one before it.
+    """
 
     time: float
     group: int
     request_id: str
     blocks: list[int]
     block_hashes: list[bytes]
-    parent_block_hash: bytes | None  # of the block before; None for a first one
+    parent_block_hash: bytes | None  # of the block before the first one; None: that one is a request's first
     token_ids: list[int]
     block_size: int
     lora: str | None = None  # the name of its request's adapter; only blocks of that one's weights are shared
@@ -113,13 +116,13 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A block can no longer be reused."""
+    """Blocks can no longer be reused."""
 
     time: float
     group: int
     blocks: list[int]
     block_hashes: list[bytes]
-    evicted: bool  # its memory was needed; else it is a state that its request passed and that is not kept for others
+    evicted: bool  # their memory was needed; else states that their request passed and that are not kept for others
 
 
 @dataclass(frozen=True, slots=True)

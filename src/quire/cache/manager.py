@@ -181,7 +181,7 @@ class BlockManager:
                 if block != NONE and block not in index.by_block:
                     parent, digest = cache.digests[i], cache.digests[i + 1]
                     if index.publish(block, digest, parent, tokens.tobytes(), first=i == 0) and self.listeners:
-                        self._tell_stored(request, g, i, block)
+                        self._tell_stored(request, g, i, [block])
         cache.num_published = full
 
     def _publish_new(self, request: Request, full: int) -> bool:
@@ -193,15 +193,15 @@ class BlockManager:
         if not index.publish_new(blocks, digests, parts, first=first == 0):
             return False
         cache.num_published = full
-        for i, block in enumerate(blocks) if self.listeners else ():
-            self._tell_stored(request, g, first + i, block)
+        if self.listeners:
+            self._tell_stored(request, g, first, blocks.tolist())
         return True
 
-    def _tell_stored(self, request: Request, g: int, i: int, block: int) -> None:
-        """Report that group g has the request's i-th block for others."""
-        size, digests = self.block_size, request.cache.digests
-        names = ([block], [digests[i + 1]], digests[i] if i else None)
-        tokens = request.tokens[i * size : (i + 1) * size].tolist()
+    def _tell_stored(self, request: Request, g: int, first: int, blocks: list[int]) -> None:
+        """Report that group g has these blocks for others, which are the request's `first` one and those after it."""
+        size, digests, end = self.block_size, request.cache.digests, first + len(blocks)
+        names = (blocks, digests[first + 1 : end + 1], digests[first] if first else None)
+        tokens = request.tokens[first * size : end * size].tolist()
         self._tell(events.BlockStored(self.now, g, request.id, *names, tokens, size, request.lora))
 
     def reset_prefix_cache(self) -> None:
@@ -341,14 +341,16 @@ class BlockManager:
                 self.pools[g].release(blocks, self.indexes[g].by_block)
             raise
         for g, (index, blocks) in enumerate(zip(self.indexes, taken, strict=True)):
-            for block in blocks:
-                if block in index.by_block:
-                    if self.disk is not None:
-                        self.disk.cancel(g, block)
-                    cached = index.evict(block, self.now)
-                    self.num_evicted += 1
-                    if self.listeners:
-                        self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest], evicted=True))
+            lost = [block for block in blocks if block in index.by_block]
+            if not lost:
+                continue
+            if self.disk is not None:
+                for block in lost:
+                    self.disk.cancel(g, block)
+            digests = index.evict(lost, self.now)
+            self.num_evicted += len(lost)
+            if self.listeners:
+                self._tell(events.BlockRemoved(self.now, g, lost, digests, evicted=True))
         return taken
 
     def advance(self, request: Request, num_new: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -126,13 +126,16 @@ class PrefixIndex:
                 self._evicted.pop(digest, None)
         return True
 
-    def evict(self, block: int, now: float) -> CachedBlock:
-        """Forget a block whose memory is needed, and remember when that was."""
-        cached = self.withdraw(block)
-        if len(self._evicted) >= self._num_remembered:
-            self._evicted.popitem(last=False)
-        self._evicted[cached.digest] = now
-        return cached
+    def evict(self, blocks: Iterable[int], now: float) -> list[bytes]:
+        """Forget blocks whose memory is needed, and remember when that was. Their digests."""
+        evicted, digests = self._evicted, []
+        for block in blocks:
+            digest = self.withdraw(block).digest
+            if len(evicted) >= self._num_remembered:
+                evicted.popitem(last=False)
+            evicted[digest] = now
+            digests.append(digest)
+        return digests
 
     def withdraw(self, block: int) -> CachedBlock:
         """Forget a block."""

@@ -29,7 +29,7 @@ class Part(bytes):
 
     def tolist(self) -> list[int]:
         """A number for each token, which says nothing."""
-        return [0] * int.from_bytes(self[NAME_SIZE + 4 : NAME_SIZE + 6], "big")
+        return [0] * int.from_bytes(self[NAME_SIZE + 4 : NAME_SIZE + 8], "big")
 
 
 class NamedTokens:
@@ -53,12 +53,12 @@ class NamedTokens:
         start, stop = where.start, where.stop
         count = (stop if stop < self._length else self._length) - start
         if not self._ends:  # as of most
-            return Part(self._names[0] + (start << 16 | count).to_bytes(6, "big"))
+            return Part(self._names[0] + (start << 32 | count).to_bytes(8, "big"))
         return Part(self._content(start, count))
 
     def _content(self, start: int, count: int) -> bytes:
         ends, names = self._ends, self._names
-        where = (start << 16 | count).to_bytes(6, "big")
+        where = (start << 32 | count).to_bytes(8, "big")
         at = bisect_right(ends, start)
         content = names[at] + where
         while at < len(ends) and ends[at] < start + count:

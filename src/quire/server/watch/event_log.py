@@ -6,7 +6,7 @@ A line holds ids and counts, never a token. All times are seconds since the log 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,7 +98,10 @@ class EventLog:
         if isinstance(event, cache.BlockStored) and event.parent_block_hash is not None:
             found = self._scheduler.manager.indexes[event.group].block_of(event.parent_block_hash)
             before = -1 if found is None else found
-        self._unreported.append((event, ordinal, before))
+        for one in _of_one_block(event):
+            self._unreported.append((one, ordinal, before))
+            if isinstance(one, cache.BlockStored):
+                before = one.blocks[0]
 
     def observe(self, events: Sequence[Event]) -> None:
         """Take in the events of a step."""
@@ -280,6 +283,21 @@ class EventLog:
                 self._count(tracked)
                 rows.append([request.schedule.ordinal, *numbers])
         return rows
+
+
+def _of_one_block(event: CacheEvent) -> Iterator[CacheEvent]:
+    """An event for each block that can, or can no longer, be reused. The log's bound is one of blocks, not of prompts.
+
+    Without tokens, which no line has.
+    """
+    if isinstance(event, cache.BlockStored):
+        for block, digest in zip(event.blocks, event.block_hashes, strict=True):
+            yield replace(event, blocks=[block], block_hashes=[digest], token_ids=[])
+    elif isinstance(event, cache.BlockRemoved):
+        for block, digest in zip(event.blocks, event.block_hashes, strict=True):
+            yield replace(event, blocks=[block], block_hashes=[digest])
+    else:
+        yield event
 
 
 def family(request: Request) -> int:
