@@ -12,6 +12,7 @@ from quire.cache.incoming import Batch, Fault
 from quire.cache.prefix import root_digest, root_salt
 from quire.engine.prefetch import NAP
 from quire.errors import BadValue, NoReplica
+from quire.fleet.index import FleetIndex
 from quire.fleet.resume import MOST_LOST
 from quire.request import Event, FinishReason, Request, SamplingParams
 from quire.simulate.flow import Flow, request_of
@@ -90,7 +91,20 @@ class Cell:
                 self.outcome.itl.merge(engine.itl)
                 counts = {"steps": found.steps, "preemptions": found.preemptions, "evicted": found.evicted_blocks}
                 self.outcome.counts.update(counts)
+        self._forget_blocks()
         return self.outcome
+
+    def _forget_blocks(self) -> None:
+        """Free what is known of blocks: most of a cell's memory.
+
+        A cell is part of cycles. The collector of cycles would look at all of these first, several times.
+        """
+        for gateway in self.gateways:
+            gateway.index = FleetIndex()
+        for replica in self.replicas:
+            for engine in replica.engines():
+                for index in engine.scheduler.manager.indexes:
+                    index.clear()
 
     @property
     def goes_on(self) -> bool:
