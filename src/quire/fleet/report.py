@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quire.engine.scheduler import Scheduler
 from quire.fleet.rates import StepRates
@@ -54,23 +55,20 @@ class Report:
         taken, published: blocks that requests have taken and that have become reusable, but not in the books yet.
         """
         scheduler, manager, rates = self._scheduler, self._scheduler.manager, self.rates
-        pools, indexes = manager.pools, manager.indexes
-        fewest = min(range(len(pools)), key=lambda g: pools[g].num_free) if len(pools) > 1 else 0
+        free, cached = self._free_blocks(taken, published)
         waiting = sum([max(0, request.num_missing - 1) for request in scheduler.running])
         for queue in (scheduler.waiting, scheduler.swapped):
             for request in queue:
                 if request.group is None or request.group.members[0] is request:
                     # What one of them computes, others that wait may find in the cache.
                     waiting += min(request.num_missing, self.uncached.get(request.id, request.num_missing))
-        free = pools[fewest].num_free - taken
         return ReplicaState(
             waiting_tokens=waiting,
             num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
             num_running=len(scheduler.running),
             max_running=scheduler.max_num_seqs,
             free_blocks=free,
-            # Some of the index's blocks may be owned; to count these takes longer than a step may wait.
-            cached_blocks=min(free, len(indexes[fewest]) + published),
+            cached_blocks=cached,
             num_blocks=manager.num_blocks,
             block_size=manager.block_size,
             seconds_a_step=rates.seconds_a_step,
@@ -79,6 +77,19 @@ class Report:
             draining=draining,
             **self._reading(),
         )
+
+    def later(self, before: ReplicaState, taken: int, published: int) -> ReplicaState:
+        """The replica after steps that only decoded since that state. taken, published: as `state` has them."""
+        free, cached = self._free_blocks(taken, published)
+        return replace(before, free_blocks=free, cached_blocks=cached)
+
+    def _free_blocks(self, taken: int, published: int) -> tuple[int, int]:
+        """Free blocks, and those of them that can be reused, of the group that has the fewest."""
+        pools, indexes = self._scheduler.manager.pools, self._scheduler.manager.indexes
+        fewest = min(range(len(pools)), key=lambda g: pools[g].num_free) if len(pools) > 1 else 0
+        free = pools[fewest].num_free - taken
+        # Some of the index's blocks may be owned; to count these takes longer than a step may wait.
+        return free, min(free, len(indexes[fewest]) + published)
 
     def _reading(self) -> dict[str, float]:
         """Seconds that it takes to read a block from each source."""

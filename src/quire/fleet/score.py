@@ -38,10 +38,11 @@ class Demand:
         check_number(BadValue, "hit_rate", self.hit_rate, 0.0, 1.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Candidate:
     """A replica as the gateway sees it when a request arrives.
 
+    It is not frozen: one of each replica is made for each request, in half of the time.
     Raises BadValue, with the field's name, for a number that cannot be.
     """
 

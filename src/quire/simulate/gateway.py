@@ -37,7 +37,7 @@ class Gateway:
         self.lost: set[int] = set()  # slots that do not answer
         self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
         self._reads_peers = False  # whether any replica does
-        self._idle: dict[int, Candidate] = {}  # by slot: what it was when it did nothing
+        self._same: dict[int, Candidate] = {}  # by slot: what it was for a request of which it knew nothing
         self._sent: dict[int, Sent] = {}  # by flow
         self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
 
@@ -88,11 +88,12 @@ class Gateway:
             if slot in self.lost:
                 continue
             num_blocks, unseen = runs.get(slot, 0), self._unseen.get(slot)
-            if not (num_blocks or unseen or state.num_running or state.num_waiting):  # most of a fleet at rest
-                before = self._idle.get(slot)
-                if before is None or before.state is not state:
-                    before = self._idle[slot] = self._candidate(slot, state, 0.0, 0, 0, 0, 0)
-                candidates.append(before)
+            if not (num_blocks or unseen):  # most of a fleet
+                same = self._same.get(slot)
+                if same is None or same.state is not state:
+                    same = self._same[slot] = self._candidate(slot, state, 0.0, 0, 0, 0, 0)
+                same.step_age = step_age(state, came, now, now)
+                candidates.append(same)
                 continue
             uncached, first = 0, now
             if unseen:

@@ -125,6 +125,7 @@ class Replica:
         self._next_state = 0.0
         self._observed = -1  # sequences that decode in the steps that are observed no more
         self._new_segment = False
+        self._in_segment: ReplicaState | None = None  # the last one, of steps with the same requests
         if self.boxes:
             scheduler.manager.listeners.append(self._hear)
 
@@ -177,7 +178,8 @@ class Replica:
         if engine.can_leap():
             leap = Leap(engine)
             if leap.plan_ahead():
-                self.leap, self.is_cut, self._new_segment = leap, False, True
+                self.leap, self.is_cut = leap, False
+                self._begin_segment()
                 return leap.times[-1], refused
         step = engine.begin()
         has_nothing = step.plan.is_empty and not (step.decoders or step.plan.failed or engine.scheduler.is_ending)
@@ -230,8 +232,12 @@ class Replica:
             self._send(now, events)
             return events, None
         self._send(now, events)
-        self._new_segment = True
+        self._begin_segment()
         return events, leap.times[-1]
+
+    def _begin_segment(self) -> None:
+        """The same requests decode in the steps that come."""
+        self._new_segment, self._in_segment = True, None
 
     def interrupt(self, now: float) -> None:
         """What is under way is lost: requests have what they drew until now."""
@@ -280,7 +286,12 @@ class Replica:
         due = self._due(leap, done)
         for at in due[-1:] if last else due:
             self._observe_leap(leap)
-            self._put_state(leap.times[at], self.state(*leap.blocks_by(at)))
+            taken, published = leap.blocks_by(at)
+            if self._in_segment is None:
+                self._in_segment = self.state(taken, published)
+            else:  # less takes half of the time
+                self._in_segment = self.report.later(self._in_segment, taken, published)
+            self._put_state(leap.times[at], self._in_segment)
         return done
 
     def _due(self, leap: Leap, done: int) -> list[int]:
@@ -367,6 +378,7 @@ class Replica:
 
     def announce(self, now: float) -> None:
         """Let gateways know the state now: it has just come, or drains."""
+        self._in_segment = None
         if self.boxes:
             self._put_state(now)
 
