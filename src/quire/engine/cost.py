@@ -246,9 +246,9 @@ class CostModel:
                 now += seconds(keys)
                 ends.append(now)
             return ends
-        seen = keys + num_sequences * np.arange(1, steps + 1)
-        durations = np.concatenate([[now], self.decoder(num_sequences, many=True)(seen)])
-        return np.add.accumulate(durations)[1:].tolist()  # type: ignore[no-any-return]
+        durations = self.decoder(num_sequences, many=True)(keys + num_sequences * np.arange(1, steps + 1))
+        durations[0] += now
+        return np.add.accumulate(durations).tolist()  # type: ignore[no-any-return]
 
     def decode_work(self, num_sequences: int) -> tuple[float, float]:
         """Bytes of weights and operations of linears of a step in which so many sequences decode."""

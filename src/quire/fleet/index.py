@@ -51,7 +51,8 @@ class FleetIndex:
         held, holders, bit = self._held.setdefault(slot, set()), self._holders, 1 << slot
         for digest in digests:
             held.add(digest)
-            holders[digest] = holders.get(digest, 0) | bit
+            others = holders.get(digest)
+            holders[digest] = bit if others is None else others | bit  # most have one holder: they share its number
 
     def remove(self, slot: int, digests: Iterable[int]) -> None:
         """The replica no longer holds these blocks. One that it did not hold is no error: a snapshot may be newer."""

@@ -42,7 +42,9 @@ class Histogram:
             ends = np.array(moments)
             at_once = ends[1:] - ends[:-1]
             values = at_once.tolist()
-            total = float(np.add.accumulate(np.concatenate([[self.sum], at_once * count]))[-1])
+            at_once *= count
+            at_once[0] += self.sum
+            total = float(np.add.accumulate(at_once)[-1])
         self.sum = total
         self.count += count * len(values)
         values.sort()

@@ -118,8 +118,9 @@ class Leap:
         """
         step += self._before
         taken, filled = self._decoders.taken_blocks(step), self._decoders.unpublished_blocks(step)
-        reusable = self._manager.indexes[0].by_block
-        return taken, filled - sum([block in reusable for block in self._manager.pools[0].next_free(taken)])
+        reusable, blocks = self._manager.indexes[0].by_block, self._manager.pools[0].next_free(taken)
+        empty = next((i for i, block in enumerate(blocks) if block in reusable), taken)  # these are taken first
+        return taken, filled - (taken - empty)
 
     def blocks_taken(self, moment: float) -> list[set[int]]:
         """The blocks of each group that the steps take which have begun by then, and that are not in the books yet."""

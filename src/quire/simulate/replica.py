@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Any
 
 from quire.cache.events import BlockRemoved, BlockStored, CacheEvent
@@ -21,6 +22,9 @@ from quire.simulate.device import NO_DEVICE, DeviceFile, Rates, ReplicaCost
 from quire.simulate.leap import Leap
 from quire.simulate.peers import Peers
 from quire.simulate.simulation import Simulation, Step
+
+
+_first_number = Struct("<Q").unpack_from
 
 
 @dataclass(eq=False)
@@ -410,4 +414,4 @@ class Replica:
 
 def wire_name(digest: bytes) -> int:
     """A block's name as gateways have it."""
-    return int.from_bytes(digest[:8], "little")
+    return _first_number(digest)[0]  # type: ignore[no-any-return]
