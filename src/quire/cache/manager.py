@@ -341,16 +341,16 @@ class BlockManager:
                 self.pools[g].release(blocks, self.indexes[g].by_block)
             raise
         for g, (index, blocks) in enumerate(zip(self.indexes, taken, strict=True)):
-            lost = [block for block in blocks if block in index.by_block]
+            lost = index.evict(blocks, self.now)
             if not lost:
                 continue
-            if self.disk is not None:
-                for block in lost:
-                    self.disk.cancel(g, block)
-            digests = index.evict(lost, self.now)
             self.num_evicted += len(lost)
+            if self.disk is not None:
+                for cached in lost:
+                    self.disk.cancel(g, cached.block)
             if self.listeners:
-                self._tell(events.BlockRemoved(self.now, g, lost, digests, evicted=True))
+                names = [cached.block for cached in lost], [cached.digest for cached in lost]
+                self._tell(events.BlockRemoved(self.now, g, *names, evicted=True))
         return taken
 
     def advance(self, request: Request, num_new: int) -> None:

@@ -126,20 +126,28 @@ class PrefixIndex:
                 self._evicted.pop(digest, None)
         return True
 
-    def evict(self, blocks: Iterable[int], now: float) -> list[bytes]:
-        """Forget blocks whose memory is needed, and remember when that was. Their digests."""
-        evicted, digests = self._evicted, []
+    def evict(self, blocks: Iterable[int], now: float) -> list[CachedBlock]:
+        """Forget what these blocks hold, whose memory is needed, and remember when that was. What it was."""
+        evicted, lost = self._evicted, []
         for block in blocks:
-            digest = self.withdraw(block).digest
+            cached = self.by_block.pop(block, None)
+            if cached is None:
+                continue
+            self._unlink(cached)
             if len(evicted) >= self._num_remembered:
                 evicted.popitem(last=False)
-            evicted[digest] = now
-            digests.append(digest)
-        return digests
+            evicted[cached.digest] = now
+            lost.append(cached)
+        return lost
 
     def withdraw(self, block: int) -> CachedBlock:
         """Forget a block."""
         cached = self.by_block.pop(block)
+        self._unlink(cached)
+        return cached
+
+    def _unlink(self, cached: CachedBlock) -> None:
+        """Let no other table have a block that is forgotten."""
         del self._by_digest[cached.digest]
         siblings = self._children.get(cached.parent)
         if siblings == [cached.tokens]:  # as most are
@@ -153,7 +161,6 @@ class PrefixIndex:
             roots.discard(cached.parent)
             if not roots:
                 del self._roots[cached.tokens]
-        return cached
 
     def clear(self) -> None:
         """Forget everything, also what was lost."""

@@ -85,14 +85,13 @@ class Gateway:
         given = self.index.held_runs(digests, NO_DISKS) if runs and self._reads_peers else {}
         candidates = []
         for slot, (came, state) in self._states.items():
-            if slot in self.lost:
-                continue
             num_blocks, unseen = runs.get(slot, 0), self._unseen.get(slot)
             if not (num_blocks or unseen):  # most of a fleet
                 same = self._same.get(slot)
                 if same is None or same.state is not state:
                     same = self._same[slot] = self._candidate(slot, state, 0.0, 0, 0, 0, 0)
-                same.step_age = step_age(state, came, now, now)
+                if state.num_running or state.num_waiting:
+                    same.step_age = step_age(state, came, now, now)
                 candidates.append(same)
                 continue
             uncached, first = 0, now

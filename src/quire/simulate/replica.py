@@ -289,11 +289,11 @@ class Replica:
         done = min(leap.num_planned - 1, leap.num_done(now))
         due = self._due(leap, done)
         for at in due[-1:] if last else due:
-            self._observe_leap(leap)
             taken, published = leap.blocks_by(at)
             if self._in_segment is None:
+                self._observe_leap(leap)
                 self._in_segment = self.state(taken, published)
-            else:  # less takes half of the time
+            else:  # in half of the time
                 self._in_segment = self.report.later(self._in_segment, taken, published)
             self._put_state(leap.times[at], self._in_segment)
         return done
