@@ -46,7 +46,6 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "ASKED": (8, 32),
         "TIMES": 2,
         "LOADED": 6,
-        "PROCESSES": 1,
         "AGAIN_ALONE": 1,
         "AGAIN_LOADED": 1,
         "AGAIN_GATEWAY": 1,
@@ -175,12 +174,17 @@ def test_few_steps_say_nothing_of_requests_that_come() -> None:
     assert found.machine["prompts_seen"] < calibrate.LEAST_SEEN
 
 
-def test_what_neighbours_cost_is_found_again() -> None:
-    """From how long all requests took, and streams and prompts that came alone."""
+@pytest.mark.parametrize("apart", [1.0, 1.1])
+def test_what_neighbours_cost_is_found_again(apart: float) -> None:
+    """From how long all requests took, and streams and prompts that came alone.
+
+    apart: how many times as long as simulated they take without a neighbour, too.
+    """
     known = replace(KNOWN, server=ServerFit(arrival=2e-3))
     two = calibrate._Load(2, Sizes(8, 512), some_rows(0.0), MODEL, "")
     crowded = replace(known, per_neighbour=0.1, host_bytes_per_second=1.6e10)
-    found = two.next_to_another(known, [calibrate._Loaded(two.seconds(crowded), expected(MODEL, crowded, 2), [])])
+    run = calibrate._Loaded(apart * two.seconds(crowded), expected(MODEL, crowded, 2), [])
+    found = two.next_to_another(known, [run], apart)
     assert found.per_neighbour == pytest.approx(0.1, rel=0.1)
     assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
 

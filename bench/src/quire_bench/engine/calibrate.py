@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +45,7 @@ from quire_bench.fleet.replaying import (
     sent,
     simulated,
 )
+from quire_bench.fleet.running import Replica
 from quire_bench.fleet.speed import SHORTEST, Probes, at_speed, mean, probed, server_token
 from quire_bench.fleet.steps_seen import step_seconds, steps_seen
 from quire_bench.kernels.attention import product_rate, read_rate
@@ -80,8 +81,8 @@ LEAST_SEEN = 8  # steps that compute a prompt next to others, of which it is fou
 HURRY = 0.8  # of the time that they take all at once, in which they come
 FEWEST = 8  # of these, where LOADED would take longer than
 LONGEST_LOAD = 20.0  # seconds
-PROCESSES = 3  # of one replica that they are sent to, as their memory lies elsewhere
-AGAIN_ALONE, AGAIN_LOADED = 2, 4  # times that they are sent to each of these, and to two replicas
+# Times that they are sent to one replica, to each of two others, as their memory lies elsewhere, and to these together.
+AGAIN_ALONE, AGAIN_APART, AGAIN_LOADED = 1, 2, 3
 AGAIN_GATEWAY = 3  # times that a gateway is measured
 LOADED_PROMPT = Lengths(median=192, spread=0.7, least=16, most=448)
 LOADED_ANSWER = Lengths(median=24, spread=0.7, least=4, most=96)
@@ -151,14 +152,13 @@ def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[],
         },
         residuals=residuals(fit, [one.work for one in kinds], [one.seconds for one in kinds]) | {"cases": cases},
     )
-    for stage in (_under_load, _next_to_another):
-        if llm.decoder.max_model_len >= LONGEST:
-            device = stage(device, options, llm)
-        advance()
+    if llm.decoder.max_model_len >= LONGEST:
+        device = _under_load(device, options, llm)
+    advance()
     return device
 
 
-PARTS = 4 + ROUNDS + len(ASKED)
+PARTS = 3 + ROUNDS + len(ASKED)
 
 
 def _touch(llm: LLM) -> None:
@@ -411,14 +411,15 @@ class _Load(NamedTuple):
         server = replace(server, arrival=max(0.0, came + begun), loaded=max(0.0, loaded))
         return replace(device, server=server)
 
-    def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
+    def next_to_another(self, device: DeviceFile, runs: Sequence[_Loaded], apart: float) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
 
+        apart: how many times as long as simulated each of them took for a load by itself, which is no neighbour's.
         A larger share lets less of what streams at all of them took be for reading. So it is found in turns.
         """
         for _ in range(TURNS):
             before = device.per_neighbour
-            ratio = self.compared(device, runs)
+            ratio = self.compared(device, runs) / apart
             device = replace(device, per_neighbour=max(0.0, (1 + before) * ratio - 1))
             if abs(device.per_neighbour - before) < SETTLED:
                 break
@@ -455,31 +456,28 @@ def _sizes(llm: LLM, rows: Sequence[TraceRow]) -> Sizes:
 
 
 def _under_load(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
-    """The device, with how much longer steps take where requests come."""
-    load, runs = _load(1, device, llm), []
-    for _ in range(PROCESSES):
-        with alone(torch.get_num_threads(), load.sizes, options) as running:
-            runs += _runs(load, running, AGAIN_ALONE)
-    return load.under_load(device, runs)
-
-
-def _next_to_another(device: DeviceFile, options: Sequence[str], llm: LLM) -> DeviceFile:
-    """The device, with what two replicas that compute cost one another, their gateway's time among it."""
-    load = _load(2, device, llm)
-    with behind_gateway(2, torch.get_num_threads(), load.sizes, options) as running:
-        runs = _runs(load, running, AGAIN_LOADED)
+    """The device, with how much longer steps take where requests come, and where another replica computes."""
+    one, two, threads = _load(1, device, llm), _load(2, device, llm), torch.get_num_threads()
+    with alone(threads, one.sizes, options) as running:
+        runs = _runs(one, running.url, running.replicas, range(AGAIN_ALONE))
+    one = one._replace(sizes=two.sizes)
+    with behind_gateway(2, threads, two.sizes, options) as running:
+        turns = range(AGAIN_APART)
+        apart = [run for replica in running.replicas for run in _runs(one, replica.url, [replica], turns)]
+        together = _runs(two, running.url, running.replicas, range(AGAIN_APART, AGAIN_APART + AGAIN_LOADED))
         gateway = statistics.median(_gateway(running) for _ in range(AGAIN_GATEWAY))
         peer_byte = _peer_byte(running, llm)
+    device = one.under_load(device, runs + apart)
     device = replace(device, server=replace(device.server, gateway=max(0.0, gateway), peer_byte=peer_byte))
-    return load.next_to_another(device, runs)
+    return two.next_to_another(device, together, one.compared(device, apart))
 
 
-def _runs(load: _Load, running: Serving, times: int) -> list[_Loaded]:
-    """The load, sent so many times, and the speed before and after each."""
-    found, before = [], probed(running.replicas)
-    for turn in range(times):
-        run = sent(running.url, load.rows, 0, turn)
-        after = probed(running.replicas)
+def _runs(load: _Load, url: str, replicas: Sequence[Replica], turns: Iterable[int]) -> list[_Loaded]:
+    """The load, sent in each of these turns with other tokens, and the speed of the replicas before and after each."""
+    found, before = [], probed(replicas)
+    for turn in turns:
+        run = sent(url, load.rows, 0, turn)
+        after = probed(replicas)
         found.append(_Loaded(seconds_of(run), mean([before, after]), run.records))
         before = after
     return found
