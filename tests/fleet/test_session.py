@@ -86,7 +86,7 @@ def test_calls_that_a_state_counts_come_with_it(now: list[float]) -> None:
 END = Frame(1, 0, 5, [9], 3, "end", None, ["stop", None, None])
 
 
-@pytest.mark.parametrize("kind", ["events", "frames"])
+@pytest.mark.parametrize("kind", ["events", "long events", "frames"])
 def test_a_gateway_that_reads_too_slowly_is_dropped(kind: str) -> None:
     """Whatever it leaves unread: else it takes a replica's memory."""
     one = Session("s", lambda _: HELLO)
@@ -94,6 +94,8 @@ def test_a_gateway_that_reads_too_slowly_is_dropped(kind: str) -> None:
     for _ in range(2):
         if kind == "events":
             one.add([["+", i] for i in range(MAX_UNSENT + 1)], state(), [])
+        elif kind == "long events":
+            one.add([["+", *range(MAX_UNSENT // 2)]] * 2, state(), [])
         else:
             one.report([END] * (MAX_UNSENT + 1))
 

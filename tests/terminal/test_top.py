@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,9 +132,12 @@ def test_a_running_server(names: str) -> None:
             looks, seen = Top(Client(server.url, "a key")), ""
             # The counts and the requests are two answers: a request may end between them.
             words = ("2 running of 2 at most, 1 waiting", "a seat (2 taken)", "decoding", "prefix hits")
-            while " 0.0 new" in seen or not all(word in seen for word in words):
+            deadline = time.monotonic() + 60
+            while (" 0.0 new" in seen or not all(word in seen for word in words)) and time.monotonic() < deadline:
                 seen = "\n".join(looks.look())
             assert seen.startswith("quire-embedded at http://127.0.0.1:")
+            assert " 0.0 new" not in seen
+            assert [word for word in words if word not in seen] == []
         finally:
             stop.set()
             for client in clients:

@@ -79,7 +79,10 @@ class Report:
         )
 
     def later(self, before: ReplicaState, taken: int, published: int) -> ReplicaState:
-        """The replica after steps that only decoded since that state. taken, published: as `state` has them."""
+        """The replica after steps in which the same requests decoded since that state, and nothing else came to pass.
+
+        taken, published: as `state` has them. Takes half of its time.
+        """
         free, cached = self._free_blocks(taken, published)
         return replace(before, free_blocks=free, cached_blocks=cached)
 

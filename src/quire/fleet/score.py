@@ -42,7 +42,7 @@ class Demand:
 class Candidate:
     """A replica as the gateway sees it when a request arrives.
 
-    It is not frozen: one of each replica is made for each request, in half of the time.
+    It is not frozen, so that the many for each request are made in half of the time, or used again with another age.
     Raises BadValue, with the field's name, for a number that cannot be.
     """
 

@@ -16,7 +16,7 @@ from quire.request import Request
 from quire.server.http.api_error import api_error
 from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
-MAX_UNSENT = 2**16  # frames and events: a gateway that reads so slowly is dropped
+MAX_UNSENT = 2**16  # frames and what events name: a gateway that reads so slowly is dropped
 
 
 class Session:
@@ -33,6 +33,7 @@ class Session:
         self._frames: list[Frame] = []
         self._failed: list[list[Any]] = []
         self._events: list[list[Any]] = []
+        self._num_named = 0  # words of these
         self._first_event = 0  # the number of the first of these
         self._snapshot: list[int] | None = None
         self._on_disk: list[int] = []
@@ -60,6 +61,7 @@ class Session:
     def add(self, events: list[list[Any]], state: ReplicaState, started: Sequence[int]) -> None:
         """Events of a step, the state after it, and the calls that this one counts for the first time."""
         self._events += events
+        self._num_named += sum(map(len, events))
         self._bound()
         self._state = state
         self._started += started
@@ -80,9 +82,9 @@ class Session:
 
     def _bound(self) -> None:
         """Drop a gateway that reads too slowly, and what it was to be sent."""
-        if self._gone or len(self._frames) + len(self._events) > MAX_UNSENT:
+        if self._gone or len(self._frames) + self._num_named > MAX_UNSENT:
             self.close()
-            self._frames, self._events = [], []
+            self._frames, self._events, self._num_named = [], [], 0
 
     async def lines(self) -> AsyncIterator[bytes]:
         """What is sent."""
@@ -108,7 +110,7 @@ class Session:
         elif self._events:
             message |= {"event": self._first_event, "events": self._events}
             self._first_event += len(self._events)
-            self._events = []
+            self._events, self._num_named = [], 0
         now, state = time.monotonic(), self._state
         is_new = state is not self._sent_state and (now >= self._next_state or load_differs(state, self._sent_state))
         if state is not None and (is_new or self.draining != self._sent_draining):

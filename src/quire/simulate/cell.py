@@ -97,7 +97,7 @@ class Cell:
     def _forget_blocks(self) -> None:
         """Free what is known of blocks: most of a cell's memory.
 
-        A cell is part of cycles. The collector of cycles would look at all of these first, several times.
+        A cell is part of cycles: it is collected late, and the collector would look at each block's objects first.
         """
         for gateway in self.gateways:
             gateway.index = FleetIndex()

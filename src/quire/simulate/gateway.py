@@ -37,7 +37,9 @@ class Gateway:
         self.lost: set[int] = set()  # slots that do not answer
         self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
         self._reads_peers = False  # whether any replica does
-        self._same: dict[int, Candidate] = {}  # by slot: what it was for a request of which it knew nothing
+        self._same: dict[
+            int, Candidate
+        ] = {}  # by slot: of which nothing is unseen, for requests of which it has no block
         self._sent: dict[int, Sent] = {}  # by flow
         self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
 
@@ -90,8 +92,7 @@ class Gateway:
                 same = self._same.get(slot)
                 if same is None or same.state is not state:
                     same = self._same[slot] = self._candidate(slot, state, 0.0, 0, 0, 0, 0)
-                if state.num_running or state.num_waiting:
-                    same.step_age = step_age(state, came, now, now)
+                same.step_age = step_age(state, came, now, now)
                 candidates.append(same)
                 continue
             uncached, first = 0, now

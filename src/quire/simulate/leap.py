@@ -119,7 +119,7 @@ class Leap:
         step += self._before
         taken, filled = self._decoders.taken_blocks(step), self._decoders.unpublished_blocks(step)
         reusable, blocks = self._manager.indexes[0].by_block, self._manager.pools[0].next_free(taken)
-        empty = next((i for i, block in enumerate(blocks) if block in reusable), taken)  # these are taken first
+        empty = next((i for i, block in enumerate(blocks) if block in reusable), taken)  # empty blocks are taken first
         return taken, filled - (taken - empty)
 
     def blocks_taken(self, moment: float) -> list[set[int]]:

@@ -23,7 +23,6 @@ from quire.simulate.leap import Leap
 from quire.simulate.peers import Peers
 from quire.simulate.simulation import Simulation, Step
 
-
 _first_number = Struct("<Q").unpack_from
 
 
@@ -293,7 +292,7 @@ class Replica:
             if self._in_segment is None:
                 self._observe_leap(leap)
                 self._in_segment = self.state(taken, published)
-            else:  # in half of the time
+            else:
                 self._in_segment = self.report.later(self._in_segment, taken, published)
             self._put_state(leap.times[at], self._in_segment)
         return done

@@ -6,7 +6,7 @@ A line holds ids and counts, never a token. All times are seconds since the log 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +53,9 @@ class EventLog:
         self.num_prompt_tokens = self.num_generated_tokens = 0  # computed and generated, so far
         self._scheduler = engine.scheduler
         self._start = engine.scheduler.clock()
-        # Events with their request's ordinal and, of BlockStored, the block before; and lines about requests and steps.
-        self._unreported: deque[tuple[CacheEvent, int, int] | list[Any]] = deque(maxlen=MAX_UNREPORTED)
+        # Events with their request's ordinal; of BlockStored the block before; of it and of BlockRemoved which of their
+        # blocks this is about; and lines about requests and steps.
+        self._unreported: deque[tuple[CacheEvent, int, int, int] | list[Any]] = deque(maxlen=MAX_UNREPORTED)
         self._silent: dict[str, TrackedRequest] = {}  # the requests that have run, but have no token yet
         self._states: Counter[str] = Counter()  # how many requests are in each state
         self._last_met = -1  # ordinal
@@ -98,10 +99,10 @@ class EventLog:
         if isinstance(event, cache.BlockStored) and event.parent_block_hash is not None:
             found = self._scheduler.manager.indexes[event.group].block_of(event.parent_block_hash)
             before = -1 if found is None else found
-        for one in _of_one_block(event):
-            self._unreported.append((one, ordinal, before))
-            if isinstance(one, cache.BlockStored):
-                before = one.blocks[0]
+        # An entry for each block that can, or can no longer, be reused: a long prompt has many in one event.
+        for at in range(len(event.blocks) if isinstance(event, (cache.BlockStored, cache.BlockRemoved)) else 1):
+            self._unreported.append((event, ordinal, before, at))
+            before = event.blocks[at] if isinstance(event, cache.BlockStored) else -1
 
     def observe(self, events: Sequence[Event]) -> None:
         """Take in the events of a step."""
@@ -248,7 +249,7 @@ class EventLog:
                 lines.append(line)
         return [dumps([_shortened(value) for value in line]) for line in lines]
 
-    def _line(self, event: CacheEvent, ordinal: int, before: int) -> list[Any]:
+    def _line(self, event: CacheEvent, ordinal: int, before: int, at_block: int) -> list[Any]:
         at, group = self._at(event.time), event.group
         if isinstance(event, (cache.BlocksAllocated, cache.BlocksShared, cache.BlocksFreed)):
             return [PLAIN[type(event)], at, group, ordinal, event.blocks]
@@ -261,11 +262,11 @@ class EventLog:
         if isinstance(event, cache.HostBlocksFreed):
             return ["host_freed", at, group, ordinal, event.host_blocks]
         if isinstance(event, cache.BlockStored):
-            names = [_name(digest) for digest in event.block_hashes]
-            return ["stored", at, group, ordinal, [*event.blocks], names, [before + 1]]
+            name = _name(event.block_hashes[at_block])
+            return ["stored", at, group, ordinal, [event.blocks[at_block]], [name], [before + 1]]
         if isinstance(event, cache.BlockRemoved):
             what = "evicted" if event.evicted else "forgotten"
-            return [what, at, group, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
+            return [what, at, group, [event.blocks[at_block]], [_name(event.block_hashes[at_block])]]
         return ["cleared", at, group]
 
     def numbers(self) -> list[list[int]]:
@@ -283,21 +284,6 @@ class EventLog:
                 self._count(tracked)
                 rows.append([request.schedule.ordinal, *numbers])
         return rows
-
-
-def _of_one_block(event: CacheEvent) -> Iterator[CacheEvent]:
-    """An event for each block that can, or can no longer, be reused. The log's bound is one of blocks, not of prompts.
-
-    Without tokens, which no line has.
-    """
-    if isinstance(event, cache.BlockStored):
-        for block, digest in zip(event.blocks, event.block_hashes, strict=True):
-            yield replace(event, blocks=[block], block_hashes=[digest], token_ids=[])
-    elif isinstance(event, cache.BlockRemoved):
-        for block, digest in zip(event.blocks, event.block_hashes, strict=True):
-            yield replace(event, blocks=[block], block_hashes=[digest])
-    else:
-        yield event
 
 
 def family(request: Request) -> int:
