@@ -79,9 +79,9 @@ class Report:
         )
 
     def later(self, before: ReplicaState, taken: int, published: int) -> ReplicaState:
-        """The replica after steps in which the same requests decoded since that state, and nothing else came to pass.
+        """The replica after steps in which the same requests decoded since that state, and nothing else happened.
 
-        taken, published: as `state` has them. Takes half of its time.
+        taken, published: as `state` has them.
         """
         free, cached = self._free_blocks(taken, published)
         return replace(before, free_blocks=free, cached_blocks=cached)

@@ -42,7 +42,8 @@ class Demand:
 class Candidate:
     """A replica as the gateway sees it when a request arrives.
 
-    It is not frozen, so that the many for each request are made in half of the time, or used again with another age.
+    It is not frozen: a gateway makes one of each replica for each request, and a frozen one takes twice as long. The
+    simulator changes the `step_age` of one that it uses again.
     Raises BadValue, with the field's name, for a number that cannot be.
     """
 

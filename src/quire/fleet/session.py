@@ -33,7 +33,7 @@ class Session:
         self._frames: list[Frame] = []
         self._failed: list[list[Any]] = []
         self._events: list[list[Any]] = []
-        self._num_named = 0  # words of these
+        self._num_named = 0  # blocks that these name, and one for what each of them says
         self._first_event = 0  # the number of the first of these
         self._snapshot: list[int] | None = None
         self._on_disk: list[int] = []

@@ -37,9 +37,8 @@ class Gateway:
         self.lost: set[int] = set()  # slots that do not answer
         self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
         self._reads_peers = False  # whether any replica does
-        self._same: dict[
-            int, Candidate
-        ] = {}  # by slot: of which nothing is unseen, for requests of which it has no block
+        # By slot: for requests of which the replica has no block, while all that it was sent is in its state.
+        self._same: dict[int, Candidate] = {}
         self._sent: dict[int, Sent] = {}  # by flow
         self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
 

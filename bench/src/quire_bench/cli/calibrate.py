@@ -25,7 +25,7 @@ def calibrate(
 ) -> None:
     """Time decode, prefill and mixed steps, requests and tokens over HTTP, and fit the simulator's model to them.
 
-    Takes about six minutes, in which nothing else should run. Starts servers and gateways and stops them again.
+    Takes about five minutes, in which nothing else should run. Starts servers and gateways and stops them again.
     """
     import os
 
