@@ -16,6 +16,11 @@ def test_blocks_are_owned_cached_or_empty() -> None:
     assert (some.owned_blocks, some.held_blocks) == (30, 80)
 
 
+def test_other_free_blocks_change_nothing_else() -> None:
+    some = state(num_waiting=3, seconds_a_disk_block=0.5)
+    assert some.with_room(40, 7) == replace(some, free_blocks=40, cached_blocks=7)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

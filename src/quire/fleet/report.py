@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from quire.engine.scheduler import Scheduler
 from quire.fleet.rates import StepRates
@@ -83,8 +82,7 @@ class Report:
 
         taken, published: as `state` has them.
         """
-        free, cached = self._free_blocks(taken, published)
-        return replace(before, free_blocks=free, cached_blocks=cached)
+        return before.with_room(*self._free_blocks(taken, published))
 
     def _free_blocks(self, taken: int, published: int) -> tuple[int, int]:
         """Free blocks, and those of them that can be reused, of the group that has the fewest."""

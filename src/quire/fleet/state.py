@@ -51,6 +51,18 @@ class ReplicaState:
         if not isinstance(self.draining, bool):
             raise BadValue(f"draining is {self.draining!r}; it must be true or false")
 
+    def with_room(self, free_blocks: int, cached_blocks: int) -> ReplicaState:
+        """The same with other free blocks. They are not checked again: a replica's own numbers.
+
+        `dataclasses.replace` takes four times as long, and simulated fleets make many of them.
+        """
+        found = object.__new__(ReplicaState)
+        for name in ReplicaState.__slots__:
+            object.__setattr__(found, name, getattr(self, name))
+        object.__setattr__(found, "free_blocks", free_blocks)
+        object.__setattr__(found, "cached_blocks", cached_blocks)
+        return found
+
     @property
     def owned_blocks(self) -> int:
         """Blocks that requests own."""
