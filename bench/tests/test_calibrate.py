@@ -17,11 +17,12 @@ from quire.engine.trace import TraceRow
 from quire.errors import QuireError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, StepFit, model_digest, read_device
-from quire_bench.engine import calibrate
+from quire_bench.engine import calibrate, step_kinds, under_load
 from quire_bench.fleet import replaying
 from quire_bench.fleet.replaying import Sizes
-from quire_bench.fleet.speed import expected
+from quire_bench.fleet.speed import cost_at, expected
 from quire_bench.fleet.steps_seen import step_seconds, steps_seen
+from quire_bench.proc import num_cores
 from quire_bench.server.client import Record
 
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
@@ -35,35 +36,30 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "BETWEEN": (3,),
         "PROMPTS": (4, 16, 128, 140, 200),
         "MIXED": ((2, 32), (4, 16)),
+        "SEVERAL": ((4, 32), (7, 20)),
         "CACHED": ((64, 32),),
-    }
-    short = {
-        "ROUNDS": 2,
         "STEPS": 3,
         "AGAIN": 1,
-        "AGAIN_STREAM": 2,
-        "TOKENS": 12,
-        "ASKED": (8, 32),
-        "TIMES": 2,
-        "LOADED": 6,
-        "AGAIN_ALONE": 1,
-        "AGAIN_LOADED": 1,
-        "AGAIN_GATEWAY": 1,
     }
-    for name, value in (small | short).items():
-        monkeypatch.setattr(calibrate, name, value)
+    short = {"ROUNDS": 2, "AGAIN_STREAM": 2, "TOKENS": 12, "ASKED": (8, 32), "TIMES": 2}
+    light = {"LOADED": 6, "AGAIN_APART": 1, "AGAIN_GATEWAY": 1, "LOOPS_STREAMS": (1, 2), "LOOPS_TOKENS": 12}
+    for module, values in (step_kinds, small), (calibrate, short), (under_load, light):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(replaying, "WARM_UP", 2)
     path = tmp_path / "device.json"
     arguments = ["bench", "calibrate", "--out", str(path), "--max-num-seqs", "8", "--kv-cache-memory", "64MiB"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     found = read_device(path)
-    assert found.residuals["steps"] == 2 * 2 + 1 + 5 + 2 + 1
+    assert found.residuals["steps"] == 2 * 2 + 1 + 5 + 2 + 2 + 1
     assert {rows for rows, _ in found.step.rows} == {1, 3, 4, 16, 20, 32, 34, 128, 140, 200}
     assert found.model_name == "embedded"
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0
     assert found.per_neighbour >= 0
+    assert found.per_machine == max(1, num_cores() // int(found.machine["threads"]))
+    assert 0 <= found.server.host_request < 0.2
     assert found.server.drawn < 0.01
     assert found.machine["prompts_seen"] >= 0
     assert found.server.peer_byte > 0
@@ -86,9 +82,9 @@ def some_rows(between: float) -> list[TraceRow]:
     return [TraceRow(i * between, rng.randrange(50, 300), rng.randrange(10, 40)) for i in range(32)]
 
 
-def records_of(device: DeviceFile, rows: Sequence[TraceRow], budget: int = 10**9) -> list[Record]:
+def records_of(device: DeviceFile, rows: Sequence[TraceRow], budget: int = 10**9, computing: int = 1) -> list[Record]:
     """What a client sees of a replica that takes for its steps what the device says, and cuts prompts at the budget."""
-    cost = ReplicaCost(MODEL, device.step, device.block_size, device.server)
+    cost = cost_at(device, MODEL, computing)
     records, now = [Record(row.arrival, row.arrival) for row in rows], 0.0
     for record, row in zip(records, rows, strict=True):
         record.answer.prompt_tokens = row.prompt_tokens
@@ -149,44 +145,67 @@ def test_an_answer_that_does_not_count_its_prompt() -> None:
         list(steps_seen([Record(0.0, 0.0)], 1e-4))
 
 
+def loaded_as(device: DeviceFile, rows: Sequence[TraceRow], count: int = 1) -> under_load._Loaded:
+    """So many replicas that take what the device says, each with all of the rows."""
+    records = [records_of(device, rows, computing=count) for _ in range(count)]
+    return under_load._Loaded(expected(MODEL, device, count), records, under_load._Work(1, 1, 1, 0.0))
+
+
 def test_what_a_server_adds_under_load_is_found_again() -> None:
     """By its probes and its steps, though it reads slower than when its steps were timed."""
-    server = ServerFit(step=5e-4, drawn=1e-4, arrival=2e-3, loaded=0.03)
-    loaded = replace(KNOWN, server=server, step=replace(STEP, weight_byte=4e-10))
-    load = calibrate._Load(1, Sizes(8, 512), some_rows(0.1), MODEL, "")
-    records = records_of(loaded, load.rows)
-    records[3].answer.times[5] += 2e-4  # as where another program has the core
-    run = calibrate._Loaded(0.0, expected(MODEL, loaded, 1), records)
+    server = ServerFit(step=5e-4, drawn=1e-4, arrival=2e-3, beside=2e-5, loaded=5e-5)
+    loaded = replace(KNOWN, server=server, step=replace(STEP, weight_byte=4e-10, cache_byte=4 / 3 * 1e-9))
+    load = under_load._Load(Sizes(8, 512), some_rows(0.1), MODEL)
+    run = loaded_as(loaded, load.rows)
+    run.records[0][3].answer.times[5] += 2e-4  # as where another program has the core
     timed = replace(KNOWN, server=ServerFit(step=6e-4))  # a stream has a token in each step
     found = load.under_load(timed, [run])
-    assert found.server.drawn == pytest.approx(1e-4, rel=0.05)
+    assert found.server.drawn == pytest.approx(1e-4, rel=0.1)  # a stream has a token in each step, too
     assert found.server.step == pytest.approx(5e-4, rel=0.05)
     assert found.server.arrival == pytest.approx(2e-3, rel=0.05)
-    assert found.server.loaded == pytest.approx(0.03, rel=0.05)
-    assert found.machine["prompts_seen"] >= calibrate.LEAST_SEEN
+    assert found.server.beside == pytest.approx(2e-5, rel=0.05)
+    assert found.server.loaded == pytest.approx(5e-5, rel=0.05)
+    assert found.machine["prompts_seen"] >= under_load.LEAST_SEEN
 
 
 def test_few_steps_say_nothing_of_requests_that_come() -> None:
-    load = calibrate._Load(1, Sizes(8, 512), some_rows(0.1)[:2], MODEL, "")
-    loaded = replace(KNOWN, server=ServerFit(arrival=2e-3))
-    found = load.under_load(KNOWN, [calibrate._Loaded(0.0, expected(MODEL, KNOWN, 1), records_of(loaded, load.rows))])
+    load = under_load._Load(Sizes(8, 512), some_rows(0.1)[:2], MODEL)
+    found = load.under_load(KNOWN, [loaded_as(replace(KNOWN, server=ServerFit(arrival=2e-3)), load.rows)])
     assert found.server.arrival == 0.0
-    assert found.machine["prompts_seen"] < calibrate.LEAST_SEEN
+    assert found.machine["prompts_seen"] < under_load.LEAST_SEEN
 
 
-@pytest.mark.parametrize("apart", [1.0, 1.1])
-def test_what_neighbours_cost_is_found_again(apart: float) -> None:
-    """From how long all requests took, and streams and prompts that came alone.
+WORKS = [under_load._Work(*counts, 5e-3 * counts[0] + 1e-3 * counts[1] + 3e-5 * counts[2])
+         for counts in ((100, 400, 3000), (8, 190, 760), (32, 190, 3000))]  # fmt: skip
 
-    apart: how many times as long as simulated they take without a neighbour, too.
+
+@pytest.mark.parametrize(("waited", "per_machine"), [(2e-3, 2), (1e-3, 2), (0.0, 2), (0.0, 8)])
+@pytest.mark.parametrize("longer", [0.0, 0.1])
+def test_what_neighbours_cost_is_found_again(waited: float, per_machine: int, longer: float) -> None:
+    """By how long steps of both took, and streams and prompts that came alone.
+
+    waited: seconds of 2 ms a step that are done besides, for which a step waits. longer: what it takes besides that.
     """
-    known = replace(KNOWN, server=ServerFit(arrival=2e-3))
-    two = calibrate._Load(2, Sizes(8, 512), some_rows(0.0), MODEL, "")
-    crowded = replace(known, per_neighbour=0.1, host_bytes_per_second=1.6e10)
-    run = calibrate._Loaded(apart * two.seconds(crowded), expected(MODEL, crowded, 2), [])
-    found = two.next_to_another(known, [run], apart)
-    assert found.per_neighbour == pytest.approx(0.1, rel=0.1)
-    assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
+    known = replace(KNOWN, per_machine=per_machine)
+    load = under_load._Load(Sizes(8, 512), some_rows(0.0), MODEL)
+    crowded = replace(known, per_neighbour=longer, host_bytes_per_second=1.6e10)
+    held_up = replace(crowded, server=ServerFit(step=waited))
+    run = loaded_as(held_up, load.rows, 2)._replace(
+        probes=expected(MODEL, crowded, 2), work=under_load._Work(64, 500, 1000, 1.0)
+    )
+    found = load.next_to_another(known, run, WORKS)
+    server, whole = found.server, waited == 2e-3 or per_machine == 8
+    besides = [server.host_request / 5e-3, server.host_step / 1e-3, server.host_token / 3e-5]
+    assert besides == pytest.approx([besides[0]] * 3, rel=1e-6)
+    if whole:
+        assert besides[0] == pytest.approx(1.0, rel=0.02)
+        assert found.per_neighbour == pytest.approx(longer, abs=0.01)
+        assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
+    elif not longer:
+        assert besides[0] == pytest.approx(waited / 2e-3, abs=0.02)
+        assert found.per_neighbour == 0.0
+    else:  # which of both it is, nobody can tell
+        assert besides[0] < 1.0 or found.per_neighbour < longer
 
 
 def test_a_dtype_that_fleets_are_not_simulated_with(tmp_path: Path) -> None:

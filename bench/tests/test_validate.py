@@ -65,7 +65,7 @@ def test_a_device_at_another_speed() -> None:
     step = replace(STEP, weight_byte=1e-9, linear_flop=1e-10, sequence=1e-3)
     device = replace(DEVICE, step=step, server=ServerFit(step=1e-4, request=1e-3, prompt_token=1e-6, drawn=1e-5))
     parts = {"weight_byte": 0.8, "token": 1.2, "linear_flop": 1.2, "attention_flop": 1.2, "step": 1.2,
-             "sequence": 1.3, "cache_byte": 1.3}  # fmt: skip
+             "sequence": 1.3, "cache_byte": 0.8}  # fmt: skip
     slower = replace(step, **{name: by * getattr(step, name) for name, by in parts.items()})
     other = replace(device, step=slower, server=replace(device.server, drawn=1.3e-5))
     took = expected(MODEL, other, 2)

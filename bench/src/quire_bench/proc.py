@@ -16,11 +16,24 @@ def sizes(path: Path) -> dict[str, int]:
     return {name: 1024 * int(kilobytes) for name, kilobytes in lines}
 
 
+def tells_cpu_time() -> bool:
+    """Whether the system tells what a process and its threads took."""
+    return Path("/proc/self/stat").exists()
+
+
 def cpu_seconds(pid: int) -> float:
     """Seconds of CPU time that a process has taken, its threads together. Raises ConfigError without /proc."""
-    path = Path(f"/proc/{pid}/stat")
+    return _cpu_seconds(Path(f"/proc/{pid}/stat"))
+
+
+def first_thread_seconds(pid: int) -> float:
+    """Seconds of CPU time that a process's first thread has taken. Raises ConfigError without /proc."""
+    return _cpu_seconds(Path(f"/proc/{pid}/task/{pid}/stat"))
+
+
+def _cpu_seconds(path: Path) -> float:
     if not path.exists():
-        raise ConfigError(f"there is no {path}, where Linux tells a process's CPU time")
+        raise ConfigError(f"there is no {path}, where Linux tells CPU time")
     fields = path.read_text().rpartition(")")[2].split()  # those after the program's name, which may have spaces
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

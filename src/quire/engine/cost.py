@@ -158,6 +158,7 @@ class StepWork(NamedTuple):
     moved_bytes: float  # to the host and back
     num_begun: int = 0  # requests whose first tokens it computes
     context_flops: float = 0.0  # of those of attention, the ones with keys that earlier steps computed
+    num_decoding: int = 0  # sequences that get one token after another
 
 
 class CostModel:
@@ -216,6 +217,7 @@ class CostModel:
             self._moved(plan.swap_out) + self._moved(plan.swap_in),
             sum([_begins(item) for item in plan.items]),
             with_context,
+            num_decoding + sum([item.start >= item.request.num_prompt for item in plan.items]),
         )
 
     def decode_seconds(self, num_sequences: int, keys: int) -> float:

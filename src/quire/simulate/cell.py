@@ -62,6 +62,7 @@ class Cell:
 
     def push_end(self, replica: Replica, at: float) -> None:
         replica.version += 1
+        replica.ends = at
         self._count += 1
         heapq.heappush(self._heap, (at, STEPS, replica.number, self._count, self._end, (replica, replica.version)))
 
@@ -197,6 +198,7 @@ class Cell:
         new_tokens = self.replicas[flow.replica].engine.scheduler.longest(flow.request) - flow.job.prompt_tokens
         if self.gateways:
             self.gateways[flow.gateway].averages.ended(new_tokens)
+        self._take_core(self.replicas[flow.replica], flow.number + 1)
         self._leave(flow)
         if flow.ledger is not None:
             flow.enter(flow.request.num_generated)
@@ -349,8 +351,26 @@ class Cell:
             return
         if flow.bits is None:
             flow.bits = replica.bits
+        self._take_core(replica, flow.number)
         replica.take(flow.request, self.now, flow.number, flow.job.name)
         self.interrupt(replica)
+
+    def _take_core(self, replica: Replica, turn: int) -> None:
+        """What event loops, gateway and client do for a request, half of it as it comes and half as it ends.
+
+        Where no core is free, the step of one of the replicas waits for it, of each in turns.
+        """
+        host, seconds = replica.host, replica.cost.server.host_request / 2
+        if seconds and host.rates().full:
+            computing = [other for other in host.replicas if other.number in host.computing]
+            self.hold_up(computing[turn % len(computing)], seconds)
+
+    def hold_up(self, replica: Replica, seconds: float) -> bool:
+        """Let the step that is under way at a replica end so much later. Whether there is one."""
+        end = replica.delay(self.now, seconds)
+        if end is not None:
+            self.push_end(replica, end)
+        return end is not None
 
     def interrupt(self, replica: Replica) -> None:
         """Let a replica look for what has come, at the end of the step that is under way."""
@@ -506,10 +526,6 @@ class Cell:
     def drawn_at(self, replica: Replica) -> dict[Flow, int]:
         """Tokens that these have got by now."""
         return {flow: replica.num_drawn(flow.request, self.now) for flow in self._at[replica.number]}
-
-    def end_of(self, replica: Replica) -> float:
-        """When the step ends that is under way at a replica."""
-        return next(at for at, _, _, _, _, args in self._heap if args == (replica, replica.version))
 
     def welcome(self, replica: Replica) -> None:
         """A replica is there, for the first time or again."""

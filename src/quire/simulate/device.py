@@ -16,7 +16,8 @@ import numpy as np
 from quire.engine.cost import CostModel, Device, ModelCost, StepWork
 from quire.errors import ConfigError, check_integer, check_number
 
-FORMAT = 5
+FORMAT = 6
+LONG = 256  # rows of a step that computes a long prompt: about where each takes least
 EXPONENTS = (1, 2, 3, 4, 6, 8)
 
 
@@ -82,6 +83,14 @@ def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
     return found
 
 
+class Rates(NamedTuple):
+    """How steps next to others differ from those on a machine that has nothing else to do."""
+
+    reading: float = 1.0  # so many times as long does it take, as others on the host read, too
+    slowness: float = 1.0  # so many times as long does everything take
+    full: bool = False  # there is no core to spare
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerFit:
     """What a server adds to the steps of its engine and to requests, in seconds. Raises ConfigError as StepFit."""
@@ -93,11 +102,21 @@ class ServerFit:
     gateway: float = 0.0  # of a request, that comes through a gateway
     peer_byte: float = 0.0  # of blocks that it reads from another replica; 0: it reads none
     arrival: float = 0.0  # to the step that computes a request's first tokens while others decode
-    loaded: float = 0.0  # to steps of several sequences: a share, of which neither a stream nor a prompt shows anything
+    beside: float = 0.0  # to a step in which others decode, for each row of its prompts
+    loaded: float = 0.0  # to a step, for each token that it draws, where requests come and go
+    # CPU time of event loops, gateway and clients. Where no core is free steps wait for it.
+    host_request: float = 0.0
+    host_step: float = 0.0  # of a replica
+    host_token: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
             check_number(ConfigError, one.name, getattr(self, one.name), 0.0)
+
+    def of_step(self, rates: Rates) -> tuple[float, float]:
+        """What is added to a step, and for each token that it draws."""
+        drawn = self.drawn + self.loaded
+        return (self.step + self.host_step, drawn + self.host_token) if rates.full else (self.step, drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +130,7 @@ class DeviceFile:
     bytes_per_second: float  # that one replica reads, weights and cache together
     host_bytes_per_second: float  # that all replicas on the machine read together
     per_neighbour: float = 0.0  # how much longer steps take for each other replica that computes there, as a share
+    per_machine: int = 0  # replicas, two or more, that have all of its cores when they compute; 0: some are free
     step: StepFit
     server: ServerFit = field(default_factory=ServerFit)
     machine: dict[str, Any] = field(default_factory=dict)  # what was measured on, and when
@@ -121,6 +141,7 @@ class DeviceFile:
         for name in ("bytes_per_second", "host_bytes_per_second"):
             check_number(ConfigError, name, getattr(self, name), 1.0)
         check_number(ConfigError, "per_neighbour", self.per_neighbour, 0.0, 100.0)
+        check_integer(ConfigError, "per_machine", self.per_machine, 0)
 
     def check_model(self, path: Path | str, model: ModelCost) -> None:
         """Raise ConfigError where it is of another model. path: of the file."""
@@ -174,13 +195,6 @@ def _mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 NO_DEVICE = Device("fitted", 1.0, 1.0, 1.0)  # of a cost that is fitted
 
 
-class Rates(NamedTuple):
-    """How steps next to others differ from those on a machine that has nothing else to do."""
-
-    reading: float = 1.0  # so many times as long does it take, as others on the host read, too
-    slowness: float = 1.0  # so many times as long does everything take
-
-
 class ReplicaCost(CostModel):
     """Seconds of a replica's steps, at the rates that a host has at the time."""
 
@@ -205,10 +219,10 @@ class ReplicaCost(CostModel):
         )
         own = (fit.step + fit.token * work.num_tokens) * longer
         own += fit.sequence * work.num_sequences + fit.drawn * work.num_drawn + fit.moved_byte * work.moved_bytes
-        if work.num_sequences > work.num_begun:
-            own += server.arrival * work.num_begun
-        seconds = (own + both + server.step + server.drawn * work.num_drawn) * rates.slowness
-        return float(seconds * (1.0 + server.loaded) if work.num_sequences > 1 else seconds)
+        if work.num_decoding:
+            own += server.arrival * work.num_begun + server.beside * (work.num_tokens - work.num_decoding)
+        step, drawn = server.of_step(rates)
+        return float((own + both + step + drawn * work.num_drawn) * rates.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
         """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
@@ -217,9 +231,9 @@ class ReplicaCost(CostModel):
         longer = fit.factor(num_sequences)
         fixed = (fit.step + fit.token * num_sequences) * longer
         fixed += fit.sequence * num_sequences + fit.drawn * num_sequences
-        drawn, factor, slowness = server.drawn * num_sequences, self.rates.reading, self.rates.slowness
-        share = 1.0 + server.loaded if num_sequences > 1 else 1.0
-        weights, linears, step = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops, server.step
+        step, drawn = server.of_step(self.rates)
+        drawn, factor, slowness = drawn * num_sequences, self.rates.reading, self.rates.slowness
+        weights, linears = fit.weight_byte * weight_bytes * factor, fit.linear_flop * linear_flops
         cache_byte, context_flop = fit.cache_byte, fit.context_flop
         within = fit.attention_flop * (num_sequences * pair_flops)
         computing = _computing(fit.exponent, weights, linears, longer, many=many)
@@ -227,14 +241,16 @@ class ReplicaCost(CostModel):
         def seconds(keys: Any) -> Any:
             read = cache_byte * ((keys + num_sequences) * kv_bytes) * factor
             both = computing(read, within + context_flop * ((keys - num_sequences) * pair_flops))
-            return (fixed + both + step + drawn) * slowness * share
+            return (fixed + both + step + drawn) * slowness
 
         return seconds
 
     @property
     def seconds_a_prompt_token(self) -> float:
         """Of a long prompt, its attention left out."""
-        return (self.fit.token + self.model.linear_flops(1, 0) * self.fit.linear_flop) * self.rates.slowness
+        fit = self.fit
+        a_token = fit.token + self.model.linear_flops(1, 0) * fit.linear_flop
+        return a_token * fit.factor(LONG) * self.rates.slowness
 
 
 def _computing(

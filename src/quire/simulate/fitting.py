@@ -17,13 +17,12 @@ from quire.simulate.device import EXPONENTS, StepFit, power_sum
 
 Numbers = NDArray[np.float64]
 GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
-STAIRS = 200  # rows, from which on steps take what the sum says; with 128, steps of 136 rows were 6 % too short
 LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
 ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
 SMALL = 1e-12  # of the largest gradient
-PULL = 0.1  # how much as an error counts by how much few rows differ from what the sum says
+PULL = 0.1  # how much as an error counts by how much the first part differs from what the sum says
 SHORTEST = 1e-9  # seconds of a first part
-LEAST_FACTOR = 0.1  # of few rows
+LEAST_FACTOR = 0.1
 
 
 def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
@@ -100,7 +99,7 @@ def residuals(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float])
 
 
 def _without_factor(fit: StepFit, rows: int) -> StepFit:
-    return replace(fit, rows=tuple(one for one in fit.rows if one[0] != rows or rows >= STAIRS))
+    return replace(fit, rows=tuple(one for one in fit.rows if one[0] != rows))
 
 
 def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> float:
@@ -108,7 +107,7 @@ def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) ->
 
 
 def _pull(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> float:
-    """How far few rows are from what the sum says, as part of the error of a fit."""
+    """How far the first part is from what the sum says, as part of the error of a fit."""
     parts = zip((_of_rows(fit, work) * (1 - fit.factor(work.num_tokens)) for work in works), seconds, strict=True)
     return PULL**2 * sum((part / took) ** 2 for part, took in parts)
 
@@ -117,9 +116,9 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
     """With that exponent p.
 
     (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the round before, a round is
-    linear. Which of r and m is longer for which steps is guessed first, in several ways. What the first part takes with
-    few rows is found for each number of them by itself, and pulled a little to what the sum says: that shows how long
-    weights take to be read.
+    linear. Which of r and m is longer for which steps is guessed first, in several ways. What the first part takes is
+    found for each number of rows by itself, and pulled a little to what the sum says: that shows how long weights take
+    to be read.
     """
     took = np.array(seconds)[:, None]
     parts = [(*work[:6], work.attention_flops - work.context_flops, work.context_flops) for work in works]
@@ -129,22 +128,21 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
     fixed = np.full(len(works), float(np.ptp(table[:, 3]) > 0))
     of_rows = np.column_stack([fixed, rows, table[:, 3], table[:, 5]])  # the last two of linears
     rest = table[:, [2, 1, 4, 6, 7]]
-    few = sorted({int(one) for one in rows if one < STAIRS})
-    of_few = (rows[:, None] == few).astype(float)
-    is_few, wanted = of_few.any(axis=1, keepdims=True), np.repeat([1.0, 0.0], len(works))
+    counts = sorted(set(map(int, rows)))
+    of_counts, wanted = (rows[:, None] == counts).astype(float), np.repeat([1.0, 0.0], len(works))
     best: tuple[float, StepFit] | None = None
     for shares in _guesses(of_rows[:, 2:], exponent):
         for _ in range(1 if exponent == 1 else ROUNDS):
             linear = of_rows * np.column_stack([np.ones((len(works), 2)), shares])
-            a = np.column_stack([np.where(is_few, 0.0, linear), rest, of_few])
-            pulled = PULL * np.column_stack([np.where(is_few, linear, 0.0), 0.0 * rest, -of_few])
+            a = np.column_stack([0.0 * linear, rest, of_counts])
+            pulled = PULL * np.column_stack([linear, 0.0 * rest, -of_counts])
             x = nonnegative_least_squares(np.vstack([a, pulled]) / np.vstack([took, took]), wanted)
             fit = StepFit(
                 step=float(x[0]), token=float(x[1]), weight_byte=float(x[2]), linear_flop=float(x[3]),
                 sequence=float(x[4]), drawn=float(x[5]), cache_byte=float(x[6]), attention_flop=float(x[7]),
                 context_flop=float(x[8]), exponent=exponent,
             )  # fmt: skip
-            fit = replace(fit, rows=_factors(fit, works, dict(zip(few, x[9:], strict=True))))
+            fit = replace(fit, rows=_factors(fit, works, dict(zip(counts, x[9:], strict=True))))
             error = _error(fit, works, seconds) + _pull(fit, works, seconds)
             if best is None or error < best[0]:
                 best = error, fit
@@ -159,8 +157,9 @@ def _factors(fit: StepFit, works: Sequence[StepWork], took: Mapping[int, float])
     says: dict[int, list[float]] = {}
     for work in works:
         says.setdefault(work.num_tokens, []).append(max(SHORTEST, _of_rows(fit, work)))
-    few = ((float(rows), max(LEAST_FACTOR, seconds / fmean(says[rows]))) for rows, seconds in sorted(took.items()))
-    return (*few, (float(STAIRS), 1.0))
+    return tuple(
+        (float(rows), max(LEAST_FACTOR, seconds / fmean(says[rows]))) for rows, seconds in sorted(took.items())
+    )
 
 
 def _guesses(columns: Numbers, exponent: int) -> Iterator[Numbers]:

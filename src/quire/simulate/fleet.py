@@ -149,10 +149,12 @@ class FleetSimulation:
         if isinstance(device, DeviceFile):
             host = host_of(name, device)
         else:
-            host = Host(name, device.bytes_per_second, device.bytes_per_second * kind.per_host, 0.0)
+            host = Host(name, device.bytes_per_second, device.bytes_per_second * kind.per_host, 0.0, 0)
         host.total = kind.host_bytes_per_second or host.total
         if kind.per_neighbour is not None:
             host.per_neighbour = kind.per_neighbour
+        if kind.per_machine is not None:
+            host.per_machine = kind.per_machine
         return host
 
     def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:

@@ -34,6 +34,7 @@ class Host:
     reads: float  # bytes a second of one replica
     total: float  # of all of them together
     per_neighbour: float  # how much longer steps take for each other one that computes
+    per_machine: int  # of them, two or more, that have all cores; 0: some are free
     replicas: list[Replica] = field(default_factory=list)
     computing: set[int] = field(default_factory=set)  # their numbers
     slowness: float = 1.0
@@ -44,12 +45,14 @@ class Host:
         return Rates(
             max(1.0, (others + 1) * self.reads / self.total),
             self.slowness * (1.0 + self.per_neighbour * others),
+            others > 0 and others + 1 >= self.per_machine > 0,
         )
 
 
 def host_of(name: str, device: DeviceFile) -> Host:
     """A machine as that file has it."""
-    return Host(name, device.bytes_per_second, device.host_bytes_per_second, device.per_neighbour)
+    reads, total = device.bytes_per_second, device.host_bytes_per_second
+    return Host(name, reads, total, device.per_neighbour, device.per_machine)
 
 
 class Outbox:
@@ -96,6 +99,7 @@ class Replica:
         self.is_mute = False  # gateways have lost it, and hear no more of what it computes
         self.incarnation = 0
         self.version = 0  # of what is under way: an older end is none
+        self.ends = 0.0  # when it does
         self.step: Step | None = None
         self.leap: Leap | None = None
         self.is_cut = False  # the leap ends with its last planned step
@@ -261,7 +265,7 @@ class Replica:
             self.cut(now)
             self.leap.delay(seconds)
             return self.leap.times[-1]
-        return None
+        return None if self.step is None else self.ends + seconds
 
     def num_drawn(self, request: Request, now: float) -> int:
         """Tokens that a request has got by now."""

@@ -84,6 +84,8 @@ class KindSpec:
     host_bytes_per_second: float = 0.0  # that those of a machine read together; 0: what the device file says
     # How much longer steps take for each other replica of the machine that computes, as a share. None: as the device.
     per_neighbour: float | None = None
+    # Replicas that have all cores of a machine: they wait for event loops, gateway and clients. None: as the device.
+    per_machine: int | None = None
     bits: str = "same"  # answers move only among replicas that have this in common
     queue: int = 1024  # requests that wait at most: further ones are refused
     options: Mapping[str, Any] = field(default_factory=dict)  # of the engine: max_num_seqs, block_size, ...
@@ -99,6 +101,8 @@ class KindSpec:
         check_number(ConfigError, "host_bytes_per_second", self.host_bytes_per_second, 0.0)
         if self.per_neighbour is not None:
             check_number(ConfigError, "per_neighbour", self.per_neighbour, 0.0, 100.0)
+        if self.per_machine is not None:
+            check_integer(ConfigError, "per_machine", self.per_machine, 0)
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options is {self.options!r}; it must be options of the engine with their values")
 

@@ -40,13 +40,7 @@ class Trouble:
     def _hang(self, replica: Replica, happening: Happening) -> None:
         cell = self._cell
         replica.hung_until = cell.now + happening.duration
-        if replica.leap is not None:
-            end = replica.delay(cell.now, happening.duration)
-            if end is not None:
-                cell.push_end(replica, end)
-        elif replica.step is not None:
-            cell.push_end(replica, cell.end_of(replica) + happening.duration)
-        else:
+        if not cell.hold_up(replica, happening.duration):
             cell.push(replica.hung_until, cell.interrupt, replica)
         self._fall_silent(replica, happening.duration)
 

@@ -33,8 +33,9 @@ def calibrate(
 
     from quire import LLM
     from quire.simulate.device import write_device
-    from quire_bench.engine.calibrate import LONGEST, PARTS
+    from quire_bench.engine.calibrate import PARTS
     from quire_bench.engine.calibrate import calibrate as measure
+    from quire_bench.engine.under_load import LONGEST
     from quire_bench.proc import processor
 
     try:
@@ -68,11 +69,14 @@ def calibrate(
     if llm.decoder.max_model_len < LONGEST:
         row("under load", f"not measured: the model's sequences have fewer than {LONGEST} tokens")
     else:
-        row("a token", f"takes {1e6 * server.drawn:,.0f} us of the server in the step that draws it")
+        loaded = f"{1e6 * server.loaded:,.0f} more where requests come and go"
+        row("a token", f"takes {1e6 * server.drawn:,.0f} us of the server in the step that draws it, {loaded}")
         seen = f"by {found.machine['prompts_seen']} steps"
         row("under load", f"a request makes the step that it begins in {1e3 * server.arrival:,.2f} ms longer, {seen}")
-        row("several", f"sequences make a step {server.loaded:.1%} longer under load than alone")
-        row("two replicas", f"a step takes {next_to:.1%} longer next to another one, reading aside")
+        row("a prompt", f"takes {1e6 * server.beside:,.1f} us more for each token, next to sequences that decode")
+        loops = f"{1e3 * server.host_request:,.2f} ms for a request, {1e6 * server.host_step:,.0f} us for a step"
+        row("besides steps", f"there are {loops}, {1e6 * server.host_token:,.0f} us for a token")
+        row("two replicas", f"a step takes {next_to:.1%} longer next to another one, reading and cores aside")
         row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
         given = f"{1e-9 / server.peer_byte:,.2f} GB/s" if server.peer_byte else "none"
         row("blocks", f"from another replica: {given}")

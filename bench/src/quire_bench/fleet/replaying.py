@@ -23,6 +23,7 @@ from quire.simulate.loads import arrivals, drawn
 from quire.simulate.outcome import Outcome
 from quire.simulate.spec import Lengths, LoadSpec, make_spec
 from quire_bench.fleet.running import Replica, fleet
+from quire_bench.proc import cpu_seconds, first_thread_seconds, tells_cpu_time
 from quire_bench.server.client import Run, Server, send
 from quire_bench.server.prompts import Prompt, request_body
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY
@@ -96,6 +97,17 @@ class Serving:
     url: str  # where they are asked
     replicas: Sequence[Replica]
     secret: str = ""  # of their fleet
+    gateway: int = 0  # its process; 0: there is none
+
+    def loop_seconds(self) -> float:
+        """Seconds of CPU time of event loops: the gateway's, and the replicas', whose other threads compute.
+
+        0.0 where the system does not tell.
+        """
+        if not tells_cpu_time():
+            return 0.0
+        loops = sum(first_thread_seconds(one.pid) for one in self.replicas)
+        return loops + (cpu_seconds(self.gateway) if self.gateway else 0.0)
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ def behind_gateway(count: int, threads: int, sizes: Sizes, options: Sequence[str
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(_make_ready, running.replicas, repeat(sizes)))
         _warm(running.url)
-        yield Serving(running.url, running.replicas, running.secret)
+        yield Serving(running.url, running.replicas, running.secret, running.gateway.pid)
 
 
 def _own(sizes: Sizes, options: Sequence[str]) -> list[str]:

@@ -32,13 +32,14 @@ LEAST_SHARE = 0.2  # of a step, which a part of it must be for the step to show 
 SHORTEST = 1e-6  # seconds: tokens that a busy client reads together have none between them
 TURNS = 40  # in which scales are found, each with the others
 OF_PROMPTS = ("step", "token", "linear_flop", "attention_flop", "context_flop")  # parts of a step that prompts show
-OF_SEQUENCES = ("sequence", "drawn", "cache_byte")  # those that many streams show
+OF_READING = ("weight_byte", "cache_byte")  # those that a stream shows
+OF_SEQUENCES = ("sequence", "drawn")  # those that many streams show
 
 
 class Probes(NamedTuple):
     """Seconds, as they were measured or as a device file says; or by how many times the former are shorter."""
 
-    stream: float  # between two tokens of a stream at one replica: shows how fast weights are read
+    stream: float  # between two tokens of a stream at one replica: shows how fast weights and caches are read
     prompt: float  # to the first token of a prompt at one replica: how fast it computes
     many: float  # between two tokens of STREAMS streams at one replica: what sequences take besides
     streams: float  # between two tokens where each replica has a stream
@@ -84,22 +85,33 @@ def _asked(replica: Replica, count: int, prompt: int, new: int) -> list[Latencie
     return found
 
 
-def expected(model: ModelCost, device: DeviceFile, count: int) -> Probes:
-    """What so many replicas take by the file: they have nothing else to do."""
-    server, (asked, new), (long, more) = replace(device.server, loaded=0.0), STREAM, LONG_STREAM
-    cost = ReplicaCost(model, device.step, device.block_size, server)
-    host = host_of("any", device)
-    host.computing = set(range(count))
-    stream = step_seconds(cost, [asked + new // 2])
-    first = step_seconds(cost, [], [PROMPT]) + server.request + server.prompt_token * PROMPT
-    many = step_seconds(cost, [long + more // 2] * STREAMS)
+def cost_at(device: DeviceFile, model: ModelCost, computing: int) -> ReplicaCost:
+    """Of a replica, while so many on its machine compute."""
+    cost, host = ReplicaCost(model, device.step, device.block_size, device.server), host_of("any", device)
+    host.computing = set(range(computing))
     cost.rates = host.rates()
-    return Probes(stream, first, many, step_seconds(cost, [asked + new // 2]))
+    return cost
+
+
+def expected(model: ModelCost, device: DeviceFile, count: int) -> Probes:
+    """What so many replicas take by the file: they have nothing else to do.
+
+    What event loops take from streams at all replicas counts as reading: these come without a gateway.
+    """
+    server, (asked, new), (long, more) = device.server, STREAM, LONG_STREAM
+    device = replace(device, server=replace(server, loaded=0.0, host_step=0.0, host_token=0.0))
+    alone, together = cost_at(device, model, 1), cost_at(device, model, count)
+    return Probes(
+        stream=step_seconds(alone, [asked + new // 2]),
+        prompt=step_seconds(alone, [], [PROMPT]) + server.request + server.prompt_token * PROMPT,
+        many=step_seconds(alone, [long + more // 2] * STREAMS),
+        streams=step_seconds(together, [asked + new // 2]),
+    )
 
 
 def at_speed(device: DeviceFile, model: ModelCost, count: int, took: Probes) -> DeviceFile:
     """The device, if it reads and computes as fast as so many replicas of it were measured to."""
-    shows_reading = _share(device, model, ["weight_byte"]).stream >= LEAST_SHARE
+    shows_reading = _share(device, model, OF_READING).stream >= LEAST_SHARE
     shows_sequences = _share(device, model, OF_SEQUENCES).many >= LEAST_SHARE
     reading = computing = sequences = crowding = 1.0  # so many times as long; the last one where all compute, besides
     found = device
@@ -112,7 +124,7 @@ def at_speed(device: DeviceFile, model: ModelCost, count: int, took: Probes) -> 
         scaled = _scaled(_scaled(device.step, computing, OF_PROMPTS), sequences, OF_SEQUENCES)
         found = replace(
             device,
-            step=_scaled(scaled, reading, ["weight_byte"]),
+            step=_scaled(scaled, reading, OF_READING),
             server=replace(device.server, drawn=device.server.drawn * sequences),
             host_bytes_per_second=count * device.bytes_per_second / crowding,
         )
