@@ -81,9 +81,9 @@ class _Load(NamedTuple):
     model: ModelCost
 
     def under_load(self, device: DeviceFile, runs: Sequence[_Loaded]) -> DeviceFile:
-        """The device, with what a server adds to steps: for a token, a request that comes, rows of prompts, and to all.
+        """The device, with what a server adds to a step: for each token, row of a prompt and request that comes.
 
-        The latter three are 0 where the client knows all of fewer than LEAST_SEEN steps with prompts.
+        What only a load shows is 0 where the client knows all of fewer than LEAST_SEEN steps with prompts.
         """
         token = statistics.median(server_token(device, self.model, run.probes) for run in runs)
         # What is added to a step was timed with a stream, which has a token in each.
@@ -125,7 +125,7 @@ class _Load(NamedTuple):
         if len(seen) >= LEAST_SEEN:
             for _ in range(TURNS):
                 before = device.per_neighbour
-                alone = says() / (1 + before) + held_up  # of a neighbour
+                alone = says() / (1 + before) + held_up  # without that share
                 device = replace(device, per_neighbour=max(0.0, took / alone - 1))
                 if abs(device.per_neighbour - before) < SETTLED:
                     break
