@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from quire.engine.trace import TraceRow, write_trace
 from quire.errors import ConfigError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.request import Request, SamplingParams
+from quire.simulate.cell import Cell
 from quire.simulate.device import (
     FORMAT,
     DeviceFile,
@@ -36,6 +38,7 @@ from quire.simulate.figures import Histogram
 from quire.simulate.fitting import fit_steps, predicted, residuals
 from quire.simulate.fleet import FleetSimulation, least_replicas, with_replicas
 from quire.simulate.outcome import Outcome
+from quire.simulate.replica import Replica
 from quire.simulate.spec import FleetSpec, make_spec, read_spec
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleets"
@@ -437,6 +440,25 @@ def test_where_no_core_is_free_a_request_takes_time_from_steps(tmp_path: Path) -
     assert run(free).seconds == seconds[0, 0.1]  # as the fleet says
     longer = seconds[2, 0.1] - seconds[2, 0.0]
     assert 0.5 * 16 * 0.1 / 2 < longer < 1.1 * 16 * 0.1 / 2
+
+
+def test_each_replica_is_held_up_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets the requests: it is the machine that has no core free."""
+    held_up: Counter[int] = Counter()
+    real = Cell.hold_up
+
+    def counted(cell: Cell, replica: Replica, seconds: float) -> bool:
+        held_up[replica.number] += 1
+        return real(cell, replica, seconds)
+
+    monkeypatch.setattr(Cell, "hold_up", counted)
+    device(tmp_path, server=ServerFit(host_request=1e-3))
+    write_trace(tmp_path / "trace.csv", [TraceRow(0.001 * i, 100, 900 if i == 0 else 20) for i in range(80)])
+    replicas = [{"kind": "a", "device": "slow.json", "count": 2, "per_host": 2, "blocks": 400}]
+    load = {"arrivals": "trace", "trace": "trace.csv"}
+    run(make_spec({"replicas": replicas, "load": load, "gateways": {"count": 0}}, tmp_path))
+    assert sum(held_up.values()) > 100
+    assert abs(held_up[0] - held_up[1]) <= 0.2 * sum(held_up.values())
 
 
 def test_a_device_costs_what_its_cost_model_says() -> None:
