@@ -57,7 +57,6 @@ def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.model_name == "embedded"
     assert found.machine["date"]
     assert found.host_bytes_per_second > 0
-    assert found.per_neighbour >= 0
     assert found.per_machine == max(1, num_cores() // int(found.machine["threads"]))
     assert 0 <= found.server.host_request < 0.2
     assert found.server.drawn < 0.01
@@ -153,7 +152,7 @@ def loaded_as(device: DeviceFile, rows: Sequence[TraceRow], count: int = 1) -> u
 
 def test_what_a_server_adds_under_load_is_found_again() -> None:
     """By its probes and its steps, though it reads slower than when its steps were timed."""
-    server = ServerFit(step=5e-4, drawn=1e-4, arrival=2e-3, beside=2e-5, loaded=5e-5)
+    server = ServerFit(step=5e-4, drawn=1e-4, arrival=2e-3, mixed_row=2e-5, loaded=5e-5)
     loaded = replace(KNOWN, server=server, step=replace(STEP, weight_byte=4e-10, cache_byte=4 / 3 * 1e-9))
     load = under_load._Load(Sizes(8, 512), some_rows(0.1), MODEL)
     run = loaded_as(loaded, load.rows)
@@ -163,7 +162,7 @@ def test_what_a_server_adds_under_load_is_found_again() -> None:
     assert found.server.drawn == pytest.approx(1e-4, rel=0.1)  # a stream has a token in each step, too
     assert found.server.step == pytest.approx(5e-4, rel=0.05)
     assert found.server.arrival == pytest.approx(2e-3, rel=0.05)
-    assert found.server.beside == pytest.approx(2e-5, rel=0.05)
+    assert found.server.mixed_row == pytest.approx(2e-5, rel=0.05)
     assert found.server.loaded == pytest.approx(5e-5, rel=0.05)
     assert found.machine["prompts_seen"] >= under_load.LEAST_SEEN
 
@@ -184,7 +183,7 @@ WORKS = [under_load._Work(*counts, 5e-3 * counts[0] + 1e-3 * counts[1] + 3e-5 * 
 def test_what_neighbours_cost_is_found_again(waited: float, per_machine: int, longer: float) -> None:
     """By how long steps of both took, and streams and prompts that came alone.
 
-    waited: seconds of 2 ms a step that are done besides, for which a step waits. longer: what it takes besides that.
+    waited: seconds that a step waits for other work, of 2 ms a step. longer: the share that it takes more than that.
     """
     known = replace(KNOWN, per_machine=per_machine)
     load = under_load._Load(Sizes(8, 512), some_rows(0.0), MODEL)
@@ -195,17 +194,17 @@ def test_what_neighbours_cost_is_found_again(waited: float, per_machine: int, lo
     )
     found = load.next_to_another(known, run, WORKS)
     server, whole = found.server, waited == 2e-3 or per_machine == 8
-    besides = [server.host_request / 5e-3, server.host_step / 1e-3, server.host_token / 3e-5]
-    assert besides == pytest.approx([besides[0]] * 3, rel=1e-6)
+    shares = [server.host_request / 5e-3, server.host_step / 1e-3, server.host_token / 3e-5]
+    assert shares == pytest.approx([shares[0]] * 3, rel=1e-6)
     if whole:
-        assert besides[0] == pytest.approx(1.0, rel=0.02)
+        assert shares[0] == pytest.approx(1.0, rel=0.02)
         assert found.per_neighbour == pytest.approx(longer, abs=0.01)
         assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
     elif not longer:
-        assert besides[0] == pytest.approx(waited / 2e-3, abs=0.02)
+        assert shares[0] == pytest.approx(waited / 2e-3, abs=0.02)
         assert found.per_neighbour == 0.0
     else:  # which of both it is, nobody can tell
-        assert besides[0] < 1.0 or found.per_neighbour < longer
+        assert shares[0] < 1.0 or found.per_neighbour < longer
 
 
 def test_a_dtype_that_fleets_are_not_simulated_with(tmp_path: Path) -> None:

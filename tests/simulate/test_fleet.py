@@ -46,7 +46,7 @@ MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 SLOW = StepFit(step=0.01, sequence=2e-4, token=1e-4, drawn=0.0, weight_byte=1e-10, cache_byte=1e-9, linear_flop=1e-12,
                attention_flop=1e-12, context_flop=1e-12, exponent=2)  # fmt: skip
 
-SERVER = ServerFit(step=1e-3, drawn=1e-4, request=2e-3, prompt_token=1e-6, arrival=3e-3, beside=1e-5, loaded=5e-5,
+SERVER = ServerFit(step=1e-3, drawn=1e-4, request=2e-3, prompt_token=1e-6, arrival=3e-3, mixed_row=1e-5, loaded=5e-5,
                    host_request=4e-3, host_step=1e-3, host_token=3e-5)  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     assert residuals(fit, works, seconds)["max"] < 0.1 < residuals(replace(fit, rows=()), works, seconds)["max"]
 
 
-def test_prompts_in_one_step_tell_linears_from_attention() -> None:
+def test_prompts_in_one_step_separate_linears_from_attention() -> None:
     """Of single prompts alone, more rows and more pairs are the same; and linears of many rows take longer a row."""
 
     def of(prompts: int, tokens: int) -> StepWork:
@@ -372,7 +372,9 @@ def test_reading_for_attention_hides_behind_no_products() -> None:
 def test_a_replica_takes_as_long_as_the_fit_says_and_longer_where_requests_come() -> None:
     fit = replace(SLOW, exponent=3, rows=[(3, 1.2), (40, 0.8)], attention_flop=1e-9)
     work = StepWork(30, 4, 5, 2e6, 3e5, 5e9, 1e7, 0, num_decoding=3)
-    server = ServerFit(step=1e-3, drawn=1e-4, arrival=5e-3, beside=1e-5, loaded=2e-5, host_step=3e-3, host_token=1e-3)
+    server = ServerFit(
+        step=1e-3, drawn=1e-4, arrival=5e-3, mixed_row=1e-5, loaded=2e-5, host_step=3e-3, host_token=1e-3
+    )
     cost = ReplicaCost(MODEL, fit, 16, server)
     took = predicted(fit, work) + 1e-3 + 4 * 1.2e-4
     assert cost.time_of(work) == pytest.approx(took + 27 * 1e-5)  # a later part of a prompt
@@ -425,7 +427,7 @@ def test_who_decodes_in_a_step() -> None:
 
 
 def test_where_no_core_is_free_a_request_takes_time_from_steps(tmp_path: Path) -> None:
-    """Two replicas on one machine: all that both compute is later by what requests take besides, and no more."""
+    """Two replicas on one machine: all that both compute is later by what else is done for requests, and no more."""
     seconds = {}
     load = {"arrivals": "trace", "trace": "trace.csv"}
     write_trace(tmp_path / "trace.csv", [TraceRow(0.001 * i, 100, 50) for i in range(16)])

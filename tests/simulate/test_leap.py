@@ -19,7 +19,7 @@ from tests.simulate.test_simulation import SLOW, TOY, TWO_GROUPS
 FIT = StepFit(step=0.01, sequence=1e-4, token=2e-4, drawn=1e-5, weight_byte=1e-6, cache_byte=3e-8, linear_flop=1e-9,
               attention_flop=1e-9, context_flop=1e-9, exponent=3, rows=((1, 1.1), (3, 0.7), (12, 1.3)))  # fmt: skip
 
-SERVER = ServerFit(step=1e-3, drawn=1e-4, arrival=3e-3, beside=2e-5, loaded=5e-5, host_step=2e-3, host_token=3e-5)
+SERVER = ServerFit(step=1e-3, drawn=1e-4, arrival=3e-3, mixed_row=2e-5, loaded=5e-5, host_step=2e-3, host_token=3e-5)
 
 
 def rows_of(seed: int, count: int, rate: float, longest: int) -> list[TraceRow]:

@@ -102,7 +102,7 @@ class ServerFit:
     gateway: float = 0.0  # of a request, that comes through a gateway
     peer_byte: float = 0.0  # of blocks that it reads from another replica; 0: it reads none
     arrival: float = 0.0  # to the step that computes a request's first tokens while others decode
-    beside: float = 0.0  # to a step in which others decode, for each row of its prompts
+    mixed_row: float = 0.0  # to a step in which others decode, for each row of its prompts
     loaded: float = 0.0  # to a step, for each token that it draws, where requests come and go
     # CPU time of event loops, gateway and clients. Where no core is free steps wait for it.
     host_request: float = 0.0
@@ -220,7 +220,7 @@ class ReplicaCost(CostModel):
         own = (fit.step + fit.token * work.num_tokens) * longer
         own += fit.sequence * work.num_sequences + fit.drawn * work.num_drawn + fit.moved_byte * work.moved_bytes
         if work.num_decoding:
-            own += server.arrival * work.num_begun + server.beside * (work.num_tokens - work.num_decoding)
+            own += server.arrival * work.num_begun + server.mixed_row * (work.num_tokens - work.num_decoding)
         step, drawn = server.of_step(rates)
         return float((own + both + step + drawn * work.num_drawn) * rates.slowness)
 

@@ -73,10 +73,13 @@ def calibrate(
         row("a token", f"takes {1e6 * server.drawn:,.0f} us of the server in the step that draws it, {loaded}")
         seen = f"by {found.machine['prompts_seen']} steps"
         row("under load", f"a request makes the step that it begins in {1e3 * server.arrival:,.2f} ms longer, {seen}")
-        row("a prompt", f"takes {1e6 * server.beside:,.1f} us more for each token, next to sequences that decode")
-        loops = f"{1e3 * server.host_request:,.2f} ms for a request, {1e6 * server.host_step:,.0f} us for a step"
-        row("besides steps", f"there are {loops}, {1e6 * server.host_token:,.0f} us for a token")
-        row("two replicas", f"a step takes {next_to:.1%} longer next to another one, reading and cores aside")
+        row("a prompt", f"takes {1e6 * server.mixed_row:,.1f} us more for each token, next to sequences that decode")
+        work = f"{1e3 * server.host_request:,.2f} ms of CPU time a request, {1e6 * server.host_step:,.0f} us a step"
+        row("other work", f"takes {work}, {1e6 * server.host_token:,.0f} us a token")
+        row(
+            "two replicas",
+            f"a step takes {next_to:.1%} longer next to another one, without what reading and shared cores cost",
+        )
         row("a gateway", f"adds {1e3 * server.gateway:,.2f} ms to a request")
         given = f"{1e-9 / server.peer_byte:,.2f} GB/s" if server.peer_byte else "none"
         row("blocks", f"from another replica: {given}")

@@ -37,7 +37,7 @@ ROUNDS = 3  # of all kinds of steps
 AGAIN_STREAM = 5  # times that a stream is timed over HTTP
 TOKENS = 36  # of its answer
 ASKED = (8, 128, 512)  # tokens of prompts that are asked one by one over HTTP
-TIMES = 12
+TIMES = 12  # each
 
 
 def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[], None] = lambda: None) -> DeviceFile:

@@ -23,7 +23,7 @@ BETWEEN = (3, 6, 10, 12, 13, 14, 17, 20, 24, 28, 48, 96)  # further sequences, o
 PROMPTS = (  # most are no multiples of 4, 12 or 16
     4, 16, 32, 45, 61, 74, 87, 99, 112, 125, 138, 160, 187, 213, 240, 265, 310, 350, 390, 450, 512, 640, 768, 1024, 2048
 )  # fmt: skip
-SEVERAL = (  # prompts in one step, with as many rows as one of PROMPTS: what these take tells attention from linears
+SEVERAL = (  # prompts in one step, with as many rows as one of PROMPTS: they separate attention from linears
     (2, 80), (5, 53), (3, 130), (3, 150), (8, 64), (5, 128), (2, 384), (4, 256)
 )  # fmt: skip
 MIXED_CONTEXT = 128

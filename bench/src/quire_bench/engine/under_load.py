@@ -101,8 +101,8 @@ class _Load(NamedTuple):
         device = replace(device, machine={**device.machine, "prompts_seen": seen})
         if seen < LEAST_SEEN:
             return device
-        loaded, beside, came, begun = _without_others(np.array(found))
-        return replace(device, server=replace(server, loaded=loaded, beside=beside, arrival=came + begun))
+        loaded, mixed_row, came, begun = _without_others(np.array(found))
+        return replace(device, server=replace(server, loaded=loaded, mixed_row=mixed_row, arrival=came + begun))
 
     def next_to_another(self, device: DeviceFile, run: _Loaded, works: Sequence[_Work]) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
@@ -131,7 +131,7 @@ class _Load(NamedTuple):
                     break
             if held_up and not device.per_neighbour:
                 share = max(0.0, took - says()) / held_up
-        request, step, token = (share * part for part in _besides(works))
+        request, step, token = (share * part for part in _other_work(works))
         server = replace(device.server, host_request=request, host_step=step, host_token=token)
         together = at_speed(device, self.model, count, run.probes)
         return replace(device, server=server, host_bytes_per_second=together.host_bytes_per_second)
@@ -195,7 +195,7 @@ def _loaded(load: _Load, each: Sequence[Serving], turn: int) -> _Loaded:
 
 
 def _work(running: Serving, send: Callable[[], Sequence[Run]]) -> tuple[Sequence[Run], _Work]:
-    """Runs of requests, which go on at the same time, and what was done for them besides steps."""
+    """Runs of requests, which go on at the same time, and what else was done for them than steps."""
     steps, before = _num_steps(running), running.loop_seconds()
     runs = send()
     seconds = running.loop_seconds() - before + statistics.fmean(run.cpu_seconds for run in runs)
@@ -211,8 +211,8 @@ def _num_steps(running: Serving) -> int:
     return round(sum(one.metric("iteration_tokens_total_count") for one in running.replicas))
 
 
-def _besides(works: Sequence[_Work]) -> tuple[float, float, float]:
-    """CPU time besides steps: for a request, a step and a token. Relative errors."""
+def _other_work(works: Sequence[_Work]) -> tuple[float, float, float]:
+    """Seconds of CPU time that all but steps take: for a request, a step and a token. Of relative errors."""
     took = np.array([max(SHORTEST, work.seconds) for work in works])
     parts = np.array([work[:3] for work in works], float) / took[:, None]
     request, step, token = map(float, nonnegative_least_squares(parts, np.ones(len(works))))
