@@ -178,33 +178,26 @@ WORKS = [under_load._Work(*counts, 5e-3 * counts[0] + 1e-3 * counts[1] + 3e-5 * 
          for counts in ((100, 400, 3000), (8, 190, 760), (32, 190, 3000))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("waited", "per_machine"), [(2e-3, 2), (1e-3, 2), (0.0, 2), (0.0, 8)])
+@pytest.mark.parametrize(("waited", "per_machine"), [(2e-3, 2), (0.0, 8)])
 @pytest.mark.parametrize("longer", [0.0, 0.1])
 def test_what_neighbours_cost_is_found_again(waited: float, per_machine: int, longer: float) -> None:
-    """By how long steps of both took, and streams and prompts that came alone.
+    """By CPU time, how long steps of both took, and streams and prompts that came alone.
 
-    waited: seconds that a step waits for other work, of 2 ms a step. longer: the share that it takes more than that.
+    waited: seconds that a step waits for other work: all of it, or nothing where cores are free. longer: the share that
+    it takes more than that.
     """
     known = replace(KNOWN, per_machine=per_machine)
     load = under_load._Load(Sizes(8, 512), some_rows(0.0), MODEL)
     crowded = replace(known, per_neighbour=longer, host_bytes_per_second=1.6e10)
-    held_up = replace(crowded, server=ServerFit(step=waited))
-    run = loaded_as(held_up, load.rows, 2)._replace(
+    run = loaded_as(replace(crowded, server=ServerFit(step=waited)), load.rows, 2)._replace(
         probes=expected(MODEL, crowded, 2), work=under_load._Work(64, 500, 1000, 1.0)
     )
     found = load.next_to_another(known, run, WORKS)
-    server, whole = found.server, waited == 2e-3 or per_machine == 8
-    shares = [server.host_request / 5e-3, server.host_step / 1e-3, server.host_token / 3e-5]
-    assert shares == pytest.approx([shares[0]] * 3, rel=1e-6)
-    if whole:
-        assert shares[0] == pytest.approx(1.0, rel=0.02)
-        assert found.per_neighbour == pytest.approx(longer, abs=0.01)
-        assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
-    elif not longer:
-        assert shares[0] == pytest.approx(waited / 2e-3, abs=0.02)
-        assert found.per_neighbour == 0.0
-    else:  # which of both it is, nobody can tell
-        assert shares[0] < 1.0 or found.per_neighbour < longer
+    assert found.server.host_request == pytest.approx(5e-3, rel=0.01)
+    assert found.server.host_step == pytest.approx(1e-3, rel=0.01)
+    assert found.server.host_token == pytest.approx(3e-5, rel=0.01)
+    assert found.per_neighbour == pytest.approx(longer, abs=0.01)
+    assert found.host_bytes_per_second == pytest.approx(1.6e10, rel=0.05)
 
 
 def test_a_dtype_that_fleets_are_not_simulated_with(tmp_path: Path) -> None:

@@ -107,31 +107,22 @@ class _Load(NamedTuple):
     def next_to_another(self, device: DeviceFile, run: _Loaded, works: Sequence[_Work]) -> DeviceFile:
         """The device, with what replicas that compute cost one another.
 
-        run: was sent to two. Where these have all cores, they wait for what is done besides steps: for all of it, or
-        for a share. Of larger machines, all of it is assumed. What they take longer is `per_neighbour`. The larger
-        that is, the less of what streams at both took is for reading, so it is found in turns. It is 0 where the client
-        knows all of fewer than LEAST_SEEN steps.
+        run: was sent to two. Where these have all cores, they wait while event loops, gateway and client compute. What
+        steps take longer than that is `per_neighbour`. The larger it is, the less of what streams at both took is for
+        reading, so it is found in turns. It is 0 where the client knows all of fewer than LEAST_SEEN steps.
         """
         count, is_full = len(run.records), 0 < device.per_machine <= len(run.records)
         seen = [step for records in run.records for step in steps_seen(records, TOGETHER * run.probes.stream)]
         took = sum(step.seconds for step in seen)
-        held_up = len(seen) * run.work.seconds / max(1, run.work.steps) if is_full else 0.0
-
-        def says() -> float:
+        waited = len(seen) * run.work.seconds / max(1, run.work.steps) if is_full else 0.0
+        for _ in range(TURNS if len(seen) >= LEAST_SEEN else 0):
+            before = device.per_neighbour
             cost = cost_at(at_speed(device, self.model, count, run.probes), self.model, count)
-            return sum(step_seconds(cost, step.keys, step.prompts) for step in seen)
-
-        share = 1.0
-        if len(seen) >= LEAST_SEEN:
-            for _ in range(TURNS):
-                before = device.per_neighbour
-                alone = says() / (1 + before) + held_up  # without that share
-                device = replace(device, per_neighbour=max(0.0, took / alone - 1))
-                if abs(device.per_neighbour - before) < SETTLED:
-                    break
-            if held_up and not device.per_neighbour:
-                share = max(0.0, took - says()) / held_up
-        request, step, token = (share * part for part in _other_work(works))
+            says = sum(step_seconds(cost, step.keys, step.prompts) for step in seen)
+            device = replace(device, per_neighbour=max(0.0, took / (says / (1 + before) + waited) - 1))
+            if abs(device.per_neighbour - before) < SETTLED:
+                break
+        request, step, token = _other_work(works)
         server = replace(device.server, host_request=request, host_step=step, host_token=token)
         together = at_speed(device, self.model, count, run.probes)
         return replace(device, server=server, host_bytes_per_second=together.host_bytes_per_second)
