@@ -112,9 +112,9 @@ def engine(bench: Bench) -> None:
         write_gpt2(bench, directory)
         kinds: dict[str, Callable[[], LLM]] = {
             "paged": lambda: load(bench, directory),
+            "paged, reproducible": lambda: load(bench, directory, reproducible=True),
             "gathered": lambda: load(bench, directory, attention_backend="gather"),
             "gathered, one by one": lambda: load(bench, directory, attention_backend="gather", max_num_seqs=1),
-            "paged, reproducible": lambda: load(bench, directory, reproducible=True),
         }
         for who, make in kinds.items():
             try:

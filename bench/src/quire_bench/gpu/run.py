@@ -39,6 +39,7 @@ from quire.progress import progress_bar
 from quire_bench.gpu import attention, engine, libraries
 from quire_bench.gpu.common import Bench, Row, Settings, ceilings, shortened
 from quire_bench.gpu.correctness import PARTS, correctness
+from quire_bench.gpu.linears import linears
 from quire_bench.gpu.report import judged, markdown
 from quire_bench.gpu.small import small
 from quire_bench.gpu.sweep import sweep
@@ -68,9 +69,9 @@ STAGES: dict[str, Stage] = {
     "tests": Stage(repository_tests, 120, beside=True),
     "ceilings": Stage(ceilings, 25),
     "decode": Stage(attention.decode, 60, compiles=True),
-    "prefill": Stage(attention.prefill, 45, compiles=True),
+    "prefill": Stage(attention.prefill, 60, compiles=True),
     "cascade": Stage(attention.cascade, 40, compiles=True),
-    "engine": Stage(engine.engine, 70, compiles=True),
+    "engine": Stage(engine.engine, 150, compiles=True),
     "engine.transformers": Stage(engine.transformers_batching, 60),
     "steps": Stage(engine.steps, 75, compiles=True),
     **{
@@ -78,6 +79,7 @@ STAGES: dict[str, Stage] = {
         for name in (*libraries.MODULES, "fa3")
     },
     "small": Stage(small, 40, compiles=True),
+    "linears": Stage(linears, 60, compiles=True),
     "sweep": Stage(sweep, 90, compiles=True),
 }
 

@@ -1,13 +1,11 @@
-"""What surrounds attention in a step: writing K and V, small operators, and products whose rows are reproducible."""
+"""What surrounds attention and linears in a step: writing K and V, and small operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire import ops
 from quire_bench.gpu.common import Bench, Call, Contestant, copy, race
@@ -18,13 +16,10 @@ VOCABULARY, SAMPLED = 128256, 64
 
 
 def small(bench: Bench) -> None:
-    """Stage: bytes a second of each operator, and operations a second of the products."""
+    """Stage: bytes a second of each operator."""
     for rows in (3,) if bench.settings.tiny else ROWS:
         race(bench, f"{rows} rows", {"copy": copy(bench), **_operators(bench, rows)}, "copy", rounds=3)
         bench.forget()
-        if bench.backend.name == "triton":
-            products(bench, rows)
-            bench.forget()
     logits = torch.randn(*((3, 99) if bench.settings.tiny else (SAMPLED, VOCABULARY)), device=bench.device)
     contestants = {
         "logsumexp": Contestant(lambda: lambda: bench.backend.logsumexp(logits), logits.nbytes),
@@ -78,17 +73,3 @@ def _write_call(bench: Bench, k: Tensor) -> Call:
     starts, lens = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
     plan = bench.backend.plan(spec, starts, lens, table, slots)
     return lambda: bench.backend.write_kv(k, v, kv, plan)
-
-
-def products(bench: Bench, rows: int) -> None:
-    """The linear whose rows do not depend on each other, as it is served, against the framework's."""
-    sizes = ((32, 48),) if bench.settings.tiny else ((HIDDEN, 2 * INNER), (INNER, HIDDEN))
-    for inside, outside in sizes:
-        x, weight = (torch.randn(n, inside, device=bench.device).bfloat16() for n in (rows, outside))
-        work = 2.0 * rows * inside * outside
-        ours = bench.backend.linears(bench.device, reproducible=True).linear(weight)
-        contestants = {
-            "torch": Contestant(_ready(partial(F.linear, x, weight)), work, "TFLOP/s"),
-            "quire, reproducible": Contestant(_ready(partial(ours, x)), work, "TFLOP/s"),
-        }
-        race(bench, f"linear {rows} x {inside} x {outside}", contestants, "torch", rounds=3)
