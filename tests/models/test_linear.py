@@ -9,7 +9,15 @@ import torch
 
 from quire.ops import linear, load
 from quire.ops.cpu import native
-from quire.ops.linear import Linears, OneDnnLinear, PlainEmbedding, PlainLinear, RowLinear, rows_are_independent
+from quire.ops.linear import (
+    CutLinear,
+    Linears,
+    OneDnnLinear,
+    PlainEmbedding,
+    PlainLinear,
+    RowLinear,
+    rows_are_independent,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 16, 17, 64, 100, 513)
@@ -131,6 +139,19 @@ def test_a_tied_weight_on_a_gpu_is_one_tensor() -> None:
     assert isinstance(embedding, PlainEmbedding)
     assert isinstance(head, PlainLinear)
     assert embedding.weight is head.weight is weight
+
+
+def test_logits_of_odd_vocabularies_are_cut_from_aligned_ones_on_a_gpu() -> None:
+    weight = torch.empty(50_257, 16, dtype=torch.bfloat16, device="meta")
+    embedding, tied = Linears().tied(weight)
+    for head in (tied, Linears().head(weight)):
+        assert isinstance(head, CutLinear)
+        assert head(torch.empty(3, 16, dtype=torch.bfloat16, device="meta")).shape == (3, 50_257)
+        assert head.padded.weight.shape == (50_264, 16)  # type: ignore[attr-defined]
+    assert embedding.weight is tied.padded.weight  # type: ignore[attr-defined,union-attr]
+    x, small = torch.randn(3, 5), torch.randn(7, 5)
+    padded = torch.cat([small, torch.zeros(1, 5)])
+    assert torch.equal(CutLinear(PlainLinear(padded, None), 7)(x), (x @ padded.T)[:, :7])
 
 
 def test_where_there_is_no_packed_product_rows_go_one_by_one() -> None:
