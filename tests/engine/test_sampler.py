@@ -9,7 +9,7 @@ import torch
 
 from quire import ops
 from quire.engine import sampler
-from quire.engine.flatten import sampling_rows
+from quire.engine.flatten import parameters_of, sampling_rows
 from quire.engine.sampler import TILE, _argmax, sample, token_logprobs
 from quire.request import Request, SamplingParams
 
@@ -104,6 +104,19 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
     parts = sampling_rows(requests)
     cut = [sample(rows[a:b].clone(), parts.part(a, b), OPS).tolist() for a, b in ((0, 4), (4, 5), (5, 99))]
     assert [token for part in cut for token in part] == together
+
+
+def test_parameters_of_the_step_before_serve_the_same_rows_alone() -> None:
+    rows = [request((1,), seed=i, top_k=1 + i, repetition_penalty=1.0 + i) for i in range(3)]
+    known = parameters_of(rows)
+    assert parameters_of(list(rows), known) is known
+    for others in (rows[::-1], rows[:2], [*rows, rows[0]], [*rows[:2], request((1,), top_k=4)], []):
+        made = parameters_of(others, known)
+        assert made is not known
+        assert made.whole[0].tolist() == [one.sampling.top_k for one in others]
+    drawn = sampling_rows(rows, parameters=known)
+    assert drawn.repetition.tolist() == [1.0, 2.0, 3.0]
+    assert drawn.penalty_rows.unique().tolist() == [1, 2]
 
 
 def test_the_same_seed_and_position_draw_the_same_token() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,8 +27,8 @@ from quire.cache.manager import Move
 from quire.cache.pool import NONE
 from quire.engine.constraints import banned_now
 from quire.engine.philox import uniforms
-from quire.engine.plan import Plan, PlanItem
-from quire.request import Request
+from quire.engine.plan import GENERATE, Plan, PlanItem
+from quire.request import Request, SamplingParams
 
 KEEP_ALL = 2**31 - 1  # a top_k that keeps every token
 
@@ -48,6 +49,7 @@ class Buffers:
         self.context_lens = np.zeros(max_seqs, np.int32)
         self.slots = np.zeros((num_groups, max_tokens), np.int64)
         self.block_tables = np.zeros((num_groups, max_seqs, max_blocks), np.int32)
+        self.parameters: Parameters | None = None  # of the last step's rows
 
 
 def flatten(plan: Plan, buffers: Buffers) -> Batch:
@@ -55,15 +57,23 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     items, num_seqs = plan.items, len(plan.items)
     flat = array("i")
     unknown: list[tuple[int, str]] = []
+    # Rows to draw after: the last one of a request, with the number of tokens up to it that it has not yet.
+    drawn: list[tuple[Request, int, int]] = []
     for request, start, num_new, guesses in items:
-        flat += request.tokens[start : start + num_new]
-        if start + num_new > len(request.tokens):  # as `num_unknown`, asked of every request in every step
+        ahead = start + num_new - len(request.tokens)
+        if ahead > 0:
+            flat += request.tokens[start:]
             unknown.append((len(flat), request.id))
             flat.append(0)
+        else:
+            flat += request.tokens[start : start + num_new]
+        if ahead >= 0 and request.task is GENERATE:
+            drawn.append((request, len(flat) - 1, ahead))
+            drawn += [(request, len(flat) + i, ahead + 1 + i) for i in range(len(guesses))] if guesses else ()
         flat.extend(guesses)
     t = len(flat)
     computed = np.array([item.start for item in items], np.int64)
-    num_rows = np.array([item.num_rows for item in items], np.int64)
+    num_rows = np.array([num_new + len(guesses) for _, _, num_new, guesses in items], np.int64)
     starts = buffers.query_starts[: num_seqs + 1]
     np.cumsum(num_rows, out=starts[1:])
     np.add(computed, num_rows, out=buffers.context_lens[:num_seqs], casting="same_kind")
@@ -77,25 +87,21 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         if start < request.cache.num_cached:
             first = int(starts[s])
             known += range(first, first + min(request.cache.num_cached - start, num_new))
-    groups = buffers.attention
-    widest = max((len(item.request.cache.block_ids[g]) for item in items for g in groups), default=0)
-    for g, tables, slots in zip(groups, buffers.block_tables, buffers.slots, strict=True):
-        rows = b"".join([item.request.cache.block_ids[g].tobytes().ljust(4 * widest, b"\0") for item in items])
+    own = [[item.request.cache.block_ids[g] for item in items] for g in buffers.attention]
+    widest = max((len(ids) for of_group in own for ids in of_group), default=0)
+    for of_group, tables, slots in zip(own, buffers.block_tables, buffers.slots, strict=True):
+        rows = b"".join([ids.tobytes().ljust(4 * widest, b"\0") for ids in of_group])
         tables[:num_seqs, :widest] = np.frombuffer(rows, np.int32).reshape(num_seqs, widest)
         block = tables[sequence, position // buffers.block_size]
         slots[:t] = block.astype(np.int64) * buffers.block_size + position % buffers.block_size
         slots[known] = -1
-    ends = starts[1:].tolist()
-    # Rows to draw after: the last one of a request, with the number of tokens up to it that it has not yet.
-    drawn = [
-        (item.request, end - 1 - len(item.guesses) + ahead, item.num_unknown + ahead if unknown else ahead)
-        for item, end in zip(items, ends, strict=True)
-        if item.samples
-        for ahead in range(len(item.guesses) + 1)
-    ]
     embedded: list[tuple[str, int]] = []
     if len(drawn) < t:  # else every row draws
-        embedded = [(item.request.id, end - 1) for item, end in zip(items, ends, strict=True) if item.embeds]
+        embedded = [
+            (item.request.id, end - 1) for item, end in zip(items, starts[1:].tolist(), strict=True) if item.embeds
+        ]
+    drawing = [request for request, _, _ in drawn]
+    buffers.parameters = parameters_of(drawing, buffers.parameters)
     return Batch(
         token_ids=torch.from_numpy(buffers.token_ids[:t]),
         positions=torch.from_numpy(buffers.positions[:t]),
@@ -116,9 +122,9 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         recurrent=recurrent_tables(items, buffers.groups),
         drawn=DrawnRows(torch.tensor([row for row, _ in unknown], dtype=torch.int64), [name for _, name in unknown]),
         logit_rows=torch.tensor([row for _, row, _ in drawn], dtype=torch.int64),
-        logit_ids=[request.id for request, _, _ in drawn],
-        sampling=sampling_rows([request for request, _, _ in drawn], [ahead for _, _, ahead in drawn]),
-        prompt=prompt_rows(items),
+        logit_ids=[request.id for request in drawing],
+        sampling=sampling_rows(drawing, [ahead for _, _, ahead in drawn], buffers.parameters),
+        prompt=prompt_rows(items, starts),
         embed=EmbedRows(torch.tensor([row for _, row in embedded], dtype=torch.int64), [name for name, _ in embedded]),
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
     )
@@ -169,33 +175,60 @@ def _in_turns(moves: list[Move]) -> list[Pairs]:
     return turns
 
 
-def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -> SamplingRows:
-    """How each of these requests draws its next token, or the one that comes so many tokens after that."""
-    ahead = ahead or [0] * len(requests)
+@dataclass(frozen=True)
+class Parameters:
+    """What sampling parameters say of rows, as tensors. Steps whose rows are the same requests' share it."""
+
+    params: list[SamplingParams]
+    real: tuple[torch.Tensor, ...]  # fp32 [R]: temperature, top_p, min_p, and the penalties
+    whole: tuple[torch.Tensor, ...]  # int64 [R]: top_k and num_logprobs
+    draws: bool  # whether any is not greedy
+    has_penalty: bool  # any of them
+    min_tokens: int  # the most that one asks for
+
+
+def parameters_of(requests: list[Request], known: Parameters | None = None) -> Parameters:
+    """The parameters of these requests' rows; those that are known, if these are the same."""
     params = [request.sampling for request in requests]
+    if known is not None and known.params == params:
+        return known
     real = [
         (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params
     ]
-    temperature, top_p, min_p, repetition, presence, frequency = (
-        torch.tensor(real, dtype=torch.float32).reshape(-1, 6).T.contiguous()
-    )
     whole = [(p.top_k if p.top_k > 0 else KEEP_ALL, -1 if p.logprobs is None else p.logprobs) for p in params]
-    top_k, num_logprobs = torch.tensor(whole, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    penalties = [_penalised(row, request) for row, request in enumerate(requests) if request.sampling.has_penalty]
-    biases = [(row, of) for row, request in enumerate(requests) if (of := request.constraints) and len(of.bias)]
-    banned = [
-        (row, token)
-        for row, request in enumerate(requests)
-        if request.constraints is not None or request.num_generated + ahead[row] < request.sampling.min_tokens
-        for token in banned_now(request, ahead[row])
-    ]
+    return Parameters(
+        params,
+        torch.tensor(real, dtype=torch.float32).reshape(-1, 6).T.contiguous().unbind(),
+        torch.tensor(whole, dtype=torch.int64).reshape(-1, 2).T.contiguous().unbind(),
+        any(p.temperature for p in params),
+        any(p.has_penalty for p in params),
+        max((p.min_tokens for p in params), default=0),
+    )
+
+
+def sampling_rows(
+    requests: list[Request], ahead: Sequence[int] | None = None, parameters: Parameters | None = None
+) -> SamplingRows:
+    """How each of these requests draws its next token, or the one that comes so many tokens after that."""
+    ahead = ahead or [0] * len(requests)
+    parameters = parameters or parameters_of(requests)
+    temperature, top_p, min_p, repetition, presence, frequency = parameters.real
+    top_k, num_logprobs = parameters.whole
+    penalties = []
+    if parameters.has_penalty:
+        penalties = [_penalised(row, request) for row, request in enumerate(requests) if request.sampling.has_penalty]
+    constrained = [(row, of) for row, request in enumerate(requests) if (of := request.constraints) is not None]
+    biases = [(row, of) for row, of in constrained if len(of.bias)]
+    banned: list[tuple[int, int]] = []
+    if constrained or parameters.min_tokens:
+        banned = [(row, token) for row, one in enumerate(requests) for token in banned_now(one, ahead[row])]
     banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     return SamplingRows(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        uniforms=_uniforms(requests, ahead),
+        uniforms=_uniforms(requests, ahead) if parameters.draws else torch.zeros(len(requests), dtype=torch.float64),
         num_logprobs=num_logprobs,
         penalty_rows=_concatenated([rows for rows, _, _ in penalties], torch.int64),
         penalty_tokens=_concatenated([tokens for _, tokens, _ in penalties], torch.int64),
@@ -208,14 +241,12 @@ def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -
         bias=_concatenated([of.bias for _, of in biases], torch.float32),
         banned_rows=banned_rows,
         banned_tokens=banned_tokens,
-        masks=_masks({row: mask for row, request in enumerate(requests) if (mask := _allowed(request)) is not None}),
+        masks=_masks(requests),
     )
 
 
 def _uniforms(requests: list[Request], ahead: Sequence[int]) -> torch.Tensor:
-    """A random number for each row, fp64 [R]; zeros where nobody draws."""
-    if not any(request.sampling.temperature for request in requests):
-        return torch.zeros(len(requests), dtype=torch.float64)
+    """A random number for each row, fp64 [R]."""
     return torch.from_numpy(
         uniforms(
             np.array([request.seed for request in requests], np.uint64),
@@ -235,7 +266,9 @@ def _allowed(request: Request) -> NDArray[np.int32] | None:
     return own[:size] & guided[:size]
 
 
-def _masks(allowed: dict[int, NDArray[np.int32]]) -> Masks | None:
+def _masks(requests: list[Request]) -> Masks | None:
+    said = [row for row, one in enumerate(requests) if one.schedule.allowed is not None or one.constraints is not None]
+    allowed = {row: mask for row in said if (mask := _allowed(requests[row])) is not None}
     if not allowed:
         return None
     widest = max(mask.nbytes for mask in allowed.values())
@@ -255,16 +288,16 @@ def _concatenated(parts: list[NDArray[np.generic]], dtype: torch.dtype) -> torch
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def prompt_rows(items: list[PlanItem]) -> PromptRows:
+def prompt_rows(items: list[PlanItem], starts: NDArray[np.int32]) -> PromptRows:
     """The rows of this step whose next token stands in a prompt and is to be reported."""
     rows: list[int] = []
     tokens: list[int] = []
     num_logprobs: list[int] = []
     request_ids: list[str] = []
-    start = 0
-    for item in items:
+    for s, item in enumerate(items):
         request, wanted = item.request, item.request.sampling.prompt_logprobs
         if wanted is not None:
+            start = int(starts[s])
             # Positions already reported are not reported again when a preempted request is recomputed.
             first = max(item.start, request.next_prompt_logprob)
             last = min(item.start + item.num_new, request.num_prompt - 1)
@@ -273,7 +306,6 @@ def prompt_rows(items: list[PlanItem]) -> PromptRows:
                 tokens.append(request.tokens[position + 1])
                 num_logprobs.append(wanted)
                 request_ids.append(request.id)
-        start += item.num_rows
     return PromptRows(
         rows=torch.tensor(rows, dtype=torch.int64),
         tokens=torch.tensor(tokens, dtype=torch.int64),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quire.batch import Batch
 from quire.engine.plan import Launched, StepOutput
-from quire.engine.runner import Runner, device_context, update
+from quire.engine.runner import Runner, device_context
 from quire.engine.transfer import staging
 from quire.errors import Unsupported
 from quire.ops import AttentionPlan
@@ -119,7 +119,7 @@ class GraphRunner:
         if bucket is None:
             return None
         try:
-            update(bucket.plans, self._padded(batch, count, bucket.size))
+            self._update(bucket, batch, count)
         except Unsupported:  # more work than a plan of this size has room for
             return None
         inputs = staging(2 * bucket.size, torch.int64, self.runner.device).view(2, bucket.size).zero_()
@@ -142,28 +142,22 @@ class GraphRunner:
                 self._buckets[size] = Bucket(size, inputs, plans)
         return self._buckets.get(size)
 
-    def _padded(self, batch: Batch, count: int, size: int) -> Batch:
-        """The first `count` sequences of the batch with their metadata extended to `size` ones."""
-        self._context_lens[:count] = batch.context_lens[:count]
-        self._context_lens[count:size] = 0
-        groups = []
-        for group, slots, tables in zip(batch.groups, self._slots, self._block_tables, strict=True):
+    def _update(self, bucket: Bucket, batch: Batch, count: int) -> None:
+        """Give the bucket's plans the first `count` sequences of the batch, and padding after them."""
+        size = bucket.size
+        lens = self._context_lens[:size]
+        lens[:count], lens[count:] = batch.context_lens[:count], 0
+        for plan, group, slots, tables in zip(bucket.plans, batch.groups, self._slots, self._block_tables, strict=True):
             width = group.block_tables.shape[1]
             slots[:count], slots[count:size] = group.slots[:count], -1
             tables[:count, :width] = group.block_tables[:count]
-            groups.append(replace(group, slots=slots[:size], block_tables=tables[:size, :width]))
-        return replace(
-            batch,
-            query_starts=self._query_starts[: size + 1],
-            context_lens=self._context_lens[:size],
-            groups=tuple(groups),
-        )
+            plan.update(self._query_starts[: size + 1], lens, tables[:size, :width], slots[:size])
 
     def _capture_largest(self, batch: Batch) -> None:
         """Capture the largest bucket, if that has not been done, on padding alone."""
         bucket = self._bucket(self.sizes[-1])
         if bucket is not None and bucket.replay is None and self._can_capture:
-            update(bucket.plans, self._padded(batch, 0, bucket.size))
+            self._update(bucket, batch, 0)
             self._capture_bucket(bucket, batch)
 
     def _capture_bucket(self, bucket: Bucket, batch: Batch) -> None:

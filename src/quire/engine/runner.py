@@ -57,7 +57,7 @@ class Runner:
             *(backend.make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces) for spec in recurrent),
         )
         self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: what the last step that drew has drawn
-        self._row_of: dict[str, int] = {}  # by request id, its row of these
+        self._drawn_ids: list[str] = []  # the request of each of its rows
 
     def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
         """A plan of that size for each cache group of attention."""
@@ -114,7 +114,10 @@ class Runner:
 
     def update(self, batch: Batch) -> None:
         """Give each cache group's plan the batch's metadata."""
-        update(self.plans, batch)
+        tables = [(group.block_tables, group.slots) for group in batch.groups]
+        tables += [(group.state_tables, group.row_tables) for group in batch.recurrent]
+        for plan, own in zip(self.plans, tables, strict=True):
+            plan.update(batch.query_starts, batch.context_lens, *own)
 
     def fill_in(
         self,
@@ -126,10 +129,15 @@ class Runner:
         A row without a finite logit draws none. Its request ends, so what is computed of it is not used, but it has to
         be computed of some token.
         """
-        if batch.drawn.request_ids:
-            drawn = torch.tensor([self._row_of[request_id] for request_id in batch.drawn.request_ids])
-            rows, sources = send([batch.drawn.rows, drawn], self.device)
-            token_ids.index_copy_(0, rows, self._drawn[sources].clamp(min=0))
+        if not batch.drawn.request_ids:
+            return
+        if batch.drawn.request_ids == self._drawn_ids and len(self._drawn_ids) == len(batch.token_ids):
+            torch.clamp(self._drawn, min=0, out=token_ids[: len(self._drawn)])  # all go on, each in its row
+            return
+        row_of = {request_id: row for row, request_id in enumerate(self._drawn_ids)}
+        drawn = torch.tensor([row_of[request_id] for request_id in batch.drawn.request_ids])
+        rows, sources = send([batch.drawn.rows, drawn], self.device)
+        token_ids.index_copy_(0, rows, self._drawn[sources].clamp(min=0))
 
     def finish(
         self,
@@ -185,7 +193,7 @@ class Runner:
                 found = token_logprobs(raw, drawn[-1][there].clamp(min=0), rows.num_logprobs[reported], self.backend)
                 logprobs.append((reported + start, found))
         self._drawn = torch.cat(drawn)
-        self._row_of = {request_id: row for row, request_id in enumerate(batch.logit_ids)}
+        self._drawn_ids = batch.logit_ids
         tokens = receive(self._drawn)
 
         def read(output: StepOutput) -> None:
@@ -224,14 +232,6 @@ class Runner:
             output.prompt_logprobs.update((request_id, tuple(logprobs)) for request_id, logprobs in of.items())
 
         return read
-
-
-def update(plans: Sequence[Plan], batch: Batch) -> None:
-    """Give each plan the batch's metadata."""
-    tables = [(group.block_tables, group.slots) for group in batch.groups]
-    tables += [(group.state_tables, group.row_tables) for group in batch.recurrent]
-    for plan, own in zip(plans, tables, strict=True):
-        plan.update(batch.query_starts, batch.context_lens, *own)
 
 
 def _embed(
