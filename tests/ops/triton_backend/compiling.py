@@ -257,7 +257,8 @@ def integer_weights() -> dict[str, QuantisedWeight]:
 def integer_kernels(chip: str) -> Iterator[Kernel]:
     """Products with quantised weights of every kind of code, in every tile, and the rounding of rows."""
     on_amd = chip == "gfx942"
-    tiles = (quantised.FEW_ROWS, *(() if on_amd else (quantised.SOME_ROWS,)), quantised.MANY_ROWS)
+    tiles = [quantised.FEW_ROWS, quantised.MANY_ROWS]
+    tiles += [] if on_amd else [quantised.SOME_ROWS, quantised.FEW_OF_WIDE, quantised.SOME_OF_WIDE]
     for name, weight in integer_weights().items():
         packed = quantised.PackedWeight.of(weight)
         kind, parts = packed.kind, dict.fromkeys(PARTS[1:])
@@ -271,6 +272,7 @@ def integer_kernels(chip: str) -> Iterator[Kernel]:
             constants |= {} if has_sums else {"x_sums": None}
             options = quantised.options(kind, tile, on_amd)
             label = f"integers {name} {tile.outputs}x{tile.rows}"
+            label += " wide" * (tile in (quantised.FEW_OF_WIDE, quantised.SOME_OF_WIDE))
             yield Kernel(label, quantised.multiply_tile, pointers, constants, options)
         pointers = {"x": "bf16", "values": "i8", "scales": "fp32", "sums": "i32", "order": "i64"}
         constants = dict(quantised.rounding_constants(kind))

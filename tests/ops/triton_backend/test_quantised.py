@@ -15,8 +15,10 @@ from quire.ops.triton import quantised
 from quire.ops.triton.backend import TritonBackend
 from quire.ops.triton.linear import TiledLinears
 from quire.ops.triton.quantised import (
+    FEW_OF_WIDE,
     FEW_ROWS,
     MANY_ROWS,
+    SOME_OF_WIDE,
     SOME_ROWS,
     IntegerLinear,
     IntegerLinears,
@@ -24,6 +26,7 @@ from quire.ops.triton.quantised import (
     integer_linear,
     rounded_rows,
 )
+from quire.ops.triton.tiles import processors_of
 from tests.ops.conftest import DEVICES
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight
 
@@ -62,6 +65,8 @@ def _unproved(monkeypatch):
 CASES = {
     "few": (FEW_ROWS, torch.bfloat16, 37, 1100, 17),
     "some": (SOME_ROWS, torch.float16, 7, 300, 67),
+    "few of wide": (FEW_OF_WIDE, torch.float32, 35, 700, 18),
+    "some of wide": (SOME_OF_WIDE, torch.bfloat16, 67, 300, 35),
     "many": (MANY_ROWS, torch.float32, 130, 500, 65),
 }
 
@@ -87,6 +92,21 @@ def test_linears_and_heads(kind):
         check(linear(x), QuantisedLinear(weight, bias, torch.bfloat16)(x))
     x = rows_of(3, weight)
     check(head(x), QuantisedLinear(weight, None, torch.float32)(x))
+
+
+def test_wide_weights_have_tiles_of_their_own():
+    """As many outputs for each processor as `WIDE` says; on AMD's GPUs all have the same."""
+    edge = quantised.WIDE * processors_of(DEVICE)
+    narrow, wide = (quantised.tiles_of(weight_of("int8-rows", size, 64)) for size in (edge - 1, edge))
+    assert (narrow[0], wide[0]) == (FEW_ROWS, FEW_OF_WIDE)
+    for tiles in (narrow, wide):
+        assert [tile.rows for tile in tiles] == sorted(tile.rows for tile in tiles)
+        assert tiles[-1] == MANY_ROWS
+    weight = weight_of("int4-32", edge, 64)
+    linear = IntegerLinears().linear(weight)
+    for rows in (1, 17, 40):
+        x = rows_of(rows, weight)
+        check(linear(x), QuantisedLinear(weight, None, torch.bfloat16)(x))
 
 
 def test_a_kind_of_weight_is_compared_once(monkeypatch):

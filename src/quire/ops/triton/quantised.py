@@ -28,6 +28,7 @@ from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
 from quire.ops.quantised import ACTIVATION_GROUP, PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 from quire.ops.triton.functions import int8_scale, to_int8
 from quire.ops.triton.launch import FLOATS, on_device_of
+from quire.ops.triton.tiles import processors_of
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,21 @@ class IntegerTile:
     warps: int
 
 
-FEW_ROWS = IntegerTile(16, 32, 8, 1536, 2048, 4)  # many programs, with many bytes of the weight on their way
+# Of weights with few outputs, whose programs must have many bytes on their way.
+FEW_ROWS = IntegerTile(16, 32, 8, 1536, 2048, 4)
 SOME_ROWS = IntegerTile(64, 32, 4, 768, 1024, 4)  # not on AMD's GPUs, whose compiler needs too many registers
+# Of weights with many, where several programs run on a processor.
+FEW_OF_WIDE = IntegerTile(16, 32, 4, 512, 1024, 2)
+SOME_OF_WIDE = IntegerTile(32, 64, 4, 768, 1024, 4)
 MANY_ROWS = IntegerTile(64, 128, 2, 256, 0, 8)
+
+WIDE = 64  # outputs for each processor of the device; measured with 31 and 217, on an H200
 
 log = logging.getLogger("quire")
 
 ON_AMD = torch.version.hip is not None
 
-PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 64, 130)  # of a weight, when its kind is first loaded: a row count for each tile
+PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 20, 64, 130)  # of a weight, when its kind is first loaded: rows for each tile
 
 RUN = 512  # inputs: rows of weights and of rounded x are as many, or a multiple
 ROUNDED = 1024  # inputs of a row that a program rounds, where they have scales of their own
@@ -500,6 +507,15 @@ def step_of(kind: QuantisedWeight, tile: IntegerTile) -> int:
     return max(segment_of(kind), tile.parts * part_size(kind))
 
 
+def tiles_of(weight: PackedWeight | QuantisedWeight) -> tuple[IntegerTile, ...]:
+    """Tiles that serve a weight on its device, that of fewest rows first. Which one computes a row shows in no bit."""
+    if ON_AMD:
+        return FEW_ROWS, MANY_ROWS
+    if weight.out_size < WIDE * processors_of(str(weight.device)):
+        return FEW_ROWS, SOME_ROWS, MANY_ROWS
+    return FEW_OF_WIDE, SOME_OF_WIDE, SOME_ROWS, MANY_ROWS
+
+
 @dataclass(frozen=True)
 class IntegerLinear:
     """The product with a quantised weight."""
@@ -507,14 +523,14 @@ class IntegerLinear:
     weight: PackedWeight
     bias: Tensor | None  # fp32 [out]
     out_dtype: torch.dtype
+    tiles: tuple[IntegerTile, ...]  # that of fewest rows first
 
     def __call__(
         self,
         x: Tensor,  # [T, in], of the weight's dtype
     ) -> Tensor:
         """The projection: [T, out]."""
-        tiles = (FEW_ROWS,) if ON_AMD else (FEW_ROWS, SOME_ROWS)
-        tile = next((tile for tile in tiles if len(x) <= tile.rows), MANY_ROWS)
+        tile = next((tile for tile in self.tiles if len(x) <= tile.rows), self.tiles[-1])
         return integer_linear(x, self.weight, self.bias, self.out_dtype, tile)
 
 
@@ -570,14 +586,14 @@ class IntegerLinears(Linears):
         if bias is not None:
             checks.check_tensor("bias", bias, (weight.out_size,), bias.dtype, weight.device, any_strides=True)
             bias = bias.float().contiguous()
-        return IntegerLinear(weight, bias, out_dtype)
+        return IntegerLinear(weight, bias, out_dtype, tiles_of(weight))
 
     def _serves(self, weight: LinearWeight) -> TypeGuard[QuantisedWeight]:
         if not isinstance(weight, QuantisedWeight) or weight.dtype not in FLOATS:
             return False
         parts = (getattr(weight, part) for part in PARTS[1:])
         kind = (weight.bits, weight.by_output or weight.group_size, weight.activation_group, weight.dtype)
-        key = (*kind, weight.order is None, *(part if part is None else part.dtype for part in parts))
+        key = (*kind, tiles_of(weight), weight.order is None, *(part if part is None else part.dtype for part in parts))
         if key not in self._right:
             self._right[key] = is_right(weight)
             if not self._right[key]:
@@ -588,9 +604,9 @@ class IntegerLinears(Linears):
 
 
 def is_right(weight: QuantisedWeight) -> bool:
-    """Whether every tile multiplies the first outputs of a weight as torch's operators do."""
+    """Whether every tile of a weight multiplies its first outputs as torch's operators do."""
     some = weight.rows(torch.arange(min(PROBED_OUTPUTS, weight.out_size), device=weight.device))
-    ours = IntegerLinear(PackedWeight.of(some), None, torch.float32)
+    ours = IntegerLinear(PackedWeight.of(some), None, torch.float32, tiles_of(weight))
     theirs = QuantisedLinear(some, None, torch.float32)
     x = torch.randn(max(PROBED_ROWS), weight.in_size, device=weight.device).to(weight.dtype)
     pairs = ((ours(x[:rows]), theirs(x[:rows])) for rows in PROBED_ROWS)
