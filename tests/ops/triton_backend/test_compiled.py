@@ -30,17 +30,21 @@ PROCESSOR_REGISTERS = 64 * 1024
 
 HOPPER = ("sm90", "sm100")
 # How many registers of a thread may lie in memory. Heads of 1024 that are to be reproducible hold two sums of 1024
-# numbers a row. Reproducible heads of 96 and 128 on Hopper and later keep the state of the chunks before there: it is
+# numbers a row. Reproducible heads of 64 to 128 on Hopper and later keep the state of the chunks before there: it is
 # touched once in 1,024 keys. Of fp32 heads of 64 and integers of 8 bits the compiler stops at fewer registers than
 # there are, and lays some that are used once a program into memory. The recurrences' tiles are for NVIDIA's chips.
+A_PAIR = 2  # registers, put aside once before a loop
 MOST_SPILLS = {
     ("sm80", "attend exact 1024 bf16"): 32,
     ("gfx942", "attend exact 1024 bf16"): 320,
     **{(chip, "attend many 64 fp32"): 6 for chip in ("sm80", *HOPPER)},
     ("sm80", "attend many 64 bf16 everything"): 2,
-    **{(chip, f"attend exact {dim} bf16"): 48 for chip in HOPPER for dim in (96, 128)},
-    **{(chip, f"attend exact {dim} bf16 everything"): 64 for chip in HOPPER for dim in (64, 128)},
+    **{(chip, f"attend exact {dim} bf16"): 48 for chip in HOPPER for dim in (64, 96, 128)},
+    **{(chip, f"attend exact {dim} bf16 everything"): 112 for chip in HOPPER for dim in (64, 128)},
     ("sm90", "attend exact 128 bf16/i8"): 4,
+    ("sm100", "attend exact 80 bf16"): 16,
+    ("sm100", "attend exact 1024 bf16"): 4,
+    ("sm100", "attend exact 256 fp32"): 8,
     # Keys have two products, each with its scale.
     **{(chip, f"attend {kind} 576 bf16/i8 latent"): 4 for chip in HOPPER for kind in ("few", "many")},
     ("sm80", "integers int8 32x16"): 4,
@@ -109,7 +113,7 @@ def check(chip: str, everything: bool) -> Kernels:
     found = kernels(chip, everything)
     for name, kernel in found.items():
         if not name.endswith(" again"):  # that one runs where something went wrong
-            assert kernel["spills"] <= MOST_SPILLS.get((chip, name), 0), kernel
+            assert kernel["spills"] <= MOST_SPILLS.get((chip, name), A_PAIR), kernel
         assert kernel["shared"] <= SHARED[chip], kernel
     for kind in ("few", "many", "exact"):
         assert tuple(attention(found, kind)) == (HEAD_DIMS if everything else SOME_HEAD_DIMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,11 +168,9 @@ def test_a_context_much_longer_than_the_others_is_cut_whatever_their_number():
     """Else its items would run on when all others are done."""
     for reproducible in (False, True):
         partitioner, lists = one_token_each(16, [100_000] + [500] * 63, reproducible=reproducible)
-        items = lists.many if reproducible else lists.few
-        wanted = partitioner.many_wanted if reproducible else partitioner.few_wanted
-        longest = (items[:, 4] - items[:, 3]).max()
-        assert longest <= 2 * (100_000 + 63 * 500) / wanted + SPLIT
-        assert len(items) > 64 > wanted
+        longest = (lists.few[:, 4] - lists.few[:, 3]).max()
+        assert longest <= 2 * (100_000 + 63 * 500) / partitioner.few_wanted + SPLIT
+        assert len(lists.few) > 64 > partitioner.few_wanted
 
 
 def test_a_long_prompt_beside_them_does_not_keep_sequences_from_sharing():
@@ -251,3 +250,22 @@ def test_a_step_that_would_need_more_parts_than_there_is_room_for_is_not_cut(mon
     partitioner, lists = one_token_each(132, [9_000] * 3, reproducible=True)
     assert len(lists.rows) <= partitioner.room.rows
     assert lists.num_parts == 0
+
+
+def test_what_is_remembered_of_the_step_before_does_not_show():
+    """One partitioner, and a new one for each step: rows come and go, and contexts grow by a token a step."""
+    for seed in range(12):
+        partitioner, starts, lens, tables = draw(seed)
+        room = partitioner.room
+        for step in range(140):  # contexts pass several multiples of what cuts are decided by
+            grown = lens + step * (np.diff(starts) == 1)
+            width = -(-int(grown.max(initial=0)) // partitioner.spec.block_size)
+            wider = np.zeros((len(lens), width), np.int32)
+            wider[:, : tables.shape[1]] = tables
+            fresh, *_ = draw(seed)
+            partitioner.room = fresh.room = replace(room, few=10**6, many=10**6, rows=10**6)
+            if step % 40 == 39:  # another step in between
+                partitioner.cut(np.array([0, 1]), np.array([77]), np.zeros((1, 10), np.int32))
+            got, want = partitioner.cut(starts, grown, wider), fresh.cut(starts, grown, wider)
+            for name in ("few", "many", "rows", "merges", "positions", "sequences"):
+                assert np.array_equal(getattr(got, name), getattr(want, name)), (seed, step, name)

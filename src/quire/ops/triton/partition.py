@@ -15,12 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from quire.errors import Unsupported
 from quire.ops.spec import AttentionSpec
-from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, WARPS, Tile, choose
+from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, WARPS, Tile, choose, exact_few
 
 Ints = NDArray[np.int64]
 
 ITEM = 8  # numbers of an item: its block ids' begin, first of rows, tokens, lo, hi, free_lo, free_hi, 0
 WORTH_SHARING = 16 * 2**20  # bytes of K and V that are read once instead of several times; a merge costs more than less
+GRAIN = 64  # keys: where to cut is decided as if contexts ended at multiples of it, so that it need not be each step
 NEVER = 2**31 - 1  # keys: a cut that nothing reaches
 PARTS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128])  # of the longest context, tried
 MOST_CUTS = 3  # parts beyond one a tile, in multiples of the programs that run at a time
@@ -51,6 +52,21 @@ class Lists:
     positions: Ints  # [T]
     sequences: Ints  # [T]
     num_parts: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a step's tiles and rows are, whatever the lengths of the contexts."""
+
+    starts: bytes  # of which it was made
+    seq: Ints  # of each tile
+    step: Ints  # its first token, counted from that of its sequence
+    token: Ints  # its first token
+    count: Ints  # its tokens
+    few: NDArray[np.bool_]  # whether its rows are few
+    width: Ints  # keys of the kernel's tile
+    sequences: Ints  # [T]
+    tokens: Ints  # [T]: 0, 1, ..
 
 
 @dataclass
@@ -84,9 +100,10 @@ class Partitioner:
     ) -> None:
         self.spec = spec
         G = spec.group_size
-        self.few_tile: Tile = choose(chip, "exact" if spec.reproducible else "few", spec)
+        self.few_tile: Tile = exact_few(chip, spec) if spec.reproducible else choose(chip, "few", spec)
         self.many_tile: Tile = choose(chip, "exact" if spec.reproducible else "many", spec)
-        self.few_rows = 0 if spec.reproducible else self.few_tile.block_m // G * G  # of a sequence, to be few
+        alike = spec.reproducible and self.few_tile == self.many_tile  # then all rows are many
+        self.few_rows = 0 if alike else self.few_tile.block_m // G * G  # of a sequence, to be few
         # Tokens of a sequence in a tile. A plan of no more tokens than sequences is for decoding: one, so that all rows
         # of a tile see the same keys.
         self.decodes = max_tokens <= max_seqs
@@ -98,20 +115,27 @@ class Partitioner:
         self.few_wanted = RESIDENT[chip] * processors // programs
         self.many_wanted = max(1, WARPS // self.many_tile.num_warps) * processors // programs
         self.room = self._room(max_tokens, max_seqs, max_blocks)
+        # Of the last step: while the same sequences decode, the next one has the same rows, and mostly the same cuts.
+        self._last_rows: Rows | None = None
+        self._last_cuts: dict[int, tuple[object, int]] = {}  # by an item's start: what was cut, and where
 
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
         spec = self.spec
-        few = max_seqs + MOST_CUTS * self.few_wanted
         long = min(max_seqs, max_tokens // (self.few_rows // spec.group_size + 1))
         own = most_tiles(max_tokens, long, self.many_tokens)
         of_shared = most_tiles(max_tokens, max_seqs // 2, self.shared_tokens)  # a group has two sequences at least
-        many = own + of_shared + MOST_CUTS * self.many_wanted  # the last ones are cuts
-        rows = 2 * max_tokens + few * self.few_tokens + MOST_CUTS * self.many_wanted * self.shared_tokens
-        if spec.reproducible:
+        few, many = max_seqs, own + of_shared
+        if spec.reproducible:  # all chunks of fewer tiles than programs, or half as many chunks of long contexts
             chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
             rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
-            many += self.many_wanted * chunks
+            few += min(few, self.few_wanted) * chunks
+            many += min(many, self.many_wanted) * chunks
+        else:
+            few_cuts, many_cuts = MOST_CUTS * self.few_wanted, MOST_CUTS * self.many_wanted
+            rows = 2 * max_tokens + (few + few_cuts) * self.few_tokens + many_cuts * self.shared_tokens
+            few += few_cuts
+            many += many_cuts
         # Lists that the device makes have all sequences here, those of few rows too.
         many = max(many, most_tiles(max_tokens, max_seqs, self.many_tokens))
         return Room(few, many, rows)
@@ -141,28 +165,41 @@ class Partitioner:
 
     # --------------------------------------------------------------------------------------- tiles of rows
 
+    def rows(self, starts: Ints) -> Rows:
+        """The rows of a step with these starts, in tiles that are as large as the kernel takes them."""
+        key = starts.tobytes()
+        if self._last_rows is None or self._last_rows.starts != key:
+            rows, num_seqs = np.diff(starts), len(starts) - 1
+            few = rows * self.spec.group_size <= self.few_rows
+            tokens = np.where(few, self.few_tokens, self.many_tokens)
+            counts = -(-rows // tokens)
+            seq = np.repeat(np.arange(num_seqs), counts)
+            step = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens[seq]
+            token = starts[seq] + step
+            count = np.minimum(tokens[seq], starts[seq + 1] - token)
+            width = np.where(few[seq], self.few_tile.block_n, self.many_tile.block_n)
+            sequences = np.repeat(np.arange(num_seqs), rows)
+            every = np.arange(starts[-1])
+            self._last_rows = Rows(key, seq, step, token, count, few[seq], width, sequences, every)
+        return self._last_rows
+
     def tiles(self, starts: Ints, lens: Ints) -> Tiles:
-        """All query rows, in tiles that are as large as the kernel takes them."""
-        spec, rows = self.spec, np.diff(starts)
-        few = rows * spec.group_size <= self.few_rows
-        tokens = np.where(few, self.few_tokens, self.many_tokens)
-        counts = -(-rows // tokens)
-        seq = np.repeat(np.arange(len(lens)), counts)
-        step = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens[seq]
-        token = starts[seq] + step
-        count = np.minimum(tokens[seq], starts[seq + 1] - token)
-        first = lens[seq] - rows[seq] + step  # where the first row stands
-        last = first + count - 1
-        length, width = lens[seq], np.where(few[seq], self.few_tile.block_n, self.many_tile.block_n)
+        """All query rows, in tiles."""
+        spec, own = self.spec, self.rows(starts)
+        length, width = lens[own.seq], own.width
+        first = length - np.diff(starts)[own.seq] + own.step  # where the first row stands
         hi = sure_hi = length
+        last = first + own.count - 1
         if spec.causal:
-            hi, sure_hi = np.clip(last + 1, 0, length), np.clip(first + 1, 0, length)
+            hi, sure_hi = (np.minimum(np.maximum(x + 1, 0), length) for x in (last, first))
         lo = free_lo = np.zeros_like(hi)
         if spec.window is not None:
             lo = np.clip(first - spec.window + 1, 0, hi)
             free_lo = -(-np.maximum(last - spec.window + 1, 0) // width) * width
         free_hi = np.maximum(sure_hi // width * width, free_lo)
-        return Tiles(seq, token, count, few[seq], lo.copy(), hi, free_lo.copy(), free_hi, np.zeros_like(seq))
+        return Tiles(
+            own.seq, own.token, own.count, own.few, lo.copy(), hi, free_lo.copy(), free_hi, np.zeros_like(own.seq)
+        )
 
     # ----------------------------------------------------------------------------------------- shared keys
 
@@ -178,6 +215,8 @@ class Partitioner:
         if spec.window is not None or len(candidates) < 2 or most < WORTH_SHARING:
             return []
         groups = []
+        if len(set(tables[candidates, 0].tolist())) == len(candidates):  # mostly: all begin with blocks of their own
+            return []
         _, group, sizes = np.unique(tables[candidates, 0], return_inverse=True, return_counts=True)
         for g in np.flatnonzero(sizes > 1):
             seqs = candidates[group == g]
@@ -224,8 +263,9 @@ class Partitioner:
         if self.spec.reproducible:
             at = np.where(tiles.inherited > 0, CHUNK, at)
         own_parts = _parts(tiles.lo, tiles.hi, at)
-        positions = np.repeat(lens - starts[1:], np.diff(starts)) + np.arange(starts[-1])
-        sequences = np.repeat(np.arange(len(lens)), np.diff(starts))
+        rows_of_step = self.rows(starts)
+        sequences = rows_of_step.sequences
+        positions = (lens - starts[1:])[sequences] + rows_of_step.tokens
         if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in their order, each in one item
             items = _items(
                 tiles.seq * width,
@@ -236,7 +276,7 @@ class Partitioner:
                 tiles.free_lo,
                 tiles.free_hi,
             )
-            whole = np.stack([np.arange(starts[-1]), np.full(starts[-1], -1)], 1)
+            whole = np.stack([rows_of_step.tokens, np.full(starts[-1], -1)], 1)
             none = np.zeros((0, 3), np.int64)
             return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, positions, sequences, 0)
         parts = np.where(own_parts + tiles.inherited > 1, own_parts + tiles.inherited, 0)  # of each of its tokens
@@ -285,6 +325,13 @@ class Partitioner:
         """
         if len(lo) == 0 or wanted == 0:
             return NEVER
+        lo, hi = lo // GRAIN * GRAIN, -(-hi // GRAIN) * GRAIN
+        of = (wanted, start, lo.tobytes(), hi.tobytes())
+        if self._last_cuts.get(start, (None, 0))[0] != of:
+            self._last_cuts[start] = of, self._best_cut(lo, hi, wanted, start)
+        return self._last_cuts[start][1]
+
+    def _best_cut(self, lo: Ints, hi: Ints, wanted: int, start: int) -> int:
         keys = hi - lo
         total, longest = int(keys.sum()), int(keys.max())
         if self.spec.reproducible:

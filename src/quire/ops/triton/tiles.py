@@ -1,11 +1,11 @@
 """How large the attention kernel's tiles are: on which chip, for which dtype and head dimensions.
 
 "few" is for tiles of up to 16 rows, a sequence that decodes with its G heads; "many" for more; "exact" for all tiles of
-a plan that must be reproducible: one tile, so that a row's sums are formed in one order wherever it stands. Every entry
-was compiled for its chip and keeps all of its numbers in registers, which a test asserts for plain attention; fp32
-heads beyond 256 do not, nor do reproducible ones of 1024 on two of the chips, and of 96 and 128 on Hopper: those keep
-the state of the chunks before in memory, which costs less than the smaller tile would. Those of Hopper for heads of 64
-and 128 were the fastest of those measured on an H100 (docs/performance.md).
+a plan that must be reproducible, so that a row's sums are formed in one order wherever it stands (but see `exact_few`).
+Every entry was compiled for its chip and keeps all of its numbers in registers, which a test asserts for plain
+attention; fp32 heads beyond 256 do not, nor do reproducible ones of 1024 on two of the chips, and of 64 to 128 on
+Hopper: those keep the state of the chunks before in memory, which costs less than the smaller tile would. Those of
+Hopper for heads of 64 and 128 were the fastest of those measured on an H100 (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ SM90: dict[Kind, tuple[Tile, ...]] = {
             Tile(16, 16, 8, 1)),
     "many": (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
              Tile(16, 16, 8, 1)),
-    "exact": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+    "exact": (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
               Tile(16, 16, 8, 1)),
+}
+SM100: dict[Kind, tuple[Tile, ...]] = SM90 | {  # not measured: of what keeps its numbers in registers there
+    "exact": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), *SM90["exact"][3:]),
 }
 GFX942: dict[Kind, tuple[Tile, ...]] = {
     "few": (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
@@ -60,7 +63,7 @@ GFX942: dict[Kind, tuple[Tile, ...]] = {
     "exact": (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
               Tile(16, 16, 4, 1)),
 }
-HALVES = {"sm80": SM80, "sm90": SM90, "sm100": SM90, "gfx942": GFX942}
+HALVES = {"sm80": SM80, "sm90": SM90, "sm100": SM100, "gfx942": GFX942}
 # In fp32 a number takes twice the room, and a product several.
 _LARGE = (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))
 FP32: dict[Kind, tuple[Tile, ...]] = {
@@ -91,6 +94,18 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
     return tile
 
 
+def exact_few(chip: str, spec: AttentionSpec) -> Tile:
+    """The tile of a reproducible plan for items of up to 16 rows: fewer rows of "exact", where that shows in no bit.
+
+    It was seen not to on an H100, by tests/ops/triton_backend/test_bits.py: there the row sums of both of Hopper's
+    matrix instructions are formed in one order. Elsewhere it is "exact" itself.
+    """
+    tile = choose(chip, "exact", spec)
+    if chip != "sm90" or tile.block_m < 64 or spec.cache_dtype is not spec.dtype:
+        return tile
+    return replace(tile, block_m=16)
+
+
 def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
     """The tile that an item of that one is computed with.
 
@@ -100,7 +115,9 @@ def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
     """
     by_registers = not aligned or spec.cache_dtype is not spec.dtype
     narrow = main_part(spec.dim_v) < 64 or 0 < tail_part(spec.dim_v) < 64
-    if tile.block_m < 64 or not by_registers or not narrow or chip_of(spec.device) != "sm90":
+    chip = chip_of(spec.device)
+    rows = choose(chip, "exact", spec).block_m if spec.reproducible else tile.block_m  # one order of keys for all items
+    if rows < 64 or not by_registers or not narrow or chip != "sm90":
         return tile
     return replace(tile, block_m=32, block_n=min(tile.block_n, 32), num_warps=4, num_stages=1)
 
