@@ -4,6 +4,7 @@ import math
 from array import array
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,8 @@ def test_parameters_of_the_step_before_serve_the_same_rows_alone() -> None:
     rows = [request((1,), seed=i, top_k=1 + i, repetition_penalty=1.0 + i) for i in range(3)]
     known = parameters_of(rows)
     assert parameters_of(list(rows), known) is known
+    listed, again = (request((1,), stop_token_ids=np.array([3, 4])) for _ in range(2))  # arrays cannot be compared
+    assert parameters_of([again], parameters_of([listed])).params[0] is again.sampling
     for others in (rows[::-1], rows[:2], [*rows, rows[0]], [*rows[:2], request((1,), top_k=4)], []):
         made = parameters_of(others, known)
         assert made is not known

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
@@ -190,7 +191,7 @@ class Parameters:
 def parameters_of(requests: list[Request], known: Parameters | None = None) -> Parameters:
     """The parameters of these requests' rows; those that are known, if these are the same."""
     params = [request.sampling for request in requests]
-    if known is not None and known.params == params:
+    if known is not None and len(params) == len(known.params) and all(map(is_, params, known.params)):
         return known
     real = [
         (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import pad
 
 from quire.ops.gguf_blocks import BlockWeight
 from quire.ops.lora import LoraTable, PlainLoraTable
@@ -209,10 +210,9 @@ class Linears:
             return QuantisedLinear(weight, bias, torch.float32)
         if isinstance(weight, NarrowWeight) and weight.is_cpu:
             return NarrowLinear(weight, bias, torch.float32)
-        if isinstance(weight, Tensor) and bias is None:
-            padded = aligned(weight)
-            return self.linear(weight) if padded is weight else CutLinear(self.linear(padded), len(weight))
-        return self.linear(weight, bias)
+        if isinstance(weight, NarrowWeight):
+            weight = weight.dequantised().to(weight.dtype)
+        return self._cut(aligned(weight), bias, len(weight))
 
     def embedding(
         self,
@@ -240,8 +240,7 @@ class Linears:
             return self.embedding(weight), self.head(weight)
         if not weight.is_cpu:
             padded = aligned(weight)
-            head = self.linear(padded)
-            return self.embedding(padded), head if padded is weight else CutLinear(head, len(weight))
+            return self.embedding(padded), self._cut(padded, None, len(weight))
         dtype = product_dtype(weight.dtype)
         kept = weight.to(dtype or weight.dtype, copy=True)
         if dtype is None:
@@ -256,6 +255,17 @@ class Linears:
         an adapter together, each of an even rank.
         """
         return PlainLoraTable(self.linear, in_size, out_size)
+
+    def _cut(
+        self,
+        padded: Tensor,  # [V or more, H]
+        bias: Tensor | None,  # [V]
+        size: int,  # V
+    ) -> Linear:
+        """The linear of a weight with padding after its rows, which the result does not show."""
+        if len(padded) == size:
+            return self.linear(padded, bias)
+        return CutLinear(self.linear(padded, None if bias is None else pad(bias, (0, len(padded) - size))), size)
 
     def _one_dnn(
         self,
@@ -279,7 +289,7 @@ def aligned(
     cuBLAS has no fast kernel for others: GPT-2's 50,257 outputs take it three times as long.
     """
     missing = -len(weight) % (16 // weight.itemsize)
-    return weight if weight.is_cpu or missing == 0 else torch.nn.functional.pad(weight, (0, 0, 0, missing))
+    return weight if weight.is_cpu or missing == 0 else pad(weight, (0, 0, 0, missing))
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype | None:

@@ -87,6 +87,9 @@ CASES = {
     "plain": {},
     "windowed": {"window": 1_500},
     "bf16, a tail": {"head_dim": 80, "dtype": torch.bfloat16},
+    "bf16 64": {"head_dim": 64, "dtype": torch.bfloat16, "group": 7, "kv_heads": 1},
+    "bf16 128": {"head_dim": 128, "dtype": torch.bfloat16, "group": 8, "kv_heads": 1, "alibi": False},
+    "fp16": {"head_dim": 64, "dtype": torch.float16, "group": 4, "kv_heads": 1},
     "odd groups": {"group": 7, "kv_heads": 1, "alibi": False},
 }
 

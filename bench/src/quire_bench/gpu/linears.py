@@ -20,7 +20,7 @@ from quire_bench.gpu.common import Bench, Call, Contestant, race
 
 ROWS = (1, 32, 512, 8192)
 SIZES = ((4096, 28672), (14336, 4096))  # inputs and outputs: gate and up in one, and down
-CACHED = 2**27  # bytes: more than a GPU caches
+CACHED = 2**28  # bytes: more than a GPU caches
 BLOCKS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
@@ -40,7 +40,10 @@ def linears(bench: Bench) -> None:
             try:
                 weight = make(inside, outside)
                 copies = 1 if bench.settings.tiny else -(-CACHED // _packed_bytes(weight))
-                served[name] = [packer.linear(weight) for _ in range(copies)]
+                # Packing copies a quantised weight.
+                served[name] = [
+                    packer.linear(weight.clone() if isinstance(weight, Tensor) else weight) for _ in range(copies)
+                ]
             except Exception as error:  # the others are still timed
                 bench.failed(f"{inside} x {outside}", name, error)
         for rows in (3,) if bench.settings.tiny else ROWS:

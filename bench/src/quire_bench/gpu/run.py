@@ -71,7 +71,7 @@ STAGES: dict[str, Stage] = {
     "decode": Stage(attention.decode, 60, compiles=True),
     "prefill": Stage(attention.prefill, 60, compiles=True),
     "cascade": Stage(attention.cascade, 40, compiles=True),
-    "engine": Stage(engine.engine, 150, compiles=True),
+    "engine": Stage(engine.engine, 110, compiles=True),
     "engine.transformers": Stage(engine.transformers_batching, 60),
     "steps": Stage(engine.steps, 75, compiles=True),
     **{

@@ -21,7 +21,6 @@ Ints = NDArray[np.int64]
 
 ITEM = 8  # numbers of an item: its block ids' begin, first of rows, tokens, lo, hi, free_lo, free_hi, 0
 WORTH_SHARING = 16 * 2**20  # bytes of K and V that are read once instead of several times; a merge costs more than less
-GRAIN = 64  # keys: where to cut is decided as if contexts ended at multiples of it, so that it need not be each step
 NEVER = 2**31 - 1  # keys: a cut that nothing reaches
 PARTS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128])  # of the longest context, tried
 MOST_CUTS = 3  # parts beyond one a tile, in multiples of the programs that run at a time
@@ -115,9 +114,7 @@ class Partitioner:
         self.few_wanted = RESIDENT[chip] * processors // programs
         self.many_wanted = max(1, WARPS // self.many_tile.num_warps) * processors // programs
         self.room = self._room(max_tokens, max_seqs, max_blocks)
-        # Of the last step: while the same sequences decode, the next one has the same rows, and mostly the same cuts.
-        self._last_rows: Rows | None = None
-        self._last_cuts: dict[int, tuple[object, int]] = {}  # by an item's start: what was cut, and where
+        self._last_rows: Rows | None = None  # of the last step: while the same sequences decode, the next one's too
 
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
         spec = self.spec
@@ -130,7 +127,7 @@ class Partitioner:
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
             rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
             few += min(few, self.few_wanted) * chunks
-            many += min(many, self.many_wanted) * chunks
+            many += min(many, max(self.few_wanted, self.many_wanted)) * chunks  # those of shared keys among them
         else:
             few_cuts, many_cuts = MOST_CUTS * self.few_wanted, MOST_CUTS * self.many_wanted
             rows = 2 * max_tokens + (few + few_cuts) * self.few_tokens + many_cuts * self.shared_tokens
@@ -325,19 +322,13 @@ class Partitioner:
         """
         if len(lo) == 0 or wanted == 0:
             return NEVER
-        lo, hi = lo // GRAIN * GRAIN, -(-hi // GRAIN) * GRAIN
-        of = (wanted, start, lo.tobytes(), hi.tobytes())
-        if self._last_cuts.get(start, (None, 0))[0] != of:
-            self._last_cuts[start] = of, self._best_cut(lo, hi, wanted, start)
-        return self._last_cuts[start][1]
-
-    def _best_cut(self, lo: Ints, hi: Ints, wanted: int, start: int) -> int:
         keys = hi - lo
         total, longest = int(keys.sum()), int(keys.max())
         if self.spec.reproducible:
             share = -(-2 * total // wanted)
             return CHUNK if len(lo) < wanted or longest > max(share, CHUNK) else NEVER
-        at = np.maximum(1, -(-longest // (PARTS * SPLIT))) * SPLIT
+        tried = PARTS[: int(np.searchsorted(PARTS, -(-longest // SPLIT))) + 1]  # more would be smaller than SPLIT
+        at = np.maximum(1, -(-longest // (tried * SPLIT))) * SPLIT
         at[0] = NEVER
         items = np.where(keys[:, None] > at, _parts(lo[:, None], hi[:, None], at), 1).sum(0)
         turns = items / wanted

@@ -52,7 +52,7 @@ SM90: dict[Kind, tuple[Tile, ...]] = {
     "exact": (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
               Tile(16, 16, 8, 1)),
 }
-SM100: dict[Kind, tuple[Tile, ...]] = SM90 | {  # not measured: of what keeps its numbers in registers there
+SM100: dict[Kind, tuple[Tile, ...]] = SM90 | {  # one tile serves all rows of a reproducible plan, few ones too
     "exact": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), *SM90["exact"][3:]),
 }
 GFX942: dict[Kind, tuple[Tile, ...]] = {
@@ -83,6 +83,8 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
     size = next(i for i, most in enumerate(DIMS) if max(spec.head_dim, spec.dim_v) <= most)
     if spec.dtype is torch.float32:
         return FP32[kind][size]
+    if chip == "sm90" and kind == "exact" and spec.dtype is torch.float16:  # no `exact_few`
+        chip = "sm100"
     tile = HALVES[chip][kind][size]
     if kind == "few" and spec.cache_dtype.itemsize == 1:  # half the bytes: look further ahead
         return replace(tile, block_n=min(tile.block_n, 64), num_stages=max(3, tile.num_stages) + 1)
@@ -97,13 +99,13 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
 def exact_few(chip: str, spec: AttentionSpec) -> Tile:
     """The tile of a reproducible plan for items of up to 16 rows: fewer rows of "exact", where that shows in no bit.
 
-    It was seen not to on an H100, by tests/ops/triton_backend/test_bits.py: there the row sums of both of Hopper's
-    matrix instructions are formed in one order. Elsewhere it is "exact" itself.
+    It was seen not to on an H100 in bf16: both of Hopper's matrix instructions gave the same sums, with heads of 64, 80
+    and 128 (tests/ops/triton_backend/test_bits.py asks it of every GPU). Elsewhere it is "exact" itself.
     """
     tile = choose(chip, "exact", spec)
-    if chip != "sm90" or tile.block_m < 64 or spec.cache_dtype is not spec.dtype:
+    if chip != "sm90" or tile.block_m < 64 or spec.dtype is not torch.bfloat16 or spec.cache_dtype is not spec.dtype:
         return tile
-    return replace(tile, block_m=16)
+    return replace(tile, block_m=16, num_warps=4)
 
 
 def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
@@ -115,9 +117,11 @@ def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
     """
     by_registers = not aligned or spec.cache_dtype is not spec.dtype
     narrow = main_part(spec.dim_v) < 64 or 0 < tail_part(spec.dim_v) < 64
+    if not by_registers or not narrow:
+        return tile
     chip = chip_of(spec.device)
     rows = choose(chip, "exact", spec).block_m if spec.reproducible else tile.block_m  # one order of keys for all items
-    if rows < 64 or not by_registers or not narrow or chip != "sm90":
+    if rows < 64 or chip != "sm90":
         return tile
     return replace(tile, block_m=32, block_n=min(tile.block_n, 32), num_warps=4, num_stages=1)
 
