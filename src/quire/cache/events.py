@@ -3,6 +3,8 @@
 From an empty pool on, the events alone rebuild every reference count and every request's blocks. BlockStored,
 BlockRemoved and AllBlocksCleared are vLLM's KV events, with its fields and a few more. `time` is the scheduler's clock,
 in seconds, at the step's start; `group` is the index of the cache group whose pool the block ids belong to.
+
+They are not frozen, since a frozen one takes four times as long to make. Whoever hears one leaves it as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlocksAllocated:
     """Free blocks went to a request: one owner each."""
 
@@ -22,7 +24,7 @@ class BlocksAllocated:
     blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlocksShared:
     """A request found a part of its prefix in these blocks: one owner more each."""
 
@@ -32,7 +34,7 @@ class BlocksShared:
     blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlocksForked:
     """A request began as a copy of its parent and shares these blocks with it: one owner more each."""
 
@@ -43,7 +45,7 @@ class BlocksForked:
     blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockCopied:
     """A request is about to write into a block that others share, and gets a free one with the same contents."""
 
@@ -54,7 +56,7 @@ class BlockCopied:
     dst: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlocksFreed:
     """A request gave these blocks back: one owner less each."""
 
@@ -64,7 +66,7 @@ class BlocksFreed:
     blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlocksSwappedOut:
     """A preempted request's blocks moved to the host: one owner less each, one more for the host block beside it."""
 
@@ -75,7 +77,7 @@ class BlocksSwappedOut:
     host_blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlocksSwappedIn:
     """A request came back from the host: one owner more for each block, one less for the host block beside it."""
 
@@ -86,7 +88,7 @@ class BlocksSwappedIn:
     host_blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostBlocksFreed:
     """A request that had been swapped out ended, or starts anew: one owner less for each host block."""
 
@@ -96,7 +98,7 @@ class HostBlocksFreed:
     host_blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockStored:
     """Full blocks can be reused from now on by every request that begins with the same tokens under the same salt.
 
@@ -114,7 +116,7 @@ class BlockStored:
     lora: str | None = None  # the name of its request's adapter; only blocks of that one's weights are shared
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockRemoved:
     """Blocks can no longer be reused."""
 
@@ -125,7 +127,7 @@ class BlockRemoved:
     evicted: bool  # their memory was needed; else states that their request passed and that are not kept for others
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllBlocksCleared:
     """No block of the group can be reused any more."""
 
@@ -133,7 +135,7 @@ class AllBlocksCleared:
     group: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DiskBlockStored:
     """A block is on the disk from now on, wherever else it is."""
 
@@ -142,7 +144,7 @@ class DiskBlockStored:
     block_hashes: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DiskBlockRemoved:
     """A block is no longer on the disk."""
 
