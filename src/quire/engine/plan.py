@@ -40,11 +40,6 @@ class PlanItem(NamedTuple):
         return self.start + self.num_new >= len(self.request.tokens) and self.request.task is GENERATE
 
     @property
-    def num_unknown(self) -> int:
-        """Tokens that the step before has yet to draw: 0 or 1."""
-        return max(0, self.start + self.num_new - len(self.request.tokens))
-
-    @property
     def embeds(self) -> bool:
         """Whether the last of these tokens is the last one of a prompt that is embedded."""
         return self.request.task is Task.EMBED and self.start + self.num_new == len(self.request.tokens)

@@ -26,14 +26,18 @@ BLOCKS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 def linears(bench: Bench) -> None:
     """Stage: operations a second of each linear, and its share of the framework's."""
-    own, reproducible = bench.backend.linears(bench.device), bench.backend.linears(bench.device, reproducible=True)
+    own = bench.backend.linears(bench.device)
     kinds: dict[str, tuple[Linears, Callable[[int, int], LinearWeight]]] = {
         "torch": (Linears(), lambda i, o: _random(bench, i, o)),
-        "quire, reproducible": (reproducible, lambda i, o: _random(bench, i, o)),
         "quire, int8": (own, lambda i, o: quantised(_random(bench, i, o), 8, i, torch.bfloat16)),
         "quire, int4, groups of 128": (own, lambda i, o: quantised(_random(bench, i, o), 4, 128, torch.bfloat16)),
         **{f"quire, {kind}": (own, partial(_blocks, bench, kind)) for kind in BLOCKS},
     }
+    if bench.backend.limits.reproducible:
+        kinds["quire, reproducible"] = (
+            bench.backend.linears(bench.device, reproducible=True),
+            lambda i, o: _random(bench, i, o),
+        )
     for inside, outside in ((256, 48),) if bench.settings.tiny else SIZES:
         served: dict[str, list[Linear]] = {}
         for name, (packer, make) in kinds.items():
