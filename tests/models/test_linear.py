@@ -149,6 +149,9 @@ def test_logits_of_odd_vocabularies_are_cut_from_aligned_ones_on_a_gpu() -> None
         assert head(torch.empty(3, 16, dtype=torch.bfloat16, device="meta")).shape == (3, 50_257)
         assert head.padded.weight.shape == (50_264, 16)  # type: ignore[attr-defined]
     assert embedding.weight is tied.padded.weight  # type: ignore[attr-defined,union-attr]
+    biased = Linears().head(weight, torch.empty(50_257, dtype=torch.bfloat16, device="meta"))
+    assert biased.padded.bias.shape == (50_264,)  # type: ignore[attr-defined]
+    assert biased(torch.empty(3, 16, dtype=torch.bfloat16, device="meta")).shape == (3, 50_257)
     x, small = torch.randn(3, 5), torch.randn(7, 5)
     padded = torch.cat([small, torch.zeros(1, 5)])
     assert torch.equal(CutLinear(PlainLinear(padded, None), 7)(x), (x @ padded.T)[:, :7])

@@ -69,8 +69,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         else:
             flat += request.tokens[start : start + num_new]
         if ahead >= 0 and request.task is GENERATE:
-            drawn.append((request, len(flat) - 1, ahead))
-            drawn += [(request, len(flat) + i, ahead + 1 + i) for i in range(len(guesses))] if guesses else ()
+            drawn += [(request, len(flat) - 1 + i, ahead + i) for i in range(len(guesses) + 1)]
         flat.extend(guesses)
     t = len(flat)
     computed = np.array([item.start for item in items], np.int64)
@@ -191,6 +190,7 @@ class Parameters:
 def parameters_of(requests: list[Request], known: Parameters | None = None) -> Parameters:
     """The parameters of these requests' rows; those that are known, if these are the same."""
     params = [request.sampling for request in requests]
+    # The same objects: arrays among their fields cannot be compared.
     if known is not None and len(params) == len(known.params) and all(map(is_, params, known.params)):
         return known
     real = [

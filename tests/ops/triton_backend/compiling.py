@@ -28,6 +28,7 @@ from quire.ops.quantised import PARTS, QuantisedWeight
 from quire.ops.triton import cache, linear, quantised, recurrent, sampling, small, states
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
+from quire.ops.triton.packed import PackedWeight, has_sums
 from quire.ops.triton.tiles import CHUNK, Kind, choose, exact_few, precision
 
 TARGETS = {
@@ -98,7 +99,7 @@ def attend(
     )  # fmt: skip
     tile = exact_few(chip, spec) if kind == "exact few" else choose(chip, kind, spec)
     rows, keys = NARROW[dtype], NARROW[kv or dtype]
-    is_exact = kind != "few" and kind != "many"
+    is_exact = kind in ("exact", "exact few")
     pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
     pointers |= {"part_mix": "fp32", "part_sums": "fp32"}
     pointers |= dict.fromkeys(("items", "rows", "positions", "sequences", "tables"), "i32")
@@ -265,16 +266,15 @@ def integer_kernels(chip: str) -> Iterator[Kernel]:
     tiles = [quantised.FEW_ROWS, quantised.MANY_ROWS]
     tiles += [] if on_amd else [quantised.SOME_ROWS, quantised.FEW_OF_WIDE, quantised.SOME_OF_WIDE]
     for name, weight in integer_weights().items():
-        packed = quantised.PackedWeight.of(weight)
+        packed = PackedWeight.of(weight)
         kind, parts = packed.kind, dict.fromkeys(PARTS[1:])
         parts |= {part: NARROW[given.dtype] for part in parts if (given := getattr(packed, part)) is not None}
-        has_sums = quantised.has_sums(kind)
         pointers = {"values": "i8", "bias": "fp32", "x": "i8", "x_scales": "fp32", "x_sums": "i32", "out": "bf16"}
         pointers |= {part: dtype for part, dtype in parts.items() if dtype is not None}
         for tile in tiles:
             constants = {**quantised.constants(kind, tile), "AHEAD": 0 if on_amd else tile.ahead}
             constants |= {part: None for part, dtype in parts.items() if dtype is None}
-            constants |= {} if has_sums else {"x_sums": None}
+            constants |= {} if has_sums(kind) else {"x_sums": None}
             options = quantised.options(kind, tile, on_amd)
             label = f"integers {name} {tile.outputs}x{tile.rows}"
             label += " wide" * (tile in (quantised.FEW_OF_WIDE, quantised.SOME_OF_WIDE))
@@ -283,7 +283,7 @@ def integer_kernels(chip: str) -> Iterator[Kernel]:
         constants = dict(quantised.rounding_constants(kind))
         if weight.order is None:
             constants["order"] = None
-        if not has_sums:
+        if not has_sums(kind):
             constants["sums"] = None
         yield Kernel(f"round {name}", quantised.round_part, pointers, constants, quantised.rounding_options(kind))
 

@@ -257,7 +257,7 @@ def test_what_is_remembered_of_the_step_before_does_not_show():
     for seed in range(12):
         partitioner, starts, lens, tables = draw(seed)
         room = partitioner.room
-        for step in range(140):  # contexts pass several multiples of what cuts are decided by
+        for step in range(140):  # contexts pass multiples of blocks and tiles
             grown = lens + step * (np.diff(starts) == 1)
             width = -(-int(grown.max(initial=0)) // partitioner.spec.block_size)
             wider = np.zeros((len(lens), width), np.int32)

@@ -14,6 +14,7 @@ from quire.ops.quantised import PARTS, QuantisedEmbedding, QuantisedLinear, Quan
 from quire.ops.triton import quantised
 from quire.ops.triton.backend import TritonBackend
 from quire.ops.triton.linear import TiledLinears
+from quire.ops.triton.packed import PackedWeight
 from quire.ops.triton.quantised import (
     FEW_OF_WIDE,
     FEW_ROWS,
@@ -22,7 +23,6 @@ from quire.ops.triton.quantised import (
     SOME_ROWS,
     IntegerLinear,
     IntegerLinears,
-    PackedWeight,
     integer_linear,
     rounded_rows,
 )

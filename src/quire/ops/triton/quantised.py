@@ -3,12 +3,7 @@
 Two kernels: one rounds rows of x to integers, the other multiplies them. What is rounded is rounded in the order of the
 definition, and sums of integers are exact, so a tile's shape and the other rows do not show.
 
-A weight is packed once, and what a program reads at a time lies together. Numbers of 4 bits lie two a byte: of two
-parts of the inputs, each multiplied by one dot product, a byte's lower half belongs to the first one and its upper half
-to the second. Both become int8 by a mask and nothing else, since shifts of single bytes are slow: the lower half is the
-value, the upper one, whose highest bit is turned, is 16 * (value - 8). Others lie one a byte, less what makes them fit
-an int8. What zeros add to a sum, and these offsets, is a multiple of the sum of a part of x, which is made where x is
-rounded.
+A weight is packed once, see `packed`.
 """
 
 from __future__ import annotations
@@ -28,6 +23,7 @@ from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
 from quire.ops.quantised import ACTIVATION_GROUP, PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 from quire.ops.triton.functions import int8_scale, to_int8
 from quire.ops.triton.launch import FLOATS, on_device_of
+from quire.ops.triton.packed import BLOCK, PackedWeight, has_sums, is_apart, is_whole, padded_size, part_size
 from quire.ops.triton.tiles import processors_of
 
 
@@ -59,11 +55,9 @@ ON_AMD = torch.version.hip is not None
 
 PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 20, 64, 130)  # of a weight, when its kind is first loaded: rows for each tile
 
-RUN = 512  # inputs: rows of weights and of rounded x are as many, or a multiple
 ROUNDED = 1024  # inputs of a row that a program rounds, where they have scales of their own
 ROUNDED_WHOLE = 4096  # that it rounds at a time, where a row has one scale
 
-BLOCK = tl.constexpr(32)  # outputs whose values of a part lie together; no tile has fewer
 SHARING = tl.constexpr(16)  # tiles of rows that share the weights in the L2 cache
 
 
@@ -266,119 +260,6 @@ def multiply_tile(
         result += tl.load(bias + output, mask=has_output, other=0.0)[:, None]
     where = out + row[None, :] * num_outputs + output[:, None]
     tl.store(where, result.to(out.dtype.element_ty), mask=has_row[None, :] & has_output[:, None])
-
-
-# -------------------------------------------------------------------------------------------------- the weights
-
-
-@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
-class PackedWeight:
-    """A quantised weight as the kernel reads it."""
-
-    kind: QuantisedWeight  # the same without outputs
-    values: Tensor  # int8 [blocks, parts, outputs of a block, inputs of a part]; of 4 bits half as many parts
-    scales: Tensor  # fp32 or fp16 [groups, out], as are all others: what neighbours read lies together
-    zeros: Tensor | None = None  # int16: of 4 bits they are subtracted from values, else from what is stored
-    minimums: Tensor | None = None  # fp16
-    sub_scales: Tensor | None = None  # int8
-    sub_minimums: Tensor | None = None  # int8
-
-    @classmethod
-    def of(cls, weight: QuantisedWeight) -> PackedWeight:
-        """That weight, in memory of its own."""
-        kind = weight.rows(torch.empty(0, dtype=torch.int64, device=weight.device))
-        size, part = padded_size(kind), part_size(kind)
-        values = torch.nn.functional.pad(weight.values, (0, size - kind.in_size, 0, -weight.out_size % BLOCK.value))
-        values = values.reshape(-1, BLOCK.value, size // part, part).transpose(1, 2)
-        if kind.bits == 4:
-            values = values[:, ::2] | (values[:, 1::2] ^ 8) << 4
-        else:
-            values = values - _base(kind)  # modulo 256
-        parts = {name: part for name in PARTS[1:] if (part := getattr(weight, name)) is not None}
-        if "zeros" in parts:
-            parts["zeros"] = (parts["zeros"] - _base(kind)).to(torch.int16)
-        for name, part in parts.items():
-            inputs = kind.sub_size if name in ("sub_scales", "sub_minimums") else kind.group_size
-            parts[name] = (part if kind.by_output else _padded(part, size // inputs)).T.contiguous()
-        return cls(kind, values.contiguous().view(torch.int8), **parts)
-
-    def rows(
-        self,
-        index: Tensor,  # int64 [N]
-    ) -> QuantisedWeight:
-        """These outputs, in this order, in memory of their own, unpacked."""
-        kind = self.kind
-        values = self.values[index // BLOCK.value, :, index % BLOCK.value].view(torch.uint8)  # [N, parts, part]
-        if kind.bits == 4:
-            values = torch.stack([values & 15, (values >> 4) ^ 8], 2)
-        else:
-            values = values + _base(kind)
-        values = values.flatten(1)
-        parts = {"values": values[:, : kind.in_size]}
-        for name in PARTS[1:]:
-            if (part := getattr(self, name)) is not None:
-                parts[name] = part.T[index, : getattr(kind, name).shape[1]]
-        if "zeros" in parts:
-            parts["zeros"] = parts["zeros"].float() + _base(kind)
-        return kind.derived(**parts)
-
-    @property
-    def out_size(self) -> int:
-        """Outputs."""
-        return self.scales.shape[1]
-
-    @property
-    def in_size(self) -> int:
-        """Inputs."""
-        return self.kind.in_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of x."""
-        return self.kind.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.values.device
-
-
-def padded_size(kind: QuantisedWeight) -> int:
-    """Inputs of a row as it is stored: the last ones are multiplied with zeros."""
-    return -(-kind.in_size // RUN) * RUN
-
-
-def part_size(kind: QuantisedWeight) -> int:
-    """Inputs of a dot product. Two parts lie in the same bytes; neither may span two groups, nor two sub-scales."""
-    return 64 if (kind.by_output or kind.segment == 128) and not kind.sub_size else 32
-
-
-def is_whole(kind: QuantisedWeight) -> bool:
-    """Whether a row of x has one scale."""
-    return kind.by_output and kind.activation_group != ACTIVATION_GROUP
-
-
-def is_apart(kind: QuantisedWeight) -> bool:
-    """Whether a part has two sub-scales, so that its halves are multiplied one by one."""
-    return kind.sub_size == part_size(kind) // 2
-
-
-def has_sums(kind: QuantisedWeight) -> bool:
-    """Whether sums of parts of x are asked for: by zeros, by minimums, and by how 4 bits are packed."""
-    return kind.bits == 4 or kind.zeros is not None or kind.minimums is not None
-
-
-def _base(kind: QuantisedWeight) -> int:
-    """What is subtracted from values before they are stored."""
-    return 0 if kind.bits == 4 else kind.zero
-
-
-def _padded(
-    part: Tensor,  # [out, n]
-    size: int,
-) -> Tensor:
-    """The same with zeros after each row: [out, size]."""
-    return torch.nn.functional.pad(part, (0, size - part.shape[1]))
 
 
 # ------------------------------------------------------------------------------------------------- the products

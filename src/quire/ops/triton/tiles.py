@@ -99,8 +99,8 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
 def exact_few(chip: str, spec: AttentionSpec) -> Tile:
     """The tile of a reproducible plan for items of up to 16 rows: fewer rows of "exact", where that shows in no bit.
 
-    It was seen not to on an H100 in bf16: both of Hopper's matrix instructions gave the same sums, with heads of 64, 80
-    and 128 (tests/ops/triton_backend/test_bits.py asks it of every GPU). Elsewhere it is "exact" itself.
+    It was seen not to in bf16: both of Hopper's matrix instructions gave the same sums, with heads of 64 and 128 on an
+    H100 and of 80 on an H200 (tests/ops/triton_backend/test_bits.py asks it of every GPU). Elsewhere it is "exact".
     """
     tile = choose(chip, "exact", spec)
     if chip != "sm90" or tile.block_m < 64 or spec.dtype is not torch.bfloat16 or spec.cache_dtype is not spec.dtype:
