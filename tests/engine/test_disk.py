@@ -13,11 +13,13 @@ from array import array
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, kv_disk
+from quire.bits import parts
 from quire.cache.disk import store as files
 from quire.cache.disk.store import LOG, DiskStore
 from quire.cache.disk.tier import DiskTier
@@ -242,6 +244,19 @@ def test_a_prompt_is_found_after_a_restart(tmp_path: Path) -> None:
     with LLM(num_blocks=100, kv_disk=tmp_path / "kv") as llm:
         [found] = llm.generate([PROMPT | {"cache_salt": "tenant"}], PARAMS, use_tqdm=False)
         assert found.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("module", "number"), [(parts, "BITS_VERSION"), (kv_disk, "FORMAT")])
+def test_blocks_of_an_earlier_release_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, number: str
+) -> None:
+    """Release 1 published K and V of beams that had been computed without their adapter."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, number, 1)
+        with LLM(num_blocks=100, kv_disk=tmp_path / "kv") as llm:
+            first, _ = answer(llm)
+    with LLM(num_blocks=100, kv_disk=tmp_path / "kv") as llm:
+        assert answer(llm) == (first, 0)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from quire.errors import BadValue
 
 # Raised by every change of Quire that changes bits, as another order of a sum does: two releases with the same number
 # give a request the same answer. What differs between machines is found by the probe.
-BITS_VERSION = 1
+BITS_VERSION = 2
 DIGEST_SIZE = 8  # bytes of every digest here
 DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_SIZE}}}")
 MAX_PARTS = 256

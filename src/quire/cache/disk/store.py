@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FORMAT = 1  # of the files; directories of another one are not read
+FORMAT = 2  # of the files; directories of another one are not read
 LOG = "log"
 NEW_LOG = "log.new"
 SLOTS = "slots"  # and the group's number
