@@ -2,7 +2,8 @@
 
 import pickle
 import re
-from dataclasses import replace
+from array import array
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from quire.config import FOREIGN, CacheConfig, EngineConfig, engine_config
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.request import SamplingParams, StructuredOutputsParams
+from quire.request import Request, SamplingParams, StructuredOutputsParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -128,3 +129,17 @@ def test_options_reach_their_place() -> None:
 def test_bad_options_are_named_with_their_value(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{option} is {value!r}"):
         engine_config(**{option: value})
+
+
+def test_a_fork_inherits_every_field_that_is_not_its_own() -> None:
+    """Also a field that is added to Request later: a fork without one would compute other numbers."""
+    own = {"id", "tokens", "sample_index", "guide", "to_check", "finish_reason", "cache", "schedule"}
+    parent = Request("parent", array("i", [1, 2]), 2, SamplingParams())
+    for one in fields(Request):
+        setattr(parent, one.name, f"the parent's {one.name}")
+    child = Request("child", array("i", [1, 2, 3]), 2, SamplingParams(), 1)
+    before = {one.name: getattr(child, one.name) for one in fields(Request)}
+    child.inherit(parent)
+    for one in fields(Request):
+        expected = before[one.name] if one.name in own else f"the parent's {one.name}"
+        assert getattr(child, one.name) is expected or getattr(child, one.name) == expected, one.name

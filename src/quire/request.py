@@ -399,6 +399,11 @@ class Request:
     cache: CacheState = field(default_factory=CacheState)
     schedule: ScheduleState = field(default_factory=ScheduleState)
 
+    def inherit(self, parent: Request) -> None:
+        """Take over every field of a sibling but those that each request owns, so that the same numbers follow."""
+        for name in _INHERITED:
+            setattr(self, name, getattr(parent, name))
+
     def resume(self, delivered: Sequence[int], num_checked: int) -> None:
         """Go on after tokens that were generated and delivered before an interruption, here or elsewhere.
 
@@ -437,6 +442,11 @@ class Request:
     def next_prompt_logprob(self) -> int:
         """The first prompt position whose logprob is asked for and was not reported."""
         return self.first_prompt_logprob + self.schedule.num_prompt_logprobs
+
+
+# A field that is added to Request is inherited by forks, unless it is named here.
+_OWN = {"id", "tokens", "sample_index", "guide", "to_check", "finish_reason", "cache", "schedule"}
+_INHERITED = tuple(one.name for one in fields(Request) if one.name not in _OWN)
 
 
 class Event(NamedTuple):

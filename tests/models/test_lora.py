@@ -182,24 +182,65 @@ def test_blocks_are_those_of_the_same_weights(adapters: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_method_takes_adapters(adapters: Path) -> None:
+def test_every_method_computes_what_the_merged_weights_compute(tmp_path: Path) -> None:
+    """Vectors, scores and beams, with an adapter and without."""
+    model = save(tmp_path / "model")
+    added = save_adapter(tmp_path / "adapter", linears(model), spread=0.1)
+    options: dict[str, Any] = {"num_blocks": 128, "max_num_batched_tokens": 16}
+    both = LLM(str(tmp_path / "model"), lora={"x": tmp_path / "adapter"}, **options)
+    plain_model = LLM(str(tmp_path / "model"), **options)
+    save_merged(model, added, tmp_path / "merged")
+    for lora, alone in (("x", LLM(str(tmp_path / "merged"), **options)), (None, plain_model)):
+        for expected, found in zip(values(alone), values(both, lora), strict=True):
+            torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def values(llm: LLM, lora: str | None = None) -> list[torch.Tensor]:
+    """The vectors, logprobs, scores and beams of some prompts."""
+    given: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    vectors = [one.outputs.embedding for one in llm.embed(given, lora=lora, use_tqdm=False)]
+    logs = llm.loglikelihood(given, [[3, 8, 5]] * len(given), lora=lora, use_tqdm=False)
+    scores = [one.outputs.score for one in llm.score(given[0], given[1:], lora=lora, use_tqdm=False)]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    beams = [one.sequences for one in llm.beam_search(given, params, lora=lora)]
+    return [
+        torch.tensor(vectors),
+        torch.tensor([one.token_logprobs for one in logs]),
+        torch.tensor(scores),
+        torch.tensor([[found.tokens[-6:] for found in one] for one in beams]),
+        torch.tensor([[found.cum_logprob for found in one] for one in beams]),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [512, 24])
+def test_beams_with_an_adapter_are_scored_by_it(adapters: Path, num_blocks: int) -> None:
+    """Each beam scored by a request of its own gives the same number; so it does from the cache that the search left.
+
+    With 24 blocks of 4 tokens beams are preempted.
+    """
+    options: dict[str, Any] = {"lora": {"a": adapters / "a"}, "block_size": 4, "max_model_len": 64}
+    llm, fresh = LLM(num_blocks=num_blocks, **options), LLM(num_blocks=512, enable_prefix_caching=False, **options)
+    prompt = llm.get_tokenizer().encode("import os\n")
+    params = BeamSearchParams(beam_width=4, max_tokens=16, ignore_eos=True)
+    one_more = SamplingParams(max_tokens=1, temperature=0.0, logprobs=3)
+    for lora in ("a", None):
+        searches = llm.beam_search([{"prompt_token_ids": prompt}] * 2, params, lora=lora)
+        for found in (sequence for search in searches for sequence in search.sequences):
+            given: Any = {"prompt_token_ids": prompt}
+            [alone] = fresh.loglikelihood(given, [found.tokens[len(prompt) :]], lora=lora, use_tqdm=False)
+            assert found.cum_logprob == alone.cumulative_logprob
+            given = {"prompt_token_ids": found.tokens}
+            [after] = llm.generate(given, one_more, lora=lora, use_tqdm=False)
+            [expected] = fresh.generate(given, one_more, lora=lora, use_tqdm=False)
+            assert after.outputs[0].logprobs == expected.outputs[0].logprobs
+    assert (llm.engine.scheduler.num_preemptions > 0) == (num_blocks == 24)
+
+
+@pytest.mark.slow
+def test_answers_with_adapters_are_the_same_streamed_and_whole(adapters: Path) -> None:
     llm = LLM(lora={"a": adapters / "a"}, num_blocks=256)
     prompts = ["def f(x):", "import os"]
-    mixed = llm.embed(prompts, lora=["a", None], use_tqdm=False)
-    found = [llm.embed(prompt, lora=lora, use_tqdm=False)[0] for prompt, lora in zip(prompts, ("a", None), strict=True)]
-    assert [one.outputs for one in mixed] == [one.outputs for one in found]
-    assert mixed[0].outputs != llm.embed(prompts[0], use_tqdm=False)[0].outputs
-    scores = [
-        llm.loglikelihood(prompts[0], " return", lora=lora, use_tqdm=False)[0].token_logprobs for lora in ("a", None)
-    ]
-    assert scores[0] != scores[1]
-    pairs = [llm.score(*prompts, lora=lora, use_tqdm=False)[0].outputs.score for lora in ("a", None)]
-    assert pairs[0] != pairs[1]
-    beams = [
-        llm.beam_search(prompts[0], BeamSearchParams(beam_width=2, max_tokens=4), lora=lora)[0].sequences[0].cum_logprob
-        for lora in ("a", None)
-    ]
-    assert beams[0] != beams[1]
     streamed = list(llm.stream(prompts, SamplingParams(temperature=0.0, max_tokens=4), lora="a"))
     whole = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4), lora="a", use_tqdm=False)
     assert {one.request_id: one.outputs[0].token_ids for one in streamed if one.finished}

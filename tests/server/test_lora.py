@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.config import parse_loras
 from quire.errors import ConfigError
 from quire.server.server_config import ServerConfig
@@ -56,14 +56,16 @@ def test_adapters_are_models(loading: Serving, adapters: Path) -> None:
     assert (first["id"], first["parent"]) == ("quire-embedded", None)
     assert (second["id"], second["parent"], second["root"]) == ("a", "quire-embedded", str(adapters / "a"))
     assert loading.ask("GET", "/v1/models/a").json() == second
-    vectors = [loading.post("/v1/embeddings", model=model, input=PROMPT).json() for model in ("quire-embedded", "a")]
-    assert vectors[1]["model"] == "a"
-    assert vectors[0]["data"] != vectors[1]["data"]
-    beams = [
-        loading.post(COMPLETIONS, model=model, prompt=PROMPT, max_tokens=4, use_beam_search=True, n=2).json()
-        for model in ("quire-embedded", "a")
-    ]
-    assert beams[0]["choices"] != beams[1]["choices"]
+    for model, lora in (("quire-embedded", None), ("a", "a")):
+        body = loading.post("/v1/embeddings", model=model, input=PROMPT).json()
+        [expected_vector] = llm.embed(PROMPT, lora=lora, use_tqdm=False)
+        assert body["model"] == model
+        assert body["data"][0]["embedding"] == pytest.approx(expected_vector.outputs.embedding)
+        answer = loading.post(COMPLETIONS, model=model, prompt=PROMPT, max_tokens=4, use_beam_search=True, n=2).json()
+        [search] = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4), lora=lora)
+        assert [choice["text"] for choice in answer["choices"]] == [
+            found.text.removeprefix(PROMPT) for found in search.sequences if found.text is not None
+        ]
     error = loading.post(COMPLETIONS, model="b", prompt=PROMPT).error()
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert error["message"] == "there is no model 'b' here; this server has 'quire-embedded', 'a'"

@@ -179,7 +179,8 @@ class Engine:
     def fork(self, parent: Request, child: Request) -> None:
         """Let the driven child, new or a sibling that gives up what it had, go on from the parent.
 
-        The child's tokens begin with the parent's. They share all blocks until one of them writes.
+        The child's tokens begin with the parent's. They share all blocks until one of them writes. All that decides
+        the parent's numbers, such as its adapter, is the child's too.
         """
         self.scheduler.fork(parent, child)
 

@@ -164,8 +164,10 @@ class Scheduler:
     def fork(self, parent: Request, child: Request) -> None:
         """Let the child, new or a sibling that gives up what it had, go on from the parent, whose tokens it has.
 
-        Where the parent's tokens are not all in the cache, as it was preempted, the child is computed anew, too.
+        The child inherits what decides the parent's numbers, such as its adapter. Where the parent's tokens are not all
+        in the cache, as it was preempted, the child is computed anew, too.
         """
+        child.inherit(parent)
         if child.id not in self.requests:
             self._register(child)
         seated = bool(child.cache.block_ids)
