@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,3 +233,19 @@ def test_structure_offline(llm: LLM) -> None:
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(grammar='root ::= "a"')))
     with pytest.raises(RequestError, match="regex cannot be followed"):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [2048, 4])
+def test_a_prompt_is_reported_whole_before_a_token_that_cannot_be_drawn(budget: int) -> None:
+    """Whether the step that draws computes all of the prompt or its last piece."""
+    with LLM(max_num_batched_tokens=budget, max_model_len=64, num_blocks=16) as llm:
+        [token] = llm.get_tokenizer().encode("a", add_special_tokens=False)
+        prompt, params = "import os, sys, re, json, time", SamplingParams(max_tokens=1, prompt_logprobs=0)
+        [free] = llm.generate(prompt, params, use_tqdm=False)
+        bound = replace(params, allowed_token_ids=[token], bad_words=["a"])
+        [found] = llm.generate(prompt, bound, use_tqdm=False)
+    assert found.outputs[0].finish_reason == "error"
+    assert found.outputs[0].error is not None
+    assert "no token that allowed_token_ids and bad_words leave" in found.outputs[0].error
+    assert found.prompt_logprobs == free.prompt_logprobs

@@ -535,12 +535,12 @@ class Scheduler:
         request, start, num_new, _ = item
         is_last = start + num_new == len(request.tokens)
         token = output.tokens[request.id] if is_last and request.task is GENERATE else None
+        prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
-            return self._end_without_number(request)
+            return self._end_without_number(request, prompt_logprobs)
         if token is not None and request.group is not None and request.num_generated == 0:
             self._fork_siblings(request)
         self.manager.advance(request, num_new)
-        prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.schedule.num_prompt_logprobs += len(prompt_logprobs)
         if token is None:
             if is_last:  # all that it asked for
@@ -586,7 +586,7 @@ class Scheduler:
         try:
             reason = self._reason_to_end(request, token)
         except Exception as error:  # its guide's
-            return self._end_failed(request, error)
+            return self._end_failed(request, error, of_prompt)
         if reason is None:
             return event
         stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
@@ -614,15 +614,17 @@ class Scheduler:
             request.schedule.allowed = request.guide.allowed()
         return None
 
-    def _end_without_number(self, request: Request) -> Event:
+    def _end_without_number(self, request: Request, of_prompt: tuple[TokenLogprobs, ...] = ()) -> Event:
         error = cannot_draw(request)
         if error is not None:
-            return self._end_failed(request, error)
-        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=no_number(request)))
+            return self._end_failed(request, error, of_prompt)
+        ended = Event(request.id, None, None, of_prompt, FinishReason.ERROR, error=no_number(request))
+        return self._end(ended)
 
-    def _end_failed(self, request: Request, error: BaseException) -> Event:
+    def _end_failed(self, request: Request, error: BaseException, of_prompt: tuple[TokenLogprobs, ...] = ()) -> Event:
+        """End a request with an error. of_prompt: the logprobs of the prompt positions that its last step computed."""
         message = f"{type(error).__name__}: {error}"
-        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=message))
+        return self._end(Event(request.id, None, None, of_prompt, FinishReason.ERROR, error=message))
 
     def _end_marked(self) -> list[Event]:
         marked, self._marked = self._marked, []
