@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import triton
@@ -29,7 +28,7 @@ from quire.ops.triton import cache, linear, quantised, recurrent, sampling, smal
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
 from quire.ops.triton.packed import PackedWeight, has_sums
-from quire.ops.triton.tiles import CHUNK, Kind, choose, exact_few, precision
+from quire.ops.triton.tiles import CHUNK, Kind, choose, precision
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -85,7 +84,7 @@ SCALES = ("k_scale", "v_scale")
 
 
 def attend(
-    chip: str, kind: Kind | Literal["exact few"], head_dim: int, dtype: torch.dtype = torch.bfloat16,
+    chip: str, kind: Kind, head_dim: int, dtype: torch.dtype = torch.bfloat16,
     kv: torch.dtype | None = None, everything: bool = False, finite: bool = False, latent: int | None = None,
 ) -> Kernel:  # fmt: skip
     """Attention with the tile that the table gives; tiles of few rows are of one token, as when sequences decode.
@@ -97,9 +96,9 @@ def attend(
         num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, num_blocks=100, dtype=dtype, kv_dtype=kv,
         head_dim_v=latent, latent=latent is not None,
     )  # fmt: skip
-    tile = exact_few(chip, spec) if kind == "exact few" else choose(chip, kind, spec)
+    tile = choose(chip, kind, spec)
     rows, keys = NARROW[dtype], NARROW[kv or dtype]
-    is_exact = kind in ("exact", "exact few")
+    is_exact = kind == "exact"
     pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
     pointers |= {"part_mix": "fp32", "part_sums": "fp32"}
     pointers |= dict.fromkeys(("items", "rows", "positions", "sequences", "tables"), "i32")
@@ -118,7 +117,7 @@ def attend(
         constants |= dict.fromkeys(SCALES)
     if not everything:
         constants |= dict.fromkeys(("window", "span", "slopes", "sequences", "cap", "sinks", "lse"))
-    if kind in ("few", "exact few") and not finite:
+    if kind == "few" and not finite:
         constants["reports"] = None
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": not is_exact}
     if finite:
@@ -143,9 +142,6 @@ def attention_kernels(chip: str, everything: bool) -> Iterator[Kernel]:
             yield attend(chip, kind, 576, kv=torch.int8, latent=512)
         if chip in ("sm90", "sm100"):
             yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
-    if chip == "sm90":
-        for head_dim in (64, 96, 128):
-            yield attend(chip, "exact few", head_dim)
     pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}
     for dim in (128, 576):
         constants = {"DV": dim, "DIMS": triton.next_power_of_2(dim)}

@@ -46,7 +46,7 @@ MOST_SPILLS = {
     # A pair that is put aside once before a loop.
     **{("sm80", f"attend {name}"): 2 for name in ("few 64 fp32", "few 256 fp32", "few 64 bf16 everything")},
     ("sm80", "attend many 256 fp32"): 2,
-    **{("sm90", f"attend exact {name}"): 2 for name in ("80 bf16", "1024 bf16", "256 fp32", "few 64 bf16")},
+    **{("sm90", f"attend exact {name}"): 2 for name in ("80 bf16", "1024 bf16", "256 fp32")},
     ("sm100", "attend many 80 bf16"): 2,
     ("gfx942", "attend exact 512 bf16"): 2,
     ("sm100", "attend exact 80 bf16"): 16,
@@ -135,8 +135,8 @@ def check(chip: str, everything: bool) -> Kernels:
         # Keys, besides those of the tile that is computed with.
         in_flight = max(count * int(shape.partition("x")[0]) for shape, count in kernel["buffers"].items())
         assert in_flight >= (64 if chip != "gfx942" or dim != 256 else 16), kernel
-    for kind, dim in (("few", 64), ("few", 128), *((("exact few", 64), ("exact few", 128)) if chip == "sm90" else ())):
-        kernel = attention(found, kind)[dim]
+    for dim in (64, 128):
+        kernel = attention(found, "few")[dim]
         if chip in PROCESSOR_SHARED:  # as many at a time as the plan counts on
             registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["warps"]
             assert registers * RESIDENT[chip] <= PROCESSOR_REGISTERS, kernel

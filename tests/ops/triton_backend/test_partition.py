@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire import ops
-from quire.ops.triton import partition
+from quire.ops.triton import partition, tiles
 from quire.ops.triton.partition import Lists, Partitioner
 from quire.ops.triton.tiles import CHUNK, SPLIT
 from tests.ops.conftest import DEVICES
@@ -168,9 +168,11 @@ def test_a_context_much_longer_than_the_others_is_cut_whatever_their_number():
     """Else its items would run on when all others are done."""
     for reproducible in (False, True):
         partitioner, lists = one_token_each(16, [100_000] + [500] * 63, reproducible=reproducible)
-        longest = (lists.few[:, 4] - lists.few[:, 3]).max()
-        assert longest <= 2 * (100_000 + 63 * 500) / partitioner.few_wanted + SPLIT
-        assert len(lists.few) > 64 > partitioner.few_wanted
+        items = lists.many if reproducible else lists.few
+        wanted = partitioner.many_wanted if reproducible else partitioner.few_wanted
+        longest = (items[:, 4] - items[:, 3]).max()
+        assert longest <= 2 * (100_000 + 63 * 500) / wanted + SPLIT
+        assert len(items) > 64 > wanted
 
 
 def test_a_long_prompt_beside_them_does_not_keep_sequences_from_sharing():
@@ -242,6 +244,24 @@ def test_tiles_of_rows_that_decode_mix_nothing():
 def test_the_longest_items_come_first():
     _, lists = one_token_each(1, [10, 2_000, 70, 900])
     assert (lists.few[:, 4] - lists.few[:, 3]).tolist() == [2_000, 900, 70, 10]
+
+
+@pytest.mark.parametrize("chip", ["sm80", "sm90", "sm100", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_all_rows_of_a_reproducible_plan_have_one_tile(chip, dtype, head_dim):
+    """Sequences that decode, pieces of prompts and both: the instructions of a row do not depend on its batch."""
+    spec = ops.AttentionSpec(
+        num_heads=8, num_kv_heads=1, head_dim=head_dim, block_size=16, num_blocks=2**20, dtype=dtype, reproducible=True
+    )
+    partitioner = Partitioner(spec, chip, 132, 4_096, 64, 256)
+    assert partitioner.few_tile == partitioner.many_tile == tiles.choose(chip, "exact", spec)
+    for rows in ([1], [10], [1, 1, 1], [1, 300, 2], [10] * 3):
+        starts = np.cumsum([0, *rows])
+        tables = np.arange(len(rows) * 256, dtype=np.int32).reshape(-1, 256)
+        lists = partitioner.cut(starts, np.full(len(rows), 3_000), tables)
+        assert len(lists.few) == 0
+        assert len(lists.many) > 0
 
 
 def test_a_step_that_would_need_more_parts_than_there_is_room_for_is_not_cut(monkeypatch):

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from quire.errors import Unsupported
 from quire.ops.spec import AttentionSpec
-from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, WARPS, Tile, choose, exact_few
+from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, WARPS, Tile, choose
 
 Ints = NDArray[np.int64]
 
@@ -99,10 +99,10 @@ class Partitioner:
     ) -> None:
         self.spec = spec
         G = spec.group_size
-        self.few_tile: Tile = exact_few(chip, spec) if spec.reproducible else choose(chip, "few", spec)
+        self.few_tile: Tile = choose(chip, "exact" if spec.reproducible else "few", spec)
         self.many_tile: Tile = choose(chip, "exact" if spec.reproducible else "many", spec)
-        alike = spec.reproducible and self.few_tile == self.many_tile  # then all rows are many
-        self.few_rows = 0 if alike else self.few_tile.block_m // G * G  # of a sequence, to be few
+        # Of a sequence, to be few. All rows of a reproducible plan are many, and so have one tile.
+        self.few_rows = 0 if spec.reproducible else self.few_tile.block_m // G * G
         # Tokens of a sequence in a tile. A plan of no more tokens than sequences is for decoding: one, so that all rows
         # of a tile see the same keys.
         self.decodes = max_tokens <= max_seqs
@@ -123,10 +123,10 @@ class Partitioner:
         of_shared = most_tiles(max_tokens, max_seqs // 2, self.shared_tokens)  # a group has two sequences at least
         few, many = max_seqs, own + of_shared
         if spec.reproducible:  # all chunks of fewer tiles than programs, or half as many chunks of long contexts
+            few = 0
             chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
             rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
-            few += min(few, self.few_wanted) * chunks
             many += min(many, max(self.few_wanted, self.many_wanted)) * chunks  # those of shared keys among them
         else:
             few_cuts, many_cuts = MOST_CUTS * self.few_wanted, MOST_CUTS * self.many_wanted

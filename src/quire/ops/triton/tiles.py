@@ -1,11 +1,12 @@
 """How large the attention kernel's tiles are: on which chip, for which dtype and head dimensions.
 
 "few" is for tiles of up to 16 rows, a sequence that decodes with its G heads; "many" for more; "exact" for all tiles of
-a plan that must be reproducible, so that a row's sums are formed in one order wherever it stands (but see `exact_few`).
+a reproducible plan, few rows or many, so that the instructions which form a row's sums do not depend on its batch. A
+plan with two tiles, one of 16 rows for sequences that decode, did not keep the bits on an H200 (bf16, heads of 64 and
+128), although both tiles had agreed in other shapes on an H100.
 Every entry was compiled for its chip and keeps all of its numbers in registers, which a test asserts for plain
 attention; fp32 heads beyond 256 do not, nor do reproducible ones of 1024 on two of the chips, and of 64 to 128 on
-Hopper: those keep the state of the chunks before in memory, which costs less than the smaller tile would. Those of
-Hopper for heads of 64 and 128 were the fastest of those measured on an H100 (docs/performance.md).
+Hopper: those keep the state of the chunks before in memory, which costs less than the smaller tile would.
 """
 
 from __future__ import annotations
@@ -49,11 +50,8 @@ SM90: dict[Kind, tuple[Tile, ...]] = {
             Tile(16, 16, 8, 1)),
     "many": (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
              Tile(16, 16, 8, 1)),
-    "exact": (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+    "exact": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
               Tile(16, 16, 8, 1)),
-}
-SM100: dict[Kind, tuple[Tile, ...]] = SM90 | {  # one tile serves all rows of a reproducible plan, few ones too
-    "exact": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), *SM90["exact"][3:]),
 }
 GFX942: dict[Kind, tuple[Tile, ...]] = {
     "few": (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
@@ -63,7 +61,7 @@ GFX942: dict[Kind, tuple[Tile, ...]] = {
     "exact": (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
               Tile(16, 16, 4, 1)),
 }
-HALVES = {"sm80": SM80, "sm90": SM90, "sm100": SM100, "gfx942": GFX942}
+HALVES = {"sm80": SM80, "sm90": SM90, "sm100": SM90, "gfx942": GFX942}
 # In fp32 a number takes twice the room, and a product several.
 _LARGE = (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))
 FP32: dict[Kind, tuple[Tile, ...]] = {
@@ -83,8 +81,6 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
     size = next(i for i, most in enumerate(DIMS) if max(spec.head_dim, spec.dim_v) <= most)
     if spec.dtype is torch.float32:
         return FP32[kind][size]
-    if chip == "sm90" and kind == "exact" and spec.dtype is torch.float16:  # no `exact_few`
-        chip = "sm100"
     tile = HALVES[chip][kind][size]
     if kind == "few" and spec.cache_dtype.itemsize == 1:  # half the bytes: look further ahead
         return replace(tile, block_n=min(tile.block_n, 64), num_stages=max(3, tile.num_stages) + 1)
@@ -94,18 +90,6 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
     if kind == "many" and spec.is_scaled and DIMS[size] > 64:
         return replace(tile, block_n=min(tile.block_n, 32))
     return tile
-
-
-def exact_few(chip: str, spec: AttentionSpec) -> Tile:
-    """The tile of a reproducible plan for items of up to 16 rows: fewer rows of "exact", where that shows in no bit.
-
-    It was seen not to in bf16: both of Hopper's matrix instructions gave the same sums, with heads of 64 and 128 on an
-    H100 and of 80 on an H200 (tests/ops/triton_backend/test_bits.py asks it of every GPU). Elsewhere it is "exact".
-    """
-    tile = choose(chip, "exact", spec)
-    if chip != "sm90" or tile.block_m < 64 or spec.dtype is not torch.bfloat16 or spec.cache_dtype is not spec.dtype:
-        return tile
-    return replace(tile, block_m=16, num_warps=4)
 
 
 def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
@@ -119,9 +103,7 @@ def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
     narrow = main_part(spec.dim_v) < 64 or 0 < tail_part(spec.dim_v) < 64
     if not by_registers or not narrow:
         return tile
-    chip = chip_of(spec.device)
-    rows = choose(chip, "exact", spec).block_m if spec.reproducible else tile.block_m  # one order of keys for all items
-    if rows < 64 or chip != "sm90":
+    if tile.block_m < 64 or chip_of(spec.device) != "sm90":
         return tile
     return replace(tile, block_m=32, block_n=min(tile.block_n, 32), num_warps=4, num_stages=1)
 
