@@ -65,7 +65,7 @@ Kernels = dict[str, dict]  # by name, as `compiling` reports them
 
 
 def kernels(chip: str, everything: bool) -> Kernels:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.ops.triton_backend.compiling", chip, *["--all"] * everything]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
