@@ -219,9 +219,13 @@ def test_text_before_and_after_calls_is_kept(syntax: str) -> None:
         assert (found.content, found.calls) == (before, [])
     else:
         assert (found.content, parsed(found)) == ("Let me look.", TWO)
-    if syntax not in ("openai", "phi4"):
+    if syntax != "openai":
         found = assert_pieces_do_not_matter(how, f"{text}\n\nDone.")
         assert (found.content, parsed(found)) == ("Done.", TWO)
+    if syntax not in ("openai", "pythonic"):
+        one = WRITTEN[syntax](ONE)
+        found = assert_pieces_do_not_matter(how, f"Sure. {one} and\n{one}\tdone \n{one} \n")
+        assert (found.content, parsed(found)) == ("Sure.  and\n\tdone", ONE * 3)
 
 
 @pytest.mark.parametrize("syntax", WRITTEN)
@@ -302,6 +306,14 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      [("f", {}), ("g", {})]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "</tool_call>"}}</tool_call>', "",
      [("f", {"s": "</tool_call>"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "1\n2\t3\r\x00\x1f\x7f"}}</tool_call>', "",
+     [("f", {"a": "1\n2\t3\r\x00\x1f\x7f"})]),
+    ("hermes", '<tool_call>{"name": "f",\n\t"arguments": {\n"a\nb": [\n1]}}</tool_call>', "", [("f", {"a\nb": [1]})]),
+    ("hermes", '<tool_call>{"arguments": {"a": "1\n2"}, "name": "f"}</tool_call>', "", [("f", {"a": "1\n2"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"1\\n2\\"}"}</tool_call>', "",
+     [("f", {"a": "1\n2"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\d\\.\\\n \\n\\\\"}}</tool_call>', "",
+     [("f", {"a": "\\d\\.\\\n \n\\"})]),
     ("hermes", "<tool_call>f()</tool_call>", "<tool_call>f()</tool_call>", []),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
     ("hermes", "a <tool_call", "a <tool_call", []),
@@ -325,6 +337,22 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen3_coder", "<function=types><parameter=text>\n<b>x</b>\n</function>", "", [("types", {"text": "<b>x</b>"})]),
     ("qwen3_coder", "<function=f><parameter=a>5</parameter></function>", "", [("f", {"a": "5"})]),
     ("qwen3_coder", '<function=f><parameter=a>{"b": 1}</parameter></function>', "", [("f", {"a": {"b": 1}})]),
+    ("qwen3_coder", "<function=types><parameter=text>\n<a>\n</parameter>\n</a>\n</parameter>\n</function>", "",
+     [("types", {"text": "<a>\n</parameter>\n</a>"})]),
+    ("qwen3_coder", "<function=types>\n<parameter=text>\n</parameter>\n</parameter>\n</parameter>\n</function>\nSo.",
+     "So.", [("types", {"text": "</parameter>\n</parameter>"})]),
+    ("qwen3_coder", "<function=types><parameter=text>say </parameter> twice </parameter><parameter=whole>5</parameter>"
+     "</function>", "", [("types", {"text": "say </parameter> twice ", "whole": 5})]),
+    ("qwen3_coder", "<function=f><parameter=a>\n[1,\n</parameter>\n2]\n</parameter></function>", "",
+     [("f", {"a": "[1,\n</parameter>\n2]"})]),
+    ("qwen3_coder", "<tool_call><function=types><parameter=text>\na\n</function>\nb\n</parameter></function>"
+     "</tool_call>", "", [("types", {"text": "a\n</function>\nb"})]),
+    ("qwen3_coder", "<tool_call><function=types><parameter=text>\na\n</function></tool_call> So. <function=f>"
+     "</function>", "So.", [("types", {"text": "a"}), ("f", {})]),
+    ("qwen3_coder", "<tool_call><function=types><parameter=text>a</parameter></tool_call>\n<tool_call><function=types>"
+     "<parameter=text>b</parameter></tool_call> So.", "So.", [("types", {"text": "a"}), ("types", {"text": "b"})]),
+    ("qwen3_coder", "<function=types><parameter=text>\na\n</parameter>\nand", "",
+     [("types", '{"text": "a\\n</parameter>\\nand')]),
     ("qwen3_coder", "<tool_call>no</tool_call>", "<tool_call>no</tool_call>", []),
     ("qwen3_coder", "<function=\nf>", "<function=\nf>", []),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
@@ -333,7 +361,8 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("llama3_json", '{"name": "f", "parameters": {}};{"name": "f", "parameters": {}}', "", [("f", {}), ("f", {})]),
     ("llama3_json", '{"name": "f", "parameters": {}}\n{"name": "clock", "parameters": {}}', "",
      [("f", {}), ("clock", {})]),
-    ("llama3_json", 'See: {"name": "f", "parameters": {}} Yes?', "See:Yes?", [("f", {})]),
+    ("llama3_json", 'See: {"name": "f", "parameters": {}} Yes?', "See:  Yes?", [("f", {})]),
+    ("llama3_json", 'A. {"name": "f", "parameters": {}}; B.', "A.  B.", [("f", {})]),
     ("llama3_json", '{"name": "f", "parameters": {}} I used {f} here.', "I used {f} here.", [("f", {})]),
     ("llama3_json", '{"name": "f", "parameters": {}} It had {"q": 1}', 'It had {"q": 1}', [("f", {})]),
     ("llama3_json", '{"name": "John", "age": 3}', '{"name": "John", "age": 3}', []),
@@ -351,6 +380,8 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("pythonic", "[f(a=b'z')]", "", [("f", {"a": "b'z'"})]),
     ("pythonic", "[f(a=1e999)]", "", [("f", {"a": "inf"})]),
     ("pythonic", "[f(a=some.name)]", "", [("f", {"a": "some.name"})]),
+    ("pythonic", "[f(a=1) and so", "and so", [("f", {"a": 1})]),
+    ("pythonic", "[f(a=1), unknown(b=2)] ok", "unknown(b=2)] ok", [("f", {"a": 1})]),
     ("pythonic", "[unknown(a=1)]", "[unknown(a=1)]", []),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "  [f()]", "", [("f", {})]),
@@ -376,6 +407,8 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", "[TOOL_CALLS] not json", "[TOOL_CALLS] not json", []),
     ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]', "", [("f", {})]),
     ("granite", '<tool_call>[{"name": "f", "arguments": {}}]', "", [("f", {})]),
+    ("granite", '<tool_call>{"name": "f", "arguments": {}}, and {g} is left', ", and {g} is left", [("f", {})]),
+    ("granite", '<tool_call>[{"name": "f", "arguments": {}}, {"x": 1}] ok', ', {"x": 1}] ok', [("f", {})]),
     ("granite", "<|tool_call|>[]", "<|tool_call|>[]", []),
     ("phi4", '<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', "", [("f", {})]),
     ("phi4", 'functools[{"name": "f", "arguments": {}}]', "", [("f", {})]),
@@ -386,12 +419,16 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("glm45", "<tool_call>f</tool_call>", "", [("f", {})]),
     ("glm45", "<tool_call> f \n</tool_call>", "", [("f", {})]),
     ("glm45", "<tool_call>two words</tool_call>", "<tool_call>two words</tool_call>", []),
+    ("glm45", "<tool_call>types<arg_key>text</arg_key><arg_value>a</arg_value>b</arg_value>\n<arg_key>whole</arg_key>"
+     "<arg_value>5</arg_value></tool_call>", "", [("types", {"text": "a</arg_value>b", "whole": 5})]),
     ("glm45", "<tool_call>types<arg_key>whole</arg_key><arg_value>x</arg_value></tool_call>", "",
      [("types", {"whole": "x"})]),
     ("openai", " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", [("f", {})]),
     ("openai", '<|channel|>commentary to=python<|message|>{"a": 1}<|call|>', "", [("python", {"a": 1})]),
     ("openai", "<|channel|>final<|message|>Hi<|return|>", "Hi", []),
     ("openai", "<|channel|>commentary<|message|>1<|end|><|start|>assistant<|channel|>final<|message|>2", "1\n2", []),
+    ("openai", "<|channel|>commentary<|message|>1<|end|><|start|>assistant<|channel|>commentary to=f<|message|>{}"
+     "<|call|><|start|>assistant<|channel|>final<|message|>2", "1\n2", [("f", {})]),
     ("openai", "no channel", "no channel", []),
 ]  # fmt: skip
 
@@ -439,6 +476,8 @@ def test_channels_are_read() -> None:
     begin = "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant"
     found = assert_pieces_do_not_matter(how, f"{begin}<|channel|>final<|message|>Hi.\n")
     assert (found.reasoning, found.content) == ("I think.", "Hi.\n")
+    found = assert_pieces_do_not_matter(how, begin + harmony(ONE) + "<|start|>assistant" + begin)
+    assert (found.reasoning, found.content, parsed(found)) == ("I think.\nI think.", "", ONE)
     found = assert_pieces_do_not_matter(how, begin + harmony(TWO))
     assert (found.reasoning, found.content, parsed(found)) == ("I think.", "", TWO)
     assert read(how, ["on with it<|end|>"], "saying").content == "on with it"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.server.tools.parser import Writer
-from quire.server.tools.reader import Wait, drop
+from quire.server.tools.reader import Take, Wait, drop
 from quire.server.tools.values import escaped, json_of_literal, json_of_text
 
 Read = Callable[[Writer], Wait[None]]
@@ -51,13 +51,31 @@ def json_between(brackets: Mapping[str, tuple[str, ...]]) -> Read:
 
 
 def _another(to: Writer) -> Wait[bool]:
-    """Read one more object of a list, or the list's end."""
-    yield from to.reader.space()
-    if (yield from to.reader.match("]")):
+    """Read one more object of a list, or the list's end. Nothing is read where neither comes."""
+    reader = to.reader
+    reader.mark()
+    yield from reader.space()
+    if (yield from reader.match("]")):
+        reader.unmark()
         return False
-    yield from to.reader.match(",")
-    yield from to.reader.space()
-    return (yield from to.json_call())
+    yield from reader.match(",")
+    yield from reader.space()
+    is_call = yield from to.json_call()
+    raw = reader.unmark()
+    if not is_call:
+        reader.rewind(raw)
+    return is_call
+
+
+def _skip(to: Writer, text: str) -> Wait[None]:
+    """Read a text that may come next, after white space; nothing where it does not."""
+    reader = to.reader
+    reader.mark()
+    yield from reader.space()
+    found = yield from reader.match(text)
+    raw = reader.unmark()
+    if not found:
+        reader.rewind(raw)
 
 
 def json_anywhere(to: Writer) -> Wait[None]:
@@ -70,8 +88,7 @@ def json_anywhere(to: Writer) -> Wait[None]:
         reader.mark()
         if (yield from to.json_call(to.functions)):
             reader.unmark()
-            yield from reader.space()
-            yield from reader.match(";")
+            yield from _skip(to, ";")
         else:
             raw = reader.unmark()
             reader.rewind(raw[1:])
@@ -143,7 +160,7 @@ def deepseek(to: Writer) -> Wait[None]:
 def harmony(to: Writer) -> Wait[None]:
     """gpt-oss: messages on channels. Thoughts on analysis, calls to a function, all else is said."""
     reader = to.reader
-    is_said = False
+    begun: set[Take] = set()
     while True:
         header, end = yield from reader.collect(("<|message|>",))
         if not end:
@@ -157,13 +174,12 @@ def harmony(to: Writer) -> Wait[None]:
             yield from reader.space()
             yield from reader.json_value(to.argue)
             yield from reader.until(ends, drop)
-        elif "analysis" in header:
-            yield from reader.until(ends, to.think)
         else:
-            if is_said:
-                to.say("\n")
-            is_said = True
-            yield from reader.until(ends, to.say)
+            take = to.think if "analysis" in header else to.say
+            if take in begun:
+                take("\n")
+            begun.add(take)
+            yield from reader.until(ends, take)
 
 
 # ------------------------------------------------------------------------------------- arguments by name
@@ -187,22 +203,25 @@ def xml(wrapper: tuple[str, str]) -> Read:
             if end != ">" or not name.strip():
                 to.say(raw)
                 continue
-            yield from _xml_call(to, name.strip().strip('"'))
-            yield from reader.space()
-            yield from reader.match(closing)
+            if (yield from _xml_call(to, name.strip().strip('"'), wrapper)) != closing:
+                yield from _skip(to, closing)
 
     return read
 
 
-def _xml_call(to: Writer, name: str) -> Wait[None]:
+def _xml_call(to: Writer, name: str, wrapper: tuple[str, str]) -> Wait[str]:
+    """Read the rest of a call. Returns what has ended it; empty: it is cut off."""
     reader = to.reader
+    opening, closing = wrapper
     to.call(name)
     is_first = True
-    found = yield from reader.until(("<parameter=", "</function>"), drop)
+    begins = ("<parameter=", "</function>", closing)
+    ends = {"\n</parameter>": begins, "</parameter>": begins, "\n</function>": (closing, opening, "<function=")}
+    found = yield from reader.until(begins, drop)
     while found == "<parameter=":
         key, end = yield from reader.collect((">",))
         if not end:
-            return
+            return ""
         to.key(key.strip().strip('"'), is_first=is_first)
         is_first = False
         yield from reader.match("\n")
@@ -210,12 +229,12 @@ def _xml_call(to: Writer, name: str) -> Wait[None]:
         def convert(text: str, key: str = key.strip().strip('"')) -> str:
             return json_of_text(text, to.functions.get(name, {}), key)
 
-        ends = ("\n</parameter>", "</parameter>", "\n</function>")
         found = yield from to.text_argument(name, key.strip().strip('"'), ends, convert)
         if found and not found.endswith("</function>"):
-            found = yield from reader.until(("<parameter=", "</function>"), drop)
+            found = yield from reader.until(begins, drop)
     if found:  # what is cut off stays so: half an argument must not look like a whole one
         to.argue("{}" if is_first else "}")
+    return found
 
 
 def glm(to: Writer) -> Wait[None]:
@@ -243,7 +262,8 @@ def glm(to: Writer) -> Wait[None]:
             def convert(text: str, key: str = key.strip(), name: str = name) -> str:
                 return json_of_text(text, to.functions.get(name, {}), key)
 
-            yield from to.text_argument(name, key.strip(), ("</arg_value>",), convert)
+            ends = {"</arg_value>": ("<arg_key>", "</tool_call>")}
+            yield from to.text_argument(name, key.strip(), ends, convert)
         if found:
             to.argue("{}" if is_first else "}")
 
@@ -257,9 +277,7 @@ def pythonic(brackets: Mapping[str, str]) -> Read:
         reader.mark()
         yield from reader.space()
         if (yield from reader.match("[")) and (yield from _python_calls(to, to.functions)):
-            reader.unmark()
-            yield from reader.space()
-            yield from reader.match("]")
+            yield from _skip(to, "]")
         else:
             reader.rewind(reader.unmark())
         while begin := (yield from reader.until(begins, to.say)):
@@ -267,7 +285,6 @@ def pythonic(brackets: Mapping[str, str]) -> Read:
             yield from reader.space()
             yield from reader.match("[")
             if (yield from _python_calls(to, None)):
-                reader.unmark()
                 yield from reader.until((brackets[begin],), drop)
             else:
                 to.say(reader.unmark())
@@ -276,19 +293,21 @@ def pythonic(brackets: Mapping[str, str]) -> Read:
 
 
 def _python_calls(to: Writer, names: Mapping[str, Any] | None) -> Wait[bool]:
-    """Read calls with commas or lines between them. False: the first one is none."""
+    """Read calls with commas or lines between them. False: the first one is none; what follows the last is not read."""
     reader = to.reader
     has_any = False
     while True:
         yield from reader.space()
         name = yield from reader.word()
         if not name or (names is not None and name not in names) or not (yield from reader.match("(")):
+            if has_any:
+                reader.rewind(reader.unmark())
             return has_any
         has_any = True
         to.call(name)
         yield from _python_arguments(to, name)
-        yield from reader.space()
-        yield from reader.match(",")
+        yield from _skip(to, ",")
+        reader.mark()
 
 
 def _python_arguments(to: Writer, name: str) -> Wait[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from quire.server.tools.reader import Reader, Wait, drop, markers
+from quire.server.tools.reader import Ends, Reader, Wait, as_json, drop, markers
 from quire.server.tools.values import Schema, dumps, escaped, is_text
 
 
@@ -30,8 +30,8 @@ class Piece(NamedTuple):
 class Writer:
     """What a family's syntax reads from and writes to.
 
-    White space around thoughts, and between an answer's text and its calls, belongs to the syntax, so it is held until
-    it is known what follows.
+    White space around thoughts, and between calls and the beginning or end of an answer's text, belongs to the syntax;
+    between two parts of the text it is the text's own. So it is held until text of its kind follows.
     """
 
     def __init__(self, functions: Mapping[str, Schema]) -> None:
@@ -39,8 +39,9 @@ class Writer:
         self.reader = Reader()
         self.functions = functions
         self.pieces: list[Piece] = []
-        self._space = ""  # held
-        self._kind: Kind | None = None  # of what the held space follows
+        self._space: dict[Kind, str] = {}  # held, by the kind of text that it belongs to
+        self._written: set[Kind] = set()  # kinds of pieces
+        self._last: Kind | None = None  # of pieces
 
     def say(self, text: str) -> None:
         """Add to the answer's text."""
@@ -52,8 +53,7 @@ class Writer:
 
     def call(self, name: str) -> None:
         """Begin a call."""
-        self._space, self._kind = "", Kind.CALL
-        self.pieces.append(Piece(Kind.CALL, name))
+        self._write(Kind.CALL, name)
 
     def argue(self, text: str) -> None:
         """Add to the JSON of the last call's arguments."""
@@ -62,22 +62,24 @@ class Writer:
 
     def finish(self) -> None:
         """The text has ended: space after the answer's text is the text's own."""
-        if self._kind in (None, Kind.CONTENT) and self._space:
-            self.pieces.append(Piece(Kind.CONTENT, self._space))
-        self._space = ""
+        space = self._space.pop(Kind.CONTENT, "")
+        if space and self._last in (None, Kind.CONTENT):
+            self.pieces.append(Piece(Kind.CONTENT, space))
 
     def _text(self, kind: Kind, text: str) -> None:
-        if self._kind is not kind and (self._kind is not None or kind is Kind.REASONING):
-            self._space = ""
-            text = text.lstrip()
-        if not text:
-            return
-        self._kind = kind
-        whole = self._space + text
+        whole = self._space.get(kind, "") + text
         shown = whole.rstrip()
-        self._space = whole[len(shown) :]
-        if shown:
-            self.pieces.append(Piece(kind, shown))
+        self._space[kind] = whole[len(shown) :]
+        if not shown:
+            return
+        if kind not in self._written and (self._written or kind is Kind.REASONING):
+            shown = shown.lstrip()
+        self._write(kind, shown)
+
+    def _write(self, kind: Kind, text: str) -> None:
+        self._written.add(kind)
+        self._last = kind
+        self.pieces.append(Piece(kind, text))
 
     # ------------------------------------------------------------------------------------------------- JSON
 
@@ -135,7 +137,7 @@ class Writer:
         except ValueError:
             inner = None
         if isinstance(inner, str) and inner.lstrip().startswith("{"):  # JSON within a JSON string
-            raw = inner
+            raw = as_json(inner.lstrip())
         elif raw == "null":  # which stands for no arguments
             raw = "{}"
         if is_shown:
@@ -144,21 +146,22 @@ class Writer:
 
     # ------------------------------------------------------------------------------------------------- by name
 
-    def text_argument(self, name: str, key: str, ends: tuple[str, ...], convert: Callable[[str], str]) -> Wait[str]:
-        """Write one argument whose text ends with one of these; returns which.
+    def text_argument(self, name: str, key: str, ends: Ends, convert: Callable[[str], str]) -> Wait[str]:
+        """Write one argument, up to an end as `Reader.until_end` has it; returns which.
 
         Texts are written as they come, others when they are whole: convert makes JSON of them.
         """
         parameters = self.functions.get(name, {})
         if is_text(parameters, key):
             self.argue('"')
-            end = yield from self.reader.until(ends, lambda text: self.argue(escaped(text)))
+            end = yield from self.reader.until_end(ends, lambda text: self.argue(escaped(text)))
             if end:
                 self.argue('"')
             return end
-        text, end = yield from self.reader.collect(ends)
+        parts: list[str] = []
+        end = yield from self.reader.until_end(ends, parts.append)
         if end:
-            self.argue(convert(text))
+            self.argue(convert("".join(parts)))
         return end
 
     def key(self, key: str, *, is_first: bool) -> None:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import lru_cache
 from typing import TypeVar
+
+from quire.server.tools.values import escaped
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]  # yields while it needs more text
 Take = Callable[[str], None]  # is given a text in pieces
+Ends = Mapping[str, tuple[str, ...]]  # texts that may end a value; each does where one of these follows
 
 WORD = re.compile(r"[\w.-]*")
 MAX_WORD = 256  # characters of a function's name or an argument's
+ESCAPABLE = '"\\/bfnrtu'  # what a backslash may stand before in a JSON string
 
 
 def drop(_: str) -> None:
@@ -99,10 +103,15 @@ class Reader:
 
     def match(self, text: str) -> Wait[bool]:
         """Whether this text comes next; it is read then."""
+        found = yield from self.comes(text)
+        self._at += len(text) if found else 0
+        return found
+
+    def comes(self, text: str) -> Wait[bool]:
+        """Whether this text comes next; it is not read."""
         for size in range(1, len(text) + 1):  # not all at once: what differs early needs no more text
             if (yield from self.peek(size)) != text[:size]:
                 return False
-        self._at += len(text)
         return True
 
     def word(self) -> Wait[str]:
@@ -140,6 +149,24 @@ class Reader:
         end = yield from self.until(texts, parts.append)
         return "".join(parts), end
 
+    def until_end(self, ends: Ends, take: Take) -> Wait[str]:
+        """As `until`, but an end counts only where one of its followers comes next, after white space, or nothing.
+
+        Else it is a part of the value, as in a document with the same tags. The follower is not read.
+        """
+        texts = tuple(ends)
+        while end := (yield from self.until(texts, take)):
+            self.mark()
+            yield from self.space()
+            is_end = not (yield from self.peek())
+            for follower in ends[end]:
+                is_end = is_end or (yield from self.comes(follower))
+            self.rewind(self.unmark())
+            if is_end:
+                return end
+            take(end)
+        return ""
+
     def json_string(self) -> Wait[str | None]:
         """A JSON string's text; None where there is none, of which nothing is read."""
         if (yield from self.peek()) != '"':
@@ -153,13 +180,24 @@ class Reader:
         return str(text)
 
     def json_value(self, take: Take) -> Wait[None]:
-        """Give away one JSON value as it is written. Only brackets and quotes are looked at."""
+        """Give away one JSON value as it is written. Only brackets and quotes are looked at.
+
+        A letter of a string that JSON wants escaped is escaped: models write texts with line breaks, and backslashes
+        that escape nothing.
+        """
         depth, is_quoted, is_escaped = 0, False, False
         while True:
             text, start = self._text, self._at
             for at in range(start, len(text)):
                 letter = text[at]
                 if is_quoted:
+                    if is_escaped and letter not in ESCAPABLE:
+                        self._give(at, take)
+                        take("\\")
+                    if letter < " ":
+                        self._give(at, take)
+                        self._at += 1
+                        take(escaped(letter))
                     if is_escaped:
                         is_escaped = False
                     elif letter == "\\":
@@ -221,3 +259,14 @@ class Reader:
         if end > self._at:
             take(self._text[self._at : end])
             self._at = end
+
+
+def as_json(text: str) -> str:
+    """The JSON value that a whole text begins with, as `Reader.json_value` gives it."""
+    reader = Reader()
+    reader.add(text)
+    reader.end()
+    parts: list[str] = []
+    for _ in reader.json_value(parts.append):
+        pass
+    return "".join(parts)
