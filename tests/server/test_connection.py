@@ -158,7 +158,7 @@ def test_odd_requests_are_answered(server: Serving) -> None:
     with Raw(server, b"GET /version HTTP/1.0\r\n\r\n") as client:
         assert client.answer().status == 200
         assert client.is_closed()
-    assert asked(server, b"GET http://elsewhere/version HTTP/1.1\r\n" + HOST + b"\r\n").status == 200
+    assert asked(server, b"GET http://localhost/version HTTP/1.1\r\n" + HOST + b"\r\n").status == 200
     assert asked(server, b"\r\n\r\n" + GET).status == 200
     for path in (b"/%ff%fe%zz", b"/%00", b"/%0d%0aX:%20y", b"/" + b"a" * 60_000, b"/v1/models/%f0%9f%8e"):
         assert asked(server, b"GET " + path + b" HTTP/1.1\r\n" + HOST + b"\r\n").error()["type"] == "not_found_error"
@@ -329,11 +329,16 @@ def test_headers_after_a_body_do_not_count(keyed: Serving) -> None:
     assert asked(keyed, head + b"Authorization: Bearer other\r\n" + key + b"\r\n").status == 401
 
 
-def test_requests_that_do_not_wait_for_answers_are_served_in_turn_if_they_are_not_many(server: Serving) -> None:
-    with Raw(server, GET * 10) as client:
+@pytest.mark.parametrize("get", [GET, GET[:-2] + OFFER + b"\r\n"], ids=["plain", "offering another protocol"])
+def test_requests_that_do_not_wait_for_answers_are_served_in_turn_if_they_are_not_many(
+    server: Serving, get: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Raw(server, get * 10) as client:
         assert [client.answer().status for _ in range(10)] == [200] * 10
-        client.send(GET * 1000)
-        assert "more than 16 requests" in client.answer().error()["message"]
+        client.send(get * 1000)
+        refused = client.answer()
+        assert (refused.status, caplog.text) == (400, "")
+        assert "more than 16 requests" in refused.error()["message"]
         assert client.is_closed()
 
 

@@ -81,6 +81,28 @@ def test_a_request_names_one_host(server: Serving) -> None:
     assert asked(server, b"GET /version HTTP/1.0\r\n\r\n").status == 200  # it needs none there; browsers send one
 
 
+@pytest.mark.parametrize(
+    ("target", "header", "status"),
+    [
+        (b"http://attacker.example", b"localhost", 403),
+        (b"http://attacker.example:80", b"localhost", 403),
+        (b"http://localhost@attacker.example", b"localhost", 403),
+        (b"http://[::2]:8000", b"localhost", 403),
+        (b"http://localhost", b"localhost", 200),
+        (b"HTTP://LOCALHOST:8000", b"attacker.example", 200),
+        (b"http://user@[::1]:8000", b"attacker.example", 200),
+    ],
+)
+def test_the_host_of_a_target_takes_the_place_of_the_header(
+    server: Serving, target: bytes, header: bytes, status: int
+) -> None:
+    """As RFC 9112 has it in section 3.2.2."""
+    answer = asked(server, b"GET " + target + b"/version HTTP/1.1\r\nHost: " + header + b"\r\n\r\n")
+    assert answer.status == status
+    if status == 403:
+        assert target.rpartition(b"//")[2].rpartition(b"@")[2].decode() in answer.error()["message"]
+
+
 def test_hosts_can_be_allowed(named: Serving) -> None:
     for host in ("llm.example", "LLM.example:443", "llm.example.", "[2001:db8::7]:8000", "localhost", "127.0.0.1"):
         assert with_host(named, host) == 200, host

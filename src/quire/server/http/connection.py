@@ -156,16 +156,23 @@ class Connection(asyncio.Protocol):
         return parser
 
     def _feed(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
+        # Each turn is outside the except block of the one before, whose offer would be the context of its errors.
+        while (rest := self._rest_after_offer(data)) is not None:
             # A client may offer another protocol with any request (those in Java do), and we need not take it up. But
             # the parser takes what follows for that protocol, so a new one reads the request without the offer.
             version = f"HTTP/{self._parser.get_http_version()}".encode()
             lines = [b" ".join((self._parser.get_method(), self._url, version))]
             lines += [name + b": " + value for name, value in self._headers if name != b"upgrade"]
             self._parser = self._new_parser()
-            self._feed(b"\r\n".join([*lines, b"", data[offer.args[0] :]]))
+            data = b"\r\n".join([*lines, b"", rest])
+
+    def _rest_after_offer(self, data: bytes) -> bytes | None:
+        """Read this. Returns what follows the head of a request that offers another protocol; None: none does."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            return data[offer.args[0] :]
+        return None
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -203,6 +210,10 @@ class Connection(asyncio.Protocol):
         url, version = httptools.parse_url(self._url), self._parser.get_http_version()
         if url.path is None or not url.path.isascii():
             raise ApiError("the request names no path; a path is ASCII, with other characters as %XX")
+        if url.host is not None:  # a target with a host takes the place of the Host header: RFC 9112, section 3.2.2
+            host = b"[%s]" % url.host if b":" in url.host else url.host
+            port = b"" if url.port is None else b":%d" % url.port
+            self._headers = [(b"host", host + port), *(one for one in self._headers if one[0] != b"host")]
         is_old = version < "1.1"  # then it knows neither chunks nor 100 Continue
         waits = not is_old and any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in self._headers

@@ -75,7 +75,7 @@ class Guard:
         named = [host_in(header) for header in given]
         if named and all(host is not None and (host in self._hosts or is_loopback(host)) for host in named):
             return None
-        reported = f"the Host header is {', '.join(map(shown, given))}" if given else "there is no Host header"
+        reported = f"the request names the host {', '.join(map(shown, given))}" if given else "there is no Host header"
         others = "".join(f", {host}" for host in sorted(self._hosts))
         return ApiError(
             f"{reported}; this server answers requests to localhost and its addresses (127.0.0.1, [::1]){others}; "
