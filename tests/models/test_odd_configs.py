@@ -49,6 +49,19 @@ def test_a_null_number_of_kv_heads_is_one_for_each_head(tmp_path: Path, kind: st
     assert_as_transformers(tmp_path, model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("SmolLM3", {"no_rope_layer_interval": 1}),
+        ("GraniteMoeHybrid", {"layer_types": ["full_attention"] * 4}),
+        ("Cohere2", {"layer_types": ["full_attention"] * 3}),
+    ],
+)
+def test_layers_without_positions(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    """The causal mask alone tells a row which keys came before it."""
+    assert_as_transformers(tmp_path, save(tmp_path, kind, **changes))
+
+
 def test_rope_parameters_that_are_null_are_missing(tmp_path: Path) -> None:
     model = save(tmp_path)
     change_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": None})

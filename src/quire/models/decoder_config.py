@@ -216,9 +216,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         rotated = any(rope is not None for rope in self.ropes)
         positions = [rotated, self.learned_positions, self.alibi_slopes is not None]
-        # A state that passes over the tokens in order knows positions, too.
-        if sum(positions) > 1 or (sum(positions) == 0 and len(self.attention) == self.num_layers):
-            raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
+        if sum(positions) > 1:
+            raise ModelError(f"a decoder knows positions in one way at most; this one in {sum(positions)}")
         if self.head_bias and self.tied_embeddings:
             raise ModelError("an output projection that is the embedding and has a bias is not served")
         if self.branches != "in turn" and not self.input_norms:
