@@ -84,7 +84,7 @@ formats: $(INSTALLED)  ## checkpoints that compressed-tensors writes, in an envi
 
 wheel: $(INSTALLED)  ## one wheel for every Python, that of quire-bench, and both source distributions: dist/
 	rm -rf dist
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/plain .
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --config-settings cmake.define.QUIRE_ISAS=all --wheel-dir dist/plain .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) --wheel-dir dist dist/plain/*.whl
 	rm -rf dist/plain
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bench
