@@ -21,6 +21,10 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
         pool.audit((manager.owned(request, g) for request in owners), index.by_block)
         host_pool.audit(request.cache.host_block_ids[g] for request in swapped)
         index.audit()
+        reserved = {index.block_of(digest) for digest in manager.reserved[g] if digest in index}
+        free = list(pool.next_free(pool.num_free))
+        if {*free[pool.num_unreserved :]} != reserved.intersection(free):
+            raise BadValue(f"cache group {g} gives out other free blocks last than those that are reserved")
         for request in owners:
             _audit_table(manager, request, g)
     if manager.disk is not None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.cache import events
 from quire.cache.disk.tier import DiskTier
 from quire.cache.events import CacheEvent, Listener
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
-from quire.cache.incoming import BlockMemory, Read
+from quire.cache.incoming import BlockMemory, Name, Read
 from quire.cache.lookup import Match, PrefixLookup
 from quire.cache.pool import NONE, BlockPool
 from quire.cache.prefix import CachedBlock, HitCounts, PrefixIndex
@@ -88,6 +89,7 @@ class BlockManager:
         self.attention_groups, self.state_groups = self.lookup.attention_groups, self.lookup.state_groups
         reusable = [g for g, group in enumerate(groups) if group.is_reusable]
         self._published = [(g, self.spans[g], self.indexes[g]) for g in reusable]
+        self.reserved: tuple[Counter[bytes], ...] = tuple(Counter() for _ in groups)  # digests, with their reservations
         self.hits = HitCounts()
         self.num_evicted = 0  # reusable blocks whose memory was needed
         self.disk: DiskTier | None = None  # if set, writes blocks of prompts to a disk when their last owner frees them
@@ -304,10 +306,10 @@ class BlockManager:
             holes = [
                 i for i in range(start // span, last) if table[i] == NONE and self._is_kept(request, (i + 1) * span)
             ]
-            if not holes or not pool.num_free:
+            if not holes or not pool.num_unreserved:
                 continue
             counts = [0] * len(self.groups)
-            counts[g] = min(len(holes), pool.num_free)
+            counts[g] = min(len(holes), pool.num_unreserved)
             blocks = self._take(counts)[g]
             for i, block in zip(reversed(holes), blocks, strict=False):
                 table[i] = block
@@ -338,7 +340,7 @@ class BlockManager:
                 taken.append(pool.allocate(count))
         except BaseException:
             for g, blocks in enumerate(taken):
-                self.pools[g].release(blocks, self.indexes[g].by_block)
+                self._give_back(g, blocks)
             raise
         for g, (index, blocks) in enumerate(zip(self.indexes, taken, strict=True)):
             lost = index.evict(blocks, self.now)
@@ -389,10 +391,36 @@ class BlockManager:
             if self.listeners:
                 self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest], evicted=False))
 
+    def _give_back(self, group: int, blocks: Sequence[int]) -> None:
+        """One owner less for each block; the last ones are freed first, so that tails are evicted before heads."""
+        pool, index, reserved = self.pools[group], self.indexes[group], self.reserved[group]
+        pool.release(reversed(blocks), index.by_block)
+        if reserved:
+            cached = (index.by_block[block] for block in blocks if block in index.by_block)
+            pool.reserve(one.block for one in cached if one.digest in reserved)
+
+    def reserve(self, names: Iterable[Name]) -> None:
+        """Let these blocks, once they are in the cache, be evicted after all others, until `unreserve` of each."""
+        for group, digest in names:
+            self.reserved[group][digest] += 1
+            block = self.indexes[group].block_of(digest)
+            if block is not None:
+                self.pools[group].reserve([block])
+
+    def unreserve(self, names: Sequence[Name]) -> None:
+        """End one reservation of each of these blocks. The last ones are evicted before the first ones again."""
+        for group, digest in reversed(names):
+            self.reserved[group][digest] -= 1
+            if self.reserved[group][digest] == 0:
+                del self.reserved[group][digest]
+                block = self.indexes[group].block_of(digest)
+                if block is not None:
+                    self.pools[group].unreserve([block])
+
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
-        """Take these blocks back; the last ones are freed first, so that tails are evicted before heads."""
+        """Take these blocks back."""
         if blocks:
-            self.pools[group].release(reversed(blocks), self.indexes[group].by_block)
+            self._give_back(group, blocks)
             if self.listeners:
                 self._tell(events.BlocksFreed(self.now, group, request.id, list(blocks)))
 
@@ -412,12 +440,12 @@ class BlockManager:
             disk.offer(group, left, tick)
 
     def restore(self, group: int, reads: Sequence[Read], request: Request) -> int:
-        """Make blocks that were read free blocks of the prefix cache, as many as there are free blocks.
+        """Make blocks that were read free blocks of the prefix cache, as many as there are free blocks for them.
 
         Returns their number. request: for which they were read.
         """
         pool, index, size = self.pools[group], self.indexes[group], self.block_size
-        new = [read for read in reads if read.name.digest not in index][: pool.num_free]
+        new = [read for read in reads if read.name.digest not in index][: pool.num_unreserved]
         if self.memory is None or not new:
             return 0
         counts = [0] * len(self.groups)
@@ -434,7 +462,7 @@ class BlockManager:
                         tokens = request.tokens[at * size : (at + 1) * size].tolist()
                         self._tell(events.BlockStored(self.now, group, request.id, *names, tokens, size, request.lora))
         finally:
-            pool.release(reversed(blocks), index.by_block)
+            self._give_back(group, blocks)
         return len(new)
 
     def tell_disk_changes(self) -> None:
@@ -531,7 +559,7 @@ class BlockManager:
                 self.host_pools[g].share(host for host in own if (g, host) in seen)  # the first owner has it already
                 seen.update((g, host) for host in own)
                 request.cache.host_block_ids.append(own)
-                self.pools[g].release(reversed(blocks), self.indexes[g].by_block)
+                self._give_back(g, blocks)
                 if self.listeners:
                     shown = events.BlocksSwappedOut(self.now, g, request.id, blocks.tolist(), own.tolist())
                     self._tell(shown)
@@ -579,8 +607,8 @@ class BlockManager:
         try:
             taken = self._take([len(hosts) for hosts in missing])
         except BaseException:
-            for g, (pool, found) in enumerate(zip(self.pools, still, strict=True)):
-                pool.release(reversed(found.values()), self.indexes[g].by_block)
+            for g, found in enumerate(still):
+                self._give_back(g, [*found.values()])
             raise
         block_of = [
             found | dict(zip(hosts, blocks, strict=True))

@@ -25,14 +25,17 @@ NAP = 0.005  # s that a step waits at most that has nothing to compute until blo
 
 @dataclass(eq=False)
 class Load:
-    """The blocks that are read for one request."""
+    """The blocks that are read for one request, and the room that is kept for it until it is admitted."""
 
     request: Request
     source: BlockSource
     deadline: float  # s, of the clock; after it the request is computed
-    num_tokens: int  # that need not be computed if all blocks arrive
-    reads: list[Read] = field(default_factory=list)
+    num_cached: int  # tokens that were in memory
+    num_tokens: int  # that need not be computed besides if all blocks arrive
+    needed: Sequence[int]  # free blocks of each group that the request takes
+    names: Sequence[Name] = ()  # of its blocks in memory and of those to come: they are reserved
     missing: set[Read] = field(default_factory=set)  # those that have not arrived
+    has_read: bool = False  # some have
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Prefetch:
 
     A request waits for one source, that which saves most. It waits once, while it could be admitted otherwise, and no
     longer than computing would take. A block that several requests wait for is read once.
+
+    The free blocks that a request needs are promised to it until it is admitted: no request after it may take them. Of
+    these, what already holds its tokens is reserved. All of them stay free blocks: running requests may take them.
     """
 
     def __init__(
@@ -81,26 +87,28 @@ class Prefetch:
 
     def begin_step(self) -> None:
         """Take the blocks that have arrived. Called before anything of a step is planned."""
-        for request_id, load in list(self._loads.items()):
+        for load in list(self._loads.values()):
             if load.request.finish_reason is not None or load.request.cache.block_ids:
-                self._cancel(self._loads.pop(request_id))
+                self._end(load)
         arrived = self.arrivals.take()
         for read in arrived:
             if self._reading.get(read.name) is read:
                 del self._reading[read.name]
         for load in self._loads.values():
-            mine = [read for read in arrived if read in load.missing]
+            mine = load.missing.intersection(arrived)
+            load.missing -= mine
+            there = sorted((read for read in mine if read.payload is not None), key=lambda read: read.depth)
+            load.has_read |= bool(there)
             for group in range(len(self._manager.groups)):
-                there = [read for read in mine if read.name.group == group and read.payload is not None]
                 try:
-                    self._manager.restore(group, sorted(there, key=lambda read: read.depth), load.request)
+                    self._manager.restore(group, [read for read in there if read.name.group == group], load.request)
                 except Exception:  # they are computed
                     log.exception("KV blocks that were read for request %s cannot be used", load.request.id)
-            if mine:
-                load.missing -= set(mine)
-                if not load.missing and all(read.payload is not None for read in load.reads):
-                    load.source.counts.hits += 1
-                    load.source.counts.tokens += load.num_tokens
+            if load.missing and self._clock() >= load.deadline:
+                load.source.refuse("late")
+                self._give_up(load)
+        for read in arrived:  # the cache has what there was room for
+            read.payload = None
         self._manager.tell_disk_changes()
 
     def planned(self, plan: Plan) -> None:
@@ -117,21 +125,29 @@ class Prefetch:
 
     def awaits(self, request: Request, spare: Sequence[int]) -> bool:
         """Whether the request waits for blocks. spare: free blocks of each group that it may take."""
+        load = self._loads.get(request.id) or self._begin(request, spare)
+        return load is not None and bool(load.missing)
+
+    def promised(self, request: Request) -> Sequence[int]:
+        """Free blocks of each group that no request after this one, which waits, may take."""
+        load = self._loads.get(request.id)
+        return [0] * len(self._manager.groups) if load is None else load.needed
+
+    def admitted(self, request: Request) -> None:
+        """The request was given the blocks that it was found to share. Count those that were read for it."""
         load = self._loads.get(request.id)
         if load is None:
-            load = self._begin(request, spare)
-        if load is None or not load.missing:
-            return False
-        if self._clock() < load.deadline:
-            return True
-        load.source.refuse("late")
-        self._cancel(load)
-        return False
+            return
+        self._end(load)
+        num_tokens = min(request.cache.num_cached - load.num_cached, load.num_tokens)
+        if load.has_read and num_tokens > 0:
+            load.source.counts.hits += 1
+            load.source.counts.tokens += num_tokens
 
     def reset(self) -> None:
         """Let no request wait any more, and take none of the blocks that are being read."""
         for load in self._loads.values():
-            self._cancel(load)
+            self._give_up(load)
 
     def _begin(self, request: Request, spare: Sequence[int]) -> Load | None:
         """Begin to read blocks for the request. None: no source has any, or there is no room for them now."""
@@ -140,25 +156,25 @@ class Prefetch:
         if not sources:
             return None
         match = lookup.match(request)
-        if match.num_blocks == lookup.num_reusable(request) or not fits(self._manager.needed(request, match), spare):
+        needed = self._manager.needed(request, match)
+        if match.num_blocks == lookup.num_reusable(request) or not fits(needed, spare):
             return None
         offers = [found for source in sources if (found := self._offer(source, request, match)) is not None]
         if not offers:
             return None
         best = max(offers, key=lambda offer: offer.saved)
         deadline = self._clock() + max(PATIENCE, best.computing)
-        self._loads[request.id] = load = Load(request, best.source, deadline, best.num_tokens)
+        num_cached = match.num_blocks * self._manager.block_size
+        self._loads[request.id] = load = Load(request, best.source, deadline, num_cached, best.num_tokens, needed)
         if best.reading > WORTH * best.computing:
             best.source.refuse("slower")
+            self._give_up(load)
             return load
-        reads = self._reads(request, best.match)
+        load.names, reads = self._blocks(request, best.match)
+        self._manager.reserve(load.names)
         new = [read for read in reads if read.name not in self._reading]
-        load.reads = [self._reading.get(read.name, read) for read in reads]
-        load.missing = set(load.reads)
+        load.missing = {self._reading.get(read.name, read) for read in reads}
         self._reading |= {read.name: read for read in new}
-        for pool, blocks, index in zip(self._manager.pools, match.blocks, self._manager.indexes, strict=True):
-            pool.share(blocks)  # the blocks that were found are evicted after those that make room for the others
-            pool.release(reversed(blocks), index.by_block)
         best.source.read(request, new)
         return load
 
@@ -171,24 +187,32 @@ class Prefetch:
         size = sum(width * blocks.count(ELSEWHERE) for width, blocks in zip(source.widths, more.blocks, strict=True))
         return Offer(source, more, num_tokens, source.seconds(size), num_tokens * self.seconds_a_token)
 
-    def _reads(self, request: Request, match: Match) -> list[Read]:
-        """The blocks of a match that are not in memory."""
+    def _blocks(self, request: Request, match: Match) -> tuple[list[Name], list[Read]]:
+        """The blocks of a match, and those of them that are not in memory."""
+        names: list[Name] = []
         reads: list[Read] = []
         size = self._manager.block_size
         for g, (first, blocks) in enumerate(zip(match.first, match.blocks, strict=True)):
             for i, block in enumerate(blocks, first):
+                at = (i + 1) * self._manager.spans[g] // size - 1
+                parent, digest = request.cache.digests[at : at + 2]
+                names.append(Name(g, digest))
                 if block == ELSEWHERE:
-                    at = (i + 1) * self._manager.spans[g] // size - 1
-                    parent, digest = request.cache.digests[at : at + 2]
                     tokens = request.tokens[at * size : (at + 1) * size].tobytes()
-                    reads.append(Read(Name(g, digest), parent, tokens, i))
-        return reads
+                    reads.append(Read(names[-1], parent, tokens, i))
+        return names, reads
 
-    def _cancel(self, load: Load) -> None:
-        """The request waits no longer. Blocks that no other one waits for need not be read."""
+    def _end(self, load: Load) -> None:
+        """The request was admitted, or has ended."""
+        del self._loads[load.request.id]
+        self._give_up(load)
+
+    def _give_up(self, load: Load) -> None:
+        """The request waits no longer, and no room is kept for it. What no other one waits for need not be read."""
         others = {read for other in self._loads.values() if other is not load for read in other.missing}
         for read in load.missing - others:
             read.is_wanted = False
             if self._reading.get(read.name) is read:
                 del self._reading[read.name]
-        load.missing = set()
+        self._manager.unreserve(load.names)
+        load.missing, load.names, load.needed = set(), (), [0] * len(load.needed)

@@ -322,8 +322,9 @@ class Scheduler:
         While others are swapped out, only those come in that stand before them and had been let in once.
 
         A request comes in only if there are blocks for all of its tokens beside what the running ones still need for
-        theirs. With blocks for a first piece alone it would soon be preempted again, its work lost. One whose next
-        block is just being computed by another request waits for it, and those after it may pass.
+        theirs, and what is promised to those before it that wait. With blocks for a first piece alone it would soon be
+        preempted again, its work lost. One whose next block is just being computed by another request waits for it, and
+        those after it may pass.
         """
         if not self.waiting:
             return
@@ -345,6 +346,8 @@ class Scheduler:
                         or self._awaits_blocks(request, plan, lacking)
                     ):
                         passed.append(request)
+                        if self.prefetch is not None:
+                            lacking = [a + b for a, b in zip(lacking, self.prefetch.promised(request), strict=True)]
                     elif self._seat(request, plan, lacking):
                         seats -= wanted
                         coming.add(request)
@@ -381,11 +384,13 @@ class Scheduler:
         seats = self.max_num_seqs - len(self.running) - 1
         forks = sum(1 for _ in islice(unforked(request, self.waiting), seats))
         needed = [count + forks for count in self.manager.needed(request, match)]
-        if not fits(needed, spare) and (forks == 0 or self.running or plan.items):
+        if not fits(needed, spare) and (forks == 0 or self.running or plan.items or any(lacking)):
             self._shortage.note(request, spare, self._num_plans)
             return False
         self.manager.admit(request, match)
         self.running.add(request)
+        if self.prefetch is not None:
+            self.prefetch.admitted(request)
         lacking[:] = [a + forks for a in lacking]
         self._start(request, self._budget - plan.num_tokens, plan, lacking)
         return True
