@@ -23,7 +23,7 @@ from quire.models.adapter.attention import NAME
 from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.tiny import shrink
 from quire.models.adapter.trial import check, packed, randomise
-from tests.models.checkpoints import TINY, engine, probed_logits, save
+from tests.models.checkpoints import SHORT, TINY, engine, probed_logits, save
 from tests.models.test_loading import change_config
 
 pytestmark = pytest.mark.slow
@@ -295,6 +295,21 @@ def test_common_models_keep_their_bits(tmp_path: Path, kind: str) -> None:
     save(tmp_path, kind)
     ours = loaded(tmp_path)
     assert ours.rows_keep_bits, ours.rows_depend
+
+
+def test_a_small_vocabulary(tmp_path: Path) -> None:
+    """As models of characters or amino acids have it: the trial draws its tokens from it."""
+    config = transformers.StableLmConfig(**SHORT | {"vocab_size": 40, "hidden_size": 48})
+    model = transformers.StableLmForCausalLM(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    ours = engine(tmp_path)
+    assert isinstance(ours.runner.model, AdaptedModel)
+    prompt = list(range(2, 40))
+    probe, _ = probed_logits(ours, [prompt], max_tokens=1)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(probe.found[tuple(prompt)], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_small_copy_keeps() -> None:

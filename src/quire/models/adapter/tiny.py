@@ -35,6 +35,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"first_k_dense_replace|num_dense_layers", 1),
 )
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+WIDTHS = ("hidden_size", "n_embd", "d_model")
 KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "kv_n_heads")
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 LISTED = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")  # numbers of layers of one kind
@@ -103,6 +104,8 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         return ROPE_DIM
     if key == "mamba_n_heads":  # which have to fill the mixer's width
         return int(raw.get("mamba_expand", 2) * HIDDEN) // HEAD_DIM
+    if key in (*HEADS, *KV_HEADS) and any(raw.get(width, HIDDEN) < HIDDEN for width in WIDTHS):
+        return value  # they divide a width that stays as it is
     if key in HEADS:
         return HIDDEN // HEAD_DIM
     if key in KV_HEADS:
