@@ -20,6 +20,7 @@ from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
 from quire.models.files import Files, Where, files_of
+from quire.models.hf_config import architectures, check_counts, model_type, shown
 from quire.models.hub import EMBEDDED as EMBEDDED
 from quire.models.hub import locate as locate
 from quire.models.lora.fitting import decoder_targets
@@ -146,11 +147,23 @@ def expected_weight_bytes(where: Where) -> WeightBytes:
 def _config_and_family(where: Where) -> tuple[Mapping[str, Any], Family]:
     """Of a model, or of a config.json."""
     if isinstance(where, Path) and where.suffix == ".json":
-        raw, _ = text_part(read_json(where))
+        raw, _ = _described(read_json(where))
         return raw, _family_of(raw, where)
     files = files_of(where)
-    raw, _ = text_part(files.config())
+    raw, _ = _described(files.config())
     return raw, _family_of(raw, files.path)
+
+
+def _described(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart | None]:
+    """Return what a config.json says of what is served, and of which part that is.
+
+    Raises ModelError for counts and names that nothing can be made of.
+    """
+    check_counts(config)
+    raw, part = text_part(config)
+    model_type(raw)
+    architectures(raw)
+    return raw, part
 
 
 class Own(NamedTuple):
@@ -199,7 +212,7 @@ def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
     model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
     """
     files = files_of(where)
-    raw, part = text_part(files.config())
+    raw, part = _described(files.config())
     _refuse_cross_encoders(raw, files.path)
     if part is not None and raw.get("tie_word_embeddings") is None and files.weight_files(part):
         # What a missing key means differs between the whole, its text part, and the release that wrote them.
@@ -332,7 +345,7 @@ def _max_model_len(config: EngineConfig, path: Path, usual: int, longest: int) -
 
 
 def _refuse_cross_encoders(raw: Mapping[str, Any], directory: Path) -> None:
-    for name in map(str, raw.get("architectures") or ()):
+    for name in architectures(raw):
         if name.endswith("ForSequenceClassification"):
             raise ModelError(
                 f"{directory} is a {name}, a cross-encoder or classifier, whose head scores a text; models here "
@@ -341,14 +354,12 @@ def _refuse_cross_encoders(raw: Mapping[str, Any], directory: Path) -> None:
 
 
 def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
-    architectures = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}, without an architecture"]
-    for architecture in architectures:
-        if architecture in FAMILIES:
-            return cast(Family, importlib.import_module(FAMILIES[architecture]))
-    raise ModelError(
-        f"{directory} is a {', '.join(map(str, architectures))}, for which there is no decoder here (`quire models` "
-        "lists all)"
-    )
+    names = architectures(raw)
+    for name in names:
+        if name in FAMILIES:
+            return cast(Family, importlib.import_module(FAMILIES[name]))
+    found = ", ".join(names[:3]) or f"model_type {model_type(raw)!r}, without an architecture"
+    raise ModelError(f"{directory} is a {found}, for which there is no decoder here (`quire models` lists all)")
 
 
 def longest_sequence(decoder: DecoderConfig) -> int:
@@ -358,10 +369,12 @@ def longest_sequence(decoder: DecoderConfig) -> int:
 
 
 def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; it must be auto or one of {', '.join(DTYPES)}")
     if name == "auto":
         name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype is {name!r}; it must be auto or one of {', '.join(DTYPES)}")
+        raise ModelError(f"config.json: dtype is {shown(name)}; it must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -370,4 +383,6 @@ def _eos_token_ids(raw: Mapping[str, Any], files: Files, vocab_size: int) -> fro
     found = files.generation().get("eos_token_id")
     ids = raw.get("eos_token_id") if found is None else found
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int for token in listed):
+        raise ModelError(f"{files.path}: eos_token_id is {shown(ids)}; it must be a token's number, or a list of these")
     return frozenset(token for token in listed if 0 <= token < vocab_size)  # others can never be drawn

@@ -14,6 +14,8 @@ from quire.models.rope import Temperature
 from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
+MOST_EXPERTS = 2**17  # of all layers: each is named by itself
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
@@ -218,6 +220,8 @@ class DecoderConfig:
         positions = [rotated, self.learned_positions, self.alibi_slopes is not None]
         if sum(positions) > 1:
             raise ModelError(f"a decoder knows positions in one way at most; this one in {sum(positions)}")
+        if (count := sum(experts.count for experts in self.experts)) > MOST_EXPERTS:
+            raise ModelError(f"there are {count} experts in all layers together; it must be at most {MOST_EXPERTS}")
         if self.head_bias and self.tied_embeddings:
             raise ModelError("an output projection that is the embedding and has a bias is not served")
         if self.branches != "in turn" and not self.input_norms:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,14 +32,62 @@ IMMATERIAL = frozenset(
 
 SCHEMES = ("quantization_config", "compression_config")  # how weights are stored: quire.models.quantisation reads it
 
+LARGEST = 2**31 - 1  # of an integer: products of three still fit what computes with them
+SMALLEST_NUMBER, LARGEST_NUMBER = 2.0**-126, 2.0**127  # what fp32 holds with all its digits
+# Counts for each of which something is made when a config is read, here or by transformers.
+MOST = {"layer": 2**12, "head": 2**16, "expert": 2**16}
+COUNTS = re.compile(r"(?:\w*_)?(layer|head|expert)s?")
+
+SHOWN_KEYS = 32  # of those that are not understood, in an error
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxdict, _SHOWN.maxstring, _SHOWN.maxlong = 4, 32, 32, 200, 50
+
+
+def shown(value: object) -> str:
+    """Return the value as errors show it: as `repr`, and short however large a file makes it."""
+    return _SHOWN.repr(value)
+
+
+def check_counts(raw: Mapping[str, Any]) -> None:
+    """Raise ModelError for a config.json with more layers, heads or experts than any model has, at whatever depth."""
+    found: list[Any] = [raw]
+    while found:
+        part = found.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(value, (dict, list)):
+                found.append(value)
+            elif isinstance(value, int) and (match := COUNTS.fullmatch(str(key))) and value > MOST[match[1]]:
+                raise ModelError(f"config.json: {key} is {shown(value)}; it must be at most {MOST[match[1]]}")
+
+
+def architectures(raw: Mapping[str, Any]) -> list[str]:
+    """Return what a config.json calls its architecture; empty where it does not say. Raises ModelError for others."""
+    return ConfigReader(raw, "").texts("architectures")
+
+
+def model_type(raw: Mapping[str, Any]) -> str | None:
+    """Return a config.json's model_type; None where it has none. Raises ModelError for what is no text."""
+    found = raw.get("model_type")
+    if found is not None and not isinstance(found, str):
+        raise ModelError(f"config.json: model_type is {shown(found)}; it must be a text")
+    return found
+
+
+NUMBER = f"a number in {SMALLEST_NUMBER:.3g}..{LARGEST_NUMBER:.3g}"
+
+
+def is_number(value: object, least: float = SMALLEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:
+    """Whether it is a number in least..most. No arithmetic with a few numbers as fp32 has them fails."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+
 
 class ConfigReader:
     """Hands out the keys of a config and remembers which; `finish` complains about those that nobody asked for."""
 
-    def __init__(self, raw: Mapping[str, Any], family: str, kind: str = "family") -> None:
-        """family: who reads it; kind: what errors call that."""
+    def __init__(self, raw: Mapping[str, Any], family: str, kind: str = "family", place: str = "config.json") -> None:
+        """family: the reader's name; kind, place: what errors call that, and what is read."""
         self._raw = {key: value for key, value in raw.items() if key not in SCHEMES}
-        self.family, self._reader = family, f"{kind} {family!r}"
+        self.family, self._reader, self._place = family, f"{kind} {family!r}", place
         self._understood: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -46,29 +96,37 @@ class ConfigReader:
         value = self._raw.get(key)
         return default if value is None else value
 
+    def has(self, key: str) -> bool:
+        """Whether the key is there, with or without a value."""
+        return key in self._raw
+
     def is_null(self, key: str) -> bool:
         """Whether the key is there without a value, which is not the same as a missing one to all."""
         return key in self._raw and self._raw[key] is None
 
+    def error(self, key: str, wanted: str, value: object) -> ModelError:
+        """That a value is wrong; wanted: what it must be."""
+        return ModelError(f"{self._place}: {key} is {shown(value)}; it must be {wanted}")
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer. Raises ModelError where it is missing without a default, or something else."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            raise self.error(key, f"a positive integer, at most {LARGEST}", value)
         return value
 
     def count(self, key: str, default: int) -> int:
         """An integer from 0 on. Raises ModelError where it is something else."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelError(f"config.json: {key} is {value!r}; it must be an integer from 0 on")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+            raise self.error(key, f"an integer from 0 on, at most {LARGEST}", value)
         return value
 
     def number(self, key: str, default: float) -> float:
         """A positive number. Raises ModelError where it is something else."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ModelError(f"config.json: {key} is {value!r}; it must be a positive number")
+        if not is_number(value):
+            raise self.error(key, NUMBER, value)
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -79,15 +137,29 @@ class ConfigReader:
         """True or false. Raises ModelError where it is something else."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ModelError(f"config.json: {key} is {value!r}; it must be true or false")
+            raise self.error(key, "true or false", value)
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
         """An object, empty where it is missing. Raises ModelError where it is something else."""
         value = self.get(key, {})
         if not isinstance(value, dict):
-            raise ModelError(f"config.json: {key} is {value!r}; it must be an object")
+            raise self.error(key, "an object", value)
         return dict(value)
+
+    def texts(self, key: str, default: list[str] | None = None) -> list[str]:
+        """A list of texts, by default an empty one. Raises ModelError where it is something else."""
+        value = self.get(key, default or [])
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.error(key, "a list of texts", value)
+        return value
+
+    def layers(self, key: str, default: list[int], num_layers: int) -> list[int]:
+        """Numbers of layers. Raises ModelError for something else, or a layer that is not there."""
+        value = self.get(key, default)
+        if not isinstance(value, list) or not all(type(one) is int and 0 <= one < num_layers for one in value):
+            raise self.error(key, f"a list of layers' numbers, 0..{num_layers - 1}", value)
+        return value
 
     def window(self, key: str, default: int | None = None) -> int | None:
         """A positive integer; None where the key is null. A missing key means the default."""
@@ -99,7 +171,9 @@ class ConfigReader:
         """A number of heads that divides hidden_size."""
         num_heads = self.integer(key)
         if hidden_size % num_heads:
-            raise ModelError(f"config.json: {key} is {num_heads}, which does not divide the hidden size {hidden_size}")
+            raise ModelError(
+                f"{self._place}: {key} is {num_heads}, which does not divide the hidden size {hidden_size}"
+            )
         return num_heads
 
     def windows(self, layer_types: list[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
@@ -108,12 +182,9 @@ class ConfigReader:
 
     def of_layers(self, kinds: Mapping[str, Kind], layer_types: list[str], num_layers: int) -> list[Kind]:
         """What each layer is, by the names of the kinds of layers. Raises ModelError for any other name."""
-        named = isinstance(layer_types, list) and all(isinstance(kind, str) and kind in kinds for kind in layer_types)
-        if not named or len(layer_types) != num_layers:
-            raise ModelError(
-                f"config.json: layer_types is {layer_types!r}; it must name one of {', '.join(kinds)} for each of "
-                f"{num_layers} layers"
-            )
+        if len(layer_types) != num_layers or not all(kind in kinds for kind in layer_types):
+            wanted = f"a list with {' or '.join(kinds)} for each of {num_layers} layers"
+            raise self.error("layer_types", wanted, layer_types)
         return [kinds[kind] for kind in layer_types]
 
     def only(self, key: str, *allowed: object) -> None:
@@ -121,7 +192,7 @@ class ConfigReader:
         value = self.get(key)
         if value is not None and value not in allowed:
             served = ", ".join(map(repr, allowed))
-            raise ModelError(f"config.json: {key} is {value!r}; {self._reader} serves {served} only")
+            raise ModelError(f"{self._place}: {key} is {shown(value)}; {self._reader} serves {served} only")
 
     def finish(self) -> None:
         """Raise ModelError if a key was set that nobody asked for: it may change what the model computes."""
@@ -131,8 +202,8 @@ class ConfigReader:
             if value is not None and key not in self._understood and key not in IMMATERIAL
         }
         if unknown:
-            listed = ", ".join(f"{key}={value!r}" for key, value in sorted(unknown.items()))
+            listed = ", ".join(f"{key}={shown(value)}" for key, value in sorted(unknown.items())[:SHOWN_KEYS])
             raise ModelError(
-                f"config.json has keys that {self._reader} does not understand: {listed}. It understands "
+                f"{self._place} has keys that {self._reader} does not understand: {listed}. It understands "
                 f"{', '.join(sorted(self._understood))}"
             )

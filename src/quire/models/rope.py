@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.hf_config import LARGEST, NUMBER, is_number, shown
 
+THETA = 10_000.0  # where nothing is said
+ORIGINAL = "original_max_position_embeddings"
 COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Besides the common keys: what each variant must have and may have. Another key would change the angles in a way that
 # is not written here.
@@ -56,13 +59,20 @@ def check_rope(parameters: Mapping[str, Any]) -> None:
     required, optional = VARIANTS[kind]
     given = {key for key, value in parameters.items() if value is not None}
     for key in sorted(given & NUMBERS):
-        value = parameters[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ModelError(f"rope's {key} is {value!r}; it must be a positive number")
+        if not is_number(value := parameters[key]):
+            raise ModelError(f"rope's {key} is {shown(value)}; it must be {NUMBER}")
     for key in sorted(given & FACTORS):
-        value = parameters[key]
-        if not isinstance(value, list) or not all(isinstance(one, (int, float)) and one > 0 for one in value):
-            raise ModelError(f"rope's {key} is {value!r}; it must be a list of positive numbers")
+        if not isinstance(value := parameters[key], list) or not all(map(is_number, value)):
+            raise ModelError(f"rope's {key} is {shown(value)}; it must be a list, each entry {NUMBER}")
+    if kind == "yarn" and not is_number(theta := parameters.get("rope_theta") or THETA, 2.0):
+        raise ModelError(
+            f"rope's rope_theta is {theta!r}; rope type 'yarn' divides by its logarithm, and needs 2 or more"
+        )
+    original = parameters.get(ORIGINAL)
+    if original is not None and not is_number(original, 2.0, LARGEST):
+        raise ModelError(f"rope's {ORIGINAL} is {shown(original)}; it must be in 2..{LARGEST}")
+    if not isinstance(truncate := parameters.get("truncate", True), bool):
+        raise ModelError(f"rope's truncate is {shown(truncate)}; it must be true or false")
     if missing := required - given:
         raise ModelError(f"rope type {kind!r} lacks {', '.join(sorted(missing))}")
     if unknown := given - COMMON_KEYS - required - optional:
@@ -85,6 +95,12 @@ def longest_rotated(parameters: Mapping[str, Any], max_position_embeddings: int)
         return max_position_embeddings
     original = parameters.get("original_max_position_embeddings") or max_position_embeddings
     return max(max_position_embeddings, int(original * (parameters.get("factor") or 1.0)))
+
+
+def extension(parameters: Mapping[str, Any], max_position_embeddings: int) -> float:
+    """Return how many times as long as the first training's sequences those of yarn or longrope are."""
+    original = parameters.get("original_max_position_embeddings") or max_position_embeddings
+    return float(parameters.get("factor") or max_position_embeddings / original)
 
 
 def takes_original(parameters: Mapping[str, Any]) -> bool:
@@ -139,7 +155,7 @@ def rope_table(
     if dim % 2 or dim == 0:
         raise ModelError(f"RoPE rotates pairs of dimensions, and of a head of {head_dim} it is to rotate {dim}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    base = float(parameters.get("rope_theta", 10_000.0))
+    base = float(parameters.get("rope_theta", THETA))
     if kind == "dynamic" and max_model_len > max_position_embeddings:
         base = _dynamic_base(base, parameters["factor"], dim, max_model_len / max_position_embeddings)
     frequencies = 1.0 / base**exponents
@@ -154,19 +170,25 @@ def rope_table(
     elif kind == "llama3":
         frequencies = _llama3(frequencies, parameters, original)
     elif kind == "yarn":
-        factor = parameters.get("factor") or max_position_embeddings / original
+        factor = extension(parameters, max_position_embeddings)
         frequencies = _yarn(frequencies, parameters, factor, dim, original)
         attention_factor = _yarn_attention_factor(parameters, factor)
     elif kind == "longrope":
-        factor = parameters.get("factor") or max_position_embeddings / original
+        factor = extension(parameters, max_position_embeddings)
         side = "long_factor" if max_model_len > original else "short_factor"
         if len(parameters[side]) != dim // 2:
             raise ModelError(f"rope's {side} has {len(parameters[side])} factors; {dim} dimensions need {dim // 2}")
         frequencies = frequencies / torch.tensor(parameters[side], dtype=torch.float32)
+        if original < 2:
+            raise ModelError(f"max_position_embeddings is {original}; of rope type 'longrope' it must be at least 2")
         attention_factor = parameters.get("attention_factor") or (
             1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
         )
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+    if not angles[-1].isfinite().all():
+        raise ModelError(
+            f"rope's angles of position {max_model_len - 1} are beyond all fp32 numbers: {shown(parameters)}"
+        )
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
@@ -207,7 +229,7 @@ def _yarn(
     original: int,
 ) -> Tensor:
     """Like llama3, but blended by dimension index between two numbers of rotations (Peng et al. 2023)."""
-    base = float(parameters.get("rope_theta", 10_000.0))
+    base = float(parameters.get("rope_theta", THETA))
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.hf_config import IMMATERIAL, SCHEMES
+from quire.models.hf_config import IMMATERIAL, SCHEMES, SHOWN_KEYS, model_type, shown
 
 # Types of models whose text part is known to compute the same alone: `python -m tests.models.sweep` compares each.
 WHOLES = frozenset(
@@ -97,18 +97,18 @@ def text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart | Non
     raw: the model's config.json. Raises ModelError for a key of the whole that neither speaks of its other sides nor
     is known to say nothing: the text may not be what it is alone.
     """
-    whole = raw.get("model_type")
-    if whole not in WHOLES:
+    whole = model_type(raw)
+    if whole is None or whole not in WHOLES:
         return raw, None
-    part = TextPart(str(whole))
+    part = TextPart(whole)
     text = raw.get("text_config")
     if text is None and whole in FLAT:
         text = {key: value for key, value in raw.items() if not OTHER_SIDES.fullmatch(key)}
         text |= {"model_type": f"{whole}_text"}
     elif not isinstance(text, dict):
-        raise ModelError(f"config.json: text_config is {text!r}; a {whole} has an object there")
+        raise ModelError(f"config.json: text_config is {shown(text)}; a {whole} has an object there")
     else:
-        _check_keys(raw, text, part.whole)
+        _check_keys(raw, text, whole)
     return _alone(raw, text), part
 
 
@@ -124,7 +124,7 @@ def _check_keys(raw: Mapping[str, Any], text: Mapping[str, Any], whole: str) -> 
         and value != text.get(key)  # some say it twice
     }
     if unknown:
-        listed = ", ".join(f"{key}={value!r}" for key, value in sorted(unknown.items()))
+        listed = ", ".join(f"{key}={shown(value)}" for key, value in sorted(unknown.items())[:SHOWN_KEYS])
         raise ModelError(
             f"config.json has keys that are not known of a {whole}: {listed}. What concerns its text belongs into "
             "text_config"
@@ -134,7 +134,7 @@ def _check_keys(raw: Mapping[str, Any], text: Mapping[str, Any], whole: str) -> 
 def _alone(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json that a text part would have if it were a model of its own."""
     alone = {**text, **{key: raw[key] for key in SHARED if raw.get(key) is not None}}
-    kind = text.get("model_type")
+    kind = model_type(text)
     if kind in ORDINARY:
         kind = alone["model_type"] = ORDINARY[kind]
         for key in ("rope_scaling", "rope_parameters"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families.llama import ENDS, read_sizes, rope_parameters
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, is_number
 from quire.models.state_config import StateSpaceConfig
 from quire.models.weights import Sources
 
@@ -45,11 +46,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("partial_rotary_factor", 0.5)
     bias = config.flag("attention_bias")
     attention = AttentionConfig(**sizes.heads, rope=rope, bias=bias, output_bias=bias)
-    indices = config.get("attn_layer_indices", [])
-    if not isinstance(indices, list) or not all(isinstance(i, int) and 0 <= i < sizes.num_layers for i in indices):
-        raise ModelError(
-            f"config.json: attn_layer_indices is {indices!r}; it must list layers in 0..{sizes.num_layers - 1}"
-        )
+    indices = config.layers("attn_layer_indices", [], sizes.num_layers)
     state = read_state_space(config, sizes.decoder["hidden_size"])
     mlp = MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias"))
     mixers = [attention if i in indices else state for i in range(sizes.num_layers)]
@@ -67,12 +64,8 @@ def read_state_space(config: ConfigReader, hidden_size: int) -> StateSpaceConfig
     if width % num_heads:
         raise ModelError(f"config.json: mamba_n_heads is {num_heads}, which does not divide the {width} inner channels")
     limits = config.get("time_step_limit", [0.0, float("inf")])
-    if (
-        not isinstance(limits, (list, tuple))
-        or len(limits) != 2
-        or not all(isinstance(x, (int, float)) for x in limits)
-    ):
-        raise ModelError(f"config.json: time_step_limit is {limits!r}; it must be two numbers")
+    if not isinstance(limits, list) or len(limits) != 2 or not all(_is_limit(x) for x in limits):
+        raise config.error("time_step_limit", "two numbers from 0 on", limits)
     for key in ("time_step_min", "time_step_max", "time_step_floor"):
         config.get(key)  # of the initial weights
     return StateSpaceConfig(
@@ -86,6 +79,10 @@ def read_state_space(config: ConfigReader, hidden_size: int) -> StateSpaceConfig
         dt_limits=(float(limits[0]), float(limits[1])),
         norm_groups=num_groups,
     )
+
+
+def _is_limit(value: object) -> bool:
+    return is_number(value) or (type(value) in (int, float) and value in (0, math.inf))
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

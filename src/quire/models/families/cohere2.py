@@ -11,7 +11,7 @@ from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfi
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.families.pairs import pairs_apart
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, architectures
 from quire.models.weights import Sources
 
 DEFAULTS = {"max_position_embeddings": 8192, "layer_norm_eps": 1e-5}
@@ -32,7 +32,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("order_of_interleaved_layers", "local_attn_first")
     bias = config.flag("attention_bias")
     attention, mlp = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias), MlpConfig(size=sizes.inner)
-    if "CohereForCausalLM" in raw.get("architectures", []):
+    if "CohereForCausalLM" in architectures(raw):
         layers = layers_with(attention, mlp, (None,) * sizes.num_layers, (rope,) * sizes.num_layers)
     else:
         windows = _windows(config, sizes.num_layers)
@@ -54,7 +54,7 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     every = config.integer("sliding_window_pattern", 4)
     alternating = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
     config.get("_sliding_window_pattern")  # what layer_types was made by
-    return config.windows(config.get("layer_types", alternating), config.window("sliding_window", 4096), num_layers)
+    return config.windows(config.texts("layer_types", alternating), config.window("sliding_window", 4096), num_layers)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

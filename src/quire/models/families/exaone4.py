@@ -27,7 +27,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
     config.only("hidden_act", "silu")
     window = config.window("sliding_window", 4096)
-    kinds = config.get("layer_types", _by_pattern(config, window, sizes.num_layers))
+    kinds = config.texts("layer_types", _by_pattern(config, window, sizes.num_layers))
     windows = config.windows(kinds, window, sizes.num_layers)
     ropes = [rope if window is None or own is not None else None for own in windows]
     attention = AttentionConfig(**sizes.heads, qk_norm="head")
@@ -41,6 +41,8 @@ def _by_pattern(config: ConfigReader, window: int | None, num_layers: int) -> li
     """The kinds of layers as older configs tell them: each n-th sees everything, or, as in "LLLG", each with a G."""
     pattern = config.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
+        if not pattern or not set(pattern) <= {"L", "G"}:
+            raise config.error("sliding_window_pattern", "a number, or letters L and G", pattern)
         return [
             "full_attention" if pattern[i % len(pattern)] == "G" else "sliding_attention" for i in range(num_layers)
         ]

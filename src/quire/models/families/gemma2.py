@@ -43,7 +43,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         softcap=cap(config, raw, "attn_logit_softcapping", 50.0),
     )
     mlp = MlpConfig(size=sizes.inner, activation=Activation("gelu_tanh"))
-    windows = config.windows(config.get("layer_types", alternating), window, num_layers)
+    windows = config.windows(config.texts("layer_types", alternating), window, num_layers)
     decoder = DecoderConfig(
         **sizes.decoder,
         layers=layers_with(attention, mlp, windows, (rope,) * num_layers),

@@ -38,7 +38,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     every = config.integer("sliding_window_pattern", 6)
     config.get("_sliding_window_pattern")  # what layer_types was made by
     alternating = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
-    kinds = config.get("layer_types", alternating)
+    kinds = config.texts("layer_types", alternating)
     windows = config.windows(kinds, config.window("sliding_window", 4096), num_layers)
     ropes = _ropes(config)
     attention_bias = config.flag("attention_bias")

@@ -11,7 +11,7 @@ from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerCon
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, rope_parameters
 from quire.models.families.pairs import pairs_apart
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, architectures
 from quire.models.weights import Sources
 
 DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5}
@@ -26,7 +26,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("hidden_act", "silu")
     attention = AttentionConfig(**sizes.heads, rope=rope, bias=config.flag("attention_bias", True))
     layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner))
-    branch_norms = "Glm4ForCausalLM" in raw.get("architectures", [])
+    branch_norms = "Glm4ForCausalLM" in architectures(raw)
     decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, branch_norms=branch_norms)
     config.finish()
     return decoder

@@ -57,7 +57,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.num_layers)]
     window = config.window("sliding_window", 128)
-    windows = config.windows(config.get("layer_types", alternating), window, sizes.num_layers)
+    windows = config.windows(config.texts("layer_types", alternating), window, sizes.num_layers)
     bias = config.flag("attention_bias", True)
     attention = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias, sinks=True)
     layers = layers_with(attention, experts, windows, (rope,) * sizes.num_layers)

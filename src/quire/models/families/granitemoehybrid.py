@@ -59,8 +59,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         **dict.fromkeys(("attention", "full_attention"), attention),
         **dict.fromkeys(("mamba", "linear_attention"), state),
     }
-    kinds = config.get("layers_block_type") or config.get("layer_types", ["linear_attention"] * sizes.num_layers)
-    config.get("layer_types")
+    usual = config.texts("layer_types", ["linear_attention"] * sizes.num_layers)
+    kinds = config.texts("layers_block_type") or usual
     mlp = read_mlp(config, sizes.inner)
     decoder = DecoderConfig(
         **sizes.decoder,

@@ -46,9 +46,9 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if config.flag("block_auto_adjust_ff_dim", True):
         size = multiple * -(-int(factor * (2 * size // 3)) // multiple)
     mlp = MlpConfig(size=size)
-    attention = config.get("full_attn_idxs", list(range(sizes.num_layers)))
+    attention = config.layers("full_attn_idxs", list(range(sizes.num_layers)), sizes.num_layers)
     usual = ["full_attention" if i in attention else "conv" for i in range(sizes.num_layers)]
-    kinds = config.get("layer_types", usual)
+    kinds = config.texts("layer_types", usual)
     layers = tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in read_mixers(config, sizes, kinds))
     decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()

@@ -36,7 +36,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         factor=config.number("routed_scaling_factor", 1.0),
     )
     first = config.count("num_dense_layers", 2)
-    mixers = read_mixers(config, sizes, config.get("layer_types", []))
+    mixers = read_mixers(config, sizes, config.texts("layer_types"))
     layers = tuple(LayerConfig(mixer=mixer, mlp=dense if i < first else experts) for i, mixer in enumerate(mixers))
     decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, architectures
 from quire.models.rope import check_rope, rotated_share, takes_original
 from quire.models.weights import Sources
 
@@ -33,7 +33,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader(raw, "llama")
     # Mistral's configs mean these where they say nothing; a Llama has no window, whatever its config says.
-    mistral = "MistralForCausalLM" in (raw.get("architectures") or [])
+    mistral = "MistralForCausalLM" in architectures(raw)
     window = config.window("sliding_window", 4096)
     if not mistral:
         window = None

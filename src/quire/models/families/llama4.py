@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import Sizes, read_sizes, whole_rope
@@ -60,14 +59,12 @@ def _mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig]:
     every = config.integer("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(sizes.num_layers)]
     if not isinstance(rotated, list) or len(rotated) != sizes.num_layers or any(one not in (0, 1) for one in rotated):
-        raise ModelError(
-            f"config.json: no_rope_layers is {rotated!r}; it must be a list of 1, or 0 for a layer without RoPE, for "
-            f"each of {sizes.num_layers} layers"
-        )
+        wanted = f"a list of 1, or 0 for a layer without RoPE, for each of {sizes.num_layers} layers"
+        raise config.error("no_rope_layers", wanted, rotated)
     chunk = config.window("attention_chunk_size", 8192)
     usual = ["chunked_attention" if one else "full_attention" for one in rotated]
     kinds = {"chunked_attention": True, "full_attention": False}
-    chunked = config.of_layers(kinds, config.get("layer_types", usual), sizes.num_layers)
+    chunked = config.of_layers(kinds, config.texts("layer_types", usual), sizes.num_layers)
     mixers = zip([turned if one else plain for one in rotated], chunked, strict=True)
     return [replace(mixer, window=chunk, chunked=True) if one else mixer for mixer, one in mixers]
 
@@ -84,9 +81,7 @@ def _mlps(config: ConfigReader, sizes: Sizes) -> list[MlpConfig | ExpertsConfig]
         shared=MlpConfig(size=sizes.inner),
     )
     step = config.integer("interleave_moe_layer_step", 1)
-    sparse = config.get("moe_layers", list(range(step - 1, sizes.num_layers, step)))
-    if not isinstance(sparse, list) or not set(sparse) <= set(range(sizes.num_layers)):
-        raise ModelError(f"config.json: moe_layers is {sparse!r}; it must be a list of layers' numbers")
+    sparse = config.layers("moe_layers", list(range(step - 1, sizes.num_layers, step)), sizes.num_layers)
     return [experts if i in sparse else dense for i in range(sizes.num_layers)]
 
 

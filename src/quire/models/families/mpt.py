@@ -63,7 +63,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_scale(raw: Mapping[str, Any]) -> float | None:
     """The scale of the scores; nothing else of what a config says of its attention may be special."""
-    config = ConfigReader(raw, "mpt's attn_config")
+    config = ConfigReader(raw, "mpt", place="config.json: attn_config")
     config.only("attn_type", "multihead_attention")
     config.only("alibi", True)
     for key in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):

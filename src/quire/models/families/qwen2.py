@@ -32,4 +32,4 @@ def windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
         window = None
     first = config.count("max_window_layers", 28)
     older = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    return config.windows(config.get("layer_types", older), window, num_layers)
+    return config.windows(config.texts("layer_types", older), window, num_layers)

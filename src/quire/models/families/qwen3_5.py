@@ -74,7 +74,7 @@ def read_mixers(config: ConfigReader, sizes: Sizes, in_pairs: bool = False) -> l
     every = config.integer("full_attention_interval", 4)
     usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(sizes.num_layers)]
     mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {"full_attention": attention, "linear_attention": state}
-    return config.of_layers(mixers, config.get("layer_types", usual), sizes.num_layers)
+    return config.of_layers(mixers, config.texts("layer_types", usual), sizes.num_layers)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import qwen3
 from quire.models.families.llama import read_sizes, whole_rope
@@ -56,9 +55,7 @@ def _experts(config: ConfigReader) -> ExpertsConfig:
 
 def sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     """Whether each layer has experts."""
-    step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
-        raise ModelError(f"config.json: mlp_only_layers is {dense!r}; it must be a list of layers' numbers")
+    step, dense = config.integer("decoder_sparse_step", 1), config.layers("mlp_only_layers", [], num_layers)
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 

@@ -36,9 +36,7 @@ def _rotated(config: ConfigReader, num_layers: int) -> list[bool]:
     every = config.integer("no_rope_layer_interval", 4)
     listed = config.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(num_layers)])
     if not isinstance(listed, list) or len(listed) < num_layers or not all(turns in (0, 1) for turns in listed):
-        raise ModelError(
-            f"config.json: no_rope_layers is {listed!r}; it must have a 0 or a 1 for each of {num_layers} layers"
-        )
+        raise config.error("no_rope_layers", f"a list with a 0 or a 1 for each of {num_layers} layers", listed)
     return [turns == 1 for turns in listed[:num_layers]]
 
 
@@ -48,7 +46,7 @@ def _windows(config: ConfigReader, rotated: list[bool]) -> tuple[int | None, ...
     if not config.flag("use_sliding_window"):
         window = None
     kinds = ["full_attention" if turns or window is None else "sliding_attention" for turns in rotated]
-    kinds = config.get("layer_types", kinds)
+    kinds = config.texts("layer_types", kinds)
     windows = config.windows(kinds, window, len(rotated))
     if window is None and "sliding_attention" in kinds:
         raise ModelError(

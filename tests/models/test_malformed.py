@@ -1,0 +1,133 @@
+"""Malformed descriptions of models: each is refused by an error that names the file, the key and the value."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import ModelError
+from quire.models import choose, read_config
+from quire.models.hf_config import LARGEST
+from quire.models.rope import rope_table
+from quire.models.text_part import text_part
+from tests.models.checkpoints import DEEPSEEK, GEMMA4, LLAMA4, MAMBA, QWEN3_MOE, SHORT, TINY
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 4.0}
+BASES = {
+    "Bamba": MAMBA,
+    "DeepseekV3": DEEPSEEK,
+    "Exaone4": TINY,
+    "Gemma3": TINY,
+    "Gemma4": GEMMA4,
+    "Lfm2": SHORT,
+    "Llama": TINY,
+    "Llama4": LLAMA4,
+    "Mpt": {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 3},
+    "Qwen3Moe": QWEN3_MOE,
+    "SmolLM3": TINY,
+}
+
+
+def described(directory: Path, kind: str, **changes: Any) -> Path:
+    """Write the config.json of a small model of that kind with these changes, and nothing else."""
+    raw = BASES[kind] | {"architectures": [f"{kind}ForCausalLM"]} | changes
+    (directory / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return directory
+
+
+def refused(directory: Path, match: str) -> None:
+    with pytest.raises(ModelError, match=match) as found:
+        choose(directory, "quire").dtype  # noqa: B018
+    assert len(str(found.value)) < 2000
+
+
+def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
+    for kind in BASES:
+        read_config(described(tmp_path, kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("Llama", {"architectures": 5}, "architectures is 5; it must be a list of texts"),
+        ("Llama", {"architectures": [["a"]]}, r"architectures is \[\['a'\]\]; it must be a list of texts"),
+        ("Llama", {"model_type": ["a"]}, r"model_type is \['a'\]; it must be a text"),
+        ("Llama", {"vocab_size": 10**4000}, r"vocab_size is 10+\.\.\.0+; it must be a positive integer, at most"),
+        ("Llama", {"hidden_size": LARGEST + 1}, "hidden_size is 2147483648; it must be a positive integer, at most"),
+        ("Llama", {"hidden_size": 0}, "hidden_size is 0; it must be a positive integer"),
+        ("Llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 4096"),
+        ("Llama", {"num_attention_heads": 2**17}, "num_attention_heads is 131072; it must be at most 65536"),
+        ("Llama", {"text_config": {"a": [{"n_layer": 5000}]}}, "n_layer is 5000; it must be at most 4096"),
+        ("Llama", {"rms_norm_eps": math.inf}, "rms_norm_eps is inf; it must be a number in"),
+        ("Llama", {"rms_norm_eps": 10**400}, "rms_norm_eps is 10+.*; it must be a number in"),
+        ("Llama", {"rms_norm_eps": "x" * 10**6}, r"rms_norm_eps is 'x+\.\.\.x+'; it must be a number in"),
+        ("Llama", {"rms_norm_eps": [[[[[[1]]]]]] * 10**3}, r"rms_norm_eps is \[.*\.\.\.\]; it must be a number in"),
+        ("Llama", {f"key{i}": 1 for i in range(5000)}, "keys that family 'llama' does not understand: key0=1"),
+        ("Llama", {"dtype": ["x"]}, r"dtype is .*; it must be one of float32"),
+        ("Llama", {"quantization_config": [1]}, r"quantization_config is \[1\]; it must be an object"),
+        ("Llama", {"rope_parameters": []}, r"rope_parameters is \[\]; it must be an object"),
+        ("Llama", {"rope_parameters": {"rope_type": ["a"]}}, "rope type .* is not supported"),
+        ("Llama", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta is 1.0; .* needs 2 or more"),
+        ("Llama", {"rope_parameters": YARN | {"truncate": "x"}}, "truncate is 'x'; it must be true or false"),
+        ("Llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 1}}, "is 1; it must be in 2.."),
+        (
+            "Llama",
+            {"rope_parameters": LONGROPE | {"long_factor": [math.inf] * 8}},
+            "long_factor is .*inf.* must be a list",
+        ),
+        (
+            "Llama",
+            {"rope_parameters": LONGROPE | {"short_factor": [True] * 8}},
+            "short_factor is .*True.* must be a list",
+        ),
+        (
+            "DeepseekV3",
+            {"rope_parameters": YARN | {"mscale_all_dim": 1e38, "mscale": 1e39}},
+            "mscale is 1e.39; it must be",
+        ),
+        ("Exaone4", {"sliding_window_pattern": ""}, "sliding_window_pattern is ''; it must be a number, or letters"),
+        ("Gemma3", {"rope_parameters": {"full_attention": 5}}, "full_attention is 5; it must be an object"),
+        ("Gemma4", {"layer_types": 5}, "layer_types is 5; it must be a list of texts"),
+        ("Gemma4", {"layer_types": [[]]}, r"layer_types is \[\[\]\]; it must be a list of texts"),
+        ("Gemma4", {"per_layer_config": {"0": {"head_dim": "x"}}}, "per_layer_config: 0: head_dim is 'x'; it must be"),
+        ("Gemma4", {"per_layer_config": {"0": {"num_key_value_heads": 0}}}, "0: num_key_value_heads is 0; it must be"),
+        ("Gemma4", {"per_layer_config": {"9": {"head_dim": 8}}}, "per_layer_config has keys .* not understand: 9="),
+        ("Gemma4", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7; layer 0 .* would read"),
+        ("Lfm2", {"full_attn_idxs": 5}, r"full_attn_idxs is 5; it must be a list of layers' numbers, 0\.\.2"),
+        ("Llama4", {"moe_layers": [[1]]}, r"moe_layers is \[\[1\]\]; it must be a list of layers' numbers, 0\.\.4"),
+        ("Llama4", {"no_rope_layers": 5}, "no_rope_layers is 5; it must be a list"),
+        ("Bamba", {"attn_layer_indices": [9]}, r"attn_layer_indices is \[9\]; it must be a list of layers' numbers"),
+        ("Bamba", {"time_step_limit": [0, "x"]}, "time_step_limit is .*; it must be two numbers"),
+        ("Bamba", {"time_step_limit": [math.nan, 1]}, "time_step_limit is .*; it must be two numbers"),
+        ("Mpt", {"attn_config": {"softmax_scale": "x"}}, "attn_config: softmax_scale is 'x'; it must be a number in"),
+        ("Qwen3Moe", {"mlp_only_layers": "0"}, "mlp_only_layers is '0'; it must be a list of layers' numbers"),
+        ("Qwen3Moe", {"num_hidden_layers": 4096, "num_experts": 4096}, "16777216 experts .*; it must be at most"),
+        ("SmolLM3", {"no_rope_layers": {}}, r"no_rope_layers is \{\}; it must be a list"),
+    ],
+)
+def test_configs(tmp_path: Path, kind: str, changes: dict[str, Any], match: str) -> None:
+    refused(described(tmp_path, kind, **changes), match)
+
+
+def test_the_type_of_a_text_part() -> None:
+    with pytest.raises(ModelError, match=r"model_type is \{\}; it must be a text"):
+        text_part({"model_type": "llava", "text_config": {"model_type": {}}})
+
+
+def test_yarn_without_a_factor_has_it_from_the_lengths(tmp_path: Path) -> None:
+    """The magnitude of a longer context counts once for q, and once for k."""
+    described(tmp_path, "DeepseekV3", rope_parameters=YARN | {"mscale_all_dim": 1.0})
+    mixer = read_config(tmp_path)[0].layers[0].mixer
+    assert mixer.scale == pytest.approx(20**-0.5 * (0.1 * math.log(256 / 16) + 1) ** 2)  # type: ignore[union-attr]
+
+
+def test_angles_that_are_no_numbers() -> None:
+    with pytest.raises(ModelError, match="angles of position 9 are beyond all fp32 numbers"):
+        rope_table({"rope_theta": 1e-30, "rope_type": "linear", "factor": 1e-30}, 16, 10, 10)
+    with pytest.raises(ModelError, match="max_position_embeddings is 1; of rope type 'longrope'"):
+        rope_table(LONGROPE, 16, 1, 1)
