@@ -187,6 +187,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma4, heads of one size": ("Gemma4", {"global_head_dim": 16}),  # saved with a per_layer_config of {}
     "gemma4, experts": (
         "Gemma4",
         {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24},
@@ -230,6 +231,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("Cohere", {}),
     "deepseek v2": ("DeepseekV2", {"q_lora_rank": None}),
+    "deepseek v2, no row for q, biases": ("DeepseekV2", {"q_lora_rank": None, "attention_bias": True}),
     "deepseek v2, groups, yarn": (
         "DeepseekV2",
         {
@@ -252,7 +254,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v3": ("DeepseekV3", {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}),
     "deepseek v3, no row for q": (
         "DeepseekV3",
-        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2},
+        {
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+        },
     ),
     "exaone4": ("Exaone4", {"sliding_window": 9, "sliding_window_pattern": 3}),
     "exaone4, no window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),

@@ -27,6 +27,7 @@ from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
 DEFAULTS = {"max_position_embeddings": 131_072}
+PER_LAYER = "config.json: per_layer_config"
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -84,19 +85,20 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 def _layers(config: ConfigReader, sizes: Sizes) -> tuple[LayerConfig, ...]:
     num_layers = sizes.num_layers
     alternating = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)]
-    kinds = [*config.get("layer_types", alternating)]
+    kinds = [*config.texts("layer_types", alternating)]
     kinds[-1:] = ["full_attention"]  # whatever a config says
     windows = config.windows(kinds, config.window("sliding_window", 512), num_layers)
     heads, ropes = _heads(config, sizes, kinds), _ropes(config)
     bias, k_is_v = config.flag("attention_bias"), config.flag("attention_k_eq_v")
-    first_sharing = num_layers - config.count("num_kv_shared_layers", 0)
+    num_sharing = config.count("num_kv_shared_layers", 0)
+    first_sharing = max(0, num_layers - num_sharing)
     widens, experts = config.flag("use_double_wide_mlp"), _experts(config)
     layers = []
     for i, kind in enumerate(kinds):
         shares = i >= first_sharing
         if shares and kind not in kinds[:first_sharing]:
             raise ModelError(
-                f"config.json: num_kv_shared_layers is {num_layers - first_sharing}; layer {i} of {kind} would read "
+                f"config.json: num_kv_shared_layers is {num_sharing}; layer {i} of {kind} would read "
                 "the keys of an earlier layer of its kind, and there is none"
             )
         mixer = AttentionConfig(
@@ -123,20 +125,24 @@ def _heads(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[dict[st
     kv_heads = config.get("num_global_key_value_heads")
     if kv_heads is not None and config.flag("attention_k_eq_v"):
         full["num_kv_heads"] = config.integer("num_global_key_value_heads")
-    usual = {str(i): full for i, kind in enumerate(kinds) if kind == "full_attention"}
-    names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
-    listed = config.mapping("per_layer_config")
-    own = usual
-    if listed:
-        own = {}
-        for layer, changes in listed.items():
-            if not isinstance(changes, dict) or not changes.keys() <= names.keys():
-                raise ModelError(
-                    f"config.json: per_layer_config has {changes!r} for layer {layer}; family 'gemma4' serves "
-                    f"{', '.join(names)} there"
-                )
-            own[layer] = {names[key]: value for key, value in changes.items()}
-    return [sizes.heads | own.get(str(i), {}) for i in range(len(kinds))]
+    if not config.has("per_layer_config"):
+        return [sizes.heads | (full if kind == "full_attention" else {}) for kind in kinds]
+    own = ConfigReader(config.mapping("per_layer_config"), "gemma4", place=PER_LAYER)
+    heads = [_changed_heads(sizes, own.mapping(str(i)), f"{PER_LAYER}: {i}") for i in range(len(kinds))]
+    own.finish()
+    return heads
+
+
+def _changed_heads(sizes: Sizes, changes: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a layer's heads, which an entry of `per_layer_config` changes."""
+    config = ConfigReader(changes, "gemma4", place=place)
+    heads = {
+        **sizes.heads,
+        "head_dim": config.integer("head_dim", sizes.heads["head_dim"]),
+        "num_kv_heads": config.integer("num_key_value_heads", sizes.heads["num_kv_heads"]),
+    }
+    config.finish()
+    return heads
 
 
 def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
