@@ -150,6 +150,7 @@ class Sources:
     adapt: Callable[[str, str, Tensor], Tensor] | None = None
     # Our layer and part -> theirs, where these depend on the layer; None: as in `layer`.
     parts: Callable[[int, str], tuple[str, ...] | None] | None = None
+    zeros: re.Pattern[str] | None = None  # tensors that they never have, a part of a weight that is zero
 
     def of(self, name: str) -> tuple[str, ...]:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
@@ -227,7 +228,8 @@ class Weights(Mapping[str, Weight]):
     def _check_names(self) -> None:
         """Raise ModelError for a tensor that is missing or superfluous."""
         checkpoint, forms = self._checkpoint, self._forms
-        needed = {_whole(part) for name in self._shapes for part in self._sources.of(name)}
+        parts = {part for name in self._shapes for part in self._sources.of(name)}
+        needed = {_whole(part) for part in parts if not self._is_zero(part)}
         allowed: set[str] = set()
         for part, form in forms.items():
             module = _module(part)
@@ -308,6 +310,9 @@ class Weights(Mapping[str, Weight]):
 
     def _copy(self, name: str, part: str, home: Tensor) -> None:
         """Put a part of a weight, which the checkpoint has as numbers, there."""
+        if self._is_zero(part):
+            home.zero_()
+            return
         tensor = self._checkpoint[part]
         ours = tensor
         if self._sources.adapt is not None and tensor.numel() == home.numel():
@@ -323,6 +328,11 @@ class Weights(Mapping[str, Weight]):
                 "that would say what it means; a weight that is not quantised is bfloat16, float16 or float32"
             )
         home.copy_(ours)
+
+    def _is_zero(self, part: str) -> bool:
+        """Whether the family's checkpoints have no such tensor, since it is zero."""
+        zeros = self._sources.zeros
+        return zeros is not None and zeros.fullmatch(part) is not None
 
     def _quantised(self, name: str, parts: Sequence[str]) -> Weight:
         """A weight that the checkpoint has quantised, or some parts of it; plain numbers where these are needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,12 @@ from quire.errors import ModelError
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.glm4_moe import EXPERTS, first_dense, sigmoid_experts
-from quire.models.families.llama import read_sizes, whole_rope
-from quire.models.hf_config import ConfigReader
-from quire.models.rope import check_rope, rope_type, yarn_magnitude
+from quire.models.families.llama import Sizes, read_sizes, whole_rope
+from quire.models.hf_config import ConfigReader, architectures
+from quire.models.rope import extension, rope_type, yarn_magnitude
 from quire.models.weights import Sources
 
+NO_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.bias")  # q_proj has none, whatever attention_bias says
 V3 = "DeepseekV3ForCausalLM"
 V3_DEFAULTS = {
     "max_position_embeddings": 4096,
@@ -32,7 +34,7 @@ V3_DEFAULTS = {
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    third = V3 in raw.get("architectures", [])
+    third = V3 in architectures(raw)
     config = ConfigReader({**(V3_DEFAULTS if third else {}), **raw}, "deepseek")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
@@ -50,7 +52,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         "num_mtp_layers",
     ):  # follow from others, training, guessing ahead
         config.get(key)
-    mixer = _attention(config, sizes.heads["num_heads"], interleaved=not third or config.flag("rope_interleave", True))
+    interleaved = not third or config.flag("rope_interleave", True)
+    mixer = _attention(config, sizes, interleaved)
     experts = _v3_experts(config) if third else _v2_experts(config)
     layers = first_dense(config, mixer, sizes.inner, experts, 3 if third else 0, sizes.num_layers)
     decoder = DecoderConfig(**sizes.decoder, layers=layers)
@@ -58,17 +61,17 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     return decoder
 
 
-def _attention(config: ConfigReader, num_heads: int, interleaved: bool) -> LatentConfig:
+def _attention(config: ConfigReader, sizes: Sizes, interleaved: bool) -> LatentConfig:
     if not interleaved:
         raise ModelError("config.json: rope_interleave is False; family 'deepseek' serves True only")
     rope = whole_rope(config)
-    check_rope(rope)
     plain_dim, rope_dim = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
     scale = (plain_dim + rope_dim) ** -0.5
     if rope_type(rope) != "default" and rope.get("mscale_all_dim"):
-        scale *= yarn_magnitude(rope["factor"], rope["mscale_all_dim"]) ** 2
+        factor = extension(rope, sizes.decoder["max_position_embeddings"])
+        scale *= yarn_magnitude(factor, rope["mscale_all_dim"]) ** 2
     return LatentConfig(
-        num_heads=num_heads,
+        num_heads=sizes.heads["num_heads"],
         latent=config.integer("kv_lora_rank", 512),
         rope_dim=rope_dim,
         plain_dim=plain_dim,
@@ -119,7 +122,8 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
         "latent_norm": ("self_attn.kv_a_layernorm",),
     }
     adapt = partial(_adapt, config)
-    return replace(theirs, layer={**theirs.layer, **EXPERTS, **layer}, ignored=llama.beyond(config), adapt=adapt)
+    layer = {**theirs.layer, **EXPERTS, **layer}
+    return replace(theirs, layer=layer, ignored=llama.beyond(config), zeros=NO_BIAS, adapt=adapt)
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
