@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ import pytest
 from quire.server import run
 from quire.server.http import connection, guard
 from tests.server.serving import Answer, Serving, serving
-from tests.server.test_exchange import App, Running, answering, running
+from tests.server.test_exchange import App, Running, answering, fails, running
 from tests.server.test_robust import hook, runner, until
 
 HOST = b"Host: localhost\r\n"
@@ -359,6 +360,120 @@ def test_a_client_that_hangs_up_with_a_request_in_line_is_noticed(later: bool) -
         until(lambda: server.service.worker.num_samples == 0)
         assert runner(server).num_steps < 300
         assert server.is_idle()
+
+
+# ------------------------------------------------------------------------------- clients that send no more, or are gone
+
+
+def waiting(gate: threading.Event, ends: list[str], app: App) -> App:
+    """An application that notes when its client has gone, and answers when it may; or fails, if that fails."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                if (await asyncio.wait_for(receive(), 0.01))["type"] == "http.disconnect":
+                    ends.append(scope["path"])
+                    return
+        await app(scope, receive, send)
+
+    return run
+
+
+async def streams(scope: Any, receive: Any, send: Any) -> None:
+    """Answer in chunks, and wait for a client to go after the first one."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"one ", "more_body": True})
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+OK = answering(200, [(b"content-length", b"2")], b"ok")
+PROBED = 4  # bytes of an answer that a test lets be sent ahead
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "auto"])
+@pytest.mark.parametrize(
+    ("sent", "app", "statuses"),
+    [
+        (GET, OK, [200]),
+        (GET * 3, OK, [200] * 3),
+        (b"GET / HTTP/1.0\r\n\r\n", OK, [200]),
+        (POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY, OK, [200]),
+        (GET, fails, [500]),
+    ],
+    ids=["one", "in line", "HTTP/1.0", "a body", "an error"],
+)
+def test_a_client_that_only_ends_what_it_sends_is_answered(
+    loop: str, sent: bytes, app: App, statuses: list[int]
+) -> None:
+    gate = threading.Event()
+    ends: list[str] = []
+    with running(waiting(gate, ends, app), loop=loop) as server, Raw(server, sent) as client:
+        client.socket.shutdown(socket.SHUT_WR)
+        until(lambda: len(server.server.server_state.connections) == 1)
+        [its] = server.server.server_state.connections
+        until(lambda: its._current is not None and its._current._num_ahead >= PROBED)
+        gate.set()
+        assert [client.answer().status for _ in statuses] == statuses
+        assert client.is_closed()
+    assert ends == []
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "auto"])
+def test_a_stream_goes_on_for_a_client_that_only_ends_what_it_sends(loop: str) -> None:
+    gate = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one ", "more_body": True})
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"two", "more_body": False})
+
+    with running(app, loop=loop) as server:
+        asking = http.client.HTTPConnection(server.host, server.port, timeout=20)
+        asking.request("GET", "/")
+        answer = asking.getresponse()
+        assert answer.read(4) == b"one "
+        asking.sock.shutdown(socket.SHUT_WR)
+        [its] = server.server.server_state.connections
+        until(lambda: its._has_ended)
+        gate.set()
+        assert answer.read() == b"two"
+        assert asking.sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "auto"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_client_that_closes_its_socket_is_noticed(loop: str, version: bytes, begins: bool) -> None:
+    """Before an answer begins, and within a stream of which nothing is to be sent."""
+    ends: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await (streams if begins else waiting(threading.Event(), [], OK))(scope, receive, send)
+        ends.append(scope["path"])
+
+    with running(app, loop=loop) as server:
+        with Raw(server, GET.replace(b"1.1", version)) as client:
+            state = server.server.server_state
+            until(lambda: any(one._current for one in state.connections))
+            if begins:
+                client._read_to(b"one ")
+        until(lambda: ends == ["/version"])
+        until(lambda: not state.connections)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [POST + b"Content-Length: 10\r\n\r\nabc", POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", GET[:-4], b""],
+)
+def test_what_has_not_come_as_a_whole_is_not_answered(sent: bytes) -> None:
+    ends: list[str] = []
+    with running(waiting(threading.Event(), ends, OK)) as server, Raw(server, sent) as client:
+        client.socket.shutdown(socket.SHUT_WR)
+        assert client.is_closed()
+        until(lambda: len(ends) == (b"abc" in sent))
 
 
 # ------------------------------------------------------------------------------------------------------ how long

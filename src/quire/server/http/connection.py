@@ -26,6 +26,7 @@ MAX_HEAD = 2**16
 MAX_PIPELINE = 16  # requests that wait for the answer before theirs
 HEAD_TIMEOUT = 20.0  # seconds for a request's head to come
 LINGER = 5.0  # seconds for what comes of a request that has been answered already
+FIRST_PROBE = 0.02  # seconds between the first two bytes that show whether a client is there; then three times as many
 READ_TIMEOUT = 120.0  # seconds in which a client that is being answered must read something
 
 
@@ -67,7 +68,9 @@ class Connection(asyncio.Protocol):
         self.writable = asyncio.Event()  # see Link
         self.writable.set()
         self._reads = True
-        self._timer: asyncio.TimerHandle | None = None  # for the head of a request, or the rest of an answered one
+        self._has_ended = False  # what the client sends
+        # For the head of a request, the rest of an answered one, or the next probe.
+        self._timer: asyncio.TimerHandle | None = None
         self._idle: asyncio.TimerHandle | None = None  # for another request
         self._unread: asyncio.TimerHandle | None = None  # for the client to read
         self._closing: asyncio.TimerHandle | None = None  # for the client to read what is kept when it is closed
@@ -127,6 +130,21 @@ class Connection(asyncio.Protocol):
             return
         if self._spare < 0:
             self._refuse(_head_too_large())
+
+    def eof_received(self) -> bool:
+        """Answer the requests that have come as a whole. False: there is none to answer, so the connection ends.
+
+        A client that has closed its socket looks like one that has only ended what it sends. The difference shows when
+        something is sent: the system of the former resets the connection, which the next write reports. So bytes that
+        the answer has in any case are sent ahead of it, until it comes.
+        """
+        current, last = self._current, self._coming
+        if self._in_message or current is None or last is None or not current.send_ahead():
+            return False
+        last.keep_alive = False
+        self._has_ended = True
+        self._probe_in(FIRST_PROBE, current)
+        return True
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is answered."""
@@ -304,6 +322,17 @@ class Connection(asyncio.Protocol):
         task = self._loop.create_task(exchange.run(self._app))
         self._state.tasks.add(task)
         task.add_done_callback(self._state.tasks.discard)
+        if self._has_ended:
+            self._probe(FIRST_PROBE, exchange)
+
+    def _probe(self, seconds: float, exchange: Exchange) -> None:
+        """See `eof_received`. seconds: until the next one."""
+        if exchange.send_ahead():
+            self._probe_in(seconds, exchange)
+
+    def _probe_in(self, seconds: float, exchange: Exchange) -> None:
+        self._stop_timer()
+        self._timer = self._loop.call_later(seconds, self._probe, 3 * seconds, exchange)
 
     # ------------------------------------------------------------------------------------------- bounds
 

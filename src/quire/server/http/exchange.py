@@ -18,6 +18,7 @@ log = logging.getLogger("quire.server")
 
 MAX_UNREAD = 2**16  # bytes of a body that the application has not read, after which no more is read from the client
 NOT_IN_HEADERS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+BEGINNING = b"HTTP/1.1 "  # of each answer
 BODYLESS = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -66,6 +67,7 @@ class Exchange:
         self._more_body = True
         self._news = asyncio.Event()
         self._is_chunked = False  # the answer
+        self._num_ahead = 0  # bytes of its beginning that were sent ahead
         self._unsent: int | None = None  # bytes that the answer's Content-Length still promises; None: it has none
 
     # ------------------------------------------------------------------------------------------- the connection's part
@@ -94,6 +96,21 @@ class Exchange:
         self._gone = self._gone or not self.complete
         self._news.set()
 
+    def send_ahead(self) -> bool:
+        """Send a byte of the answer that it has whatever it will be. False: none is known.
+
+        That is one of its first line's or, within chunks, a zero before the size of the next one.
+        """
+        if self.complete:
+            return False
+        if not self.started:
+            byte = BEGINNING[self._num_ahead : self._num_ahead + 1]
+            self._num_ahead += len(byte)
+        else:
+            byte = b"0" if self._is_chunked else b""
+        self._link.write(byte)
+        return bool(byte)
+
     async def run(self, app: ASGIApp) -> None:
         """Let the application answer."""
         try:
@@ -106,7 +123,7 @@ class Exchange:
                 self._link.close()
             else:
                 shown = internal_error(error if isinstance(error, Exception) else RuntimeError())
-                self._link.write(whole_answer(shown, self.is_bodyless))
+                self._link.write(whole_answer(shown, self.is_bodyless)[self._num_ahead :])
                 self.started = self.complete = True
                 self._link.close()
         finally:
@@ -124,7 +141,7 @@ class Exchange:
         self._send_body(part, True)
 
     async def _receive(self) -> Message:
-        if self._expects_continue and not self.started:
+        if self._expects_continue and self._more_body and not self.started:
             self._link.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._expects_continue = False
         if not (self._gone or self.complete):
@@ -169,7 +186,7 @@ class Exchange:
         if self._is_chunked:
             lines.append(b"transfer-encoding: chunked")
         self.started = True
-        self._link.write(b"\r\n".join([*lines, b"", b""]))
+        self._link.write(b"\r\n".join([*lines, b"", b""])[self._num_ahead :])
 
     def _send_body(self, body: bytes, more: bool) -> None:
         if self.is_bodyless:
@@ -197,7 +214,7 @@ def status_line(status: int) -> bytes:
         phrase = HTTPStatus(status).phrase
     except ValueError:  # none of the standard's
         phrase = ""
-    return f"HTTP/1.1 {int(status)} {phrase}".encode("ascii")
+    return BEGINNING + f"{int(status)} {phrase}".encode("ascii")
 
 
 def whole_answer(error: ApiError, is_bodyless: bool) -> bytes:
