@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from quire.config import engine_config
 from quire.errors import ModelError
-from quire.models import choose, read_config
+from quire.models import choose, load_model, read_config, weights
 from quire.models.hf_config import LARGEST
+from quire.models.hub import missing_files
 from quire.models.rope import rope_table
 from quire.models.text_part import text_part
-from tests.models.checkpoints import DEEPSEEK, GEMMA4, LLAMA4, MAMBA, QWEN3_MOE, SHORT, TINY
+from quire.models.weights import weight_files
+from quire.ops import load
+from tests.models.checkpoints import DEEPSEEK, GEMMA4, LLAMA4, MAMBA, QWEN3_MOE, SHORT, TINY, save
+from tests.models.test_loading import change_config
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 4.0}
@@ -131,3 +137,96 @@ def test_angles_that_are_no_numbers() -> None:
         rope_table({"rope_theta": 1e-30, "rope_type": "linear", "factor": 1e-30}, 16, 10, 10)
     with pytest.raises(ModelError, match="max_position_embeddings is 1; of rope type 'longrope'"):
         rope_table(LONGROPE, 16, 1, 1)
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ({}, "weight_map is None; it must be an object"),
+        ({"weight_map": None}, "weight_map is None; it must be an object"),
+        ({"weight_map": ["a"]}, r"weight_map is \['a'\]; it must be an object"),
+        ({"weight_map": {"a": 5}}, "weight_map has the file 5; it must be the name"),
+        *(
+            ({"weight_map": {"a": name}}, "weight_map has the file .*; it must be the name of a .safetensors file")
+            for name in (".", "a\0.safetensors", "../m/model.safetensors", r"..\model.safetensors", "model.bin")
+        ),
+        ([], "holds a list; expected a JSON object"),
+        ("{" * 10, "cannot be read as JSON"),
+        ('{"a":' * 10**5 + "1" + "}" * 10**5, "cannot be read as JSON"),
+        ('{"a": {"__float__": []}}', "cannot be read as JSON"),
+        ("9" * 5000, "cannot be read as JSON"),
+    ],
+)
+def test_an_index(tmp_path: Path, content: object, match: str) -> None:
+    """Nothing outside of the directory is opened, whatever the index says."""
+    (tmp_path / "m").mkdir()
+    for name in ("m/config.json", "m/model.safetensors"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    index.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    for read in (weight_files, missing_files):
+        with pytest.raises(ModelError, match=match) as found:
+            read(tmp_path / "m")
+        assert index.name in str(found.value)
+
+
+def test_an_index_of_links(tmp_path: Path) -> None:
+    """As the hub's cache has them."""
+    (tmp_path / "blob").write_bytes(b"")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a.safetensors").symlink_to("../blob")
+    (tmp_path / "m" / "config.json").write_text("{}", encoding="utf-8")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert weight_files(tmp_path / "m") == [tmp_path / "m" / name for name in ("a.safetensors", "b.safetensors")]
+    assert missing_files(tmp_path / "m") == ["b.safetensors"]
+
+
+def test_a_json_file_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LARGEST_JSON", 10)
+    (tmp_path / "config.json").write_text('{"a": "12"}', encoding="utf-8")
+    with pytest.raises(ModelError, match=r"config.json has more than 10 bytes"):
+        weights.read_json(tmp_path / "config.json")
+
+
+def test_a_name_that_tells_of_many_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    for name in ("model-1-of-99999999999.safetensors", "a-2-of-3.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    missing = missing_files(tmp_path)
+    assert len(missing) == 1000
+    assert missing[:3] == ["a-1-of-3.safetensors", "a-3-of-3.safetensors", "model-10-of-99999999999.safetensors"]
+
+
+def test_a_weight_that_fits_no_memory(tmp_path: Path) -> None:
+    save(tmp_path)
+    change_config(tmp_path, vocab_size=LARGEST)
+    with pytest.raises(ModelError, match=r"no memory for a weight of .2147483647, 48.|embed_tokens.weight has shape"):
+        load_model(tmp_path, engine_config(), load())
+
+
+@pytest.mark.parametrize("content", [{1: torch.ones(1)}, {"a": torch.eye(2).to_sparse()}, [torch.ones(1)]])
+def test_a_state_dict(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "model.pt")
+    with pytest.raises(ModelError, match="holds no state dict"):
+        weights.Checkpoint(tmp_path)
+
+
+def test_experts_that_are_too_few(tmp_path: Path) -> None:
+    """A tensor of all experts has an entry for each."""
+    save(tmp_path, "GptOss", num_local_experts=4)
+    checkpoint = weights.Checkpoint(tmp_path)
+    assert checkpoint["model.layers.0.mlp.experts.down_proj[3]"].shape == (80, 48)
+    with pytest.raises(ModelError, match=r"down_proj\[4\] cannot be read"):
+        checkpoint["model.layers.0.mlp.experts.down_proj[4]"]
+
+
+@pytest.mark.parametrize("token", ["x", [None], True, {}])
+def test_the_end_of_a_text(tmp_path: Path, token: object) -> None:
+    save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": token}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"eos_token_id is .*; it must be a token's number"):
+        load_model(tmp_path, engine_config(), load())

@@ -6,10 +6,11 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 from quire.errors import ModelError
-from quire.models.weights import INDEX, read_json
+from quire.models.weights import read_index
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 DESCRIPTION = ("*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
@@ -19,6 +20,7 @@ NOT_THESE = ("*/*", "consolidated*")  # the same weights in other forms
 LOOKS_LIKE_A_PATH = re.compile(r"[/~.\\]|.*[/\\].*[/\\]")
 GGUF = ".gguf"
 ONE_OF_SEVERAL = re.compile(r"(.*)-([0-9]+)-of-([0-9]+)(\..*)")
+MOST_MISSING = 1000  # a name may say that it is one of any number
 SHOWN = 3  # missing files that an error names
 
 
@@ -80,20 +82,20 @@ def _locate_gguf(model: str | None, name: str) -> Path:
 
 
 def missing_files(directory: Path) -> list[str]:
-    """What a download that was interrupted has left out, as far as the files that are there tell."""
+    """What an interrupted download has left out, as far as the files that are there tell: at most MOST_MISSING."""
     if not (directory / "config.json").exists():
         return ["config.json"]
-    if (directory / INDEX).exists():
-        wanted = set(read_json(directory / INDEX)["weight_map"].values())
-        return sorted(name for name in wanted if not (directory / name).exists())
+    if (files := read_index(directory)) is not None:
+        return sorted(name for name in set(files.values()) if not (directory / name).exists())
     present = {path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in directory.glob(pattern)}
     if not present:
         return ["weights"]
-    wanted = set()
-    for match in filter(None, map(ONE_OF_SEVERAL.fullmatch, present)):
-        stem, number, count, suffix = match.groups()
-        wanted |= {f"{stem}-{i:0{len(number)}d}-of-{count}{suffix}" for i in range(1, int(count) + 1)}
-    return sorted(wanted - present)
+    matches = filter(None, map(ONE_OF_SEVERAL.fullmatch, present))
+    missing: list[str] = []
+    for stem, digits, count, suffix in sorted({(m[1], len(m[2]), m[3], m[4]) for m in matches}):
+        wanted = (f"{stem}-{i:0{digits}d}-of-{count}{suffix}" for i in range(1, int(count) + 1))
+        missing += islice((name for name in wanted if name not in present), MOST_MISSING - len(missing))
+    return sorted(missing)
 
 
 def _local(model: str) -> Path | None:

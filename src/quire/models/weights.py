@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 import zipfile
 from collections import Counter
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, ModelError
 from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
+from quire.models.hf_config import shown
 from quire.models.model import WeightBytes
 from quire.models.quantisation.gguf import Gguf
 from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form_of, tensor_name
@@ -37,6 +37,8 @@ MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a weight that is not quantised
 EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # in our names
 TABLES = ("embedding", "per_layer_embedding")  # a row a token
+OWN_FILE = re.compile(r"[^/\\\0]+\.safetensors")  # of an index
+LARGEST_JSON = 2**26  # bytes
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
@@ -67,7 +69,9 @@ class Checkpoint:
                 for theirs in names:
                     if (name := theirs if part is None else part.name(theirs)) is not None:
                         self._reader_of[name] = partial(read, theirs)
-            except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            except ModelError:
+                raise
+            except Exception as error:  # a pickle's ways to be wrong are many
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
     @property
@@ -78,7 +82,11 @@ class Checkpoint:
     def __getitem__(self, name: str) -> Tensor:
         """The tensor; of a name as "x[3]" that entry of the tensor x, and no others are read."""
         whole, _, entry = name.partition("[")
-        return self._reader_of[whole](int(entry[:-1]) if entry else None)
+        read = self._reader_of[whole]
+        try:
+            return read(int(entry[:-1]) if entry else None)
+        except (OSError, SafetensorError, IndexError, RuntimeError) as error:
+            raise ModelError(f"{self.path}: {name} cannot be read: {error}") from error
 
 
 def _stored(file: Any, name: str, entry: int | None) -> Tensor:
@@ -90,6 +98,26 @@ def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor
     return tensors[name] if entry is None else tensors[name][entry]
 
 
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Return the file of each tensor in a directory, by its index; None where there is no index.
+
+    Raises ModelError for an index that is malformed, or that names what is no safetensors file of the directory itself.
+    """
+    path = directory / INDEX
+    if not path.exists():
+        return None
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict):
+        raise ModelError(f"{path}: weight_map is {shown(files)}; it must be an object of tensors and their files")
+    for file in files.values():
+        if not isinstance(file, str) or not OWN_FILE.fullmatch(file):
+            raise ModelError(
+                f"{path}: weight_map has the file {shown(file)}; it must be the name of a .safetensors file of the "
+                "same directory"
+            )
+    return files
+
+
 def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
     """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES.
 
@@ -97,8 +125,7 @@ def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
 
     part: what is asked for; files that an index gives to other parts alone are left out.
     """
-    if (directory / INDEX).exists():
-        files = read_json(directory / INDEX)["weight_map"]
+    if (files := read_index(directory)) is not None:
         wanted = {file for name, file in files.items() if part is None or part.name(name) is not None}
         return [directory / name for name in sorted(wanted)]
     for pattern in SINGLE_FILES:
@@ -113,18 +140,25 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ModelError(f"{path} holds no state dict: its entries are not all tensors")
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout is torch.strided
+        for name, value in content.items()
+    ):
+        raise ModelError(f"{path} holds no state dict: its entries are not all names and dense tensors")
     return content
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError where it is missing or malformed."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
+        with path.open("rb") as file:
+            data = file.read(LARGEST_JSON + 1)
+        if len(data) > LARGEST_JSON:
+            raise ModelError(f"{path} has more than {LARGEST_JSON} bytes; no such file of a model has as many")
+        content = json.loads(data.decode(), object_hook=_infinite)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} holds no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}; expected a JSON object")
@@ -132,8 +166,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _infinite(found: dict[str, Any]) -> Any:
-    """A number that JSON has no word for, as transformers writes it."""
-    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+    """A number that JSON has no word for, as transformers writes it. Raises ValueError for what is no number."""
+    return float(str(found["__float__"])) if found.keys() == {"__float__"} else found
 
 
 @dataclass(frozen=True)
@@ -397,9 +431,13 @@ class Weights(Mapping[str, Weight]):
         return list(self._parts[name] if len(parts) > 1 else self._shapes[name][:1])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Memory of our own for numbers of that dtype, by default the model's."""
+        """Memory of our own for numbers of that dtype, by default the model's. Raises ModelError for too many."""
         dtype = dtype or self._dtype
-        return mapped(shape, dtype) if self._device == "cpu" else torch.empty(shape, dtype=dtype, device=self._device)
+        on_cpu = self._device == "cpu"
+        try:
+            return mapped(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=self._device)
+        except (OSError, OverflowError, MemoryError, RuntimeError) as error:
+            raise ModelError(f"there is no memory for a weight of {shape} in {dtype}: {error}") from error
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
