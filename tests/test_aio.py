@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.aio import Step
 from quire.errors import EngineStopped, QuireError, RequestError
 
 PROMPTS = ["def fibonacci(", "import os\n", "class A:\n"]
@@ -102,6 +103,38 @@ def test_a_slow_reader_finds_all_in_one(served: AsyncLLM) -> None:
 
     [rest] = asyncio.run(ask())
     assert (len(rest.outputs[0].token_ids), rest.finished) == (20, True)
+
+
+def test_a_name_is_free_when_its_answer_ends(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine still holds the request of an answer that ended at a stop string when the name is used again."""
+    params = [SamplingParams(max_tokens=12, stop=["e", "i"], temperature=1.0, seed=seed, n=2) for seed in (1, 2)]
+    queued, post = threading.Semaphore(0), served.post
+    held: list[bool] = []
+
+    def watched_post(function: Any) -> None:
+        post(function)
+        queued.release()
+
+    def wait_for_the_next(step: Step) -> None:
+        """Let no step come between the end of an answer and the job that is queued after it."""
+        ended = [output.request_id for _, output in step.texts if output.finished]
+        if "mine" in ended and not held:
+            held.append("mine-0" in served.engine.scheduler.requests or "mine-1" in served.engine.scheduler.requests)
+            queued.acquire()  # the first job
+            queued.acquire()
+
+    async def ask(names: list[str]) -> list[Any]:
+        found = []
+        for name, own in zip(names, params, strict=True):
+            found.append((await outputs_of(served.generate("import os\n", own, name)))[-1])
+        return found
+
+    right = asyncio.run(ask(["one", "two"]))
+    monkeypatch.setattr(served, "post", watched_post)
+    monkeypatch.setattr(served, "observers", [wait_for_the_next])
+    found = asyncio.run(ask(["mine", "mine"]))
+    assert held == [True]
+    assert [output.outputs for output in found] == [output.outputs for output in right]
 
 
 def test_a_name_is_free_when_its_loop_is_closed(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,6 +411,9 @@ class AsyncLLM:
             self._report(partial(self._close, search))
 
     def _begin(self, job: Job) -> None:
+        names = job.driver.request_ids if isinstance(job, Search) else [request.id for request in job.requests]
+        while any(map(self._is_leaving, names)):
+            self._step()
         try:
             job.start(self._processor)
         except Exception as error:  # nothing that `check` saw; what was queued of it is taken back
@@ -421,7 +424,15 @@ class AsyncLLM:
         if isinstance(job, Generation):
             self._generations.update((output.request_id, job) for output in job.outputs)
         elif isinstance(job, Search):
-            self._searches.update((name, job) for name in job.driver.request_ids)
+            self._searches.update((name, job) for name in names)
+
+    def _is_leaving(self, request_id: str) -> bool:
+        """Return whether the engine holds a request that has ended for its caller, until its next commit.
+
+        Such a request ended at a stop string, or was aborted, so that its caller may use its name again already.
+        """
+        request = self.engine.scheduler.requests.get(request_id)
+        return request is not None and request.finish_reason is not None
 
     def _lead(self, search: Search, event: Event) -> bool:
         """Give a search an event of one of its beams. True: it has ended."""
