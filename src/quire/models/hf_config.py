@@ -73,7 +73,7 @@ def model_type(raw: Mapping[str, Any]) -> str | None:
     return found
 
 
-NUMBER = f"a number in {SMALLEST_NUMBER:.3g}..{LARGEST_NUMBER:.3g}"
+NUMBER = f"a positive number in {SMALLEST_NUMBER:.3g}..{LARGEST_NUMBER:.3g}"
 
 
 def is_number(value: object, least: float = SMALLEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:
