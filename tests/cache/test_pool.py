@@ -82,6 +82,24 @@ def test_audit_finds_every_kind_of_wrong_book() -> None:
         pool.audit([table])
 
 
+def test_reserved_blocks_are_given_out_last_the_latest_first() -> None:
+    pool = BlockPool(5)
+    taken = pool.allocate(1)
+    pool.reserve([0, 2, 1, 4])  # 0 has an owner
+    pool.unreserve([4])
+    assert list(pool.next_free(5)) == [3, 4, 1, 2]
+    assert (pool.num_free, pool.num_unreserved, pool.num_used) == (4, 2, 1)
+    pool.audit([taken], keep={1, 2})
+    with pytest.raises(BadValue, match="can be reused comes before an empty one"):
+        pool.audit([taken], keep={4})
+    pool.share([2])
+    pool.release([2], keep={2})
+    assert [pool.in_order(i) for i in (1, 2, 3, 4)] == [3, 4, 2, 1]
+    assert pool.allocate(3).tolist() == [3, 4, 2]
+    pool.drop([1])
+    assert (pool.num_unreserved, pool.allocate(1).tolist()) == (1, [1])
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random allocations, shares and releases against a plain list as the model. The odd blocks are worth keeping."""
 

@@ -12,18 +12,21 @@ import sys
 from array import array
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams, kv_disk
 from quire.bits import parts
+from quire.cache import incoming
 from quire.cache.disk import store as files
 from quire.cache.disk.store import LOG, DiskStore
 from quire.cache.disk.tier import DiskTier
-from quire.cache.incoming import Arrivals
+from quire.cache.incoming import THREADS, Arrivals, Read
 from quire.engine.engine import Engine
 from quire.engine.prefetch import Prefetch
 from quire.engine.runner import Runner
@@ -211,6 +214,141 @@ def test_a_disk_that_is_full_ends_the_writing_alone(
     forget(engine)
     assert bits(engine, requests(1)) == wanted
     assert tier.reader.counts.hits == 1  # what is there is still read
+    tier.close()
+
+
+# ------------------------------------------------------------------------------------------- short of free blocks
+
+
+def unlike(count: int, **options: int) -> list[Request]:
+    """Prompts of 10 blocks of 4 tokens each that have nothing in common."""
+    rng, params = random.Random(11), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
+    prompts = [array("i", [rng.randrange(500) for _ in range(40)]) for _ in range(count)]
+    return [Request(f"{i}", prompt, 40, params, **options) for i, prompt in enumerate(prompts)]
+
+
+def short(directory: Path, count: int, num_blocks: int, **options: Any) -> tuple[Engine, DiskTier, Bits]:
+    """An engine with few blocks, whose disk alone has these prompts; their answers. The tier has no threads."""
+    engine = built(EMBEDDED, num_blocks=num_blocks, block_size=4, **options)
+    tier, wanted = with_disk(engine, directory, 200, threads=False), Bits()
+    for request in unlike(count):
+        wanted |= bits(engine, [request])
+        while tier.write_next():
+            pass
+    forget(engine)
+    return engine, tier, wanted
+
+
+def num_cached(request: Request) -> int:
+    assert request.cache.prefix_report is not None
+    return request.cache.prefix_report.num_cached
+
+
+@pytest.mark.parametrize("num_blocks", [12, 25, 80])
+def test_requests_that_come_together_find_all_that_is_there(
+    tmp_path: Path, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for one, two and six of them; and what was read and is not in the cache stays within its bound."""
+    engine, tier, wanted = short(tmp_path / "disk", 8, num_blocks)
+    [width] = tier.store.widths
+    monkeypatch.setattr(incoming, "MOST_STAGED", 5 * width)
+    assert engine.scheduler.prefetch is not None
+    arrivals, reads, held = engine.scheduler.prefetch.arrivals, [], []
+    put = arrivals.put
+
+    def seen(read: Read) -> None:
+        reads.append(read)
+        held.append(sum(len(one.payload) for one in reads if one.payload is not None))
+        put(read)
+
+    monkeypatch.setattr(arrivals, "put", seen)
+    tier.start()
+    those = unlike(8)
+    assert bits(engine, those) == wanted
+    assert [num_cached(request) for request in those] == [40] * 8
+    assert (tier.reader.counts.hits, tier.reader.counts.tokens, tier.reader.counts.blocks) == (8, 320, 80)
+    assert width <= max(held) <= (5 + THREADS) * width
+    tier.close()
+
+
+def test_a_running_request_takes_the_blocks_that_it_needs(tmp_path: Path) -> None:
+    """What is promised to one that waits is no reason to preempt; what is left of it is found and counted."""
+    engine, tier, wanted = short(tmp_path / "disk", 1, 30)
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=1)
+    runs = Request("runs", array("i", range(8)), 8, params)  # comes to 22 blocks, and 10 are promised
+    wanted |= bits(built(EMBEDDED, num_blocks=200, block_size=4), [Request("runs", runs.tokens[:], 8, params)])
+    found: Bits = {"runs": [], "0": []}
+    [waits] = unlike(1)
+    engine.add(runs)
+    engine.add(waits)
+    for step in count():
+        for event in engine.step():
+            assert event.logprobs is not None
+            found[event.request_id].append((event.logprobs.token, event.logprobs.logprob, event.logprobs.top))
+        engine.scheduler.audit()
+        if not engine.has_work:
+            break
+        if 6 <= step < 15 or "runs" not in engine.scheduler.requests:  # 9 of 10 blocks, then the last one
+            tier.reader.read_next()
+    assert found == wanted
+    assert engine.scheduler.num_preemptions == 0
+    assert num_cached(waits) == tier.reader.counts.tokens == 32  # one of its blocks was taken
+
+
+def test_promised_blocks_are_kept_from_the_requests_after_it(tmp_path: Path) -> None:
+    """One that comes before it may take them."""
+    engine, tier, wanted = short(tmp_path / "disk", 1, 16, scheduling_policy="priority")
+    wanted |= bits(built(EMBEDDED, num_blocks=200, block_size=4), unlike(3)[1:])
+    [waits, before, after] = unlike(3)
+    before.priority, after.priority = -1, 1
+    found: Bits = {request.id: [] for request in (waits, before, after)}
+
+    def step() -> None:
+        for event in engine.step():
+            assert event.logprobs is not None
+            found[event.request_id].append((event.logprobs.token, event.logprobs.logprob, event.logprobs.top))
+        engine.scheduler.audit()
+
+    engine.add(waits)
+    engine.add(after)
+    for _ in range(5):
+        step()
+        tier.reader.read_next()
+    assert not any(found.values())
+    engine.add(before)
+    for _ in range(3):
+        step()
+    assert found == {"0": [], "1": wanted["1"], "2": []}
+    while tier.reader.read_next():
+        pass
+    while engine.has_work:
+        step()
+    assert found == wanted
+    assert [num_cached(request) for request in (waits, before, after)] == [40, 0, 0]
+
+
+def test_a_request_that_is_not_reached_is_late_too(tmp_path: Path) -> None:
+    engine, tier, wanted = short(tmp_path / "disk", 1, 40, scheduling_policy="priority", max_num_seqs=1)
+    [waits] = unlike(1)
+    engine.add(waits)
+    engine.step()
+    prefetch = engine.scheduler.prefetch
+    assert prefetch is not None
+    assert prefetch.is_waiting
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine.add(Request("runs", array("i", range(8)), 8, params, priority=-1))  # takes the only seat
+    engine.step()
+    prefetch._clock = lambda: engine.scheduler.clock() + 1e6
+    engine.step()
+    assert len(engine.scheduler.running) == 1
+    assert not prefetch.is_waiting
+    assert tier.reader.counts.misses == {"late": 1}
+    while engine.has_work:
+        engine.step()
+    forget(engine)
+    tier.start()
+    prefetch._clock = engine.scheduler.clock
+    assert bits(engine, unlike(1)) == wanted
     tier.close()
 
 

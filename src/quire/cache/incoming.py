@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
-MOST_STAGED = 64 * 2**20  # bytes that were read and are not in the cache yet
+MOST_STAGED = 64 * 2**20  # bytes that were read and are not in the cache yet; each thread may add a block
 THREADS = 2  # of each source
 ASSUMED_RATE = 1e9  # bytes a second, until some were read
 MEMORY = 0.3  # weight of the latest read in the rate
@@ -104,11 +104,11 @@ class Arrivals:
         """Whether more may be read. Called with the lock held."""
         return self._staged < MOST_STAGED
 
-    def put(self, read: Read, num_bytes: int) -> None:
+    def put(self, read: Read) -> None:
         """A block was read, or could not be."""
         with self.lock:
             self._arrived.append(read)
-            self._staged += num_bytes
+            self._staged += 0 if read.payload is None else len(read.payload)
             self.lock.notify_all()
 
     def take(self) -> list[Read]:
@@ -118,9 +118,16 @@ class Arrivals:
         with self.lock:
             found = list(self._arrived)
             self._arrived.clear()
-            self._staged = 0
-            self.lock.notify_all()
         return found
+
+    def drop(self, reads: Sequence[Read]) -> None:
+        """Free the bytes of blocks that were taken, so that more may be read."""
+        with self.lock:
+            for read in reads:
+                if read.payload is not None:
+                    self._staged -= len(read.payload)
+                    read.payload = None
+            self.lock.notify_all()
 
     def wait(self, seconds: float) -> None:
         """Wait until something arrives, at most that long."""
@@ -236,7 +243,7 @@ class BlockSource(ABC):
                 read.payload = found
                 self.counts.blocks += 1
                 self.counts.bytes += width
-            self._arrivals.put(read, 0 if read.payload is None else width)
+            self._arrivals.put(read)
 
     def _wait_for_room(self) -> bool:
         """Wait until more may be read. False: the source is closing."""

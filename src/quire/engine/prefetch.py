@@ -107,8 +107,7 @@ class Prefetch:
             if load.missing and self._clock() >= load.deadline:
                 load.source.refuse("late")
                 self._give_up(load)
-        for read in arrived:  # the cache has what there was room for
-            read.payload = None
+        self.arrivals.drop(arrived)  # the cache has what there was room for
         self._manager.tell_disk_changes()
 
     def planned(self, plan: Plan) -> None:
