@@ -36,7 +36,7 @@ APART = {  # in GGUF files
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     scaled = any(raw.get(key) for key in ("rope_scaling", "rope_parameters"))
-    config = ConfigReader({**DEFAULTS, **({} if scaled else {"rope_scaling": ROPE}), **raw}, "gpt_oss")
+    config = ConfigReader({**DEFAULTS, **raw, **({} if scaled else {"rope_scaling": ROPE})}, "gpt_oss")
     sizes, rope = read_sizes(config, num_kv_heads=8, head_dim=64), {"rope_theta": 150_000.0} | whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("initial_context_length", rope.get("original_max_position_embeddings"))  # the same again
