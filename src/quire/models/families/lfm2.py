@@ -35,8 +35,8 @@ ENDS = {
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    if "intermediate_size" not in raw:  # its name in older configs
-        raw = {**raw, "intermediate_size": raw.get("block_ff_dim", 12288)}
+    size = raw.get("block_ff_dim")  # its name in older configs, which comes first where both are there
+    raw = {"intermediate_size": 12288, **raw, **({} if size is None else {"intermediate_size": size})}
     config = ConfigReader(raw, "lfm2")
     sizes = read_lfm2_sizes(config)
     config.get("block_ff_dim")
