@@ -62,6 +62,22 @@ def test_layers_without_positions(tmp_path: Path, kind: str, changes: dict[str, 
     assert_as_transformers(tmp_path, save(tmp_path, kind, **changes))
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "written"),
+    [
+        ("Cohere", {}, {"rope_parameters": "DELETE"}),
+        ("GptOss", {}, {"rope_parameters": "DELETE", "rope_scaling": None}),
+        ("Lfm2", {"block_ff_dim": 40}, {"block_ff_dim": 40, "intermediate_size": 80}),
+    ],
+)
+def test_what_a_config_says_twice_or_leaves_out(
+    tmp_path: Path, kind: str, changes: dict[str, Any], written: dict[str, Any]
+) -> None:
+    model = save(tmp_path, kind, **changes)
+    change_config(tmp_path, **written)
+    assert_as_transformers(tmp_path, model)
+
+
 def test_rope_parameters_that_are_null_are_missing(tmp_path: Path) -> None:
     model = save(tmp_path)
     change_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": None})

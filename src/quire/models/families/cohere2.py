@@ -15,6 +15,7 @@ from quire.models.hf_config import ConfigReader, architectures
 from quire.models.weights import Sources
 
 DEFAULTS = {"max_position_embeddings": 8192, "layer_norm_eps": 1e-5}
+THETA = {"rope_theta": 500_000.0}  # of Command R, where a config says nothing
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -33,7 +34,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     bias = config.flag("attention_bias")
     attention, mlp = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias), MlpConfig(size=sizes.inner)
     if "CohereForCausalLM" in architectures(raw):
-        layers = layers_with(attention, mlp, (None,) * sizes.num_layers, (rope,) * sizes.num_layers)
+        layers = layers_with(attention, mlp, (None,) * sizes.num_layers, (THETA | rope,) * sizes.num_layers)
     else:
         windows = _windows(config, sizes.num_layers)
         layers = layers_with(attention, mlp, windows, [None if window is None else rope for window in windows])
