@@ -78,6 +78,12 @@ def test_what_is_no_field_gets_a_sentence() -> None:
         ({"regex": 5}, "structured_outputs.regex is 5; it must be a text"),
         ({"choice": ["a", ""]}, "choice contains ''"),
         ({"choice": "abc"}, "must be a list of texts"),
+        ({"choice": []}, "structured_outputs.choice is []; it must be a list of texts, at least one"),
+        ({"json": {}, "choice": []}, "asks for json and choice"),
+        ({"json": ""}, "structured_outputs.json is ''; it must be a schema"),
+        ({"regex": ""}, "structured_outputs.regex is ''; it must be a text that is not empty"),
+        ({"grammar": ""}, "structured_outputs.grammar is ''; it must be a text that is not empty"),
+        ({"json_object": False}, "structured_outputs.json_object is False; it must be True"),
         ({"structural_tag": "{}"}, "a structural tag is not served"),
         ({"choices": ["a"]}, "did you mean 'choice'?"),
     ):

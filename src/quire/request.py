@@ -86,15 +86,17 @@ class StructuredOutputsParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # A schema may be empty: any JSON.
-        asked = [one.name for one in fields(self) if (value := getattr(self, one.name)) or isinstance(value, Mapping)]
+        asked = [one.name for one in fields(self) if getattr(self, one.name) is not None]
         if len(asked) != 1:
             names = ", ".join(one.name for one in fields(self))
             which = " and ".join(asked) or "nothing"
             raise RequestError(f"structured_outputs asks for {which}; give exactly one of {names}")
         kinds = {"json": (str, Mapping), "choice": (list, tuple), "json_object": bool}
-        if not isinstance(value := getattr(self, asked[0]), kinds.get(asked[0], str)):  # type: ignore[arg-type]
-            wanted = {"json": "a schema", "choice": "a list of texts", "json_object": "True"}.get(asked[0], "a text")
+        value = getattr(self, asked[0])
+        is_empty = not value and not isinstance(value, Mapping)  # an empty schema is one: any JSON
+        if is_empty or not isinstance(value, kinds.get(asked[0], str)):  # type: ignore[arg-type]
+            others = {"json": "a schema", "choice": "a list of texts, at least one", "json_object": "True"}
+            wanted = others.get(asked[0], "a text that is not empty")
             raise RequestError(f"structured_outputs.{asked[0]} is {value!r}; it must be {wanted}")
         for text in self.choice or ():
             if not isinstance(text, str) or not text:

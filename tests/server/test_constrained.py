@@ -56,7 +56,7 @@ def test_answers_are_those_of_the_offline_interface(server: Serving, llm: LLM) -
         ({"truncate_prompt_tokens": 3}, {"truncate_prompt_tokens": 3}),
         ({"truncate_prompt_tokens": -1}, {}),
     ]
-    for kind, value in structured.items():
+    for kind, value in [*structured.items(), ("json", {})]:
         offline = {"structured_outputs": StructuredOutputsParams(**{kind: value})}
         cases += [({"structured_outputs": {kind: value}}, offline), ({f"guided_{kind}": value}, offline)]
     anything, drawn = StructuredOutputsParams(json_object=True), {"seed": 3, "temperature": 1}
@@ -157,17 +157,27 @@ def test_what_cannot_be_is_refused_by_name(server: Serving, path: str) -> None:
         ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]"),
         ({"allowed_token_ids": [1, 2048]}, "allowed_token_ids", "allowed_token_ids[1] is 2048"),
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "allowed_token_ids[0] is 'a'"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids is []; it must have 1 entries or more"),
+        ({"cache_salt": ""}, "cache_salt", "cache_salt is ''"),
         ({"bad_words": "word"}, "bad_words", "bad_words is 'word'"),
         ({"bad_words": [""]}, "bad_words", "bad_words[0] is ''"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-2"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "leave it out"),
         ({"structured_outputs": {"json": {}, "regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
+        ({"structured_outputs": {}}, "structured_outputs", "asks for nothing"),
+        ({"structured_outputs": {"json": {}, "regex": ""}}, "structured_outputs", "json and regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "structured_outputs.choice is []"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs", "structured_outputs.json is ''"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs", "structured_outputs.regex is ''"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "json_object is False"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural tag is not served"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "x-guidance"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex cannot be followed"),
         ({"structured_outputs": {"schema": {}}}, "structured_outputs", "structured_outputs.schema"),
         ({"guided_json": "{"}, "guided_json", "json_schema cannot be followed"),
+        ({"guided_choice": []}, "guided_choice", "guided_choice is []"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "one of them only"),
         ({"guided_choice": [""]}, "guided_choice", "guided_choice[0] is ''"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "one of them only"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "one of them only"),
@@ -183,8 +193,8 @@ def test_what_cannot_be_is_refused_by_name(server: Serving, path: str) -> None:
         assert (refused.status, refused.error()["param"]) == (400, param), (body, refused.body)
         assert words in refused.error()["message"], refused.body
     for body in (
-        {"logit_bias": {}, "allowed_token_ids": [], "bad_words": [], "structured_outputs": {}, "guided_choice": []},
-        {"guided_decoding_backend": "auto", "guided_json": {}, "truncate_prompt_tokens": None},
+        {"logit_bias": {}, "bad_words": [], "guided_regex": "", "guided_grammar": "", "guided_json": ""},
+        {"guided_decoding_backend": "auto", "truncate_prompt_tokens": None},
     ):
         assert server.post(path, **given, max_tokens=2, **body).status == 200
     ended = server.post(path, **given, max_tokens=2, allowed_token_ids=[300], logit_bias={"300": 0},

@@ -158,6 +158,8 @@ def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[
         ({"input": "\ud800"}, "input", "input cannot be read"),
         ({"input": [5, 10**6]}, "input", "token ids of this model lie in 0..2047"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
+        ({"input": "a", "cache_salt": ""}, "cache_salt", "cache_salt is ''"),
         ({"input": "a", "dimensions": 257}, "dimensions", "dimensions is 257; it must be in 1..256"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format is 'int8'"),
         ({"input": "a", "priority": 1}, "priority", "only scheduling_policy='priority' uses it"),

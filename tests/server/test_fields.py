@@ -70,7 +70,7 @@ def test_no_field_of_the_openai_package_is_unknown(server: Serving, path: str, k
 
 EMPTY = {
     "logit_bias": {}, "metadata": {}, "response_format": {}, "service_tier": "", "stop": [], "stop_token_ids": [],
-    "stream_options": {}, "user": "", "regex": "", "grammar": "", "cache_salt": "", "model": "",
+    "stream_options": {}, "user": "", "regex": "", "grammar": "", "model": "",
 }  # fmt: skip
 EMPTY_IN_CHAT = EMPTY | {
     "audio": {}, "chat_template": "", "function_call": {}, "functions": [], "modalities": [], "moderation": {},
@@ -95,7 +95,7 @@ NEUTRAL = {
         (CHAT, {name: value for name, value in NEUTRAL.items() if name != "best_of"}),
         (CHAT, {"service_tier": "auto", "tool_choice": "auto", "parallel_tool_calls": True, "function_call": "none"}),
         (COMPLETIONS, {name: value for name, value in NEUTRAL.items() if name in CompletionRequest.model_fields}),
-        (EMBEDDINGS, {"encoding_format": "", "user": "", "model": "", "cache_salt": ""}),
+        (EMBEDDINGS, {"encoding_format": "", "user": "", "model": ""}),
     ],
 )
 def test_what_asks_for_nothing_is_absent(server: Serving, path: str, fields: dict[str, Any]) -> None:

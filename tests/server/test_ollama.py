@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.request import StructuredOutputsParams
 from quire.server.api import further_forms
 from quire.server.protocol.ollama import OllamaChatRequest
 from tests.server.serving import Serving
@@ -67,6 +68,10 @@ def test_formats_thoughts_and_calls(speaking: Serving) -> None:
     options = {"num_predict": 80, "temperature": 1.2, "seed": 1}
     found = ask(speaking, "/api/generate", prompt="x", format=SCHEMA, options=options)
     assert json.loads(found["response"])["zone"] in ("UTC", "CET")
+    for given in (SCHEMA, {}, "json", "", None):  # an empty schema is one: any JSON
+        asked = OllamaChatRequest(messages=[], format=given).chat_of(USER).structure()
+        expected = {"json_object": True} if given == "json" else {"json": given}
+        assert asked == (StructuredOutputsParams(**expected) if given or given == {} else None)
     call = '\\{"name": "clock", "arguments": \\{"zone": "UTC"\\}\\}'
     regex = f"<think>hm{{3}}</think>Look:<tool_call>\n{call}\n</tool_call>"
     chat = OllamaChatRequest.chat

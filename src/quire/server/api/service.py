@@ -251,7 +251,7 @@ class Service:
             ignore_eos=body.ignore_eos,
             skip_special_tokens=body.skip_special_tokens,
             logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-            allowed_token_ids=body.allowed_token_ids or None,
+            allowed_token_ids=body.allowed_token_ids,
             bad_words=body.bad_words,
         )
 

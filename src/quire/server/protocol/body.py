@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -34,6 +35,13 @@ MAX_MESSAGES = 4096
 MAX_GRAMMAR = 2**16
 MAX_FIELDS = 100  # of an object; none has as many
 
+
+def _check_some_are_kept(count: int) -> int:
+    if count == 0:
+        raise ValueError("it must be at least 1, or -1 for as many tokens as there is room for")
+    return count
+
+
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 # fail_fast: one error is reported, so a million of them need not be found.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True)]
@@ -47,6 +55,7 @@ Inputs = Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_
 StopText = Annotated[str, StringConstraints(max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Kept = Annotated[int, Field(ge=-1, le=MAX_TOKEN), AfterValidator(_check_some_are_kept)]  # the last tokens of a text
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
 Grammar = Annotated[str, StringConstraints(max_length=MAX_GRAMMAR)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from quire.server.http.api_error import ApiError
-from quire.server.protocol.body import MAX_TOKEN, Body, Inputs, Name, NoText, Off, On, Priority, Text
+from quire.server.protocol.body import MAX_TOKEN, Body, GivenName, Inputs, Kept, Name, NoText, Off, On, Priority, Text
 from quire.server.protocol.chat import Messages, Rendering
 
 
@@ -18,9 +18,9 @@ class Embedding(Body):
     user: Text | None = None  # of no consequence
 
     add_special_tokens: On = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None  # the last ones; -1: what fits
+    truncate_prompt_tokens: Kept | None = None  # -1: what fits
     priority: Priority | None = 0
-    cache_salt: Name | None = None
+    cache_salt: GivenName | None = None
 
     NOTES: ClassVar[tuple[str, ...]] = ("user",)
 

@@ -140,7 +140,7 @@ class Shared(Body):
         }
         if self.format == "json":
             asked["response_format"] = {"type": "json_object"}
-        elif self.format:
+        elif isinstance(self.format, dict):  # an empty schema is one: any JSON
             asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         if isinstance(self.think, str):
             asked["reasoning_effort"] = self.think

@@ -244,7 +244,7 @@ class ResponsesRequest(Body):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     priority: Priority | None = None
-    cache_salt: Name | None = None
+    cache_salt: GivenName | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
 

@@ -19,7 +19,9 @@ from quire.server.protocol.body import (
     MAX_TOKEN,
     NO_TEXT,
     Body,
+    GivenName,
     Grammar,
+    Kept,
     Name,
     NoFlag,
     NoText,
@@ -41,7 +43,7 @@ MAX_CHOICES = 4096
 Bias = Annotated[Number, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Choices = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)]],
-    Field(max_length=MAX_CHOICES, fail_fast=True),
+    Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
 ]
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's structured_outputs
 GRAMMAR_FIELDS = ("regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -119,9 +121,9 @@ class StructuredOutputs(Body):
     }
 
     def asked(self) -> dict[str, Any]:
-        """The fields that ask for something."""
+        """The fields that say something."""
         given = {name: getattr(self, "json_" if name == "json" else name) for name in STRUCTURES}
-        return {name: value for name, value in given.items() if value}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class Sampling(Body):
@@ -151,7 +153,7 @@ class Sampling(Body):
     skip_special_tokens: On = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     priority: Priority | None = 0
-    cache_salt: Name | None = None
+    cache_salt: GivenName | None = None
     use_beam_search: Off = False
     length_penalty: Annotated[Number, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = 1.0
     regex: Grammar | None = None
@@ -163,9 +165,9 @@ class Sampling(Body):
     guided_grammar: Grammar | None = None
     guided_decoding_backend: Annotated[Name, neutral("guided_decoding_backend", NO_TEXT)] | None = None
     guided_whitespace_pattern: NoText | None = None
-    allowed_token_ids: Annotated[list[Token], Field(max_length=MAX_ALLOWED, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = None
     bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
+    truncate_prompt_tokens: Kept | None = None
     return_token_ids: Off = False
     spaces_between_special_tokens: Annotated[On, WithJsonSchema({"enum": [True, None]})] = True
 
@@ -191,14 +193,6 @@ class Sampling(Body):
                 raise PydanticCustomError("no_token", "{token}", {"token": token})
         return value
 
-    @field_validator("truncate_prompt_tokens", mode="after")
-    @classmethod
-    def check_some_are_kept(cls, value: int | None) -> int | None:
-        """A prompt without a token cannot be continued."""
-        if value == 0:
-            raise ValueError("it must be at least 1, or -1 for as many tokens as there is room for")
-        return value
-
     @field_validator("spaces_between_special_tokens", mode="after")
     @classmethod
     def check_spaces(cls, value: bool) -> bool:
@@ -222,8 +216,9 @@ class Sampling(Body):
 
     def structure_field(self) -> str | None:
         """The field that says what the text has to be, if one does. Raises ApiError where several do."""
-        given = [name for name in GRAMMAR_FIELDS if getattr(self, name)]
-        if self.structured_outputs is not None and self.structured_outputs.asked():
+        # An empty schema is one: any JSON. Empty texts are what forms send of fields that were left alone.
+        given = [name for name in GRAMMAR_FIELDS if (one := getattr(self, name)) or isinstance(one, dict)]
+        if self.structured_outputs is not None:
             given.insert(0, "structured_outputs")
         if self.response_format is not None and self.response_format.type != "text":
             given.insert(0, "response_format")
