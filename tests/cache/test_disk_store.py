@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import stat
@@ -162,6 +163,29 @@ def test_clear_forgets_everything(tmp_path: Path) -> None:
     assert got(opened(tmp_path), 3) is None
 
 
+@pytest.mark.parametrize("broken", [LOG, "slots.0"])
+def test_what_was_cleared_stays_cleared_where_a_file_cannot_be_emptied(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path, (8,))
+    put(store, 1)
+    real, inode = os.ftruncate, (tmp_path / broken).stat().st_ino
+
+    def failing(file: int, size: int) -> None:
+        if os.fstat(file).st_ino == inode:
+            raise OSError(errno.EIO, "Input/output error")
+        real(file, size)
+
+    set_in_this_thread(monkeypatch, os, "ftruncate", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.clear()
+    monkeypatch.undo()
+    assert len(store) == 0
+    store.close()
+    again = opened(tmp_path, (8,))
+    assert got(again, 1) in (Fault.ABSENT, Fault.CHECKSUM)
+
+
 @pytest.mark.parametrize("at", range(6))
 def test_a_disk_that_is_full_loses_that_block_alone(tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store, writes = opened(tmp_path), 0
@@ -249,6 +273,32 @@ def test_a_directory_is_one_process_s(tmp_path: Path) -> None:
     assert make_root(root) == secret
     assert [one.about for one in clear(root)] == [{"model": "m"}, {}]
     assert sorted(path.name for path in root.iterdir()) == sorted([TAG, SECRET])
+
+
+def test_a_directory_that_is_cleared_while_it_is_taken_is_one_process_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is open and not locked yet when `clear` removes it."""
+    root = tmp_path / "cache"
+    secret = make_root(root)
+    os.close(take(root, secret, "0" * 16, {}).lock)
+    real, cleared = fcntl.flock, []
+
+    def flock(file: int, how: int) -> None:
+        if not cleared:
+            cleared.append(how)
+            clear(root)
+        real(file, how)
+
+    set_in_this_thread(monkeypatch, fcntl, "flock", flock)
+    place = take(root, secret, "0" * 16, {"model": "m"})
+    assert os.path.samestat(os.fstat(place.lock), (place.path / "lock").stat())
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} uses"):
+        take(root, secret, "0" * 16, {})
+    with pytest.raises(ConfigError, match="is used by a process"):
+        clear(root)
+    os.close(place.lock)
+    assert [one.about for one in clear(root)] == [{"model": "m"}]
 
 
 def test_what_is_no_cache_is_left_alone(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from quire.cache import incoming
 from quire.cache.disk import store as files
 from quire.cache.disk.store import LOG, DiskStore
 from quire.cache.disk.tier import DiskTier
-from quire.cache.incoming import THREADS, Arrivals, Read
+from quire.cache.incoming import THREADS, Arrivals, Name, Read
 from quire.engine.engine import Engine
 from quire.engine.prefetch import Prefetch
 from quire.engine.runner import Runner
@@ -193,6 +193,34 @@ def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
     assert tier.reader.counts.hits == 0
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_reset_forgets_the_block_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool
+) -> None:
+    engine = built(EMBEDDED, num_blocks=200, block_size=4)
+    tier = with_disk(engine, tmp_path / "disk", 100, threads=False)
+    wanted = bits(engine, requests(1))
+    put = tier.store.put
+
+    def reset_too(*arguments: Any) -> list[Name] | None:
+        if is_before:
+            engine.reset_prefix_cache()
+        written = put(*arguments)
+        if not is_before:
+            engine.reset_prefix_cache()
+        return written
+
+    monkeypatch.setattr(tier.store, "put", reset_too)
+    assert tier.write_next() > 0
+    monkeypatch.undo()
+    assert len(tier.store) == tier.counts.blocks == tier.write_next() == 0
+    assert not any(change.is_stored for change in tier.changes())
+    assert not tier.counts.unwritten
+    assert bits(engine, requests(1)) == wanted  # from here on blocks are written again
+    assert tier.write_next() > 0
+    assert len(tier.store) == 1
+
+
 def test_a_disk_that_is_full_ends_the_writing_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,9 +301,9 @@ def test_requests_that_come_together_find_all_that_is_there(
 
 def test_a_running_request_takes_the_blocks_that_it_needs(tmp_path: Path) -> None:
     """What is promised to one that waits is no reason to preempt; what is left of it is found and counted."""
-    engine, tier, wanted = short(tmp_path / "disk", 1, 30)
-    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=1)
-    runs = Request("runs", array("i", range(8)), 8, params)  # comes to 22 blocks, and 10 are promised
+    engine, tier, wanted = short(tmp_path / "disk", 1, 20)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
+    runs = Request("runs", array("i", range(8)), 8, params)  # comes to 12 blocks, and 10 are promised
     wanted |= bits(built(EMBEDDED, num_blocks=200, block_size=4), [Request("runs", runs.tokens[:], 8, params)])
     found: Bits = {"runs": [], "0": []}
     [waits] = unlike(1)

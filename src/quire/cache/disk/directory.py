@@ -89,32 +89,21 @@ def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> Place
     Raises ConfigError where a process has it, or it cannot be made.
     """
     path = root / key
+    lock = None
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = _locked(path)
+        if lock is not None:
+            _write(path / ABOUT, json.dumps(about, indent=1).encode())
+            return Place(path, secret, lock)
+        holder = (path / LOCK).read_text(errors="replace")[:20].strip()
     except OSError as error:
+        if lock is not None:
+            os.close(lock)
         raise ConfigError(f"{OPTION} is {str(root)!r}: {_reason(error)}; it must be a directory to write to") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            holder = os.pread(lock, 20, 0).decode(errors="replace").strip()
-            raise ConfigError(
-                f"{OPTION} is {str(root)!r}, whose blocks of this model process {holder or '(unknown)'} uses; only one "
-                f"at a time can, so give this one a directory of its own"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        _write(path / ABOUT, json.dumps(about, indent=1).encode())
-    except ConfigError:
-        os.close(lock)
-        raise
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"{OPTION} is {str(root)!r}: {_reason(error)}; it must be a directory to write to") from error
-    return Place(path, secret, lock)
+    raise ConfigError(
+        f"{OPTION} is {str(root)!r}, whose blocks of this model process {holder or '(unknown)'} uses; only one at a "
+        f"time can, so give this one a directory of its own"
+    )
 
 
 def listed(root: Path) -> list[Found]:
@@ -128,9 +117,13 @@ def listed(root: Path) -> list[Found]:
 def clear(root: Path) -> list[Found]:
     """Remove what a disk cache holds. Raises ConfigError, removing nothing, where a process uses some of it."""
     found = listed(root)
-    if used := [one for one in found if one.is_used]:
-        raise ConfigError(f"{used[0].path} is used by a process; end it first. Nothing was removed")
+    locks: list[int] = []
     try:
+        for one in found:
+            lock = _locked(one.path)
+            if lock is None:
+                raise ConfigError(f"{one.path} is used by a process; end it first. Nothing was removed")
+            locks.append(lock)
         for one in found:
             for path in one.path.iterdir():
                 if path.name in (LOG, NEW_LOG, LOCK, ABOUT) or path.name.startswith((f"{SLOTS}.", f"{ABOUT}.")):
@@ -139,7 +132,37 @@ def clear(root: Path) -> list[Found]:
                 one.path.rmdir()
     except OSError as error:
         raise ConfigError(f"{str(root)!r} cannot be cleared: {_reason(error)}") from error
+    finally:
+        for lock in locks:
+            os.close(lock)
     return found
+
+
+def _locked(path: Path) -> int | None:
+    """The file whose lock makes the directory this process's until it is closed. None: a process has it."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(lock, path / LOCK):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                return lock
+        except OSError as error:
+            os.close(lock)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+            raise
+        os.close(lock)  # `clear` removed it before it was locked: another process may lock a new one
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open file is the one of that path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _found(path: Path) -> Found:

@@ -67,6 +67,7 @@ class DiskStore:
         self.widths = tuple(widths)
         self.capacities = tuple(min(count, MAX_SLOTS) for count in capacities)
         self.tick = 0
+        self.cleared_at = -1  # tick of the last `clear`: what was of use until then is not written any more
         self._secret = secret
         self._lock = threading.Lock()  # of the tables
         self._writing = threading.Lock()  # of the files' contents
@@ -173,14 +174,15 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------------- writing
 
     def put(self, name: Name, check: bytes, depth: int, tick: int, payload: NDArray[np.uint8]) -> list[Name] | None:
-        """Write a block. Returns those that were evicted for it; None: it would be the first to be evicted itself.
+        """Write a block. Returns those that were evicted for it.
 
+        None: it is not written, as it would be the first to be evicted itself, or was of use only before `clear`.
         Raises OSError where the system could not write it. Then it is not there.
         """
         with self._writing:
             with self._lock:
                 self._forget(name)
-                found = self._slot(name.group, (tick, -depth))
+                found = None if tick <= self.cleared_at else self._slot(name.group, (tick, -depth))
             if found is None:
                 return None
             slot, gone = found
@@ -202,18 +204,26 @@ class DiskStore:
             return gone
 
     def clear(self) -> None:
-        """Forget all blocks. Raises OSError where the system could not write that; they are forgotten all the same."""
+        """Forget all blocks. Raises OSError where a file could not be emptied; they are forgotten all the same."""
         with self._writing:
             with self._lock:
+                self.cleared_at = self.tick
                 for group, entries in enumerate(self._entries):
                     entries.clear()
                     self._order[group].clear()
                     self._free[group].clear()
                     self._next[group] = 0
-            self._rewrite_log()
-            for file, width, count in zip(self._files, self.widths, self.capacities, strict=True):
-                os.ftruncate(file, 0)
-                os.ftruncate(file, width * count)
+            self._num_records, failed = 0, None
+            sizes = (width * count for width, count in zip(self.widths, self.capacities, strict=True))
+            # No record is of use without its block, so one of the two is enough after a restart.
+            for file, size in ((self._log, 0), *zip(self._files, sizes, strict=True)):
+                try:
+                    os.ftruncate(file, 0)
+                    os.ftruncate(file, size)
+                except OSError as error:
+                    failed = error
+            if failed is not None:
+                raise failed
 
     def _slot(self, group: int, place: tuple[int, int]) -> tuple[int, list[Name]] | None:
         """A slot for a block with that place in the order, and the block that was evicted for it."""

@@ -134,14 +134,15 @@ class DiskTier:
 
     def clear(self) -> None:
         """Forget all blocks on the disk, and those to be written."""
-        with self._lock:
+        widths = self.store.widths
+        with self._lock:  # a block that is being written is reported before that, or not at all
             self._pending.clear()
-        gone = [Name(group, digest) for group in range(len(self.store.widths)) for digest in self.store.digests(group)]
-        try:
-            self.store.clear()
-        except OSError as error:
-            self._fail(error)
-        self._changes.extend(Change(name, is_stored=False) for name in gone)
+            gone = [Name(group, digest) for group in range(len(widths)) for digest in self.store.digests(group)]
+            try:
+                self.store.clear()
+            except OSError as error:
+                self._fail(error)
+            self._changes.extend(Change(name, is_stored=False) for name in gone)
 
     def pending(self) -> list[Pending]:
         """The blocks to be written."""
@@ -184,13 +185,15 @@ class DiskTier:
             if self._pending.get(key) is entry:
                 del self._pending[key]
             self._lock.notify_all()
-        if gone is None:
-            self.counts.unwritten["full"] += 1
-        else:
-            self.counts.blocks += 1
-            self.counts.bytes += len(payload)
-            self._changes.extend(Change(other, is_stored=False) for other in gone)
-            self._changes.append(Change(name, is_stored=True))
+            self._changes.extend(Change(other, is_stored=False) for other in gone or ())
+            if entry.tick <= self.store.cleared_at:  # forgotten meanwhile
+                pass
+            elif gone is None:
+                self.counts.unwritten["full"] += 1
+            else:
+                self.counts.blocks += 1
+                self.counts.bytes += len(payload)
+                self._changes.append(Change(name, is_stored=True))
         return len(payload)
 
     def _fail(self, error: OSError) -> None:
