@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -347,10 +349,26 @@ class Asking:
         return self._message if isinstance(self._message, bytes) else dumps(self._message)
 
 
+SCOPE = {"type": "http", "asgi": {"spec_version": "2.4"}}
+
+
+async def unasked() -> Any:
+    raise AssertionError("nothing is received while an answer is sent")
+
+
+async def body_of(response: Response) -> bytes:
+    parts: list[bytes] = []
+
+    async def send(part: Any) -> None:
+        parts.append(part.get("body", b""))
+
+    await response(SCOPE, unasked, send)
+    return b"".join(parts)
+
+
 def answered(server: BlockServer, message: Any) -> bytes:
     async def ask() -> bytes:
-        response = await server.answer(Asking(message))  # type: ignore[arg-type]
-        return b"".join([part async for part in response.body_iterator])  # type: ignore[attr-defined]
+        return await body_of(await server.answer(Asking(message)))  # type: ignore[arg-type]
 
     return asyncio.run(ask())
 
@@ -388,11 +406,22 @@ def test_one_of_too_many_is_refused() -> None:
     width = server._widths[0]
     assert len(whole) == 2 * (RECORD.size + width)
     assert server.num_bytes == len(whole)
-    server._num_open = MOST_ANSWERS
-    with pytest.raises(ApiError) as caught:
-        answered(server, message)
-    assert caught.value.status == 429
-    server._num_open = 0
+
+    async def cut(_: Any) -> None:
+        raise OSError("the caller has left")
+
+    async def ask_at_once() -> None:
+        calls = [server.answer(Asking(message)) for _ in range(MOST_ANSWERS + 3)]  # type: ignore[arg-type]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [one.status for one in found if isinstance(one, ApiError)]
+        answers = [one for one in found if isinstance(one, Response)]
+        assert errors == [HTTPStatus.TOO_MANY_REQUESTS] * 3
+        for answer in answers:
+            with pytest.raises((OSError, ClientDisconnect)):
+                await answer(SCOPE, unasked, cut)
+
+    for _ in range(2):  # an answer that was cut off makes room for another one
+        asyncio.run(ask_at_once())
 
 
 # ---------------------------------------------------------------------------------------------------- what breaks
@@ -434,7 +463,7 @@ def test_damage_never_gives_a_wrong_token(shard: int, long: bool) -> None:
     kind = "good"
 
     async def answer(request: HttpRequest) -> Response:
-        whole = b"".join([part async for part in (await server.answer(request)).body_iterator])  # type: ignore[attr-defined]
+        whole = await body_of(await server.answer(request))
         if kind == "status":
             return Response(whole, rng.choice([201, 404, 500]))
         if kind == "slow":

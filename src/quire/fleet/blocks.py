@@ -8,7 +8,7 @@ size of a block that is not there is 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
 from struct import Struct
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from quire.cache.incoming import BlockMemory, Name
 from quire.cache.manager import BlockManager
@@ -93,18 +94,18 @@ class BlockServer:
         if self._num_open >= MOST_ANSWERS:
             message = f"this replica sends blocks to {MOST_ANSWERS} others already"
             raise ApiError(message, HTTPStatus.TOO_MANY_REQUESTS, code="busy")
-        return StreamingResponse(self._pieces(wanted), media_type="application/octet-stream")
+        self._num_open += 1
+        return _Answer(self._pieces(wanted), self._close)
+
+    def _close(self) -> None:
+        self._num_open -= 1
 
     async def _pieces(self, wanted: Sequence[Wanted]) -> AsyncIterator[bytes]:
-        self._num_open += 1
-        try:
-            step = max(1, PIECE // max(self._widths))
-            for start in range(0, len(wanted), step):
-                piece = await asyncio.to_thread(self._records, wanted[start : start + step])
-                yield piece
-                self.num_bytes += len(piece)
-        finally:
-            self._num_open -= 1
+        step = max(1, PIECE // max(self._widths))
+        for start in range(0, len(wanted), step):
+            piece = await asyncio.to_thread(self._records, wanted[start : start + step])
+            yield piece
+            self.num_bytes += len(piece)
 
     def _records(self, wanted: Sequence[Wanted]) -> bytes:
         """In any thread."""
@@ -135,3 +136,17 @@ class BlockServer:
             if isinstance(found, np.ndarray):
                 return found
         return None
+
+
+class _Answer(StreamingResponse):
+    """An answer that says when it has ended, also where its caller left before the first piece."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(pieces, media_type="application/octet-stream")
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
