@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 
+import aiohttp
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.fleet import lines, link
 from quire.fleet.lines import HttpRefused, read_lines
+from quire.fleet.wire import WireError
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -98,6 +105,105 @@ def test_nothing_comes() -> None:
     taken: list[bytes] = []
     with pytest.raises(asyncio.TimeoutError):
         reading([HEAD, chunk(b"a\n")], taken.append, silence=0.05, stays=True)
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_reader_that_was_stopped_reads_what_came_meanwhile(kind: str) -> None:
+    """While a process is stopped its timers become due; when it goes on, they run before the sockets are read."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    stopped, sent = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with listening.accept()[0] as peer:
+            peer.recv(65536)
+            peer.sendall(HEAD + chunk(b"before\n"))
+            stopped.wait()
+            peer.sendall(chunk(b"meanwhile\n") + END)
+            sent.set()
+            peer.recv(65536)
+
+    def stand_still() -> None:
+        stopped.set()
+        sent.wait()
+        time.sleep(2 * silence)
+
+    silence, taken = 0.05, list[bytes]()
+    loop = uvloop.new_event_loop() if kind == "uvloop" else asyncio.SelectorEventLoop()
+
+    def take(line: bytes) -> None:
+        taken.append(line)
+        if line == b"before" and isinstance(loop, asyncio.SelectorEventLoop):
+            select = loop._selector.select  # type: ignore[attr-defined]
+
+            def interrupted(timeout: float | None) -> list[object]:
+                """As epoll_wait that a signal ends: the time is over, and no event was taken."""
+                loop._selector.select = select  # type: ignore[attr-defined]
+                stand_still()
+                return []
+
+            loop._selector.select = interrupted  # type: ignore[attr-defined]
+        elif line == b"before":
+            stand_still()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/a"
+        loop.run_until_complete(read_lines(url, {}, take, connect=30.0, silence=silence))
+    finally:
+        stopped.set()
+        thread.join()
+        listening.close()
+        loop.close()
+    assert taken == [b"before", b"meanwhile"]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [HEAD, *[chunk(b"x" * 500)] * 3],
+        [HEAD, chunk(b"a\nb\n" + b"x" * 600), chunk(b"x" * 600)],
+        [b"HTTP/1.1 200 OK\r\n", *[b"a: b\r\n" * 100] * 2],
+        [b"HTTP/1.1 503 No\r\ncontent-length: 9999\r\n\r\n", *[b"x\n" * 300] * 2],
+    ],
+    ids=["the first line", "a later line", "the head", "a refusal"],
+)
+def test_what_never_ends_is_not_kept(pieces: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE", 1000)
+    with pytest.raises(WireError, match="bytes have come without the end of a line; the most is 1000"):
+        reading(pieces, lambda _: None, stays=True)
+
+
+def test_the_bound_is_one_of_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE", 1000)
+    taken: list[bytes] = []
+    reading([HEAD, *[chunk(b"x" * 400)] * 2, *[chunk(b"\n" + b"y" * 700)] * 3, END], taken.append)
+    assert taken == [b"x" * 800, b"y" * 700, b"y" * 700]
+
+
+def test_a_body_that_never_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(size: int) -> bytes:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            for _ in range(size // 100):
+                writer.write(b"x" * 100)
+                await writer.drain()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        try:
+            async with aiohttp.ClientSession() as http, http.get(url) as answer:
+                return await link.read_body(answer)
+        finally:
+            server.close()
+
+    assert asyncio.run(main(100_000)) == b"x" * 100_000
+    monkeypatch.setattr(link, "MAX_LINE", 1000)
+    with pytest.raises(WireError, match="bytes of its body have come; the most is 1000"):
+        asyncio.run(main(2000))
 
 
 def test_nobody_listens() -> None:

@@ -27,11 +27,12 @@ from quire.bits.fingerprint import Fingerprint
 from quire.errors import ConfigError
 from quire.fleet.config import GatewayConfig
 from quire.fleet.dispatch import Fleet
+from quire.fleet.link import read_body
 from quire.fleet.membership import Member, Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.stream import NumberedStream, last_event
 from quire.fleet.watch import FleetWatch
-from quire.fleet.wire import Hello, read
+from quire.fleet.wire import Hello, loads, read
 from quire.fleet.work import FarGuide
 from quire.models.files import Directory
 from quire.request import Guide, Request
@@ -269,7 +270,7 @@ async def _asked(http: aiohttp.ClientSession, member: Member) -> Found | None:
                 raise ConfigError(f"{member.url} does not serve this fleet: HTTP status {answer.status}, {why}")
             if answer.status != HTTPStatus.OK:
                 return None
-            body = await answer.json(content_type=None)
+            body = loads(await read_body(answer))
             return Found(read(Hello, body["hello"]), dict(body["files"]))
     except ConfigError:
         raise

@@ -12,6 +12,12 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from quire.fleet.wire import WireError
+from quire.server.http.timers import PatientTimer
+
+# Bytes of a line, of an answer's head, and of one that refuses. The longest lines are snapshots: 21 bytes a block.
+MAX_LINE = 2**28
+
 
 class HttpRefused(Exception):
     """The answer has another status than 200."""
@@ -27,8 +33,10 @@ async def read_lines(
 ) -> None:
     """Post nothing to a URL, and take the lines of the answer until it ends.
 
-    connect: seconds in which a connection must be made. silence: seconds without a byte that are an error.
-    Raises HttpRefused, OSError where the connection fails, asyncio.TimeoutError, and what `take` raises.
+    connect: seconds in which a connection must be made. silence: seconds without a byte that are an error, see
+    PatientTimer.
+    Raises HttpRefused, WireError for a line of more than MAX_LINE bytes, OSError where the connection fails,
+    asyncio.TimeoutError, and what `take` raises.
     """
     parts = urlsplit(url)
     if parts.hostname is None or parts.port is None:
@@ -57,14 +65,15 @@ class _Reader(asyncio.Protocol):
         self._silence = silence
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0
-        self._rest = b""  # what has come of a line
+        self._rest = bytearray()  # what has come of a line, or of an answer that refuses
+        self._num_open = 0  # bytes that were read after those with which the last line ended
         self._heard = 0.0  # s of the loop's clock, when something came last
-        self._timer: asyncio.TimerHandle | None = None  # while there is a connection
+        self._timer: PatientTimer | None = None  # while there is a connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Ask."""
         self._heard = self._loop.time()
-        self._timer = self._loop.call_later(self._silence, self._check)
+        self._timer = PatientTimer(self._silence, self._check)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -72,12 +81,15 @@ class _Reader(asyncio.Protocol):
         self._heard = self._loop.time()
         if self.ended.done():
             return
+        self._num_open += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             own = error.__context__  # what a line has raised
             is_own = isinstance(own, Exception) and not isinstance(own, httptools.HttpParserError)
             self._end(own if is_own else ConnectionError(f"it answers what is no HTTP: {error}"))
+        if (num_open := max(self._num_open, len(self._rest))) > MAX_LINE:
+            self._end(WireError(f"{num_open} bytes have come without the end of a line; the most is {MAX_LINE}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         """Nothing more comes."""
@@ -93,17 +105,16 @@ class _Reader(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the answer has come."""
-        if self._status != 200:
-            self._rest += body
-            return
-        *whole, self._rest = (self._rest + body).split(b"\n")
-        for line in whole:
+        first, *others = body.split(b"\n") if self._status == 200 else [body]
+        self._rest += first  # in place: a line may come in many pieces
+        for other in others:
+            line, self._rest, self._num_open = bytes(self._rest), bytearray(other), 0
             if not self.ended.done():
                 self._take(line)
 
     def on_message_complete(self) -> None:
         """The answer has ended."""
-        self._end(None if self._status == 200 else HttpRefused(self._status, self._rest))
+        self._end(None if self._status == 200 else HttpRefused(self._status, bytes(self._rest)))
 
     def _check(self) -> None:
         """End it where nothing has come for too long: one timer, however often something comes."""
@@ -111,7 +122,7 @@ class _Reader(asyncio.Protocol):
         if left <= 0:
             self._end(asyncio.TimeoutError())
         else:
-            self._timer = self._loop.call_later(left, self._check)
+            self._timer = PatientTimer(left, self._check)
 
     def _end(self, error: BaseException | None) -> None:
         if self.ended.done():

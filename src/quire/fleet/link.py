@@ -14,7 +14,7 @@ import aiohttp
 
 from quire.bits.fingerprint import Fingerprint
 from quire.errors import QuireError
-from quire.fleet.lines import HttpRefused, read_lines
+from quire.fleet.lines import MAX_LINE, HttpRefused, read_lines
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import (
     PROTOCOL,
@@ -168,8 +168,10 @@ class Link:
             async with self._http.post(
                 self.url + path, data=line, headers=self._headers, timeout=_timeout(None)
             ) as answer:
-                body = await answer.read()
+                body = await read_body(answer)
                 found = json.loads(body) if body else {}
+        except WireError as error:
+            raise self._contradiction(f"its answer to {path} cannot be: {error}") from error
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise LinkLost(f"{self.url}: {_reason(error)}") from error
         if answer.status in ERRORS:
@@ -247,6 +249,16 @@ class Link:
             task.cancel()
         if was_up:
             self._listener.lost(self)
+
+
+async def read_body(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a replica's answer. Raises WireError where it has more than MAX_LINE bytes."""
+    found = bytearray()
+    async for piece in answer.content.iter_any():
+        found += piece
+        if len(found) > MAX_LINE:
+            raise WireError(f"{len(found)} bytes of its body have come; the most is {MAX_LINE}")
+    return bytes(found)
 
 
 def _timeout(seconds: float | None) -> aiohttp.ClientTimeout:
