@@ -36,7 +36,7 @@ TOGETHER = {  # where one tensor has those of all experts, [in, out] each
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader({**DEFAULTS, **raw}, "llama4")
-    sizes = read_sizes(config, num_kv_heads=8)
+    sizes = read_sizes(config, num_kv_heads=8, head_dim=128)
     config.only("hidden_act", "silu")
     config.only("for_llm_compressor", False)
     for key in ("router_aux_loss_coef", "router_jitter_noise"):  # for training
