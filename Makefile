@@ -26,7 +26,7 @@ test-long: $(INSTALLED)  ## the random runs, the compiled kernels and what has o
 	  tests/engine/test_nonfinite.py tests/engine/test_random_runs.py tests/engine/test_reproducible.py tests/engine/test_sampler.py tests/engine/test_soak.py \
 	  tests/engine/test_speculation.py tests/engine/test_tasks.py \
 	  tests/fleet/test_chaos.py \
-	  tests/models/test_families.py tests/models/test_lora.py tests/models/test_native.py tests/models/test_sweep.py \
+	  tests/models/test_families.py tests/models/test_lora.py tests/models/test_native.py tests/models/test_random_configs.py tests/models/test_sweep.py \
 	  tests/ops/test_cache.py tests/ops/test_cascade.py tests/ops/test_conformance.py tests/ops/test_int8_cache.py tests/ops/test_public.py \
 	  tests/ops/test_recurrent.py tests/ops/test_registered.py tests/ops/test_small_operators.py \
 	  tests/ops/cpu/test_bits.py tests/ops/cpu/test_quantised.py tests/ops/triton_backend/test_bits.py tests/ops/triton_backend/test_compiled.py \
@@ -67,9 +67,10 @@ bench: $(INSTALLED)  ## speed on this machine
 bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see --help
 	$(BIN)/python -m quire_bench.peers $(PEERS)
 
-bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests; the server: 20,000 cases, 10,000 clients that hang up, an hour; a fleet: 1,000 rounds with kills, hangs and partitions
+bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests, 5,000 configs of models; the server: 20,000 cases, 10,000 clients that hang up, an hour; a fleet: 1,000 rounds with kills, hangs and partitions
 	$(BIN)/python -m tests.cache.machine 1000 1000 100000
 	$(BIN)/quire simulate --requests 1000000 --blocks 100000
+	$(BIN)/python -m tests.models.random_configs 5000
 	$(BIN)/python -m tests.server.fuzz 20000
 	$(BIN)/python -m tests.server.storm 10000
 	$(BIN)/python -m tests.fleet.chaos 1000

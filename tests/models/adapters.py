@@ -40,6 +40,13 @@ def embedded_linears() -> Shapes:
     return {name: (shape[1], shape[0]) for name, shape in shapes.items()}
 
 
+def plain(name: str) -> bool:
+    """Whether a linear can have an adapter: it neither belongs to experts nor is folded into others."""
+    return not any(part in name for part in ("experts.", ".gate.", "router", "kv_b_proj")) and not name.endswith(
+        ".gate"
+    )
+
+
 def save_adapter(
     directory: Path,
     shapes: Shapes,
@@ -69,10 +76,15 @@ def save_adapter(
     return added
 
 
-def save_merged(model: Any, added: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Save a model of transformers with these added to its weights, which are changed."""
+def merge(model: Any, added: Mapping[str, torch.Tensor]) -> None:
+    """Add these to the weights of a model of transformers."""
     with torch.no_grad():
         for name, own in added.items():
             module = model.get_submodule(name)
             module.weight += (own.T if type(module) is Conv1D else own).to(module.weight.dtype)
+
+
+def save_merged(model: Any, added: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Save a model of transformers with these added to its weights, which are changed."""
+    merge(model, added)
     model.save_pretrained(directory)

@@ -114,8 +114,15 @@ CONFIGS = {
 
 def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Save a random model of that family; the model itself, as transformers has it."""
-    torch.manual_seed(0)
     config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**(BASES.get(kind, TINY) | changes))
+    model = made(kind, config)
+    model.to(dtype).save_pretrained(directory)
+    return model
+
+
+def made(kind: str, config: Any, seed: int = 0) -> Any:
+    """A random model of that family, as transformers has it."""
+    torch.manual_seed(seed)
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
     config._attn_implementation = "eager"  # the one that knows about softcaps
     config._experts_implementation = "eager"  # the one that takes experts of every size
@@ -129,7 +136,6 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
             buffer.normal_(0, 0.2)
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5)
-    model.to(dtype).save_pretrained(directory)
     return model
 
 
@@ -173,9 +179,9 @@ class LogitsProbe:
 
 
 def probed_logits(
-    engine: Engine, prompts: list[list[int]], max_tokens: int
+    engine: Engine, prompts: list[list[int]], max_tokens: int, lora: str | None = None
 ) -> tuple[LogitsProbe, dict[str, list[int]]]:
-    """Run the prompts greedily together: logits of every row, and the tokens of each request."""
+    """Run the prompts greedily together: logits of every row, and the tokens of each request. lora: of all of them."""
     engine.runner = getattr(engine.runner, "runner", engine.runner)  # a captured graph would not ask the probe
     probe = LogitsProbe(engine.runner.model)
     engine.runner.model = probe
@@ -189,7 +195,7 @@ def probed_logits(
     engine.scheduler.plan = watched
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
-        request = Request(f"r{i}", array("i", prompt), len(prompt), params)
+        request = Request(f"r{i}", array("i", prompt), len(prompt), params, lora=lora)
         engine.add(request)
     generated: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts))}
     while engine.has_work:

@@ -1,0 +1,36 @@
+"""One seed of each family of what `python -m tests.models.random_configs` does for long."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.models import FAMILIES
+from quire.models.families import gemma2
+from tests.marks import quick
+from tests.models.checkpoints import TINY
+from tests.models.draws import KINDS
+from tests.models.random_configs import Case, check, drawn, program, smallest, wrong
+
+SEEDS = sorted(range(len(KINDS)), key=lambda seed: (seed % 3, seed))  # one for each family, different ones first
+
+
+@pytest.mark.parametrize("seed", quick(SEEDS, 5, usual=15))
+def test_a_seed(seed: int) -> None:
+    check(drawn(seed))
+
+
+def test_each_family_is_drawn() -> None:
+    assert {"GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM" for kind in KINDS} == FAMILIES.keys()
+    assert {drawn(seed).kind for seed in SEEDS} == KINDS.keys()
+
+
+def test_a_difference_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With norms that are read wrongly, and in few words: without the keys that do not matter."""
+    case = Case("Gemma2", TINY | {"rms_norm_eps": 1e-5}, False, 3, (9, 6), {"block_size": 4}, False)
+    assert not wrong(case)
+    monkeypatch.setattr(gemma2, "one_plus", lambda name, part, tensor: tensor)
+    assert "AssertionError: logits up to" in wrong(case)
+    fewer = smallest(case)
+    assert "rms_norm_eps" not in fewer.config
+    with pytest.raises(AssertionError, match="logits up to"):
+        exec(program(fewer))
