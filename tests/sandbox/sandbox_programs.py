@@ -38,6 +38,8 @@ def prepare(greeting):
             return "x" * value
         if kind == "fork":
             return os.getpid()
+        if kind == "environment":
+            return dict(os.environ)
         if kind == "signal":
             os.kill(os.getpid(), value)
             time.sleep(1)

@@ -67,6 +67,25 @@ def test_requests_are_answered_in_one_fork(process: Process) -> None:
     assert process._process is first
 
 
+def test_a_program_does_not_see_the_servers_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIRE_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OTEL_EXPORTER_OTLP_HEADERS", "TZ"):
+        monkeypatch.setenv(name, f"the {name}")
+    process = started("hello")
+    seen = process.ask(["environment", None])
+    process.close()
+    assert {name: value for name, value in seen.items() if value.startswith("the ")} == {"TZ": "the TZ"}
+    assert seen.keys() <= {*process_module.ENVIRONMENT, "LC_CTYPE"}  # which Python sets for itself
+
+
+def test_a_server_that_was_stopped_reads_the_answer_that_came_meanwhile(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert process.ask(["say", 1]) == ["hello", 1]
+    monkeypatch.setattr(process_module, "GRACE", -LIMITS.seconds)  # the time is over when it first looks
+    monkeypatch.setattr(process_module, "LAST_LOOK", 60.0)
+    assert process.ask(["say", 2]) == ["hello", 2]
+
+
 @pytest.mark.parametrize(
     ("request_", "error", "seconds"),
     [

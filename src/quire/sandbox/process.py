@@ -29,6 +29,13 @@ log = logging.getLogger("quire.server")
 
 LOAD = 60.0  # seconds that a request waits for a process to load its program
 GRACE = 5.0  # seconds beyond a request's own, after which its process, which should have ended it, is killed
+LAST_LOOK = 0.1  # seconds beyond these, as a server that was stopped has not read what came meanwhile
+# Variables that a process has of the server's environment: what Python and its libraries are found with, and the time
+# zone of templates. All others, such as keys, are none of a stranger's program.
+ENVIRONMENT = (
+    "HOME", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE",
+    "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE",
+)  # fmt: skip
 MAX_STDERR = 4096  # bytes that are logged of what a process wrote before it failed
 
 
@@ -142,6 +149,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
                 start_new_session=True,  # an interrupt of the server's terminal is not for this process
             )
         except OSError as error:
@@ -194,7 +202,7 @@ class Process:
         Raises OSError, of which TimeoutError is one, and Died for too long an answer.
         """
         to_it, from_it = _pipes(process)
-        deadline = time.monotonic() + seconds
+        deadline, is_late = time.monotonic() + seconds, False
         reply = bytearray()
         poll = select.poll()
         poll.register(from_it, select.POLLIN)
@@ -204,7 +212,9 @@ class Process:
             poll.register(errors, select.POLLIN)
         while True:
             if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError
+                if is_late:
+                    raise TimeoutError
+                is_late, left, deadline = True, LAST_LOOK, time.monotonic() + LAST_LOOK
             for pipe, _ in poll.poll(1000 * left):
                 if pipe == errors:
                     piece = os.read(pipe, MAX_STDERR)
