@@ -511,6 +511,26 @@ def test_clients_that_send_nothing_or_slowly_are_let_go(monkeypatch: pytest.Monk
             assert refused.is_closed()
 
 
+def test_a_server_that_was_stopped_reads_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timers are due when it goes on, and uvloop runs them before it reads."""
+    received = connection.Connection.data_received
+    begin, middle, rest = GET[:8], GET[8:16], GET[16:]
+
+    def stop(its: connection.Connection, data: bytes) -> None:
+        received(its, data)
+        if data == middle:
+            its._stop_timer()
+            its._close_in(0.01)
+            client.send(rest)
+            time.sleep(0.02)
+
+    monkeypatch.setattr(connection.Connection, "data_received", stop)
+    with running(answering(200, [(b"content-length", b"2")], b"ok")) as server, Raw(server, begin) as client:
+        until(lambda: any(its._in_head for its in server.server.server_state.connections))
+        client.send(middle)
+        assert client.answer().body == b"ok"
+
+
 def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT", 0.2)
     body = b'{"prompt": "' + b"a" * 300_000 + b'"}'

@@ -33,6 +33,7 @@ from quire.fleet.work import Assignment, Work
 from quire.jobs import Generation, Job
 from quire.request import FinishReason, Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, internal_error
+from quire.server.http.timers import PatientTimer
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.traces import Traces
@@ -59,7 +60,7 @@ class Fleet:
         self._traces = traces
         self._tasks: set[asyncio.Task[Any]] = set()
         self._draining: set[Link] = set()
-        self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with its deadline
+        self._open: dict[Job, PatientTimer | None] = {}  # with its deadline
         self._works: dict[Generation, list[Work]] = {}
         self._assignments: dict[int, Assignment] = {}  # by flow
         self._chooser = Chooser(self.roster, secret, self._assignments)
@@ -162,7 +163,7 @@ class Fleet:
     def _admit(self, job: Job) -> None:
         seconds, timer = self._config.request_timeout, None
         if seconds is not None:
-            timer = asyncio.get_running_loop().call_later(seconds, self._close, job, deadline_passed(seconds))
+            timer = PatientTimer(seconds, self._close, job, deadline_passed(seconds))
         self._open[job] = timer
 
     def _close(self, job: Job, error: ApiError | None = None) -> None:

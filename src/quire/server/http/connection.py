@@ -16,6 +16,7 @@ from uvicorn import Config
 
 from quire.server.http.api_error import ApiError, internal_error
 from quire.server.http.exchange import MAX_UNREAD, Exchange, whole_answer
+from quire.server.http.timers import PatientTimer
 
 log = logging.getLogger("quire.server")
 
@@ -70,10 +71,10 @@ class Connection(asyncio.Protocol):
         self._reads = True
         self._has_ended = False  # what the client sends
         # For the head of a request, the rest of an answered one, or the next probe.
-        self._timer: asyncio.TimerHandle | None = None
-        self._idle: asyncio.TimerHandle | None = None  # for another request
-        self._unread: asyncio.TimerHandle | None = None  # for the client to read
-        self._closing: asyncio.TimerHandle | None = None  # for the client to read what is kept when it is closed
+        self._timer: PatientTimer | asyncio.TimerHandle | None = None
+        self._idle: PatientTimer | None = None  # for another request
+        self._unread: PatientTimer | None = None  # for the client to read
+        self._closing: PatientTimer | None = None  # for the client to read what is kept when it is closed
 
     # ------------------------------------------------------------------------------------------- the transport's calls
 
@@ -149,7 +150,7 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client does not read as fast as it is answered."""
         self.writable.clear()
-        self._unread = self._loop.call_later(READ_TIMEOUT, self.transport.abort)
+        self._unread = PatientTimer(READ_TIMEOUT, self.transport.abort)
 
     def resume_writing(self) -> None:
         """It has read."""
@@ -302,7 +303,7 @@ class Connection(asyncio.Protocol):
         """Send what is kept, then close the connection; a client that does not read it is let go."""
         if not self.transport.is_closing():
             self.transport.close()
-            self._closing = self._loop.call_later(READ_TIMEOUT, self.transport.abort)
+            self._closing = PatientTimer(READ_TIMEOUT, self.transport.abort)
 
     def answered(self) -> None:
         """Go on with the next request; or end, if most of this one is yet to come."""
@@ -375,7 +376,7 @@ class Connection(asyncio.Protocol):
         return self._current is not None and not self._current.complete
 
     def _close_in(self, seconds: float) -> None:
-        self._timer = self._loop.call_later(seconds, self._close_late, seconds)
+        self._timer = PatientTimer(seconds, self._close_late, seconds)
 
     def _close_late(self, seconds: float) -> None:
         """Close a connection on which nothing happens."""
@@ -391,7 +392,7 @@ class Connection(asyncio.Protocol):
 
     def _wait_for_another(self) -> None:
         self._stop_idle_timer()
-        self._idle = self._loop.call_later(self._keep_alive, self.close)
+        self._idle = PatientTimer(self._keep_alive, self.close)
 
     def _stop_idle_timer(self) -> None:
         if self._idle is not None:
