@@ -217,6 +217,9 @@ def narrowed(document: Any) -> Any:
             properties.pop(unwanted, None)
         if "messages" in properties:
             properties["messages"]["maxItems"] = 2
+    embedded = found["components"]["schemas"]["EmbeddingRequest"]
+    embedded["required"] = ["input"]
+    del embedded["properties"]["messages"]  # either of both
     return found
 
 
