@@ -5,8 +5,10 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +28,7 @@ from quire_bench.peers import logits, make_awq
 from quire_bench.peers import run as program
 from quire_bench.peers.cases import CASES, ENGINES, READY, Case
 from quire_bench.peers.process import EngineProcess, Failed, runners_in
-from quire_bench.peers.race import Race
+from quire_bench.peers.race import Race, plain_dtype
 from quire_bench.peers.result import COLUMNS, Result, line
 from quire_bench.peers.runners import mistral_rs
 from quire_bench.peers.runners.protocol import Settings
@@ -113,8 +115,58 @@ class TestEngineProcess:
         process.close()
         assert process._process.returncode == 1
 
+    def test_an_interrupted_answer_leaves_no_timer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        process = EngineProcess(fake("a", tmp_path / "told"), SETTINGS, tmp_path / "log")
+        before = threading.enumerate()
+        with monkeypatch.context() as patch:
+            patch.setattr(process._process, "stdout", Interrupting())
+            with pytest.raises(KeyboardInterrupt):
+                process.wait()
+        process.close()
+        for thread in set(threading.enumerate()) - set(before):
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+    def test_a_stopped_engine_ends_with_a_killed_program(self, tmp_path: Path) -> None:
+        """Also where that program has no time to end it."""
+        script = f"""
+import sys
+from pathlib import Path
+from quire_bench.peers.process import EngineProcess
+from quire_bench.peers.runners.protocol import Settings
+process = EngineProcess({fake("a", tmp_path / "told")}, Settings(**{vars(SETTINGS)}), Path({str(tmp_path)!r}, "log"))
+process.wait()
+print(process._process.pid, flush=True)
+sys.stdin.read()
+"""
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+            pid = int(program.stdout.readline())
+            program.kill()
+        stat = Path(f"/proc/{pid}/stat")
+        for _ in range(1000):
+            if not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z":  # not collected yet
+                return
+            time.sleep(0.01)
+        os.killpg(pid, signal.SIGKILL)
+        pytest.fail("the engine is still there")
+
+
+class Interrupting:
+    """A pipe at which Ctrl-C is pressed."""
+
+    def readline(self) -> str:
+        raise KeyboardInterrupt
+
 
 class TestRace:
+    @pytest.mark.parametrize(
+        ("flags", "dtype"),
+        [({"avx2"}, "float32"), ({"avx2", "avx512f"}, "bfloat16"), (set(), "bfloat16")],
+    )
+    def test_plain_weights_are_multiplied_in_the_dtype_that_the_cpu_multiplies(self, flags, dtype) -> None:
+        assert plain_dtype(flags) == dtype
+
     def test_engines_take_turns_on_tokens_that_no_cache_knows(self, tmp_path: Path) -> None:
         log = tmp_path / "told"
         commands = {name: fake(name, log) for name in ("quire", "vllm", "openvino")}

@@ -48,6 +48,12 @@ class EngineProcess:
                 env=os.environ | threads,
                 start_new_session=True,  # a group of its own: engines start processes that have to be stopped too
             )
+        # Ends the group when this process is gone, however it ended: stopped engines would keep their memory for ever.
+        self._guard = subprocess.Popen(
+            ["sh", "-c", 'cat > /dev/null; kill -s KILL -- "-$1"', "guard", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._tell(asdict(settings))
 
     def wait(self) -> str:
@@ -74,6 +80,8 @@ class EngineProcess:
             self._process.communicate(timeout=SECONDS_TO_LEAVE)
         self._signal(signal.SIGKILL)
         self._process.communicate()
+        self._guard.kill()
+        self._guard.communicate()
 
     def _tell(self, what: object) -> None:
         with suppress(BrokenPipeError):  # then there is no answer
@@ -82,8 +90,10 @@ class EngineProcess:
     def _answer(self) -> dict[str, Any]:
         limit = Timer(MOST_SECONDS, self._signal, [signal.SIGKILL])
         limit.start()
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        limit.cancel()
+        try:
+            line = self._process.stdout.readline() if self._process.stdout else ""
+        finally:
+            limit.cancel()
         if not line:
             said = self._log.read_text(errors="replace").splitlines()[-20:] or ["nothing"]
             raise Failed("\n".join([f"no answer (limit {MOST_SECONDS:.0f} s); its last words: {said[-1]}", *said]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from quire_bench.peers.cases import READY, Case
 from quire_bench.peers.process import EngineProcess, Failed
 from quire_bench.peers.result import Result
 from quire_bench.peers.runners.protocol import Settings
+from quire_bench.proc import cpu_flags
 from quire_bench.workloads import Workload
 
 KV_CACHE_GIB = 4
@@ -105,6 +106,7 @@ class Race:
         lengths = [len(p) + new for work in works for p, new in zip(work.prompts, work.new_tokens, strict=True)]
         settings = Settings(
             model=str(self.checkpoints[engine, cases[0].variant]),
+            dtype="bfloat16" if cases[0].quantization else plain_dtype(cpu_flags()),
             quantization=cases[0].at_load,
             threads=self.threads,
             max_model_len=-(-max(lengths) // 256) * 256,
@@ -120,6 +122,14 @@ class Race:
         path = self.folder / "prompts.json"
         path.write_text(json.dumps({"prompts": work.shifted(turn).prompts, "new_tokens": work.new_tokens}))
         return path
+
+
+def plain_dtype(flags: Collection[str]) -> str:
+    """In which torch multiplies weights of 16 bits fastest: oneDNN has no products of bf16 for AVX2.
+
+    flags: of the CPU, as `cpu_flags` returns them.
+    """
+    return "float32" if "avx2" in flags and "avx512f" not in flags else "bfloat16"
 
 
 def note(what: str) -> None:

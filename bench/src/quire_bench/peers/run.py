@@ -6,8 +6,9 @@
 DIR has checkpoints that `python -m quire_bench.peers.make_models DIR` wrote; PYTHON is the interpreter of an engine's
 environment, of which its runner says more. Where `--quantization` is int8 or int4, each engine rounds the model in its
 own way; where it is awq, all have one checkpoint, which `make_awq` writes; where it is a kind of GGUF file, Quire and
-llama.cpp have one file, which llama.cpp's quantiser writes. Each engine has a process of its own, which is asked to run
-and stopped while others do, because idle engines spin. What the memory reads and what a bf16 product reaches is
+llama.cpp have one file, which llama.cpp's quantiser writes. Weights that are not quantised vLLM and transformers
+multiply in bf16, on a CPU with AVX2 and without AVX-512 in fp32. Each engine has a process of its own, which is asked
+to run and stopped while others do, because idle engines spin. What the memory reads and what a bf16 product reaches is
 measured between the runs.
 """
 

@@ -16,7 +16,9 @@ def start(settings: Settings) -> tuple[str, Generate]:
     from transformers import AutoModelForCausalLM, GenerationConfig, __version__
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto", attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model, dtype=settings.dtype, attn_implementation="sdpa"
+    ).eval()
     pages = -(-settings.max_tokens // PAGE) + settings.max_requests  # all of the workload's tokens at once
 
     def generate(prompts: list[list[int]], new_tokens: list[int]) -> list[int]:

@@ -17,7 +17,9 @@ def start(settings: Settings) -> tuple[str, Generate]:
     import torch
     from transformers import AutoModelForCausalLM, __version__
 
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto", attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model, dtype=settings.dtype, attn_implementation="sdpa"
+    ).eval()
 
     def generate(prompts: list[list[int]], new_tokens: list[int]) -> list[int]:
         counts: list[int] = []

@@ -27,6 +27,7 @@ class Settings:
     max_tokens: int  # of all requests that run at the same time
     prefix_caching: bool
     kv_cache_gib: int
+    dtype: str = "bfloat16"  # in which engines that do not choose by themselves compute fastest here
     quantization: str | None = None  # int8 or int4: how engines that round while they load do it; None: as the model is
 
 

