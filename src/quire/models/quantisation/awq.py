@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from quire.models.patterns import Patterns
 from quire.models.quantisation.module import Form, Module, bytes_read, described, unpacked
-from quire.models.quantisation.reader import SchemeReader, names_module, unserved
+from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
 from quire.ops.quantised import QuantisedWeight
 
 BITS = 4
@@ -52,7 +53,7 @@ class Awq:
     """One form for all linears but those that are left out."""
 
     group_size: int
-    left_out: tuple[str, ...]
+    left_out: Modules
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Awq:
@@ -63,7 +64,7 @@ class Awq:
             raise unserved(f"AWQ version {version!r}")
         config.only("bits", BITS)
         config.only("zero_point", True)
-        awq = cls(config.group_size(), config.names("modules_to_not_convert"))
+        awq = cls(config.group_size(), config.modules("modules_to_not_convert", Patterns(PLACE)))
         config.finish()
         return awq
 
@@ -78,4 +79,4 @@ class Awq:
 
     def excludes(self, name: str) -> bool:
         """Whether it is left out: the output projection always is."""
-        return name == "lm_head" or any(names_module(part, name) for part in self.left_out)
+        return name == "lm_head" or self.left_out.have(name)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 
 from quire.errors import ModelError
+from quire.models.hf_config import shown
+from quire.models.patterns import Patterns
 from quire.models.quantisation.fp8 import Fp8Form, block_size, fp8_description
 from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, nibbles, unpacked
-from quire.models.quantisation.reader import SchemeReader, names_module, unserved
+from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
 from quire.ops.quantised import ACTIVATION_GROUP, QuantisedWeight
 
 FORMATS = ("pack-quantized", "int-quantized")
@@ -108,8 +111,8 @@ class BytesForm(_Form):
 class CompressedTensors:
     """A form for each group of linears; names come before classes."""
 
-    forms: tuple[tuple[tuple[str, ...], PackedForm | BytesForm | Fp8Form], ...]  # targets, form
-    ignored: tuple[str, ...]
+    forms: tuple[tuple[Modules, PackedForm | BytesForm | Fp8Form], ...]  # targets, form
+    ignored: Modules
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> CompressedTensors:
@@ -121,21 +124,21 @@ class CompressedTensors:
                 raise unserved(f"compressed-tensors with a {key}")
         sparsity = config.mapping("sparsity_config")
         if sparsity.get("format", "dense") != "dense":
-            raise unserved(f"compressed-tensors with sparsity of the format {sparsity['format']!r}")
+            raise unserved(f"compressed-tensors with sparsity of the format {shown(sparsity['format'])}")
         groups = config.mapping("config_groups")
         if not groups:
             raise ModelError(
                 "config.json: quantization_config has no config_groups; they say what is quantised, and how"
             )
-        forms = []
+        forms, patterns = [], Patterns(PLACE)
         for name, group in groups.items():
             if not isinstance(group, dict):
-                raise ModelError(f"config.json: config_groups' {name} is {group!r}; it must be an object")
+                raise ModelError(f"{PLACE}: config_groups' {name} is {shown(group)}; it must be an object")
             own = SchemeReader(group, "compressed-tensors")
-            targets, stored = own.names("targets"), own.get("format", usual)
+            targets, stored = own.modules("targets", patterns), own.get("format", usual)
             forms.append((targets, _form(own, stored)))
             own.finish()
-        ignored = config.names("ignore")
+        ignored = config.modules("ignore", patterns)
         config.finish()
         return cls(tuple(forms), ignored)
 
@@ -154,12 +157,12 @@ class CompressedTensors:
 
     def form(self, name: str) -> Form | None:
         """How the linear of that name is stored if it is quantised."""
-        named = [form for targets, form in self.forms if any(names_module(x, name) for x in targets if x != LINEAR)]
-        return next(iter([*named, *(form for targets, form in self.forms if LINEAR in targets)]), None)
+        named = (form for targets, form in self.forms if targets.have(name))
+        return next(chain(named, (form for targets, form in self.forms if LINEAR in targets.names)), None)
 
     def excludes(self, name: str) -> bool:
         """Whether it is ignored."""
-        return any(names_module(pattern, name) for pattern in self.ignored)
+        return self.ignored.have(name)
 
 
 def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm | Fp8Form:
@@ -167,16 +170,15 @@ def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm | Fp8Fo
     if stored in FLOATS and group.mapping("weights").get("type") == "float":
         return _fp8_form(group)
     if stored not in FORMATS:
-        raise unserved(f"compressed-tensors in the format {stored!r}")
+        raise unserved(f"compressed-tensors in the format {shown(stored)}")
     weights = SchemeReader(group.mapping("weights"), "compressed-tensors", ARGUMENTS)
     if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
-        raise unserved(
-            f"compressed-tensors with weights of {weights.get('num_bits')} bits of type {weights.get('type')!r}"
-        )
+        found = [shown(weights.get(key)) for key in ("num_bits", "type")]
+        raise unserved(f"compressed-tensors with weights of {found[0]} bits of type {found[1]}")
     weights.only("dynamic", False)
     actorder = weights.get("actorder")
     if actorder not in (None, True, False, "group", "weight", "static", "dynamic"):
-        raise unserved(f"compressed-tensors with actorder {actorder!r}")
+        raise unserved(f"compressed-tensors with actorder {shown(actorder)}")
     weights.only("strategy", "group", "channel")
     grouped = weights.get("strategy") == "group"
     group_size = weights.group_size()
@@ -222,6 +224,6 @@ def _rounds_rows(group: SchemeReader) -> bool:
     )
     asked = {key: config.get(key) for key in ("num_bits", "type", "strategy", "dynamic", "symmetric")}
     if asked != {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}:
-        raise unserved(f"compressed-tensors with input_activations of {asked}")
+        raise unserved(f"compressed-tensors with input_activations of {shown(asked)}")
     config.finish()
     return True

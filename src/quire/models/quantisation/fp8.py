@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from quire.errors import ModelError, QuireError
+from quire.models.hf_config import shown
+from quire.models.patterns import Patterns
 from quire.models.quantisation.module import Form, Module
-from quire.models.quantisation.reader import SchemeReader, names_module, unserved
+from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
 from quire.ops.narrow import E4M3, NarrowWeight, narrow_bytes
 
 SCALES = ("weight_scale_inv", "weight_scale")  # which are the same: the number is the code times the scale
@@ -63,7 +65,7 @@ class Fp8:
     """One form for all linears but those that are left out."""
 
     usual: Fp8Form
-    left_out: tuple[str, ...]
+    left_out: tuple[Modules, ...]
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Fp8:
@@ -71,10 +73,11 @@ class Fp8:
         config = SchemeReader(raw, "fp8", IMMATERIAL)
         fmt = config.get("fmt", "e4m3")
         if fmt not in ("e4m3", "float8_e4m3fn"):
-            raise unserved(f"FP8 of the kind {fmt!r}")
+            raise unserved(f"FP8 of the kind {shown(fmt)}")
         config.only("activation_scheme", "dynamic", "static")
         block = block_size(config, "weight_block_size")
-        left_out = config.names("modules_to_not_convert") + config.names("ignored_layers")
+        patterns = Patterns(PLACE)
+        left_out = tuple(config.modules(key, patterns) for key in ("modules_to_not_convert", "ignored_layers"))
         config.finish()
         return cls(Fp8Form(block), left_out)
 
@@ -89,7 +92,7 @@ class Fp8:
 
     def excludes(self, name: str) -> bool:
         """Whether it is left out: the output projection mostly is."""
-        return name == "lm_head" or any(names_module(part, name) for part in self.left_out)
+        return name == "lm_head" or any(modules.have(name) for modules in self.left_out)
 
 
 def block_size(config: SchemeReader, key: str) -> tuple[int, int] | None:
@@ -100,7 +103,7 @@ def block_size(config: SchemeReader, key: str) -> tuple[int, int] | None:
     whole = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     if not whole or block[1] % E4M3.group_size:
         raise ModelError(
-            f"config.json: {key} is {block!r}; it must be [outputs, inputs], the latter a multiple of {E4M3.group_size}"
+            f"{PLACE}: {key} is {shown(block)}; it must be [outputs, inputs], these a multiple of {E4M3.group_size}"
         )
     return block[0], block[1]
 

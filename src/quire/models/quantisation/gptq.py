@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.hf_config import shown
+from quire.models.patterns import Pattern, Patterns
 from quire.models.quantisation.module import Form, Module, bytes_read, described, unpacked
-from quire.models.quantisation.reader import SchemeReader, names_module, unserved
+from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
 from quire.ops.quantised import QuantisedWeight
 
 VERSIONS = ("gptq", "gptq_v2")
@@ -93,8 +94,8 @@ class Gptq:
 
     usual: GptqForm
     ordered: bool  # desc_act, as the config has it
-    dynamic: Mapping[str, GptqForm | None] = field(default_factory=dict)  # pattern -> form; None: not quantised
-    left_out: tuple[str, ...] = ()
+    dynamic: tuple[tuple[Pattern, GptqForm | None], ...]  # None: not quantised
+    left_out: Modules
     head: bool = False  # whether the output projection is quantised
 
     @classmethod
@@ -106,15 +107,12 @@ class Gptq:
             raise unserved(f"GPTQ in the format {version if version not in VERSIONS else 'marlin'!r}")
         config.only("pack_dtype", "int32")
         usual = _form(config, version)
-        dynamic = {}
-        for pattern, changes in config.mapping("dynamic").items():
-            dynamic[pattern] = None if pattern.startswith("-:") else _changed(usual, changes, pattern)
-            try:
-                re.compile(_regex(pattern))
-            except re.error as error:
-                raise ModelError(f"config.json: quantization_config's dynamic has {pattern!r}: {error}") from error
-        left_out = config.names("modules_to_not_convert")
-        gptq = cls(usual, config.flag("desc_act"), dynamic, left_out, config.flag("lm_head"))
+        dynamic, patterns = [], Patterns(PLACE)
+        for text, changes in config.mapping("dynamic").items():
+            form = None if text.startswith("-:") else _changed(usual, changes, text)
+            dynamic.append((patterns.compiled("dynamic", text.removeprefix("-:").removeprefix("+:")), form))
+        left_out = config.modules("modules_to_not_convert", patterns)
+        gptq = cls(usual, config.flag("desc_act"), tuple(dynamic), left_out, config.flag("lm_head"))
         config.finish()
         return gptq
 
@@ -126,14 +124,11 @@ class Gptq:
 
     def form(self, name: str) -> Form | None:
         """How the linear of that name is stored if it is quantised; the first pattern that it begins with decides."""
-        for pattern, form in self.dynamic.items():
-            if re.match(_regex(pattern), name):
-                return form
-        return self.usual
+        return next((form for pattern, form in self.dynamic if pattern.begins(name)), self.usual)
 
     def excludes(self, name: str) -> bool:
         """Whether it is left out: the output projection mostly is."""
-        return (name == "lm_head" and not self.head) or any(names_module(part, name) for part in self.left_out)
+        return (name == "lm_head" and not self.head) or self.left_out.have(name)
 
 
 def _form(config: SchemeReader, version: str) -> GptqForm:
@@ -144,13 +139,9 @@ def _form(config: SchemeReader, version: str) -> GptqForm:
 def _changed(usual: GptqForm, changes: Any, pattern: str) -> GptqForm:
     """The form where a pattern of `dynamic` changes something."""
     if not isinstance(changes, dict):
-        raise ModelError(f"config.json: dynamic's {pattern!r} is {changes!r}; it must be an object")
+        raise ModelError(f"{PLACE}: dynamic's {shown(pattern)} is {shown(changes)}; it must be an object")
     fields = {"bits": usual.bits, "group_size": usual.group_size, "sym": usual.symmetric}
     config = SchemeReader(fields | changes, "gptq", IMMATERIAL)
     form = _form(config, usual.version)
     config.finish()
     return form
-
-
-def _regex(pattern: str) -> str:
-    return pattern.removeprefix("-:").removeprefix("+:")

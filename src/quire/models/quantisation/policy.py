@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, QuireError
-from quire.models.hf_config import SCHEMES
+from quire.models.hf_config import SCHEMES, shown
 from quire.models.quantisation.awq import Awq
 from quire.models.quantisation.compressed_tensors import CompressedTensors
 from quire.models.quantisation.fp8 import Fp8
@@ -42,14 +42,16 @@ def read_scheme(raw: Mapping[str, Any]) -> Scheme | None:
 
     Raises ModelError for a way that is not served, or not understood to the last key.
     """
-    config = next((raw[key] for key in SCHEMES if raw.get(key)), None)
+    given = [raw[key] for key in SCHEMES if raw.get(key) is not None]
+    for config in given:
+        if not isinstance(config, dict):
+            raise ModelError(f"config.json: quantization_config is {shown(config)}; it must be an object")
+    config = next(filter(None, given), None)
     if config is None:
         return None
-    if not isinstance(config, dict):
-        raise ModelError(f"config.json: quantization_config is {config!r}; it must be an object")
-    method = str(config.get("quant_method"))
-    if method not in METHODS:
-        raise unserved(f"quant_method {method}")
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise unserved(f"quant_method {str(method)[:50]}")
     return METHODS[method](config)
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import ModelError
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, shown
+from quire.models.patterns import Pattern, Patterns
 from quire.models.quantisation.module import WHOLE
 from quire.ops.quantised import GROUPS
+
+PLACE = "config.json: quantization_config"
+
+
+class Modules(NamedTuple):
+    """A list of modules."""
+
+    names: tuple[str, ...]  # whole, or parts between dots
+    patterns: tuple[Pattern, ...]
+
+    def have(self, name: str) -> bool:
+        """Whether the module of that name is among them."""
+        return any(f".{one}." in f".{name}." for one in self.names) or any(one.begins(name) for one in self.patterns)
 
 
 class SchemeReader(ConfigReader):
@@ -17,7 +30,7 @@ class SchemeReader(ConfigReader):
 
     def __init__(self, raw: Mapping[str, Any], method: str, immaterial: Collection[str] = ()) -> None:
         """immaterial: keys that say nothing about the weights."""
-        super().__init__(raw, method, "format")
+        super().__init__(raw, method, "format", PLACE)
         for key in ("quant_method", *immaterial):
             self.get(key)
 
@@ -27,17 +40,17 @@ class SchemeReader(ConfigReader):
         whole = isinstance(size, int) and not isinstance(size, bool)
         if not whole or (size != WHOLE and size not in GROUPS and (size < 1 or size % GROUPS[-1])):
             raise ModelError(
-                f"config.json: group_size is {size!r}; it must be one of {', '.join(map(str, GROUPS))}, a multiple of "
+                f"{PLACE}: group_size is {shown(size)}; it must be one of {', '.join(map(str, GROUPS))}, a multiple of "
                 f"{GROUPS[-1]}, or {WHOLE} for all inputs"
             )
         return int(size)
 
-    def names(self, key: str) -> tuple[str, ...]:
-        """A list of names or patterns of modules, empty where it is missing."""
-        value = self.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise ModelError(f"config.json: {key} is {value!r}; it must be a list of modules' names")
-        return tuple(value)
+    def modules(self, key: str, patterns: Patterns) -> Modules:
+        """Return a list of modules, empty where it is missing. Raises ModelError where it is something else."""
+        given = self.texts(key)
+        expressions = [name.removeprefix("re:") for name in given if name.startswith("re:")]
+        names = tuple(name for name in given if not name.startswith("re:"))
+        return Modules(names, tuple(patterns.compiled(key, text) for text in expressions))
 
 
 def unserved(what: str) -> ModelError:
@@ -47,13 +60,3 @@ def unserved(what: str) -> ModelError:
         "--quantization int4 or int8, or one in awq (gemm), gptq, fp8 (e4m3), mxfp4, or "
         "compressed-tensors (pack-quantized, int-quantized, float-quantized)"
     )
-
-
-def names_module(pattern: str, name: str) -> bool:
-    """Whether a pattern of a list of modules means this one: by its name, a part of it, or "re:" and an expression."""
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error as error:
-            raise ModelError(f"config.json: the list of modules has {pattern!r}: {error}") from error
-    return f".{pattern}." in f".{name}."
