@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from quire.models import EMBEDDED
 from quire.models.lora.fitting import prepare
 from quire.models.lora.peft import CONFIG, TENSORS, read_adapter
 from tests.marks import of_long_runs
-from tests.models.adapters import embedded_linears, linears, save_adapter, save_merged
+from tests.models.adapters import embedded_linears, linears, plain, save_adapter, save_merged
 from tests.models.checkpoints import TINY, save
 from tests.models.test_text_part import save_whole
 
@@ -32,13 +33,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 KINDS = ["Llama", "GPT2", "Cohere", "Qwen3Next", "DeepseekV3"]
 MORE = ["Qwen3", "Gemma2", "Phi3", "GPTNeoX", "Falcon", "Bloom", "CodeGen", "GPTJ", "OPT", "Mpt", "Gemma4", "Llama4",
         "Ernie4_5_Moe", "Qwen3Moe", "GptOss", "Qwen3_5", "Lfm2", "Bamba", "GraniteMoeHybrid", "Glm4Moe"]  # fmt: skip
-
-
-def plain(name: str) -> bool:
-    """Whether a linear can have an adapter: it neither belongs to experts nor is folded into others."""
-    return not any(part in name for part in ("experts.", ".gate.", "router", "kv_b_proj")) and not name.endswith(
-        ".gate"
-    )
 
 
 def logprobs(llm: LLM, lora: str | None = None) -> tuple[list[list[int]], torch.Tensor]:
@@ -326,6 +320,13 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], type[QuireErr
     (lambda c, t: c.update(target_modules="(["), ModelError, r"target_modules has '\(\[', which is no pattern"),
     (lambda c, t: c.update(exclude_modules=5), ModelError, "exclude_modules is 5; it must be a text or a list"),
     (lambda c, t: c.update(layers_to_transform="0"), ModelError, "layers_to_transform is '0'; it must be"),
+    (lambda c, t: c.update(layers_to_transform=[True]), ModelError, r"layers_to_transform is \[True\]; it must be"),
+    (lambda c, t: c.update(layers_pattern="(a)"), ModelError, r"layers_pattern has '\(a\)'; it must be the name"),
+    (lambda c, t: c.update(lora_alpha=10**400), ModelError, "lora_alpha is 10+.*; it must be a positive number"),
+    (lambda c, t: c.update(r=10**400), ModelError, "r is 10+.*; it must be an integer above 0"),
+    (lambda c, t: c.update(target_modules=[["q"]]), ModelError, r"target_modules is \[\['q'\]\]; it must be a text"),
+    (lambda c, t: c.update(rank_pattern=["q"]), ModelError, r"rank_pattern is \['q'\]; it must be an object"),
+    (lambda c, t: c.update(target_modules=r"(.)\1"), ModelError, "a pattern with groupref, which is not served"),
     (lambda c, t: c.update(target_modules=["k_proj"]), ModelError, "which its target_modules do not name"),
     (lambda c, t: t.pop(f"{Q}.lora_B.weight"), ModelError, "lacks lora_B of model.layers.0.self_attn.q_proj"),
     (lambda c, t: [t.pop(f"{Q}.lora_{h}.weight") for h in "AB"], ModelError, "lacks the tensors of 1 modules"),
@@ -348,7 +349,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], type[QuireErr
 ]  # fmt: skip
 
 
-def test_what_is_no_adapter_of_the_model(tmp_path: Path, adapters: Path) -> None:
+def test_what_is_no_adapter_of_the_model(tmp_path: Path, adapters: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each with a sentence that says what it is about; nothing is loaded."""
     llm = LLM(enable_lora=True, num_blocks=64)
     for change, error, sentence in WRONG:
@@ -361,17 +362,38 @@ def test_what_is_no_adapter_of_the_model(tmp_path: Path, adapters: Path) -> None
     (tmp_path / TENSORS).write_bytes(b"no tensors")
     with pytest.raises(ModelError, match="cannot be read as weights"):
         llm.load_lora("x", tmp_path)
-    with pytest.raises(ModelError, match=r"is no PEFT adapter: it lacks adapter_model\.safetensors"):
+    with pytest.raises(ModelError, match=r"is no PEFT adapter: it has no adapter_model\.safetensors"):
         llm.load_lora("x", EMBEDDED)
     for unreadable in (tmp_path / ("x" * 5_000), tmp_path / "none", Path("a\0b")):
-        with pytest.raises(ModelError, match="is no PEFT adapter: its files cannot be listed"):
+        with pytest.raises(
+            ModelError, match=r"is no PEFT adapter: it has no adapter_model\.safetensors that can be read$"
+        ):
             llm.load_lora("x", unreadable)
+    assert [name in caplog.text for name in ("config.json", "tokenizer.json")] == [True, True]  # of EMBEDDED
     with pytest.raises(ConfigError, match="enable_lora=True"):
         LLM(num_blocks=64).load_lora("x", adapters / "a")
     llm.load_lora("x", adapters / "a")
     with pytest.raises(ConfigError, match="there is an adapter 'x' already"):
         llm.load_lora("x", adapters / "b")
     assert list(llm.engine.known_loras().by_name) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.(q_proj|v_proj)",
+        r"^(model)(?!.*(lm_head|output|emb|wte|shared)).*self_attn.[qv]_proj",
+        r"^(?:.*?(?:language|layers).*?(?:self_attn|attention|mlp).*?(?:q_proj|v_proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))$",
+    ],
+)
+def test_patterns_as_they_are_published(tmp_path: Path, adapters: Path, pattern: str) -> None:
+    config = json.loads((adapters / "a" / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"target_modules": pattern}))
+    (tmp_path / TENSORS).write_bytes((adapters / "a" / TENSORS).read_bytes())
+    found = read_adapter(tmp_path)
+    names = [f"model.layers.{i}.self_attn.{kind}_proj" for i in range(12) for kind in "qkvo"] + ["lm_head"]
+    assert [found.is_meant_for(name) for name in names] == [re.fullmatch(pattern, name) is not None for name in names]
 
 
 @pytest.mark.slow

@@ -84,7 +84,11 @@ def test_loading_and_unloading(loading: Serving, adapters: Path) -> None:
         ({"lora_name": "c", "lora_path": str(adapters / "c")}, "lora_name", "max_loras is 2"),
         ({"lora_name": "c", "lora_path": str(adapters / "wide")}, "lora_path", "has rank 9; max_lora_rank is 8"),
         ({"lora_name": "c", "lora_path": str(adapters)}, "lora_path", "is no PEFT adapter"),
-        ({"lora_name": "c", "lora_path": "x" * 4_000}, "lora_path", "its files cannot be listed"),
+        (
+            {"lora_name": "c", "lora_path": "x" * 4_000},
+            "lora_path",
+            "it has no adapter_model.safetensors that can be read",
+        ),
         ({"lora_name": "quire-embedded", "lora_path": "x"}, "lora_name", "the model's own name"),
         ({"lora_name": "", "lora_path": "x"}, "lora_name", "lora_name is ''"),
         ({"lora_name": "c"}, "lora_path", "lora_path is missing"),
@@ -93,6 +97,11 @@ def test_loading_and_unloading(loading: Serving, adapters: Path) -> None:
         error = answer.error()
         assert (answer.status, error["param"]) == (400, param), error
         assert sentence in error["message"]
+    messages = [
+        loading.post(LOAD, lora_name="c", lora_path=str(path)).error()["message"].replace(str(path), "PATH")
+        for path in (adapters, adapters / "none", adapters / "a" / "adapter_config.json")
+    ]
+    assert set(messages) == {"PATH is no PEFT adapter: it has no adapter_model.safetensors that can be read"}
     assert loading.post(LOAD, lora_name="b", lora_path=str(adapters / "c"), load_inplace=True).status == 200
     assert text(loading, "b") == c
     answer = loading.post(UNLOAD, lora_name="b")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.hf_config import NUMBER, is_number, shown
+from quire.models.patterns import Pattern, Patterns
 from quire.models.weights import read_json
 
+log = logging.getLogger("quire.models")
+
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ALL = "all-linear"  # as target_modules
 MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 DIGEST_SIZE = 16  # bytes
 # Keys that say how the adapter was trained, or nothing that counts here.
@@ -66,6 +71,7 @@ class PeftAdapter:
     modules: Mapping[str, LowRank]  # by the module's name within the model
     digest: str  # of all numbers: another one for other weights
     config: Mapping[str, Any]
+    patterns: Mapping[str, Pattern]  # of keys that name modules by a pattern for whole names
 
     @property
     def rank(self) -> int:
@@ -75,19 +81,26 @@ class PeftAdapter:
     def is_meant_for(self, module: str) -> bool:
         """Whether its target_modules name that linear of the model."""
         config = self.config
-        if _named(config.get("exclude_modules"), module):
+        if self._names("exclude_modules", module):
             return False
-        targets = config.get("target_modules")
-        if not (_named(targets, module) or (targets == "all-linear" and not module.endswith(("lm_head", "embed_out")))):
+        is_linear = config.get("target_modules") == ALL and not module.endswith(("lm_head", "embed_out"))
+        if not (is_linear or self._names("target_modules", module)):
             return False
         chosen = config.get("layers_to_transform")
         if chosen is None:
             return True
         patterns = config.get("layers_pattern") or r"[^.]+"
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        found = (re.match(rf".*\.(?:{pattern})\.(\d+)\.", module) for pattern in patterns)
+        found = (re.match(rf".*\.(?:{pattern})\.(\d{{1,9}})\.", module) for pattern in patterns)
         layer = next((int(one[1]) for one in found if one is not None), None)
         return layer is not None and layer in ([chosen] if isinstance(chosen, int) else chosen)
+
+    def _names(self, key: str, module: str) -> bool:
+        """Whether a key names a module: by a pattern for whole names, or a list of what names end with."""
+        if key in self.patterns:
+            return self.patterns[key].begins(module)
+        names = self.config.get(key)
+        return isinstance(names, list) and any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def read_adapter(directory: Path) -> PeftAdapter:
@@ -96,53 +109,68 @@ def read_adapter(directory: Path) -> PeftAdapter:
     Raises ModelError for files that are missing or malformed, and for anything that is not two matrices for each of
     some linears.
     """
-    try:
-        found = sorted(one.name for one in directory.iterdir())
-    except (OSError, ValueError) as error:  # also for a path that is none
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ModelError(f"{directory} is no PEFT adapter: its files cannot be listed: {why}") from error
-    if TENSORS not in found:
-        others = ", ".join(found) or "nothing"
-        raise ModelError(f"{directory} is no PEFT adapter: it lacks {TENSORS}; it holds {others}")
     path = directory / TENSORS
+    try:
+        path.open("rb").close()
+    except (OSError, ValueError) as error:  # also for a path that is none
+        # Whoever asks may be a client far away: what there is instead is for those who read the log.
+        log.warning("no adapter: %s; the directory holds %s", error, _listed(directory))
+        raise ModelError(f"{directory} is no PEFT adapter: it has no {TENSORS} that can be read") from error
     config = read_json(directory / CONFIG)
     _check_config(directory, config)
+    patterns = Patterns(f"{directory / CONFIG}")
+    named = {key: config.get(key) for key in ("target_modules", "exclude_modules")}
+    whole = {
+        key: patterns.compiled(key, value, "(?:", r")\Z")
+        for key, value in named.items()
+        if isinstance(value, str) and value not in ("", ALL)
+    }
     try:
         file = safe_open(path, framework="pt")
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read as weights: {error}") from error
-    modules = _modules(directory, config, tensors)
+    modules = _modules(directory, config, tensors, patterns)
     digest = blake2b(digest_size=DIGEST_SIZE, person=b"quire lora")
     for name, one in modules.items():
         for part in (one.a, one.b):
             digest.update(f"{name}\0{part.dtype}\0{tuple(part.shape)}\0{one.scale!r}\0".encode())
             digest.update(part.contiguous().view(torch.uint8).numpy().data)
-    return PeftAdapter(directory, modules, digest.hexdigest(), config)
+    return PeftAdapter(directory, modules, digest.hexdigest(), config, whole)
+
+
+def _listed(directory: Path) -> str:
+    """The names of a directory's files, some of them if there are many."""
+    try:
+        return shown(sorted(path.name for path in directory.iterdir()))
+    except (OSError, ValueError):
+        return "nothing that can be listed"
 
 
 def _check_config(directory: Path, config: Mapping[str, Any]) -> None:
     where = f"{directory / CONFIG}"
     if config.get("peft_type") != "LORA":
-        raise ModelError(f"{where}: peft_type is {config.get('peft_type')!r}; adapters of the type 'LORA' are served")
+        raise ModelError(
+            f"{where}: peft_type is {shown(config.get('peft_type'))}; adapters of the type 'LORA' are served"
+        )
     for key, why in NOT_SERVED.items():
         if config.get(key):
-            raise ModelError(f"{where}: {key} is {config[key]!r}: {why}, which is not served")
+            raise ModelError(f"{where}: {key} is {shown(config[key])}: {why}, which is not served")
     for key, served in (("bias", ("none", None)), ("task_type", ("CAUSAL_LM", None)), ("init_lora_weights", INITIAL)):
         if (value := config.get(key)) not in served:
             known = ", ".join(repr(one) for one in served if one is not None)
-            raise ModelError(f"{where}: {key} is {value!r}; served is {known}")
+            raise ModelError(f"{where}: {key} is {shown(value)}; served is {known}")
     for key, value in config.items():
         if key not in READ and key not in IMMATERIAL and key not in NOT_SERVED and value:
-            raise ModelError(f"{where}: {key} is {value!r}, which is not understood")
+            raise ModelError(f"{where}: {key} is {shown(value)}, which is not understood")
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         if not isinstance(own := config.get(pattern) or {}, Mapping):
-            raise ModelError(f"{where}: {pattern} is {own!r}; it must be an object of patterns and numbers")
-        kinds, what = (int, "an integer") if key == "r" else ((int, float), "a number")
+            raise ModelError(f"{where}: {pattern} is {shown(own)}; it must be an object of patterns and numbers")
+        what = "an integer above 0" if key == "r" else NUMBER
         named = {key: config.get(key)} | {f"{pattern}[{one!r}]": value for one, value in own.items()}
         for name, value in named.items():
-            if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ModelError(f"{where}: {name} is {value!r}; it must be {what} above 0")
+            if not is_number(value) or (key == "r" and type(value) is not int):
+                raise ModelError(f"{where}: {name} is {shown(value)}; it must be {what}")
     _check_modules(where, config)
 
 
@@ -152,25 +180,22 @@ def _check_modules(where: str, config: Mapping[str, Any]) -> None:
         if not isinstance(given := config.get(key) or "", (str, list)) or not all(
             isinstance(one, str) for one in given
         ):
-            raise ModelError(f"{where}: {key} is {given!r}; it must be a text or a list of texts")
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
-        given = config.get(key) or ()
-        if isinstance(given, list) and key != "layers_pattern":
-            continue  # names, not patterns
-        for pattern in [given] if isinstance(given, str) else given:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ModelError(f"{where}: {key} has {pattern!r}, which is no pattern: {error}") from error
+            raise ModelError(f"{where}: {key} is {shown(given)}; it must be a text or a list of texts")
+    given = config.get("layers_pattern") or []
+    for name in [given] if isinstance(given, str) else given:
+        if not re.fullmatch(r"\w+(\.\w+)*", name):
+            raise ModelError(f"{where}: layers_pattern has {shown(name)}; it must be the name of what holds the layers")
     chosen = config.get("layers_to_transform")
     for layer in [] if chosen is None else chosen if isinstance(chosen, list) else [chosen]:
-        if not isinstance(layer, int):
+        if type(layer) is not int:
             raise ModelError(
-                f"{where}: layers_to_transform is {chosen!r}; it must be a number of a layer or a list of these"
+                f"{where}: layers_to_transform is {shown(chosen)}; it must be a number of a layer or a list of these"
             )
 
 
-def _modules(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
+def _modules(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], patterns: Patterns
+) -> dict[str, LowRank]:
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = MATRIX.fullmatch(name)
@@ -185,13 +210,20 @@ def _modules(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, T
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
         raise ModelError(f"{directory / TENSORS} holds no tensor")
+    ranks, alphas = (
+        [
+            (patterns.compiled(key, text, r"(?:.*\.)?(?:", ")$"), value)
+            for text, value in (config.get(key) or {}).items()
+        ]
+        for key in ("rank_pattern", "alpha_pattern")
+    )
     found = {}
     for module, own in halves.items():
         if missing := {"A", "B"} - own.keys():
             raise ModelError(f"{directory / TENSORS} lacks lora_{min(missing)} of {module}")
         a, b = own["A"], own["B"]
-        rank = _of_pattern(config, "rank_pattern", module, config["r"])
-        alpha = _of_pattern(config, "alpha_pattern", module, config["lora_alpha"])
+        rank = next((value for pattern, value in ranks if pattern.begins(module)), config["r"])
+        alpha = next((value for pattern, value in alphas if pattern.begins(module)), config["lora_alpha"])
         if not len(a) == b.shape[1] == rank:
             raise ModelError(
                 f"{directory}: lora_A and lora_B of {module} have shapes {tuple(a.shape)} and {tuple(b.shape)}; its "
@@ -199,23 +231,6 @@ def _modules(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, T
             )
         found[module] = LowRank(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank))
     return found
-
-
-def _of_pattern(config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
-    """A number that a pattern gives to some modules: the first one that fits the end of the module's name."""
-    for pattern, value in (config.get(key) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return usual
-
-
-def _named(names: Any, module: str) -> bool:
-    """Whether a module is one of these: a pattern for whole names, or a list of what names end with."""
-    if not names or names == "all-linear":
-        return False
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _hint(name: str) -> str:
