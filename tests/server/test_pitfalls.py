@@ -475,7 +475,7 @@ def test_no_salt_reaches_another_keys_blocks() -> None:
 
         assert cached("one", cache_salt="mine") == 0
         forget = server.service.worker.engine.scheduler.manager.reset_prefix_cache
-        for guess in ("mine", ":mine", "one:mine", "one", "", None, "\x00mine"):
+        for guess in ("mine", ":mine", "one:mine", "one", None, "\x00mine"):
             assert cached("two", cache_salt=guess) == 0, guess
             server.on_engine(forget)
             assert cached("one", cache_salt="mine") == 0
