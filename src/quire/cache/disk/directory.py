@@ -93,6 +93,8 @@ def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> Place
     try:
         lock = _locked(path)
         if lock is not None:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             _write(path / ABOUT, json.dumps(about, indent=1).encode())
             return Place(path, secret, lock)
         holder = (path / LOCK).read_text(errors="replace")[:20].strip()
@@ -126,8 +128,9 @@ def clear(root: Path) -> list[Found]:
             locks.append(lock)
         for one in found:
             for path in one.path.iterdir():
-                if path.name in (LOG, NEW_LOG, LOCK, ABOUT) or path.name.startswith((f"{SLOTS}.", f"{ABOUT}.")):
+                if path.name in (LOG, NEW_LOG, ABOUT) or path.name.startswith((f"{SLOTS}.", f"{ABOUT}.")):
                     path.unlink()
+            (one.path / LOCK).unlink()  # from here on another process may have the directory
             with suppress(OSError):  # somebody put something else there
                 one.path.rmdir()
     except OSError as error:
@@ -146,15 +149,13 @@ def _locked(path: Path) -> int | None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(lock, path / LOCK):
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
         except OSError as error:
             os.close(lock)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return None
             raise
-        os.close(lock)  # `clear` removed it before it was locked: another process may lock a new one
+        os.close(lock)  # `clear` removed it meanwhile, and another process may lock a new one
 
 
 def _is_at(file: int, path: Path) -> bool:
