@@ -84,8 +84,8 @@ class ReadCounts:
 
     blocks: int = 0
     bytes: int = 0
-    hits: int = 0  # requests for which blocks were read
-    tokens: int = 0  # that were read instead of computed
+    hits: int = 0  # requests that found blocks that were read for them
+    tokens: int = 0  # of these blocks: they were not computed
     # Blocks or requests that it did not serve: a Fault's value; slower (computing was expected to be faster), late (not
     # read in the time of computing it).
     misses: Counter[str] = field(default_factory=Counter)
