@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from quire.config import engine_config
+from quire.engine.cost import model_cost
 from quire.engine.engine import working_memory
-from quire.errors import ModelError
+from quire.errors import ConfigError, ModelError
 from quire.models import load_model, read_config
+from quire.models.rope import longest_rotated
 from quire.ops import load
 from quire_bench.engine import loading
 from tests.models.checkpoints import SHORT, TINY, engine, probed_logits, save
@@ -79,6 +81,13 @@ def test_what_a_config_says_twice_or_leaves_out(
     assert_as_transformers(tmp_path, model)
 
 
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "Gemma2"])
+def test_the_longest_sequence_of_a_config_that_names_none(tmp_path: Path, kind: str) -> None:
+    model = save(tmp_path, kind)
+    change_config(tmp_path, max_position_embeddings="DELETE")
+    assert read_config(tmp_path)[0].max_position_embeddings == type(model.config)().max_position_embeddings
+
+
 def test_rope_parameters_that_are_null_are_missing(tmp_path: Path) -> None:
     model = save(tmp_path)
     change_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": None})
@@ -122,3 +131,33 @@ def test_layers_of_both_kinds_have_room(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(raw | {"mlp_only_layers": dense_layers}), encoding="utf-8")
         rules.append(working_memory(read_config(tmp_path)[0], 2, 1000))
     assert rules[1] - rules[0] >= 1000 * 2 * 5 * 2000
+
+
+@torch.no_grad()
+def test_linear_rope_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
+    """As in vLLM; what is usual stays what config.json says."""
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
+    model = save(tmp_path, max_position_embeddings=8, rope_parameters=rope)
+    assert load_model(tmp_path, engine_config(), load()).max_model_len == 8
+    assert model_cost(*read_config(tmp_path)).max_model_len == 20
+    with pytest.raises(ConfigError, match="max_model_len is 21; .* was made for sequences of up to 20"):
+        load_model(tmp_path, engine_config(max_model_len=21), load())
+    assert_as_transformers(tmp_path, model, max_model_len=20)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({}, 100),
+        ({"type": "linear", "factor": 4.0}, 400),
+        ({"rope_type": "dynamic", "factor": 2.0}, 200),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 200),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}, 100),
+        ({"rope_type": "yarn", "factor": 3.0}, 300),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 50}, 100),
+        ({"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 50}, 100),
+        ({"rope_type": "proportional", "factor": 8.0}, 100),
+    ],
+)
+def test_which_ropes_reach_farther(rope: dict[str, Any], longest: int) -> None:
+    assert longest_rotated(rope, 100) == longest

@@ -16,6 +16,7 @@ from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
+DEFAULTS = {"max_position_embeddings": 8192}
 LAYER = {
     "output_norm": ("post_attention_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),
@@ -25,7 +26,7 @@ LAYER = {
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    config = ConfigReader(raw, "gemma2")
+    config = ConfigReader({**DEFAULTS, **raw}, "gemma2")
     sizes, rope = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True), whole_rope(config)
     num_layers = sizes.num_layers
     config.only("hidden_act", "gelu_pytorch_tanh")  # older configs carry it beside hidden_activation

@@ -26,18 +26,19 @@ ENDS = {
     "final_norm.weight": "model.norm.weight",
     "lm_head": "lm_head.weight",
 }
+# What a missing key means to a Mistral.
+MISTRAL = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}
 FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in old checkpoints; we compute them
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    config = ConfigReader(raw, "llama")
-    # Mistral's configs mean these where they say nothing; a Llama has no window, whatever its config says.
     mistral = "MistralForCausalLM" in architectures(raw)
-    window = config.window("sliding_window", 4096)
-    if not mistral:
+    config = ConfigReader({**(MISTRAL if mistral else {}), **raw}, "llama")
+    window = config.window("sliding_window")
+    if not mistral:  # a Llama has no window, whatever its config says
         window = None
-    sizes, rope = read_sizes(config, num_kv_heads=8 if mistral else None), whole_rope(config)
+    sizes, rope = read_sizes(config), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("rope_interleaved", False)
     attention_bias = config.flag("attention_bias")

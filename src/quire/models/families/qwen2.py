@@ -11,10 +11,12 @@ from quire.models.hf_config import ConfigReader
 
 __all__ = ["decoder_config", "weight_sources"]
 
+DEFAULTS = {"max_position_embeddings": 32_768}
+
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    config = ConfigReader(raw, "qwen2")
+    config = ConfigReader({**DEFAULTS, **raw}, "qwen2")
     sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("use_mrope", False)

@@ -13,10 +13,12 @@ from quire.models.families.qwen2 import windows
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
+DEFAULTS = {"max_position_embeddings": 32_768}
+
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    config = ConfigReader(raw, "qwen3")
+    config = ConfigReader({**DEFAULTS, **raw}, "qwen3")
     sizes, rope = read_sizes(config, num_kv_heads=32, head_dim=128), whole_rope(config)
     config.only("hidden_act", "silu")
     attention_bias = config.flag("attention_bias")
