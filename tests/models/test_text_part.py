@@ -205,3 +205,18 @@ def test_a_tensor_that_is_of_no_part(tmp_path: Path) -> None:
 def test_an_ordinary_model_is_the_whole() -> None:
     raw = TINY | {"model_type": "llama"}
     assert text_part(raw) == (raw, None)
+
+
+@pytest.mark.parametrize("whole", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_what_a_missing_key_means(tmp_path: Path, whole: str) -> None:
+    """To the text part, not to the ordinary type that computes the same."""
+    sizes = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "max_position_embeddings")}
+    sizes |= {"num_attention_heads": 64, "hidden_size": 1024}
+    theirs = transformers.AutoConfig.for_model(whole, text_config=sizes).text_config
+    raw = {"model_type": whole, "text_config": {"model_type": theirs.model_type, **sizes}}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    decoder, _ = read_config(tmp_path)
+    assert decoder.norm_eps == theirs.rms_norm_eps
+    assert decoder.max_position_embeddings == theirs.max_position_embeddings
+    assert decoder.attention[0].heads.num_kv_heads == theirs.num_key_value_heads
+    assert [rope["rope_theta"] for rope in decoder.ropes if rope] == [theirs.rope_parameters["rope_theta"]] * 3

@@ -31,6 +31,13 @@ ORDINARY = {
     "qwen3_5_text": "qwen3_5_text",
     "qwen3_vl_text": "qwen3",
 }
+# What a missing key means to these, where it is not what it means to the ordinary type.
+QWEN2_VL = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
+DEFAULTS: dict[str | None, Mapping[str, Any]] = {
+    "qwen2_5_vl_text": QWEN2_VL,
+    "qwen2_vl_text": QWEN2_VL,
+    "qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000},
+}
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text's keys among their own
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of a rope
 # What a text part would call its architecture if it were published alone, by type.
@@ -133,8 +140,8 @@ def _check_keys(raw: Mapping[str, Any], text: Mapping[str, Any], whole: str) -> 
 
 def _alone(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json that a text part would have if it were a model of its own."""
-    alone = {**text, **{key: raw[key] for key in SHARED if raw.get(key) is not None}}
     kind = model_type(text)
+    alone = {**DEFAULTS.get(kind, {}), **text, **{key: raw[key] for key in SHARED if raw.get(key) is not None}}
     if kind in ORDINARY:
         kind = alone["model_type"] = ORDINARY[kind]
         for key in ("rope_scaling", "rope_parameters"):
