@@ -99,7 +99,7 @@ def test_factors_of_longrope(tmp_path: Path, factors: object) -> None:
     save(tmp_path)
     rope = {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": factors}
     change_config(tmp_path, rope_parameters=rope)
-    refused(tmp_path, "rope's short_factor is .*; it must be a list of positive numbers")
+    refused(tmp_path, "rope's short_factor is .*; it must be a list, each entry a positive number")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,7 +140,7 @@ def test_linear_rope_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
     model = save(tmp_path, max_position_embeddings=8, rope_parameters=rope)
     assert load_model(tmp_path, engine_config(), load()).max_model_len == 8
     assert model_cost(*read_config(tmp_path)).max_model_len == 20
-    with pytest.raises(ConfigError, match="max_model_len is 21; .* was made for sequences of up to 20"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 21; .* was made for sequences of up to 20"):
         load_model(tmp_path, engine_config(max_model_len=21), load())
     assert_as_transformers(tmp_path, model, max_model_len=20)
 
