@@ -86,6 +86,8 @@ def rope(*kinds: str, shares: tuple[float, ...] = (1.0,), names: tuple[str, str]
             found = {"rope_type": kind, "rope_theta": theta, **own}
             return {"rope_parameters": found if shares == (1.0,) else found | {"partial_rotary_factor": share}}
         old: Config = {theta_key: theta} | ({share_key: share} if shares != (1.0,) else {})
+        if "original_max_position_embeddings" in own and draw.random() < 0.3:
+            old["original_max_position_embeddings"] = own.pop("original_max_position_embeddings")
         return old | {"rope_scaling": {draw.choice(["type", "rope_type"]): kind, **own} if kind != "default" else None}
 
     return drawn
@@ -102,6 +104,7 @@ def scaled(draw: random.Random, kind: str, dim: int) -> Config:
     if kind == "yarn":
         more = {"beta_fast": 16.0, "beta_slow": 2, "attention_factor": 1.3, "truncate": False}
         some = {key: value for key, value in more.items() if draw.random() < 0.3}
+        original = original if draw.random() < 0.8 else {}
         both = {"mscale": 0.7, "mscale_all_dim": draw.choice([0.7, 1.0])} if draw.random() < 0.3 else {}
         return {"factor": factor, **some, **both, **original}
     if kind == "longrope":  # prompts are longer than 4: transformers takes the long factors, as Quire does
@@ -147,7 +150,7 @@ def llama_sizes(draw: random.Random, family: Family) -> Config:
         "vocab_size": draw.choice([40, 61, 64, 97, 130]),
         "hidden_size": heads * size,
         "intermediate_size": draw.choice([17, 24, 40, 67, 80]),
-        LAYERS: draw.randint(1, 5),
+        LAYERS: draw.choice([1, 2, 3, 4, 5, 7]),
         "num_attention_heads": heads,
         "max_position_embeddings": LONGEST,
     }
@@ -176,7 +179,7 @@ def latent_sizes(draw: random.Random, family: Family) -> Config:
 
 
 def gpt_sizes(draw: random.Random, family: Family) -> Config:
-    heads = family.even * draw.choice([1, 2, 3, 4])
+    heads = family.even * draw.choice([1, 2, 3, 5, 6] if family.even == 1 else [1, 2])
     return {
         "vocab_size": draw.choice([40, 61, 64, 97, 130]),
         "n_embd": heads * draw.choice([4, 6, 8, 10, 12]),
@@ -374,7 +377,7 @@ KINDS: dict[str, Family] = {
     ),
     "Phi3": Family(
         llama_sizes,
-        LLAMA | {"sliding_window": (None, *WINDOWS)},
+        LLAMA | {"sliding_window": (None, *WINDOWS), "original_max_position_embeddings": (4, 64)},
         rope("default", "default", "longrope", shares=(0.5, 0.75, 1.0)),
         head_dim=False,
     ),
@@ -405,7 +408,7 @@ KINDS: dict[str, Family] = {
         llama_sizes,
         LLAMA | BIASES | {
             "no_rope_layer_interval": (1, 2, 3), "no_rope_layers": of_layers(0, 1, 1), "use_sliding_window": FLAG,
-            "sliding_window": (None, *WINDOWS),
+            "sliding_window": (None, *WINDOWS), "layer_types": windowed_if_used,
         },
         rope(),
     ),
