@@ -223,6 +223,10 @@ of `max_model_len` tokens, so an answer does not depend on the batch. Dynamic Ro
 `max_position_embeddings`, which is the usual `max_model_len`. A larger one, up to `factor` times that, slows all
 positions down.
 
+`max_model_len` may be up to `factor` times `max_position_embeddings` with linear RoPE too, and up to `factor` times
+`original_max_position_embeddings` with yarn. With llama3 and longrope `max_position_embeddings` is the limit.
+`quire info` shows it.
+
 `python -m tests.models.sweep` writes this page with transformers {release}; `quire models` prints the same.
 
 ## Published checkpoints

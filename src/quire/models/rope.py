@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor", "original_max_position_embeddings"}),
 }
 
+SCALED = ("linear", "dynamic", "yarn")  # variants that multiply the length by their factor
 NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} | {
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"
 }  # fmt: skip
@@ -88,12 +89,16 @@ def rope_type(parameters: Mapping[str, Any]) -> str:
 
 
 def longest_rotated(parameters: Mapping[str, Any], max_position_embeddings: int) -> int:
-    """What the angles were made for; yarn and dynamic NTK reach beyond a max_position_embeddings left as it was."""
-    if rope_type(parameters) == "dynamic":
-        return max(max_position_embeddings, int(max_position_embeddings * parameters["factor"]))
-    if rope_type(parameters) != "yarn":
+    """Return the longest sequence that the angles were made for, in tokens.
+
+    linear, dynamic NTK and yarn reach beyond a max_position_embeddings that is the length of the first training, as vLLM
+    has it; the lengths of llama3 and longrope are what max_position_embeddings says.
+    """
+    kind, original = rope_type(parameters), max_position_embeddings
+    if kind not in SCALED:
         return max_position_embeddings
-    original = parameters.get("original_max_position_embeddings") or max_position_embeddings
+    if kind == "yarn":
+        original = int(parameters.get(ORIGINAL) or original)
     return max(max_position_embeddings, int(original * (parameters.get("factor") or 1.0)))
 
 
@@ -155,7 +160,7 @@ def rope_table(
     if dim % 2 or dim == 0:
         raise ModelError(f"RoPE rotates pairs of dimensions, and of a head of {head_dim} it is to rotate {dim}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    base = float(parameters.get("rope_theta", THETA))
+    base = float(parameters.get("rope_theta") or THETA)
     if kind == "dynamic" and max_model_len > max_position_embeddings:
         base = _dynamic_base(base, parameters["factor"], dim, max_model_len / max_position_embeddings)
     frequencies = 1.0 / base**exponents
@@ -229,7 +234,7 @@ def _yarn(
     original: int,
 ) -> Tensor:
     """Like llama3, but blended by dimension index between two numbers of rotations (Peng et al. 2023)."""
-    base = float(parameters.get("rope_theta", THETA))
+    base = float(parameters.get("rope_theta") or THETA)
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
