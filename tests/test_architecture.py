@@ -184,6 +184,8 @@ def test_no_file_reads_the_environment() -> None:
     def find(path: Path, tree: ast.Module) -> Iterator[str]:
         if path == SRC / "parallel" / "launch.py":  # launchers of ranks speak through it
             return
+        if path == SRC / "sandbox" / "process.py":  # it hands on what its processes need of it
+            return
         for node in ast.walk(tree):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if name in {"environ", "environb", "getenv"}:
