@@ -174,6 +174,7 @@ class Search:
     def __init__(self, driver: BeamDriver) -> None:
         self.driver = driver
         self.requests = [driver.request]
+        self.fingerprint: str | None = None  # this process does it
         self.num_samples = len(driver.request_ids)
         self.ended = asyncio.Event()
         self.error: QuireError | None = None

@@ -299,6 +299,8 @@ class RequestOutput:
     prefix_report: PrefixReport | None = None  # what the prefix cache had; None until it runs
     # [H], of the prompt's last token, of a request that is to bring nothing else.
     hidden_state: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    # The digest of what computes it, where that is not this process, see Fingerprint.
+    fingerprint: str | None = field(default=None, repr=False, compare=False)
     num_running: int = field(init=False, repr=False)  # samples that have not ended
 
     def __post_init__(self) -> None:

@@ -328,6 +328,42 @@ def counted(replica: Serving) -> tuple[int, int]:
     return int(total - cached), int(cached)
 
 
+def named_in(answer: HttpAnswer) -> set[str]:
+    """The systems that the chunks of a stream name."""
+    lines = [line[6:] for line in answer.body.splitlines() if line.startswith(b"data: {")]
+    return {json.loads(line)["system_fingerprint"] for line in lines}
+
+
+@pytest.mark.parametrize("own", [{}, {"n": 2, "use_beam_search": True}], ids=["drawn", "beams"])
+def test_equal_replicas_have_one_system_fingerprint(two: list[Serving], fleet: Front, own: dict[str, Any]) -> None:
+    """With other options that no bit depends on a plain server has it, too."""
+    body = {"prompt": "import os\n", "max_tokens": 3, **own}
+    right = f"fp_{replica_of(two[0]).fingerprint.digest[:10]}"
+    with serving() as plain:
+        for server in (*two, fleet, plain):
+            assert server.post(COMPLETIONS, **body).json()["system_fingerprint"] == right
+    assert named_in(fleet.post(COMPLETIONS, stream=True, **body)) == {right}
+    assert fleet.post("/v1/embeddings", input="a").json()["system_fingerprint"] == right
+
+
+def test_a_gateway_names_the_system_of_the_replica_that_answers(two: list[Serving]) -> None:
+    """One that computes other bits of the same model is asked, and named."""
+
+    def called(call: dict[str, Any]) -> list[Any] | tuple[int, Any]:
+        if "beam_width" in call:
+            return 200, {"failure": None, "found": [[[7, 8], -1.0, -0.5, "length", []]]}
+        return [frame(call, sample, 0, [7], 0, "x", None, ["stop", None, None]) for sample in (0, 1)]
+
+    with faking(two[0], called, torch="another") as fake, fronting(two[0].url, fake.url) as fleet:
+        assert fleet.gateway.fleet.roster.model.digest == replica_of(two[0]).fingerprint.digest
+        right = f"fp_{fake.hello['fingerprint']['digest'][:10]}"
+        for own in ({}, {"use_beam_search": True}):
+            found = fleet.post(COMPLETIONS, prompt="a", n=2, max_tokens=20, **own)
+            assert (found.status, found.json()["system_fingerprint"]) == (200, right)
+        assert named_in(fleet.post(COMPLETIONS, prompt="a", n=2, max_tokens=20, stream=True)) == {right}
+        assert len(fake.calls) == 3
+
+
 # ------------------------------------------------------------------------------------- replicas that are not believed
 
 BODY: dict[str, Any] = {"prompt": "def f(x):\n", "max_tokens": 20, "seed": 5, "ignore_eos": True}

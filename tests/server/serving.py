@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn.server
@@ -124,6 +125,16 @@ class Serving:
         return bool(self.on_engine(look)) and self.service.worker.num_samples == 0
 
 
+_digests: dict[str, str | None] = {}
+
+
+def _identified(options: str, identify: Callable[[], str | None]) -> str | None:
+    """The digest of a server with these options, found once: hundreds of servers are started."""
+    if options not in _digests:
+        _digests[options] = identify()
+    return _digests[options]
+
+
 @contextmanager
 def serving(
     options: dict[str, Any] | None = None,
@@ -134,6 +145,7 @@ def serving(
     own = ServerConfig(port=0, **{"shutdown_timeout": 2.0} | config)
     parts = build_parts(SMALL | (options or {}), own)
     service, inspector = parts.service, parts.inspector
+    service.worker.identify = partial(_identified, repr((options, own)), service.worker.identify)
     prepare(service)
     app = parts.app()
     here = Serving(service, parts.metrics, inspector, parts.publisher)

@@ -54,7 +54,7 @@ def test_a_completion(server: Serving, llm: LLM) -> None:
     assert found["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
     assert found["usage"]["completion_tokens"] == 8
     assert found["usage"]["total_tokens"] == len(expected.prompt_token_ids) + 8
-    assert set(found) == {"id", "object", "created", "model", "choices", "usage"}
+    assert set(found) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
 
 
 def test_a_stream_is_the_completion_in_pieces(server: Serving) -> None:

@@ -29,7 +29,7 @@ def bits_parts(
 
     Raises ConfigError where a row's bits depend on its batch, and ModelError for files that cannot be read any more.
     """
-    _check_bits_are_kept(model, files, backend, config)
+    check_bits_are_kept(model, files, backend, config)
     return model_parts(model, files, backend, config) | {
         "block_size": str(manager.block_size),
         "cache salt": short_digest(manager.lookup.salt.encode()),
@@ -38,6 +38,15 @@ def bits_parts(
 
 def model_parts(model: Model, files: Files, backend: Backend, config: EngineConfig) -> dict[str, str]:
     """Those that a model has by itself, without a cache. Raises ModelError for files that cannot be read any more."""
+    probed = {f"bits of {kind}": digest for kind, digest in probe(model, backend, config).items()}
+    return named_parts(model, files, backend, config) | probed
+
+
+def named_parts(model: Model, files: Files, backend: Backend, config: EngineConfig) -> dict[str, str]:
+    """Return those of `model_parts` that nothing is computed for.
+
+    Raises ModelError for files that cannot be read any more.
+    """
     is_own = isinstance(model, Decoder)
     return {
         "weights": weights_digest(files),
@@ -51,11 +60,11 @@ def model_parts(model: Model, files: Files, backend: Backend, config: EngineConf
         "layers": "own" if is_own else "transformers",
         "bits version": str(BITS_VERSION),
         **{library: library_version(library) for library in ("torch", *(() if is_own else ("transformers",)))},
-        **{f"bits of {kind}": digest for kind, digest in probe(model, backend, config).items()},
     }
 
 
-def _check_bits_are_kept(model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
+def check_bits_are_kept(model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
+    """Raise ConfigError where a row's bits depend on its batch."""
     if not model.rows_keep_bits:
         raise ConfigError(
             f"{files.path} has no fingerprint: with what transformers computes of it, a row's bits may depend on "

@@ -85,6 +85,10 @@ class Fleet:
         for job in list(self._open):
             self._close(job, engine_stopped(why))
 
+    async def fingerprint(self) -> str | None:
+        """Return that of the replica whose tokenizer the gateway has."""
+        return self.roster.model.digest
+
     @property
     def works(self) -> list[Work]:
         """The prompts that are open."""
@@ -257,7 +261,7 @@ class Fleet:
         self._assignments[flow] = assignment
         work.assigned.update(dict.fromkeys(samples, assignment))
         if work.is_untouched:
-            work.fingerprint = fingerprint.digest
+            work.fingerprint = work.output.fingerprint = fingerprint.digest
             if isinstance(work.job, NumberedStream) and not work.job.fingerprint:
                 work.job.fingerprint = fingerprint.digest
                 for one in self._works.get(work.job, ()):  # an event's id names one kind of replica

@@ -26,10 +26,16 @@ is left out, since no token, logprob or digest of a block depends on it:
 from __future__ import annotations
 
 import json
+import logging
+
+import torch
 
 from quire.bits.fingerprint import Fingerprint, short_digest
-from quire.bits.parts import NONE, bits_parts, library_version
+from quire.bits.parts import NONE, bits_parts, check_bits_are_kept, library_version, named_parts
+from quire.errors import ConfigError, QuireError
 from quire.llm import LLM
+
+log = logging.getLogger("quire.fleet")
 
 LIBRARIES = ("tokenizers", "llguidance")  # that cut texts into tokens, and say which token may follow
 
@@ -42,16 +48,42 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
     Raises ConfigError where a request's bits depend on its batch, so that no other replica can go on with it, and
     ModelError for files that cannot be read any more.
     """
-    model = llm.decoder
-    parts = {
-        **bits_parts(model, llm.files, llm.backend, llm.config, llm.engine.scheduler.manager),
+    own = (llm.decoder, llm.files, llm.backend, llm.config)
+    return Fingerprint(bits_parts(*own, llm.engine.scheduler.manager) | _text_parts(llm, template))
+
+
+def system_digest(llm: LLM, template: str | None) -> str | None:
+    """Return the digest that answers name as their system's; None where that is not known, which is logged.
+
+    It is that of `replica_fingerprint`. Where a row's bits depend on its batch there is none; then nothing is probed,
+    and the device's name is a part.
+    """
+    own = (llm.decoder, llm.files, llm.backend, llm.config)
+    try:
+        try:
+            check_bits_are_kept(*own)
+        except ConfigError:
+            parts = named_parts(*own) | _text_parts(llm, template)
+            return Fingerprint(parts | {"device": _device_name(llm.config.device)}).digest
+        return replica_fingerprint(llm, template).digest
+    except Exception as error:  # an answer is no worse without it
+        log.warning("answers have no system_fingerprint", exc_info=None if isinstance(error, QuireError) else error)
+        return None
+
+
+def _text_parts(llm: LLM, template: str | None) -> dict[str, str]:
+    """Return what tokens are made of, and what of them ends an answer. Raises ConfigError for an unknown version."""
+    return {
         "tokenizer": NONE if llm.tokenizer is None else short_digest(llm.tokenizer.json().encode()),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
         "adapters": short_digest(json.dumps(lora_digests(llm), sort_keys=True).encode()),
-        "end tokens": short_digest(repr(sorted(model.eos_token_ids)).encode()),
+        "end tokens": short_digest(repr(sorted(llm.decoder.eos_token_ids)).encode()),
         **{library: library_version(library) for library in LIBRARIES},
     }
-    return Fingerprint(parts)
+
+
+def _device_name(device: str) -> str:
+    return device if device == "cpu" else torch.cuda.get_device_name(device)
 
 
 def lora_digests(llm: LLM) -> dict[str, str]:

@@ -43,6 +43,7 @@ class FleetSearch:
         self.failure: str | None = None
         self.task: asyncio.Task[None] | None = None
         self.replica: str | None = None  # the URL of the one that does it
+        self.fingerprint: str | None = None  # of that replica
         self.began = time.monotonic()  # s
         self._found: list[Hypothesis] = []
 
@@ -53,6 +54,7 @@ class FleetSearch:
     async def run_at(self, link: Link, span: CallSpan | None) -> None:
         """Let a replica do it. span: of that, which ends with it. Raises as Link.ask."""
         call, outcome = self.call, "not finished"
+        self.fingerprint = None if link.fingerprint is None else link.fingerprint.digest
         try:
             traced = call if span is None else replace(call, trace=span.traceparent)
             self.failure, self._found = await link.ask("/fleet/search", traced, partial(_read, call))

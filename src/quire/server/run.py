@@ -30,6 +30,7 @@ from quire.config import EMBEDDED_NAME, parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
+from quire.fleet.identity import system_digest
 from quire.llm import LLM
 from quire.models.files import GENERATION
 from quire.parallel.launch import is_follower
@@ -208,8 +209,20 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         from quire.fleet.replica import Replica  # its packages take some time to import
 
         replica = Replica(llm, worker, service, metrics, config.fleet_secret)
+    worker.identify = _identify(llm, None if template is None else template.source, replica)
     statistics = Statistics(llm.engine, metrics) if config.log_stats else None
     return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading, statistics)
+
+
+def _identify(llm: LLM, template: str | None, replica: Replica | None) -> Callable[[], str | None]:
+    """Return what finds the digest of this system. It takes a part of a second, so on a CPU another thread calls it."""
+    if replica is not None:
+        digest: str | None = replica.fingerprint.digest
+    elif llm.config.device == "cpu":
+        return partial(system_digest, llm, template)
+    else:  # while a graph is captured, no other thread may use the device
+        digest = system_digest(llm, template)
+    return lambda: digest
 
 
 def find_dialect(template: ChatTemplate | None, config: HttpConfig) -> Dialect:

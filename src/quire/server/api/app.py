@@ -26,7 +26,7 @@ from quire.server.api.chat import chat
 from quire.server.api.completions import complete
 from quire.server.api.conversation import conversation
 from quire.server.api.embeddings import embed
-from quire.server.api.service import Service
+from quire.server.api.service import FINGERPRINT_HEADER, Service
 from quire.server.api.start_page import start_page
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
 from quire.server.http.api_error import ApiError, api_error, cut, internal_error, sandbox_failed, shown
@@ -152,7 +152,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
             allow_origins=config.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[ID_HEADER, IGNORED_HEADER],
+            expose_headers=[ID_HEADER, IGNORED_HEADER, FINGERPRINT_HEADER],
         )
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)

@@ -128,6 +128,7 @@ class Beams:
         for output, job in zip(self.outputs, self._jobs, strict=True):
             if job.failure is not None:
                 raise request_failed(job.failure)
+            output.fingerprint = job.fingerprint
             fill = partial(_samples, self._service.model.tokenizer, output.prompt_token_ids, job.results())
             output.outputs = await self._service.take_apart(request, len(output.prompt_token_ids), fill, self._width)
         return self.outputs

@@ -56,16 +56,19 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         await beams.begin(request, body, turn.max_tokens, count if body.logprobs else None)
         if body.stream:
             head["object"] = "chat.completion.chunk"
+            head["system_fingerprint"] = await service.system_fingerprint(beams.outputs)
             job = Stream([(one, []) for one in beams.outputs])
             return beams.streamed(request, _Events(service, body, head, job, reading))
         [output] = await beams.ended(request)
+        head["system_fingerprint"] = await service.system_fingerprint([output])
         return answer(output)
     if body.stream:
         job = await turn.stream()
-        head["object"] = "chat.completion.chunk"
+        head |= {"object": "chat.completion.chunk", "system_fingerprint": turn.system_fingerprint}
         events = _Events(service, body, head, job, reading)
         return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
     output = await turn.run()
+    head["system_fingerprint"] = turn.system_fingerprint
     size = num_logprobs([output]) + sum(len(sample.text) for sample in output.outputs)
     return await aside(size, partial(answer, output))
 

@@ -69,17 +69,22 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         beams = Beams(service, prompts, name, body.n or 1)
         await beams.begin(request, body, max_tokens, body.logprobs)
         if body.stream:
+            head["system_fingerprint"] = await service.system_fingerprint(beams.outputs)
             return beams.streamed(request, _Events(body, head, writer, Stream([(one, []) for one in beams.outputs])))
-        return answer(await beams.ended(request))
+        outputs = await beams.ended(request)
+        head["system_fingerprint"] = await service.system_fingerprint(outputs)
+        return answer(outputs)
     params = _params(service, body, max_tokens, ends)
     check_num_logprobs(service, prompts, params, "best_of" if body.logprobs is None else "logprobs")
     made = await service.requests(request, body, name, prompts, params, await service.guide(request, body))
     if body.stream:
         job = service.stream(request, identity, made)
         await service.worker.submit(job)
+        head["system_fingerprint"] = await service.system_fingerprint(job.outputs)
         events, size = _Events(body, head, writer, job), num_prompt_logprobs(prompts, params)
         return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive, size)
     outputs = await service.run(request, Generation(made), body.grammar_field())
+    head["system_fingerprint"] = await service.system_fingerprint(outputs)
     return await aside(num_logprobs(outputs), partial(answer, outputs))
 
 

@@ -31,7 +31,9 @@ MAX_NUMBERS = 2**22  # in one answer: some 20 bytes each
 async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) -> Response:
     """Answer a request. Where one of its inputs fails, the whole answer is that error."""
     outputs = await embedded(service, request, body)
-    return await aside(_num_numbers(service, body, len(outputs)), lambda: _answer(service, body, outputs))
+    fingerprint = await service.system_fingerprint(outputs)
+    size = _num_numbers(service, body, len(outputs))
+    return await aside(size, lambda: _answer(service, body, outputs, fingerprint))
 
 
 async def embedded(service: Service, request: HttpRequest, body: EmbeddingRequest) -> list[RequestOutput]:
@@ -122,10 +124,13 @@ def _prompt(service: Service, name: str, field: str, given: str | list[int], bod
     return prompt
 
 
-def _answer(service: Service, body: EmbeddingRequest, outputs: list[RequestOutput]) -> Response:
+def _answer(
+    service: Service, body: EmbeddingRequest, outputs: list[RequestOutput], fingerprint: str | None
+) -> Response:
     """The vectors, encoded one by one: the encoder lets no other thread run before it is done."""
     encoded = b",".join(dumps(_vector(body, i, output)) for i, output in enumerate(outputs))
-    end = {"model": service.answering(body.model), "usage": prompt_usage(outputs)}
+    end: dict[str, Any] = {"model": service.answering(body.model), "usage": prompt_usage(outputs)}
+    end["system_fingerprint"] = fingerprint
     content = b'{"object":"list","data":[' + encoded + b"]," + dumps(end)[1:]
     return Response(content, media_type=JsonBody.media_type)
 

@@ -6,7 +6,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from quire.server.api.openapi import Answer, ChatLogprob, CompletionDetails, Error, Stream, Usage
+from quire.server.api.openapi import (
+    Answer,
+    ChatLogprob,
+    CompletionDetails,
+    Error,
+    Stream,
+    SystemFingerprint,
+    Usage,
+)
 
 
 class ItemPart(Answer):
@@ -85,6 +93,7 @@ class ModelResponse(Answer):
     reasoning: dict[str, str | None]
     service_tier: Literal["default"]
     store: Literal[False]
+    system_fingerprint: SystemFingerprint
     temperature: float | None
     text: dict[str, Any]
     tool_choice: Any
@@ -213,6 +222,7 @@ class Reranked(Answer):
     id: str
     model: str
     usage: Usage
+    system_fingerprint: SystemFingerprint
     results: list[Ranked]
 
 
@@ -233,6 +243,7 @@ class Scored(Answer):
     model: str
     data: list[Score]
     usage: Usage
+    system_fingerprint: SystemFingerprint
 
 
 class OllamaFunction(Answer):

@@ -20,6 +20,9 @@ class Host(Protocol):
     async def stop(self) -> None:
         """End. Who still waits gets an error."""
 
+    async def fingerprint(self) -> str | None:
+        """Return the digest of what computes outputs that name no other; None where it is not known."""
+
     def check_alive(self) -> None:
         """Raise ApiError (503) if it serves no one any more."""
 

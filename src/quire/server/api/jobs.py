@@ -63,6 +63,8 @@ class Stream(Reported):
 class SearchJob(Job, Protocol):
     """A beam search, wherever it is done."""
 
+    fingerprint: str | None  # of what does it, where that is not this process
+
     @property
     def failure(self) -> str | None:
         """What failed, when it has ended."""

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
-from quire.server.api.service import Service
+from quire.server.api.service import Service, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn, prompt_of
 from quire.server.http.api_error import ANTHROPIC_PATHS, ApiError
@@ -32,10 +32,11 @@ async def messages(service: Service, request: HttpRequest, body: MessagesRequest
     if chat.stream:
         job = await turn.stream()
         events = BlockEvents(turn, job, _Script(turn))
-        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
+        streamed = StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
+        return with_fingerprint(streamed, turn.system_fingerprint)
     blocks, ending = await read_whole(turn)
     own = {"content": [_content(block) for block in blocks], **_reason(ending), "usage": _usage(ending)}
-    return JsonBody(_message(turn) | own)
+    return with_fingerprint(JsonBody(_message(turn) | own), turn.system_fingerprint)
 
 
 async def count_tokens(service: Service, request: HttpRequest, body: CountTokensRequest) -> Response:

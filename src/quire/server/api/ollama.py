@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
 from quire.server.api.embeddings import embedded, unit_vector
-from quire.server.api.service import Service, aside, counted
+from quire.server.api.service import Service, aside, counted, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import OLLAMA_PATHS, ApiError
@@ -72,13 +72,15 @@ async def _answer(
     if chat.stream:
         job = await turn.stream()
         # There are no comments between such lines.
-        return LinesAnswer(service.worker, job, BlockEvents(turn, job, script), keep_alive=0)
+        lines = LinesAnswer(service.worker, job, BlockEvents(turn, job, script), keep_alive=0)
+        return with_fingerprint(lines, turn.system_fingerprint)
     blocks, ending = await read_whole(turn)
     texts = {kind: "".join(one.text for one in blocks if one.kind is kind) for kind in Kind}
     calls = [_call(one, i) for i, one in enumerate(one for one in blocks if one.kind is Kind.CALL)]
     found = _said(field, texts[Kind.CONTENT], texts[Kind.REASONING], calls)
     logprobs = [entry for one in blocks for entry in one.logprobs]
-    return JsonBody(script.last(ending) | found | ({"logprobs": logprobs} if chat.logprobs else {}))
+    answer = JsonBody(script.last(ending) | found | ({"logprobs": logprobs} if chat.logprobs else {}))
+    return with_fingerprint(answer, turn.system_fingerprint)
 
 
 async def ollama_embed(service: Service, request: HttpRequest, body: EmbedRequest) -> Response:
@@ -94,7 +96,8 @@ async def ollama_embed(service: Service, request: HttpRequest, body: EmbedReques
         spent = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0}
         return JsonBody(head | spent | {"prompt_eval_count": num_prompt})
 
-    return await aside(len(outputs) * service.model.hidden_size, answered)
+    answer = await aside(len(outputs) * service.model.hidden_size, answered)
+    return with_fingerprint(answer, await service.system_fingerprint(outputs))
 
 
 def tags(service: Service) -> dict[str, Any]:

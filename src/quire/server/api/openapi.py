@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from quire.server.api.service import LOWEST_LOGPROB, Service
+from quire.server.api.service import FINGERPRINT_SIZE, LOWEST_LOGPROB, Service
 from quire.server.http.guard import OPEN_PATHS
 
 Logprob = Annotated[
@@ -20,6 +20,14 @@ Logprob = Annotated[
     Field(
         ge=LOWEST_LOGPROB,
         description=f"A natural logarithm; {LOWEST_LOGPROB} stands for what is lower, or not a number",
+    ),
+]
+SystemFingerprint = Annotated[
+    str | None,
+    Field(
+        pattern=f"^fp_[0-9a-f]{{{FINGERPRINT_SIZE}}}$",
+        description="What the answer was computed with: weights, configuration, tokenizer, template, versions and "
+        "arithmetic. The same from all replicas that give the same bits; null where it is not known",
     ),
 ]
 FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
@@ -114,6 +122,7 @@ class Completion(Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: SystemFingerprint
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -125,6 +134,7 @@ class CompletionChunk(Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: SystemFingerprint
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -194,6 +204,7 @@ class ChatCompletion(Answer):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: SystemFingerprint
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs = None
@@ -245,6 +256,7 @@ class ChatChunk(Answer):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: SystemFingerprint
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -263,6 +275,7 @@ class Embeddings(Answer):
     object: Literal["list"]
     data: list[Embedding]
     model: str
+    system_fingerprint: SystemFingerprint
     usage: Usage
 
 

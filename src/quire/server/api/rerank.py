@@ -37,7 +37,7 @@ class Scores(NamedTuple):
     """A score for each pair."""
 
     scores: list[float]
-    usage: dict[str, Any]
+    numbers: dict[str, Any]  # the fields "usage" and "system_fingerprint" of an answer
 
 
 async def rerank(service: Service, request: HttpRequest, body: RerankRequest) -> Response:
@@ -52,8 +52,8 @@ async def rerank(service: Service, request: HttpRequest, body: RerankRequest) ->
         for i in order
     ]
     name = service.identity(request, "rerank").name
-    head = {"id": name, "model": service.answering(body.model), "usage": found.usage}
-    return JsonBody(head | {"results": results})
+    head = {"id": name, "model": service.answering(body.model)}
+    return JsonBody(head | found.numbers | {"results": results})
 
 
 async def score(service: Service, request: HttpRequest, body: ScoreRequest) -> Response:
@@ -65,7 +65,7 @@ async def score(service: Service, request: HttpRequest, body: ScoreRequest) -> R
     name, created = service.identity(request, "score")
     data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(found.scores)]
     head = {"id": name, "object": "list", "created": created, "model": service.answering(body.model)}
-    return JsonBody(head | {"data": data, "usage": found.usage})
+    return JsonBody(head | {"data": data} | found.numbers)
 
 
 async def _scores(
@@ -96,7 +96,7 @@ async def _scores(
         return [cosine(one, other) for one, other in pairs]
 
     scores = await aside(len(outputs) * service.model.hidden_size, read)
-    return Scores(scores, prompt_usage(outputs))
+    return Scores(scores, await _numbers(service, outputs))
 
 
 async def _by_answers(
@@ -130,7 +130,11 @@ async def _by_answers(
     yes = await _drawn(service, request, body, prompts, tokens[0])
     no = await _drawn(service, request, body, prompts, tokens[1])  # whose prompts are found in the cache
     margins = [_logprob(one) - _logprob(other) for one, other in zip(yes, no, strict=True)]
-    return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], prompt_usage(yes))
+    return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], await _numbers(service, yes))
+
+
+async def _numbers(service: Service, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    return {"usage": prompt_usage(outputs), "system_fingerprint": await service.system_fingerprint(outputs)}
 
 
 def _answer_token(service: Service, answer: str) -> int:

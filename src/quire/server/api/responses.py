@@ -26,12 +26,12 @@ async def respond(service: Service, request: HttpRequest, body: ResponsesRequest
     chat = body.chat()
     body.input.clear()  # the chat has it
     turn = await Turn.of(service, request, chat, "resp")
-    writer = _Writer(turn, body)
     if chat.stream:
         job = await turn.stream()
-        events = BlockEvents(turn, job, _Script(writer))
+        events = BlockEvents(turn, job, _Script(_Writer(turn, body)))
         return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
-    return JsonBody(writer.ended(*await read_whole(turn)))
+    found = await read_whole(turn)
+    return JsonBody(_Writer(turn, body).ended(*found))
 
 
 class _Writer:
@@ -108,6 +108,7 @@ def _head(turn: Turn, body: ResponsesRequest) -> dict[str, Any]:
         "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
         "service_tier": "default",
         "store": False,
+        "system_fingerprint": turn.system_fingerprint,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"} | shown},
         "tool_choice": _chosen(body),

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from quire.errors import BadValue, RequestError
 from quire.jobs import Generation, Job
@@ -49,6 +50,8 @@ MAX_QUICK_GRAMMARS = 2  # that are read, or compiled in no time, at the same tim
 MAX_LONG_TEXTS = 2  # that are taken apart at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
 LOWEST_LOGPROB = -9999.0  # what stands for numbers that JSON does not have, as in vLLM
+FINGERPRINT_SIZE = 10  # hexadecimal digits of a system_fingerprint
+FINGERPRINT_HEADER = "X-System-Fingerprint"  # of answers by protocols whose bodies have no place for one
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
           "min_tokens")  # fmt: skip
 
@@ -137,6 +140,16 @@ class Service:
             known = ", ".join(map(repr, (*self.model.names, *self.model.loras)))
             message = f"there is no model {shown(name)} here; this server has {known}"
             raise ApiError(message, 404, param="model", code="model_not_found")
+
+    async def system_fingerprint(self, outputs: Sequence[RequestOutput]) -> str | None:
+        """Return what answers with these outputs name as the system that computes them, in OpenAI's form.
+
+        None where it is not known, or where several computed them whose bits may differ.
+        """
+        own = await self.worker.fingerprint()
+        found = {output.fingerprint or own for output in outputs} or {own}
+        digest = found.pop() if len(found) == 1 else None
+        return None if digest is None else f"fp_{digest[:FINGERPRINT_SIZE]}"
 
     def check_ready(self) -> None:
         """Raise ApiError (503) while no further requests are wanted, or none would be served."""
@@ -415,6 +428,13 @@ def _cancel(task: asyncio.Task[T]) -> None:
 async def aside(size: int, function: Callable[[], T]) -> T:
     """What a function returns; it runs on another thread if what it goes through is long, so that no one waits."""
     return await asyncio.to_thread(function) if size > LONG_TEXT else function()
+
+
+def with_fingerprint(answer: Response, fingerprint: str | None) -> Response:
+    """Return the answer, whose header names the system that computed it, where that is known."""
+    if fingerprint is not None:
+        answer.headers[FINGERPRINT_HEADER] = fingerprint
+    return answer
 
 
 def listed(given: Any) -> list[str | list[int]]:

@@ -44,6 +44,7 @@ class Turn:
     prompt: Prompt
     max_tokens: int | None
     reading: Reading
+    system_fingerprint: str | None = None  # of what computes them, once they are submitted (stream) or have ended (run)
 
     @classmethod
     async def of(
@@ -75,12 +76,14 @@ class Turn:
         """A job that has been submitted, and reports what comes."""
         job = self.service.stream(self.request, self.identity, await self._requests())
         await self.service.worker.submit(job)
+        self.system_fingerprint = await self.service.system_fingerprint(job.outputs)
         return job
 
     async def run(self) -> RequestOutput:
         """The answers when they have ended. Raises ApiError where one of them fails."""
         made = await self._requests()
         [output] = await self.service.run(self.request, Generation(made), self.body.grammar_field())
+        self.system_fingerprint = await self.service.system_fingerprint([output])
         return output
 
     async def _requests(self) -> list[tuple[RequestOutput, list[Request]]]:

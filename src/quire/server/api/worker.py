@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 
@@ -37,6 +37,7 @@ class Worker:
 
         stuck_after: seconds that a step may take; None: by its cost.
         """
+        self.identify: Callable[[], str | None] = lambda: None  # the digest of what computes; takes its time
         self.llm = llm
         self.engine = llm.engine
         self.clocks = clocks
@@ -51,6 +52,11 @@ class Worker:
     def start(self) -> None:
         """Begin to serve, for the event loop in which this is called."""
         self.llm.start()
+        self._identified = asyncio.create_task(asyncio.to_thread(self.identify))  # no answer's beginning waits for it
+
+    async def fingerprint(self) -> str | None:
+        """Return the digest of what computes. The first answers may wait for it, for a part of a second."""
+        return await asyncio.shield(self._identified)
 
     async def stop(self) -> None:
         """End. Who still waits gets an error; the step that is being computed is waited for, but not for ever."""
