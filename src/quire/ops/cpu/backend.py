@@ -13,6 +13,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from ctypes import byref
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -100,7 +101,7 @@ class CpuBackend(Backend):
         out: Tensor | None,  # [T, Hq, Dv]
         return_lse: bool,
     ) -> None:
-        plan.cache(kv)
+        plan.check(kv)
         plain = all(option is None for option in scores)
         fits = out is None or (
             _fits(out, plan.out_shape, plan)
@@ -120,7 +121,7 @@ class CpuBackend(Backend):
         lse: Tensor | None,  # fp32 [T, Hq]
     ) -> None:
         scale, alibi_slopes, softcap, sinks, chunk = scores
-        p = plan.cache(kv).attention
+        p = plan.checked(kv).attention
         p.q, p.out, p.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         p.alibi_slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
         p.slope_seq = 0 if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes.stride(0)
@@ -150,13 +151,13 @@ class CpuBackend(Backend):
     # ----------------------------------------------------------------------------------------------- the cache
 
     def _check_write(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: CpuPlan) -> None:
-        cache = plan.cache(kv)
+        cache = plan.check(kv)
         fits = _fits(k_new, plan.k_shape, plan) and _fits(v_new, plan.v_shape, plan)
         if not (plan.writable and cache.separate and fits and overlap.apart(kv.tensors().values(), (k_new, v_new))):
             super()._check_write(k_new, v_new, kv, plan)
 
     def _write_kv(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: CpuPlan) -> None:
-        p = plan.cache(kv).write
+        p = plan.checked(kv).write
         p.k_new, p.v_new = k_new.data_ptr(), v_new.data_ptr()
         p.k_new_token, p.k_new_head, _ = k_new.stride()
         p.v_new_token, p.v_new_head, _ = v_new.stride()
@@ -282,9 +283,12 @@ class CpuBackend(Backend):
     def _choose(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         count, k = len(logits), choice.num_chosen
         room = logits.clone(memory_format=torch.contiguous_format), torch.empty(logits.shape, dtype=torch.float32)
-        heaps, ids = (torch.empty(count, k, dtype=torch.int64) for _ in range(2))
+        heaps = torch.empty(count, max(k, choice.groups), dtype=torch.int64)
+        ids = torch.empty(count, k, dtype=torch.int64)
         shares = torch.empty(count, k, dtype=torch.float32)
         addresses = (x.data_ptr() for x in (*room, heaps, ids, shares))
+        bias, scales = (None if x is None else x.contiguous() for x in (choice.bias, choice.scales))
+        choice = replace(choice, bias=bias, scales=scales)
         native.default()("choose", *addresses, count, native.ChoiceParams.of(choice, logits.shape[1]))
         return ids, shares
 

@@ -55,7 +55,7 @@ class MemoryExchange:
     ) -> None:
         self.rank, self.size, self.size_here = rank, size, size
         self.reason: Callable[[], str | None] = lambda: None
-        self._memory, self._native = memory, _functions()
+        self._memory, self._native = memory.numpy(), _functions()  # torch does not resize what numpy has
         self.handle = int(self._native.quire_exchange_new(memory.data_ptr(), rank, size, SLOT))
 
     def gather(

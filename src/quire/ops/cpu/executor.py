@@ -7,24 +7,26 @@ for the work itself. Each native operator is the one of the same name in this ba
 from __future__ import annotations
 
 import time
-import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from ctypes import Structure, addressof, c_int64, c_void_p
+from dataclasses import replace
 from threading import Lock
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from quire.errors import BadStride, BadValue
 from quire.ops import checks
+from quire.ops.choice import Choice
 from quire.ops.cpu import native, recurrent
 from quire.ops.cpu.exchange import MemoryExchange, gather_params
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.lora import PackedLoraTable, check_slots
 from quire.ops.cpu.recurrent import CpuRecurrentPlan
-from quire.ops.cpu.worklist import CpuPlan
+from quire.ops.cpu.worklist import CpuPlan, Layout, layout
 from quire.ops.memory import in_huge_pages
 from quire.ops.plan import locked
 from quire.ops.program import (
@@ -57,6 +59,7 @@ from quire.ops.program import (
 from quire.ops.recurrent import RecurrentCache, RecurrentSpec, check_cache
 from quire.ops.spec import AttentionSpec, PagedKV
 
+Described = TypeVar("Described", Operator, Choice)
 CachedParams: TypeAlias = (
     native.WriteParams | native.AttentionParams | native.ConvolutionParams | native.RecurrenceParams
 )
@@ -99,7 +102,8 @@ class NativeExecutor:
             self._strides[name] = self._library("row_stride", self._strides[name], dtype)
         self._own_width = sum(self._strides[name] for name in own)
         self._kept: list[object] = []  # what the operators point to
-        self._cached: list[tuple[int, int, CachedParams]] = []  # what works on a cache, with its layer and group
+        # What works on the cache of each layer and group.
+        self._cached: defaultdict[tuple[int, int], list[CachedParams]] = defaultdict(list)
         self._linears: list[native.LinearParams] = []
         self._projections: list[tuple[PackedLinear, int]] = []  # with the stride of x
         self._loras: list[native.LoraParams] = []
@@ -110,7 +114,8 @@ class NativeExecutor:
         self._scratch = torch.empty(0, dtype=program.dtype)
         self._copy = torch.empty(0)
         self._lora_copy = torch.empty(0)
-        self._bound: weakref.ref[LayerCaches] | None = None
+        # Of each layer: the spec that its cache was found to fit, and where that lay.
+        self._bound: list[tuple[AttentionSpec | RecurrentSpec, Layout]] = []
         # Of each group: the last spec that had the right sizes.
         self._known: dict[int, AttentionSpec | RecurrentSpec] = {}
         self._lock = Lock()
@@ -128,6 +133,7 @@ class NativeExecutor:
     # ------------------------------------------------------------------------------------------ lowering it
 
     def _lowered(self, operator: Operator) -> native.Op:
+        operator = self._held(operator)
         match operator:
             case Project(linear=linear):
                 return self._linear(operator, cast(PackedLinear, linear))
@@ -140,7 +146,7 @@ class NativeExecutor:
                 return self._op(operator, rope, q, k)
             case Write(k=k, v=v, layer=layer, group=group):
                 write = native.WriteParams()
-                self._cached.append((layer, group, write))
+                self._cached[layer, group].append(write)
                 return self._op(operator, write, k, v, group=group)
             case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes, sinks=sinks):
                 attention = native.AttentionParams(
@@ -150,7 +156,7 @@ class NativeExecutor:
                     softcap=operator.softcap or 0.0,
                     chunk=operator.chunk or 0,
                 )
-                self._cached.append((layer, group, attention))
+                self._cached[layer, group].append(attention)
                 return self._op(operator, attention, q, None, out, group=group)
             case Activate(x=x, out=out, activation=activation):
                 return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
@@ -162,7 +168,7 @@ class NativeExecutor:
                 places: list[Place | None] = [*buffers, None]
                 return self._op(operator, native.EachParams(), buffers[0], places[1], places[2])
             case MixExperts(x=x, layer=layer, out=out, seen=seen):
-                linears = ExpertLinears.of(layer)
+                linears = ExpertLinears.of(replace(layer, choice=self._held(layer.choice)))
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, seen or x, out)
@@ -194,6 +200,12 @@ class NativeExecutor:
                 self._lora_room = max(self._lora_room, packed.room)
                 return self._op(operator, lora, x, None, out)
 
+    def _held(self, described: Described) -> Described:
+        """The same with its tensors in fp32, in memory that stays whatever these are set to or resized to later."""
+        held = {name: x.detach().float().contiguous() for name, x in vars(described).items() if isinstance(x, Tensor)}
+        self._kept += (x.numpy() for x in held.values())  # torch does not resize what numpy has
+        return cast(Described, replace(cast(Any, described), **held)) if held else described
+
     def _recurrent(
         self,
         operator: Convolve | GatedDelta | StateSpace,
@@ -202,7 +214,7 @@ class NativeExecutor:
         y: Place | None,
         out: Place,
     ) -> native.Op:
-        self._cached.append((operator.layer, operator.group, params))
+        self._cached[operator.layer, operator.group].append(params)
         return self._op(operator, params, x, y, out, group=operator.group)
 
     def _linear(self, operator: Project, packed: PackedLinear) -> native.Op:
@@ -290,12 +302,15 @@ class NativeExecutor:
 
     def _bind(self, caches: LayerCaches, plans: Sequence[CpuPlan | CpuRecurrentPlan]) -> None:
         """Let the layers' attention and recurrences work on these caches."""
-        if self._bound is not None and self._bound() is caches:
+        layers = [(plans[group], caches.layer(layer)) for layer, group in self._cached]
+        bound = [(plan.spec, layout(cache)) for plan, cache in layers]
+        if bound == self._bound:
             return
-        found = [(params, _native_cache(plans[group], caches.layer(layer))) for layer, group, params in self._cached]
-        for params, cache in found:  # all of them were checked
-            params.cache = cache
-        self._bound = weakref.ref(caches)
+        found = [_native_cache(plan, cache) for plan, cache in layers]
+        for cache, users in zip(found, self._cached.values(), strict=True):  # all of them were checked
+            for params in users:
+                params.cache = cache
+        self._bound = bound
 
     def _run(
         self,
@@ -388,7 +403,7 @@ def _native_cache(plan: CpuPlan | CpuRecurrentPlan, cache: PagedKV | RecurrentCa
     if isinstance(plan, CpuRecurrentPlan):
         check_cache(cast(RecurrentCache, cache), plan.spec)
         return recurrent.records(cast(RecurrentCache, cache))
-    return plan.cache(cast(PagedKV, cache)).params
+    return plan.check(cast(PagedKV, cache)).params
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

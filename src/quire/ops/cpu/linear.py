@@ -255,7 +255,7 @@ class Packer:
             self._pack_numbers(params, weight, packed)
         return PackedLinear(
             packed,
-            None if bias is None else bias.float().contiguous(),
+            None if bias is None else self._kept(bias.float()),
             out_size,
             in_size,
             dtype,

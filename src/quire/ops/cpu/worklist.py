@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from ctypes import byref
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,10 +15,18 @@ from quire.errors import Unsupported
 from quire.ops import overlap
 from quire.ops.cpu import native
 from quire.ops.plan import AttentionPlan
+from quire.ops.recurrent import RecurrentCache
 from quire.ops.rows import used_strides
 from quire.ops.spec import AttentionSpec, PagedKV, check_kv
 
 MAX_CACHES = 1_024  # that a plan remembers
+
+Layout: TypeAlias = list[tuple[object, ...]]
+
+
+def layout(cache: PagedKV | RecurrentCache) -> Layout:
+    """What a layer's tensors have now that `set_`, `resize_` or an assignment to `data` changes."""
+    return [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in vars(cache).values() if x is not None]
 
 
 class Cache:
@@ -26,6 +35,7 @@ class Cache:
     def __init__(self, kv: PagedKV, forget: Callable[[object], None]) -> None:
         """forget: called when the PagedKV is gone; it alone keeps the memory, whose address may then be another's."""
         self.owner = weakref.ref(kv, forget)
+        self.layout = layout(kv)
         tensors = kv.tensors()
         self.separate = not (any(map(overlap.repeats, tensors.values())) or overlap.first_shared(tensors, {}))
         self.params = native.CacheParams()
@@ -109,15 +119,19 @@ class CpuPlan(AttentionPlan):
         self.k_shape = (tokens, spec.num_kv_heads, spec.head_dim)
         self.v_shape = (tokens, spec.num_kv_heads, spec.dim_v)
 
-    def cache(self, kv: PagedKV) -> Cache:
-        """The native view of a layer's cache, checked when it is seen for the first time."""
+    def check(self, kv: PagedKV) -> Cache:
+        """The native view of a layer's cache, checked and made when its tensors are not as they were seen last."""
         found = self._caches.get(id(kv))
-        if found is None:
+        if found is None or found.layout != layout(kv):
             check_kv(kv, self.spec)
             if len(self._caches) >= MAX_CACHES:
                 self._caches.clear()
             found = self._caches[id(kv)] = Cache(kv, partial(_forget, weakref.ref(self), id(kv)))
         return found
+
+    def checked(self, kv: PagedKV) -> Cache:
+        """What `check` returned in the same call of an operator."""
+        return self._caches[id(kv)]
 
     @property
     def num_items(self) -> int:
