@@ -299,7 +299,17 @@ def chosen(logits: Tensor, choice: Choice) -> tuple[list[list[int]], list[list[f
     ("sizes", "scores", "renormalised"),
     spread(
         2,
-        [(1, 1, 1, 1, 2), (7, 3, 1, 1, 2), (64, 6, 8, 3, 2), (12, 2, 4, 2, 1), (40, 8, 40, 9, 2), (130, 8, 1, 1, 2)],
+        [
+            (1, 1, 1, 1, 2),
+            (7, 3, 1, 1, 2),
+            (64, 6, 8, 3, 2),
+            (12, 2, 4, 2, 1),
+            (40, 8, 40, 9, 2),
+            (130, 8, 1, 1, 2),
+            (64, 1, 4, 1, 3),
+            (12, 3, 2, 1, 3),
+            (40, 4, 8, 2, 9),
+        ],
         ["softmax", "sigmoid"],
         [False, True],
     ),
@@ -329,13 +339,44 @@ def test_of_equal_experts_and_groups_the_first_are_chosen(backend, device):
     torch.testing.assert_close(shares, torch.full((2, 3), 1 / 3, device=device))
 
 
-def test_choices_that_cannot_be_made_are_refused():
+def test_a_group_with_an_expert_that_is_never_chosen_counts_less_than_others(backend, device):
+    bias = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], device=device)
+    choice = Choice(num_chosen=1, renormalised=False, scores="sigmoid", bias=bias, groups=2)
+    ids, shares = backend.choose(torch.tensor([[0.0, 5.0, 0.0, -1.0]], device=device), choice)
+    assert (ids.tolist(), shares.tolist()) == ([[2]], [[0.5]])
+
+
+def test_weights_of_a_choice_may_have_any_strides(backend, device):
+    gen = torch.Generator().manual_seed(1)
+    logits, weights = torch.randn(5, 12, generator=gen).to(device), torch.randn(2, 24, generator=gen).to(device)
+    choice = Choice(num_chosen=3, renormalised=True, bias=weights[0, ::2], scales=weights[1, ::2])
+    ids, shares = backend.choose(logits, choice)
+    want_ids, want = chosen(logits, choice)
+    assert ids.tolist() == want_ids
+    torch.testing.assert_close(exact(shares), torch.tensor(want, dtype=torch.float64), atol=1e-6, rtol=1e-5)
+
+
+def test_choices_that_cannot_be_made_are_refused(backend, device):
     for options, shown in (
         ({"num_chosen": 0}, "0 experts are to be chosen"),
         ({"groups": 4, "groups_chosen": 5}, "5 groups of experts of 4"),
+        ({"group_best": 0}, "group_best is 0; it must be at least 1"),
+        ({"scores": "tanh"}, "scores is 'tanh'; it must be 'softmax' or 'sigmoid'"),
     ):
         with pytest.raises(BadValue, match=shown):
             Choice(**{"num_chosen": 2, "renormalised": True} | options)
+    for options, error, shown in (
+        ({"bias": torch.zeros(1)}, BadShape, r"choice.bias has shape \(1,\); expected \(6,\)"),
+        ({"scales": torch.zeros(6, 1)}, BadShape, r"choice.scales has shape \(6, 1\); expected \(6,\)"),
+        ({"bias": torch.zeros(6).double()}, BadDtype, "choice.bias has dtype torch.float64; expected torch.float32"),
+        ({"bias": torch.zeros(6, device="meta")}, BadValue, "choice.bias is on meta; expected"),
+        ({"num_chosen": 7}, BadValue, r"7 experts of 6 are to be chosen; it must be 1\.\.6"),
+        ({"groups": 4}, BadValue, "2 of 6 experts in 4 groups are to be chosen, out of 1 of these"),
+        ({"groups": 6}, BadValue, "2 of 6 experts in 6 groups are to be chosen, out of 1 of these"),
+    ):
+        choice = Choice(**{"num_chosen": 2, "renormalised": True} | options)
+        with pytest.raises(error, match=shown):
+            backend.choose(torch.zeros(3, 6, device=device), choice)
 
 
 # ------------------------------------------------------------------------------------------------- refusals

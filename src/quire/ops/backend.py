@@ -146,7 +146,7 @@ class Backend(RecurrentOperators):
 
     @abstractmethod
     def compile(self, program: Program) -> Executor:
-        """What runs the program on this backend."""
+        """What runs the program on this backend, with the weights that it has now: later ones may not be seen."""
 
     def exchange(
         self,
@@ -480,7 +480,7 @@ class Backend(RecurrentOperators):
 
         Of experts that are equally preferred, the first one comes first.
         """
-        validate_small.check_logits(logits, choice.num_chosen)
+        validate_small.check_choice(logits, choice)
         return self._choose(logits, choice)
 
     def _choose(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:

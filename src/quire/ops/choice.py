@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.errors import BadValue
+from quire.errors import BadValue, check_integer
+from quire.ops.checks import check_tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +37,22 @@ class Choice:
             raise BadValue(f"{self.num_chosen} experts are to be chosen; it must be at least 1")
         if not 1 <= self.groups_chosen <= self.groups:
             raise BadValue(f"{self.groups_chosen} groups of experts of {self.groups} are to be chosen")
+        if self.scores not in ("softmax", "sigmoid"):
+            raise BadValue(f"choice.scores is {self.scores!r}; it must be 'softmax' or 'sigmoid'")
+        check_integer(BadValue, "choice.group_best", self.group_best, 1)
+
+    def check(self, num_experts: int) -> None:
+        """Raise BadValue, BadShape or BadDtype unless it is a choice among that many experts."""
+        if self.num_chosen > num_experts:
+            raise BadValue(f"{self.num_chosen} experts of {num_experts} are to be chosen; it must be 1..{num_experts}")
+        if num_experts % self.groups or self.num_chosen > num_experts // self.groups * self.groups_chosen:
+            raise BadValue(
+                f"{self.num_chosen} of {num_experts} experts in {self.groups} groups are to be chosen, out of "
+                f"{self.groups_chosen} of these"
+            )
+        for name, x in (("choice.bias", self.bias), ("choice.scales", self.scales)):
+            if x is not None:
+                check_tensor(name, x, (num_experts,), torch.float32, x.device, any_strides=True)
 
     @property
     def is_plain(self) -> bool:
@@ -76,6 +93,8 @@ def _within_groups(
 ) -> Tensor:
     """The same with -inf for experts of other groups than the chosen ones."""
     grouped = preferred.view(len(preferred), choice.groups, -1)
-    best = grouped.topk(min(choice.group_best, grouped.shape[2]), -1).values.sum(-1)  # [T, groups]
+    best = torch.zeros_like(grouped[:, :, 0])  # [T, groups]
+    for scores in grouped.topk(min(choice.group_best, grouped.shape[2]), -1).values.unbind(-1):
+        best += scores  # one after the other, as above
     others = torch.ones_like(best, dtype=torch.bool).scatter_(1, top_k(best, choice.groups_chosen), False)
     return grouped.masked_fill(others[:, :, None], -torch.inf).view_as(preferred)

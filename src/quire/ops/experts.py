@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape, BadValue
+from quire.errors import BadShape
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.exchange import Columns
@@ -20,7 +20,7 @@ from quire.ops.linear import Linear
 class ExpertLayer:
     """A router, and E MLPs of one kind; each row goes through those k that the router prefers.
 
-    Raises BadValue or BadShape for another number of experts than the lists have.
+    Raises BadValue, BadShape or BadDtype for another number of experts than the lists have.
     """
 
     router: Linear  # H -> E
@@ -32,19 +32,10 @@ class ExpertLayer:
     inner: Columns | None = None  # of I, where each rank of a group has some; mlp_out has some of H then
 
     def __post_init__(self) -> None:
-        count, choice = len(self.mlp_in), self.choice
-        if choice.num_chosen > count:
-            raise BadValue(f"{choice.num_chosen} experts of {count} are to be chosen; it must be 1..{count}")
+        count = len(self.mlp_in)
+        self.choice.check(count)
         if len(self.mlp_out) != count:
             raise BadShape(f"there are {count} mlp_in and {len(self.mlp_out)} mlp_out; they are pairs")
-        if count % choice.groups or choice.num_chosen > count // choice.groups * choice.groups_chosen:
-            raise BadValue(
-                f"{choice.num_chosen} of {count} experts in {choice.groups} groups are to be chosen, out of "
-                f"{choice.groups_chosen} of these"
-            )
-        for name, x in (("bias", choice.bias), ("scales", choice.scales)):
-            if x is not None and (x.shape != (count,) or x.dtype != torch.float32 or not x.is_contiguous()):
-                raise BadShape(f"choice.{name} is {x.dtype} of shape {tuple(x.shape)}; expected fp32 ({count},)")
 
 
 def weighted_experts(

@@ -7,6 +7,7 @@ import torch
 from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
 from quire.ops import checks
 from quire.ops.activation import Activation
+from quire.ops.choice import Choice
 
 
 def check_residual(
@@ -156,3 +157,13 @@ def check_logits(
         raise BadShape(f"logits has shape {tuple(logits.shape)}; expected [R, V], with V at most {checks.INT32_MAX}")
     checks.check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits.device)
     check_integer(BadValue, "k", k, 0, logits.shape[1])
+
+
+def check_choice(
+    logits: torch.Tensor,  # fp32 [T, E]
+    choice: Choice,
+) -> None:
+    """Check the arguments of choose."""
+    check_logits(logits)
+    choice.check(logits.shape[1])
+    checks.check_beside(logits, **{"choice.bias": choice.bias, "choice.scales": choice.scales})

@@ -100,7 +100,8 @@ class ExpertsRoom:
         dtype, stride = layer.router.dtype, layer.mlp_out[0].stride
         for name, kind, width in (
             *((name, torch.float32, len(layer.mlp_in)) for name in ("logits", "scores")),
-            *((name, torch.int64, k) for name in ("heaps", "chosen", "places")),
+            ("heaps", torch.int64, max(k, layer.choice.groups)),
+            *((name, torch.int64, k) for name in ("chosen", "places")),
             ("shares", torch.float32, k),
             ("gathered", torch.float32, max(layer.router.lanes, k * layer.mlp_in[0].lanes)),
             ("inner", dtype, k * inner),

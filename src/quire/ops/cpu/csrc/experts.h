@@ -82,7 +82,8 @@ struct Experts {
         router.out = p.logits, router.out_stride = count, router.copy = p.gathered, router.threads = threads;
         linear<F>(parallel_for, &router);
         parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
-            choose_row(p.logits + i * count, p.scores + i * count, p.choice, p.heaps + i * k, p.chosen + i * k, p.shares + i * k);
+            choose_row(p.logits + i * count, p.scores + i * count, p.choice, p.heaps + i * heap_size(p.choice), p.chosen + i * k,
+                       p.shares + i * k);
         });
     }
 

@@ -292,13 +292,13 @@ ENTRY(activate)(
     });
 }
 
-// logits: [rows, E], overwritten. scores: [rows, E] and heaps: [rows, k] of scratch.
+// logits: [rows, E], overwritten. scores: [rows, E] and heaps: [rows, heap_size] of scratch.
 ENTRY(choose)(
     ParallelFor parallel_for, float* logits, float* scores, uint64_t* heaps, int64_t* chosen, float* shares, int64_t rows,
     const ChoiceParams* choice) {
     const int64_t count = choice->num_experts, k = choice->num_chosen;
     parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
-        choose_row(logits + i * count, scores + i * count, *choice, heaps + i * k, chosen + i * k, shares + i * k);
+        choose_row(logits + i * count, scores + i * count, *choice, heaps + i * heap_size(*choice), chosen + i * k, shares + i * k);
     });
 }
 

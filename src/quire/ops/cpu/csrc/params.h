@@ -99,6 +99,17 @@ struct BlockParts {
 
 void quire_read_row(int32_t kind, const uint8_t* blocks, int64_t in_size, const BlockParts& to);  // in blocks.cpp
 
+// A weight that is rounded to integers, see round.cpp.
+struct RoundParams {
+    const void* weight;  // [rows, in_size]
+    uint8_t* values;     // [rows, in_size]
+    float* scales;       // [rows, groups]
+    int64_t stride;      // of the weight, from row to row, in numbers
+    int64_t rows, in_size;
+    int64_t group;  // inputs that share a scale
+    int32_t dtype, bits, threads;
+};
+
 // -------------------------------------------------------------------------- layers that keep a state, see recurrent.h
 
 struct RecurrentSizes {
@@ -243,7 +254,7 @@ struct ExpertsParams {
     // Room for T rows.
     float* logits;     // [T, E]
     float* scores;     // [T, E]
-    uint64_t* heaps;   // [T, k]
+    uint64_t* heaps;   // [T, heap_size of the choice]
     int64_t* chosen;   // [T, k]
     float* shares;     // [T, k]
     int64_t* places;   // [T, k]: where the row stands for that expert, among all T k

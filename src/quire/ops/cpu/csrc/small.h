@@ -244,30 +244,39 @@ static void shares_row(const float* x, int64_t dim, const int64_t* chosen, int64
     for (int64_t i = 0; i < k; i++) shares[i] = exp2_scalar((x[chosen[i]] - highest) * LOG2E) / sum;
 }
 
-// Only the experts of the best groups keep what they are preferred by: the others get -inf. Of equal groups the first is better.
-static void within_groups(float* preferred, const ChoiceParams& c) {
-    const int64_t size = c.num_experts / c.groups;
-    const auto value = [&](int64_t group) {  // the sum of its best scores, the best first
-        float* of = preferred + group * size;
-        float best = of[0], second = -INF;
-        for (int64_t i = 1; i < size; i++) {
-            if (of[i] > best) second = best, best = of[i];
-            else if (of[i] > second) second = of[i];
+// The sum of the `left` largest of so many numbers, the largest first.
+static float sum_of_best(const float* x, int64_t count, int64_t left) {
+    float sum = 0.0f;
+    for (float bar = INF;;) {
+        int64_t equal = 0;
+        float next = -INF;  // the largest below the bar
+        for (int64_t i = 0; i < count; i++) {
+            equal += x[i] == bar;
+            next = x[i] < bar && x[i] > next ? x[i] : next;
         }
-        return c.group_best > 1 && size > 1 ? best + second : best;
-    };
-    for (int64_t left = c.groups; left > c.groups_chosen; left--) {  // the worst goes
-        int64_t worst = -1;
-        float least = INF;
-        for (int64_t group = 0; group < c.groups; group++) {
-            const float v = value(group);
-            if (v != -INF && v <= least) least = v, worst = group;
-        }
-        for (int64_t i = 0; worst >= 0 && i < size; i++) preferred[worst * size + i] = -INF;
+        for (; equal > 0 && left > 0; equal--, left--) sum += bar;
+        if (left == 0) return sum;
+        if (next == -INF) return -INF;
+        bar = next;
     }
 }
 
-// A row's experts, the preferred one first, and their shares. logits: may be overwritten; scores: room for as many.
+// Only the experts of the best groups keep what they are preferred by: the others get -inf. Of equal groups the first is better.
+static void within_groups(float* preferred, const ChoiceParams& c, uint64_t* ranks) {
+    const int64_t size = c.num_experts / c.groups, best = size < c.group_best ? size : c.group_best;
+    for (int64_t group = 0; group < c.groups; group++) ranks[group] = rank_of(sum_of_best(preferred + group * size, size, best), group);
+    for (int64_t group = 0; group < c.groups; group++) {
+        int64_t better = 0;
+        for (int64_t other = 0; other < c.groups; other++) better += ranks[other] > ranks[group];
+        for (int64_t i = 0; better >= c.groups_chosen && i < size; i++) preferred[group * size + i] = -INF;
+    }
+}
+
+// Room that a row's choice needs.
+QUIRE_INLINE int64_t heap_size(const ChoiceParams& c) { return c.num_chosen > c.groups ? c.num_chosen : c.groups; }
+
+// A row's experts, the preferred one first, and their shares. logits: may be overwritten; scores: room for as many. heap: see
+// heap_size.
 static void choose_row(float* logits, float* scores, const ChoiceParams& c, uint64_t* heap, int64_t* chosen, float* shares) {
     const int64_t count = c.num_experts, k = c.num_chosen;
     if (!c.sigmoid && !c.bias && c.groups == 1) {
@@ -285,7 +294,7 @@ static void choose_row(float* logits, float* scores, const ChoiceParams& c, uint
             for (int64_t i = 0; i < count; i++) scores[i] /= sum;
         }
         for (int64_t i = 0; i < count; i++) logits[i] = c.bias ? scores[i] + c.bias[i] : scores[i];
-        if (c.groups > 1) within_groups(logits, c);
+        if (c.groups > 1) within_groups(logits, c, heap);
         top_k_row(logits, count, k, heap, chosen);
         for (int64_t r = 0; r < k; r++) shares[r] = scores[chosen[r]];
     }
