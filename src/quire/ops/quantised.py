@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from ctypes import byref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -267,22 +268,64 @@ def quantised(
 ) -> QuantisedWeight:
     """The weight rounded to the nearest integers, symmetric: 8 bits to -127..127, 4 bits to -8..7.
 
-    Raises BadValue for a weight that is not finite, and what QuantisedWeight raises.
+    Raises BadShape for an empty weight, BadValue for one that is not finite, and what QuantisedWeight raises.
     """
-    out_size, in_size = weight.shape
-    groups = -(-in_size // group_size)
-    if weight.is_cpu:
-        values = mapped((out_size, in_size), torch.uint8)
-    else:
-        values = torch.empty(out_size, in_size, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(out_size, groups, dtype=torch.float32, device=weight.device)
-    step = max(1, ROUNDED_AT_ONCE // in_size)
-    for first in range(0, out_size, step):
-        rows = weight[first : first + step].float()
-        values[first : first + step], scales[first : first + step] = _rounded(rows, bits, min(group_size, in_size))
+    from quire.ops.cpu import native  # whose package needs this module first
+
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise BadShape(f"weight has shape {tuple(weight.shape)}; expected [out, in], not empty")
+    size = min(group_size, weight.shape[1])
+    rounded = _rounded_natively if weight.is_cpu and not native.unavailable() else _rounded_by_torch
+    values, scales = rounded(weight, bits, size)
     if not scales.isfinite().all():
         raise BadValue(f"the weight holds {_first(weight, ~weight.isfinite())}; only finite numbers can be quantised")
     return QuantisedWeight(values, scales, None, bits, group_size, dtype)
+
+
+def _room(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for the values [out, in] and scales [out, groups] of a weight."""
+    out_size, in_size = weight.shape
+    scales = torch.empty(out_size, -(-in_size // size), dtype=torch.float32, device=weight.device)
+    if weight.is_cpu:
+        return mapped((out_size, in_size), torch.uint8), scales
+    return torch.empty(out_size, in_size, dtype=torch.uint8, device=weight.device), scales
+
+
+def _rounded_natively(
+    weight: Tensor,  # [out, in]
+    bits: int,
+    size: int,  # inputs that share a scale, at most `in`
+) -> tuple[Tensor, Tensor]:
+    """Values and scales, made in one call: between many small ones, torch's threads wait for one another."""
+    from quire.ops.cpu import native
+
+    if weight.dtype not in native.DTYPES:
+        weight = weight.float()
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    values, scales = _room(weight, size)
+    library = native.default()
+    params = native.RoundParams(
+        *(tensor.data_ptr() for tensor in (weight, values, scales)),
+        *(weight.stride(0), *weight.shape, size),
+        *(native.DTYPES[weight.dtype], bits, torch.get_num_threads()),
+    )
+    library.round_weight(library.parallel_for, byref(params))
+    return values, scales
+
+
+def _rounded_by_torch(
+    weight: Tensor,  # [out, in]
+    bits: int,
+    size: int,  # inputs that share a scale, at most `in`
+) -> tuple[Tensor, Tensor]:
+    """The same, on any device."""
+    values, scales = _room(weight, size)
+    step = max(1, ROUNDED_AT_ONCE // weight.shape[1])
+    for first in range(0, len(weight), step):
+        rows = weight[first : first + step].float()
+        values[first : first + step], scales[first : first + step] = _rounded(rows, bits, size)
+    return values, scales
 
 
 def _rounded(
@@ -298,6 +341,7 @@ def _rounded(
         scales = torch.maximum(high, -low) / (half - 1)
     else:  # the largest number becomes -8, so that all 16 values serve
         scales = torch.where(high > -low, high, low) / -half
+    scales += 0.0  # -0 becomes 0
     steps = torch.where(scales == 0, 1, scales)[..., None]
     whole = (grouped / steps).round_().clamp_(-half, half - 1).add_(half)
     return whole.view(len(rows), -1)[:, :in_size], scales

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from quire.ops.cpu.linear import PackedLinears, Packer
 from quire.ops.linear import Linears
 from quire.ops.quantised import QuantisedWeight, quantised
 from tests.marks import spread
+from tests.ops.conftest import use_library
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -251,3 +254,58 @@ def test_what_is_refused():
             QuantisedWeight(**in_blocks | wrong)
     with pytest.raises(BadValue, match="only finite numbers"):
         quantised(torch.full((2, 2), torch.nan), 8, 2, torch.float32)
+
+
+def by_rule(weight: Tensor, bits: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The definition, group by group: values and scales."""
+    numbers, half = weight.float().numpy(), np.float32(2 ** (bits - 1))
+    parts = []
+    for first in range(0, numbers.shape[1], size):
+        x = numbers[:, first : first + size]
+        if bits == 8:
+            scale = np.abs(x).max(1) / (half - 1)
+        else:
+            scale = np.where(x.max(1) > -x.min(1), x.max(1), x.min(1)) / -half
+        steps = x / np.where(scale == 0, np.float32(1), scale)[:, None]
+        parts.append((np.clip(np.rint(steps), -half, half - 1) + half, np.where(scale == 0, 0, scale)))
+    values, scales = zip(*parts, strict=True)
+    return np.concatenate(values, 1).astype(np.uint8), np.stack(scales, 1)
+
+
+@pytest.mark.parametrize("natively", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_weights_are_rounded_by_the_rule(request, monkeypatch, natively, bits, dtype):
+    """To the bit, by the library and by torch's operators, on any threads."""
+    use_library(request, monkeypatch, None)
+    if not natively:
+        monkeypatch.setattr(native, "unavailable", lambda: "for the test")
+    gen = torch.Generator().manual_seed(bits)
+    for threads, (out_size, in_size, size) in enumerate(((1, 1, 1), (7, 129, 128), (33, 300, 64), (40, 4100, 4100)), 1):
+        torch.set_num_threads(threads)
+        drawn = torch.randn(out_size, in_size, generator=gen)
+        zeros = torch.where(torch.rand(drawn.shape, generator=gen) < 0.5, 0.0, -0.0)
+        sparse = torch.where(torch.rand(drawn.shape, generator=gen) < 0.99, zeros, drawn)
+        halves = torch.randint(-16, 17, drawn.shape, generator=gen) / 2  # between two whole numbers
+        for numbers in (drawn, drawn.abs(), -drawn.abs(), sparse, halves, drawn * 1e-7, drawn * 1e-40):
+            weight = numbers.to(dtype)
+            for given in (weight, weight.T.contiguous().T, torch.cat((weight, weight), 1)[:, :in_size]):
+                made = quantised(given, bits, size, torch.float32)
+                values, scales = by_rule(weight, bits, size)
+                assert np.array_equal(made.values.numpy(), values)
+                assert np.array_equal(made.scales.numpy().view(np.uint32), scales.view(np.uint32))
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_what_cannot_be_rounded_is_refused(request, monkeypatch, natively):
+    use_library(request, monkeypatch, None)
+    if not natively:
+        monkeypatch.setattr(native, "unavailable", lambda: "for the test")
+    for dtype, bits, number in itertools.product(DTYPES, (4, 8), (torch.nan, torch.inf, -torch.inf)):
+        weight = torch.ones(3, 70, dtype=dtype)
+        weight[1, 67] = number
+        with pytest.raises(BadValue, match=rf"the weight holds {number} at \[1, 67\]; only finite numbers"):
+            quantised(weight, bits, 64, torch.float32)
+    for shape in ((0, 4), (4, 0), (4,)):
+        with pytest.raises(BadShape, match=r"weight has shape .*; expected \[out, in\], not empty"):
+            quantised(torch.ones(shape), 8, 4, torch.float32)

@@ -117,6 +117,16 @@ class IntegerParts(Structure):
     _fields_ = [(name, c_void_p) for name in "values scales zeros minimums sub_scales sub_minimums".split()]
 
 
+class RoundParams(Structure):
+    """A weight that is rounded to integers."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "weight values scales".split()),
+        *((name, c_int64) for name in "stride rows in_size group".split()),
+        *((name, c_int32) for name in "dtype bits threads".split()),
+    ]
+
+
 class RecurrentStep(Structure):
     """The sizes of a state kind, and one step's metadata."""
 
@@ -403,6 +413,7 @@ class Library:
     num_parts: Callable[..., int]
     copy_blocks: Callable[..., None]
     read_blocks: Callable[..., None]
+    round_weight: Callable[..., None]
 
     def __call__(self, kernel: str, *arguments: object) -> Any:
         """Run a kernel on torch's threads."""
@@ -509,6 +520,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
         num_parts=entry("num_parts", c_int32, c_void_p),
         copy_blocks=entry("copy_blocks", None, _P, _P, _L, _L, _L, _L, _L, _L, _P, _P, _L),
         read_blocks=entry("read_blocks", None, _P, _I, _P, _L, _L, _L, _P, _P, _P, _P, _P),
+        round_weight=entry("round_weight", None, _P, POINTER(RoundParams)),
     )
 
 

@@ -1,6 +1,8 @@
 // Threads: torch's own pool, through the function that Python looked up in libtorch.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 typedef void (*ParallelBody)(int64_t begin, int64_t end, void* context);
@@ -24,4 +26,15 @@ static inline void parallel(ParallelFor parallel_for, int64_t count, int64_t gra
             for (int64_t i = begin; i < end; i++) (*static_cast<const Body*>(context))(i);
         },
         const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// The same on at most `threads` threads, each of which takes the next `step` of them when it is done with others: one whose core
+// another process uses does fewer.
+template <class Body>
+static inline void parallel_in_turns(ParallelFor parallel_for, int64_t threads, int64_t count, int64_t step, const Body& body) {
+    std::atomic<int64_t> taken{0};
+    parallel(parallel_for, std::min(threads, (count + step - 1) / step), 1, [&](int64_t) {
+        for (int64_t first; (first = taken.fetch_add(step, std::memory_order_relaxed)) < count;)
+            for (int64_t i = first; i < std::min(count, first + step); i++) body(i);
+    });
 }
