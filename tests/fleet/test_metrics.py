@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
 
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
+from prometheus_client.parser import text_string_to_metric_families
 
-from quire.fleet.metrics import GAUGES, STATE_GAUGES, FleetMetrics
+from quire.bits.fingerprint import Fingerprint
+from quire.fleet.link import Listener
+from quire.fleet.membership import Members, member_at
+from quire.fleet.metrics import GAUGES, MAX_COUNTED, STATE_GAUGES, FleetMetrics
 from quire.fleet.placement import NEW
+from quire.fleet.roster import Roster
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, samples, slow, until, value
@@ -42,6 +48,45 @@ def front(servers: list[Serving]) -> Iterator[Front]:
         yield found
     for server in servers:
         slow(server, 0.0)
+
+
+def test_addresses_that_change_leave_a_bounded_number_of_series() -> None:
+    metrics = FleetMetrics()
+    urls = [f"http://10.0.{i // 250}.{i % 250}:8000" for i in range(2 * MAX_COUNTED)]
+    for url in urls:
+        metrics.lost("http://stays:8000")
+        metrics.lost(url)
+        metrics.left_out(url)
+    counted: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(metrics.render("")[0].decode()):
+        for sample in family.samples:
+            if sample.name.endswith("_total") and "replica" in sample.labels:
+                counted.setdefault(sample.name, {})[sample.labels["replica"]] = sample.value
+    kept = dict.fromkeys(urls[1 - MAX_COUNTED :], 1.0)
+    assert counted == {
+        "quire:fleet_lost_total": kept | {"http://stays:8000": 2.0 * MAX_COUNTED},
+        "quire:fleet_left_out_total": kept,
+    }
+
+
+def test_a_replica_that_has_left_is_forgotten() -> None:
+    class Moving:
+        """A member that has another address each time."""
+
+        async def changes(self) -> AsyncIterator[Members]:
+            for port in range(1, 20):
+                yield frozenset([member_at(f"http://127.0.0.1:{port}")])
+                [link] = roster.links.values()
+                roster.connected(link)
+                assert roster.is_fitting(link)
+
+    async def main() -> None:
+        await roster.follow(cast(Listener, None))
+        await roster.stop()
+
+    roster = Roster(Moving(), Fingerprint({"a": "b"}), "s")
+    asyncio.run(main())
+    assert roster._fitting == {"http://127.0.0.1:19"} == roster.links.keys()
 
 
 class Asked:

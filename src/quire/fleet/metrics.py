@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
+from quire.fleet.index import MAX_SLOTS
 from quire.fleet.score import Choice
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
 from quire.server.http.access import Tally
 from quire.server.watch.metrics import request_counters
 
+MAX_COUNTED = 2 * MAX_SLOTS  # replicas that have counters, those that have left the fleet among them
 OPENMETRICS = "application/openmetrics-text"
 
 # Upper bounds of the buckets, in seconds.
@@ -83,6 +86,8 @@ class FleetMetrics:
         self._stall = histogram(
             "stall_seconds", "From the last token before another replica went on to the first one after.", STALL
         )
+        self._by_replica = (self._routed, self._contradictions, self._left_out, self._lost)
+        self._counted: dict[str, None] = {}  # replicas that these have, the one that was counted last at the end
         self._replicas: Callable[[], Sequence[ReplicaView]] = tuple
         self._tally: Tally | None = None
         self._registry.register(self)
@@ -98,7 +103,7 @@ class FleetMetrics:
     def routed(self, replica: str, choice: Choice) -> None:
         """A replica has taken a call."""
         best = choice.best
-        self._routed.labels(replica).inc()
+        self._count(self._routed, replica)
         self._expected.inc(best.candidate.num_blocks * best.candidate.state.block_size)
 
     def resumed(self, reason: str) -> None:
@@ -115,15 +120,15 @@ class FleetMetrics:
 
     def contradicted(self, replica: str) -> None:
         """A replica has contradicted itself."""
-        self._contradictions.labels(replica).inc()
+        self._count(self._contradictions, replica)
 
     def left_out(self, replica: str) -> None:
         """A replica serves another model."""
-        self._left_out.labels(replica).inc()
+        self._count(self._left_out, replica)
 
     def lost(self, replica: str) -> None:
         """A session has ended."""
-        self._lost.labels(replica).inc()
+        self._count(self._lost, replica)
 
     def refused(self, status: int) -> None:
         """A request has ended with an error of that HTTP status."""
@@ -141,6 +146,21 @@ class FleetMetrics:
     def stalled(self, seconds: float) -> None:
         """A sample went on at another replica, so many seconds after its last token."""
         self._stall.observe(seconds)
+
+    def _count(self, counter: Counter, replica: str) -> None:
+        """Count one more of a replica. Where there are too many, the one that was counted longest ago is forgotten.
+
+        In a cluster whose addresses change, all that were ever there would else be kept.
+        """
+        counter.labels(replica).inc()
+        self._counted.pop(replica, None)
+        self._counted[replica] = None
+        if len(self._counted) > MAX_COUNTED:
+            oldest = next(iter(self._counted))
+            del self._counted[oldest]
+            for each in self._by_replica:
+                with suppress(KeyError):  # it was not counted there
+                    each.remove(oldest)
 
     def collect(self) -> Iterator[Metric]:
         """The numbers of each replica as they are now."""

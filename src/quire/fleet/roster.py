@@ -47,6 +47,7 @@ class Roster:
             wanted = {member.url for member in members}
             for url in [url for url in self.links if url not in wanted]:
                 link = self.links.pop(url)
+                self._fitting.discard(url)
                 self._runs.pop(url).cancel()
                 self._free_slots.insert(0, link.slot)
             for url in sorted(wanted - self.links.keys()):
