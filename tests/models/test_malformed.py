@@ -16,6 +16,7 @@ from quire.models import choose, load_model, read_config, weights
 from quire.models.hf_config import LARGEST
 from quire.models.hub import missing_files
 from quire.models.rope import rope_table
+from quire.models.template import default_template
 from quire.models.text_part import text_part
 from quire.models.weights import weight_files
 from quire.ops import load
@@ -72,7 +73,11 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
         ("Llama", {"rms_norm_eps": math.inf}, "rms_norm_eps is inf; it must be a positive number"),
         ("Llama", {"rms_norm_eps": 10**400}, "rms_norm_eps is 10+.*; it must be a positive number"),
         ("Llama", {"rms_norm_eps": "x" * 10**6}, r"rms_norm_eps is 'x+\.\.\.x+'; it must be a positive number"),
-        ("Llama", {"rms_norm_eps": [[[[[[1]]]]]] * 10**3}, r"rms_norm_eps is \[.*\.\.\.\]; it must be a positive number"),
+        (
+            "Llama",
+            {"rms_norm_eps": [[[[[[1]]]]]] * 10**3},
+            r"rms_norm_eps is \[.*\.\.\.\]; it must be a positive number",
+        ),
         ("Llama", {f"key{i}": 1 for i in range(5000)}, "keys that family 'llama' does not understand: key0=1"),
         ("Llama", {"dtype": ["x"]}, r"dtype is .*; it must be one of float32"),
         ("Llama", {"quantization_config": [1]}, r"quantization_config is \[1\]; it must be an object"),
@@ -110,7 +115,11 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
         ("Bamba", {"attn_layer_indices": [9]}, r"attn_layer_indices is \[9\]; it must be a list of layers' numbers"),
         ("Bamba", {"time_step_limit": [0, "x"]}, "time_step_limit is .*; it must be two numbers"),
         ("Bamba", {"time_step_limit": [math.nan, 1]}, "time_step_limit is .*; it must be two numbers"),
-        ("Mpt", {"attn_config": {"softmax_scale": "x"}}, "attn_config: softmax_scale is 'x'; it must be a positive number"),
+        (
+            "Mpt",
+            {"attn_config": {"softmax_scale": "x"}},
+            "attn_config: softmax_scale is 'x'; it must be a positive number",
+        ),
         ("Qwen3Moe", {"mlp_only_layers": "0"}, "mlp_only_layers is '0'; it must be a list of layers' numbers"),
         ("Qwen3Moe", {"num_hidden_layers": 4096, "num_experts": 4096}, "16777216 experts .*; it must be at most"),
         ("SmolLM3", {"no_rope_layers": {}}, r"no_rope_layers is \{\}; it must be a list"),
@@ -230,3 +239,15 @@ def test_the_end_of_a_text(tmp_path: Path, token: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": token}), encoding="utf-8")
     with pytest.raises(ModelError, match=r"eos_token_id is .*; it must be a token's number"):
         load_model(tmp_path, engine_config(), load())
+
+
+@pytest.mark.parametrize(
+    ("found", "template"),
+    [
+        (5, None),
+        ([5, {"name": ["default"], "template": "a"}, {"name": "default", "template": "b"}], "b"),
+        ([{"name": "default", "template": []}], None),
+    ],
+)
+def test_templates_of_a_tokenizer_config(found: object, template: str | None) -> None:
+    assert default_template({"chat_template": found}) == template

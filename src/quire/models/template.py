@@ -15,8 +15,8 @@ def default_template(settings: Mapping[str, Any]) -> str | None:
     """A tokenizer_config.json's template: a text, or of a list of named ones the one called "default"."""
     found = settings.get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default")
+        named = (entry for entry in found if isinstance(entry, Mapping) and entry.get("name") == "default")
+        found = next((entry.get("template") for entry in named), None)
     return found if isinstance(found, str) else None
 
 

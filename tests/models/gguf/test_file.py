@@ -68,6 +68,13 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "tokens that are numbers": (
         whole(METADATA | {"tokenizer.ggml.tokens": uint32(3)}), "tokenizer.ggml.tokens is no array of texts"
     ),
+    **{
+        f"{key} of no values": (whole(METADATA | {key: words()}), f"{key} is an array of 0 values; it must be one")
+        for key in ("general.quantization_version", "split.count", "split.tensors.count", "tokenizer.ggml.model")
+    },
+    "2^32 layers in an array": (
+        whole(METADATA | {"llama.block_count": (9, struct.pack("<IQI", 4, 1, 2**32 - 1))}), "it must be at most 2"
+    ),
     "a part of several": (whole(METADATA | {"split.count": uint32(2)}), "has them as NAME-00001-of-00002.gguf"),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from quire.errors import ModelError
@@ -220,8 +221,8 @@ def _check_sizes(metadata: Metadata) -> None:
     largest = max(max(info.shape) for info in tensors.values())
     bounds = {"block_count": len(tensors), "context_length": LONGEST} | dict.fromkeys(SIZES, largest)
     for key, most in bounds.items():
-        value = metadata.file.metadata.get(f"{metadata.architecture}.{key}")
-        if isinstance(value, int) and value > most:
+        value = metadata.file.metadata.get(f"{metadata.architecture}.{key}", 0)
+        if any(isinstance(one, int) and one > most for one in np.ravel(value).tolist()):
             raise metadata.error(key, value, f"at most {most}")
 
 

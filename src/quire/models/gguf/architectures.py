@@ -262,7 +262,7 @@ def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if any(not slides[i] and not metadata.has(f"blk.{i}.attn_v.weight") for i in range(first_sharing)):
         found["attention_k_eq_v"] = True
     if isinstance(inner, list):  # the layers that share keys may have MLPs of twice the size
-        if inner != [inner[0] * (1 if i < first_sharing else 2) for i in range(num_layers) if inner]:
+        if not inner or inner != [inner[0] * (1 if i < first_sharing else 2) for i in range(num_layers)]:
             raise metadata.error("feed_forward_length", inner, "the same, and twice as much in layers that share keys")
         found |= {"intermediate_size": inner[0], "use_double_wide_mlp": True}
     if metadata.has("per_layer_token_embd.weight"):

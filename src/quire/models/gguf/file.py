@@ -81,7 +81,7 @@ class GgufFile:
         for number, other in enumerate(_others(path, first.metadata), 1):
             part = _Part(other)
             for key, wanted in (("split.no", number), ("split.count", first.metadata["split.count"])):
-                if (found := part.metadata.get(key)) != wanted:
+                if (found := single(other, part.metadata, key)) != wanted:
                     raise ModelError(f"{other}: {key} is {found!r}; as a part of {path.name} it must be {wanted}")
             self._parts.append(part)
         for number, part in enumerate(self._parts):
@@ -91,7 +91,7 @@ class GgufFile:
                         f"{part.path}: the tensor {name!r} is there, and in {self._parts[self.tensors[name].part].path}"
                     )
                 self.tensors[name] = info._replace(part=number)
-        total = first.metadata.get("split.tensors.count", len(self.tensors))
+        total = single(path, first.metadata, "split.tensors.count", len(self.tensors))
         if total != len(self.tensors):
             raise ModelError(
                 f"{path}: split.tensors.count is {total!r}, and its parts have {len(self.tensors)} tensors"
@@ -109,9 +109,17 @@ class GgufFile:
         return [part.path for part in self._parts]
 
 
+def single(path: Path, metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return a value of a file's metadata, or the default where it is missing. Raises ModelError for an array."""
+    value = metadata.get(key, default)
+    if isinstance(value, (list, np.ndarray)):
+        raise ModelError(f"{path}: {key} is an array of {len(value)} values; it must be one value")
+    return value
+
+
 def _others(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     """The files that belong to a first one."""
-    count = metadata.get("split.count", 1)
+    count = single(path, metadata, "split.count", 1)
     match = SPLIT.fullmatch(path.name)
     if count in (0, 1) and not isinstance(count, bool):
         return []

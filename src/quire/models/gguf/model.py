@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.models.gguf.architecture import Place
 from quire.models.gguf.architectures import architecture_of
-from quire.models.gguf.file import GgufFile, TensorInfo
+from quire.models.gguf.file import GgufFile, TensorInfo, single
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.vocabulary import Vocabulary
 from quire.models.template import default_template
@@ -37,14 +37,14 @@ class GgufModel:
         self.file = GgufFile(path)
         self._metadata = Metadata(self.file)
         self._architecture = architecture_of(self._metadata)
-        version = self.file.metadata.get("general.quantization_version", VERSION)
+        version = single(path, self.file.metadata, "general.quantization_version", VERSION)
         if version != VERSION:
             raise ModelError(f"{path}: general.quantization_version is {version!r}; served is {VERSION}")
 
     @cached_property
     def _vocabulary(self) -> Vocabulary | None:
         """None where there is none."""
-        model = self.file.metadata.get("tokenizer.ggml.model", "none")
+        model = single(self.path, self.file.metadata, "tokenizer.ggml.model", "none")
         return None if model in NO_VOCABULARY else Vocabulary(self.path, self.file.metadata)
 
     @cached_property
