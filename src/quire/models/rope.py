@@ -91,8 +91,8 @@ def rope_type(parameters: Mapping[str, Any]) -> str:
 def longest_rotated(parameters: Mapping[str, Any], max_position_embeddings: int) -> int:
     """Return the longest sequence that the angles were made for, in tokens.
 
-    linear, dynamic NTK and yarn reach beyond a max_position_embeddings that is the length of the first training, as vLLM
-    has it; the lengths of llama3 and longrope are what max_position_embeddings says.
+    linear, dynamic NTK and yarn reach beyond a max_position_embeddings that is the length of the first training, as
+    vLLM has it; the lengths of llama3 and longrope are what max_position_embeddings says.
     """
     kind, original = rope_type(parameters), max_position_embeddings
     if kind not in SCALED:
