@@ -14,7 +14,7 @@ from quire.models.rope import Temperature
 from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
-MOST_EXPERTS = 2**17  # of all layers: each is named by itself
+MOST_EXPERTS = 2**16  # of all layers: each is named by itself
 
 
 @dataclass(frozen=True, kw_only=True)
