@@ -17,7 +17,7 @@ from quire.models.hf_config import LARGEST
 from quire.models.hub import missing_files
 from quire.models.rope import rope_table
 from quire.models.template import default_template
-from quire.models.text_part import text_part
+from quire.models.text_part import TextPart, text_part
 from quire.models.weights import weight_files
 from quire.ops import load
 from tests.models.checkpoints import DEEPSEEK, GEMMA4, LLAMA4, MAMBA, QWEN3_MOE, SHORT, TINY, save
@@ -239,6 +239,14 @@ def test_the_end_of_a_text(tmp_path: Path, token: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": token}), encoding="utf-8")
     with pytest.raises(ModelError, match=r"eos_token_id is .*; it must be a token's number"):
         load_model(tmp_path, engine_config(), load())
+
+
+def test_long_names_of_a_whole() -> None:
+    """The patterns that tell its sides apart take a time that grows with the square of a name."""
+    with pytest.raises(ModelError, match=r"config.json: a key has a name of 500001 characters; it must have at most"):
+        text_part({"model_type": "llava", "image" * 100_000 + "-": 1})
+    with pytest.raises(ModelError, match="a tensor has a name of 600001 characters; it must have at most 1000"):
+        TextPart("llava").name("vision" * 100_000 + "-")
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.", "model."),
 )
+LONGEST_NAME = 1000  # characters
 # How tensors of the other sides begin.
 UNREAD = re.compile(
     r"(model\.)?(\w*(vision|visual|video|audio|image|projector|perceiver|qformer|merger)\w*|vit|connector|aligner|vqmodel|"
@@ -88,7 +89,11 @@ class TextPart:
     whole: str  # the type of the whole
 
     def name(self, tensor: str) -> str | None:
-        """What a tensor of the files is called in a model of its own; None: it is of another side."""
+        """What a tensor of the files is called in a model of its own; None: it is of another side.
+
+        Raises ModelError for a name that is longer than any.
+        """
+        _check_length("a tensor", tensor)
         for theirs, ours in PREFIXES:
             if tensor.startswith(theirs):
                 return ours + tensor.removeprefix(theirs)
@@ -108,6 +113,8 @@ def text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart | Non
     if whole is None or whole not in WHOLES:
         return raw, None
     part = TextPart(whole)
+    for key in raw:
+        _check_length("config.json: a key", key)
     text = raw.get("text_config")
     if text is None and whole in FLAT:
         text = {key: value for key, value in raw.items() if not OTHER_SIDES.fullmatch(key)}
@@ -117,6 +124,12 @@ def text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart | Non
     else:
         _check_keys(raw, text, whole)
     return _alone(raw, text), part
+
+
+def _check_length(what: str, name: str) -> None:
+    """Raise ModelError for a name that is too long for the patterns here, whose time grows with its square."""
+    if len(name) > LONGEST_NAME:
+        raise ModelError(f"{what} has a name of {len(name)} characters; it must have at most {LONGEST_NAME}")
 
 
 def _check_keys(raw: Mapping[str, Any], text: Mapping[str, Any], whole: str) -> None:
