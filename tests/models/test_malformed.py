@@ -141,6 +141,13 @@ def test_yarn_without_a_factor_has_it_from_the_lengths(tmp_path: Path) -> None:
     assert mixer.scale == pytest.approx(20**-0.5 * (0.1 * math.log(256 / 16) + 1) ** 2)  # type: ignore[union-attr]
 
 
+def test_factors_of_a_model_of_transformers_code(tmp_path: Path) -> None:
+    rope = LONGROPE | {"long_factor": [math.inf] * 8}
+    described(tmp_path, "Llama", model_type="llama", architectures=["OtherForCausalLM"], rope_parameters=rope)
+    with pytest.raises(ModelError, match=r"long_factor is .*inf.*; it must be a list"):
+        choose(tmp_path, "transformers")
+
+
 def test_angles_that_are_no_numbers() -> None:
     with pytest.raises(ModelError, match="angles of position 9 are beyond all fp32 numbers"):
         rope_table({"rope_theta": 1e-30, "rope_type": "linear", "factor": 1e-30}, 16, 10, 10)

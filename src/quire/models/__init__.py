@@ -28,7 +28,7 @@ from quire.models.lora.slots import LoraLimits, Loras
 from quire.models.model import Model, WeightBytes
 from quire.models.quantisation.module import Scheme
 from quire.models.quantisation.policy import Quantisation, read_scheme
-from quire.models.rope import longest_rotated
+from quire.models.rope import check_factors, longest_rotated
 from quire.models.sharding import check_shards
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import Sources, Weights, expected_bytes, read_json
@@ -163,6 +163,9 @@ def _described(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart |
     raw, part = text_part(config)
     model_type(raw)
     architectures(raw)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := raw.get(key), dict):
+            check_factors(rope)
     return raw, part
 
 

@@ -42,7 +42,7 @@ NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "origi
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"
 }  # fmt: skip
 
-FACTORS = {"short_factor", "long_factor"}
+FACTORS = ("short_factor", "long_factor")
 
 
 class Temperature(NamedTuple):
@@ -62,9 +62,7 @@ def check_rope(parameters: Mapping[str, Any]) -> None:
     for key in sorted(given & NUMBERS):
         if not is_number(value := parameters[key]):
             raise ModelError(f"rope's {key} is {shown(value)}; it must be {NUMBER}")
-    for key in sorted(given & FACTORS):
-        if not isinstance(value := parameters[key], list) or not all(map(is_number, value)):
-            raise ModelError(f"rope's {key} is {shown(value)}; it must be a list, each entry {NUMBER}")
+    check_factors(parameters)
     if kind == "yarn" and not is_number(theta := parameters.get("rope_theta") or THETA, 2.0):
         raise ModelError(
             f"rope's rope_theta is {theta!r}; rope type 'yarn' divides by its logarithm, and needs 2 or more"
@@ -80,6 +78,14 @@ def check_rope(parameters: Mapping[str, Any]) -> None:
         raise ModelError(f"rope type {kind!r} has keys that are not understood: {', '.join(sorted(unknown))}")
     if (share := rotated_share(parameters)) > 1.0:
         raise ModelError(f"rope's partial_rotary_factor is {share!r}; it must be at most 1")
+
+
+def check_factors(parameters: Mapping[str, Any]) -> None:
+    """Raise ModelError for factors of longrope that are no numbers."""
+    for key in FACTORS:
+        value = parameters.get(key)
+        if value is not None and not (isinstance(value, list) and all(map(is_number, value))):
+            raise ModelError(f"rope's {key} is {shown(value)}; it must be a list, each entry {NUMBER}")
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
