@@ -328,6 +328,24 @@ def counted(replica: Serving) -> tuple[int, int]:
     return int(total - cached), int(cached)
 
 
+def test_a_replica_that_looks_stuck_for_a_beat_keeps_its_sessions(
+    two: list[Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was stopped within a step: the step goes on with the process."""
+    stuck, gone = [True, False, True, True], list[bool]()
+
+    def check_health() -> None:
+        gone.append(session._gone)
+        if stuck and stuck.pop(0):
+            raise ApiError("the engine is stuck")
+
+    with fronting(two[0].url) as fleet:
+        *_, session = replica_of(two[0])._sessions.values()  # the last one that began
+        monkeypatch.setattr(two[0].service.worker, "check_health", check_health)
+        until(lambda: value(fleet, "quire:fleet_lost_total", replica=two[0].url) == 1)
+    assert (gone[:4], session._gone) == ([False] * 4, True)
+
+
 def named_in(answer: HttpAnswer) -> set[str]:
     """The systems that the chunks of a stream name."""
     lines = [line[6:] for line in answer.body.splitlines() if line.startswith(b"data: {")]

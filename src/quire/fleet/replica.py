@@ -333,18 +333,19 @@ class Replica:
 
     async def _beat(self) -> None:
         """Let each session say something now and then, also while a step lasts."""
-        was_healthy = True
+        num_stuck = 0  # beats in a row
         while self._sessions or not self._closing:
             await asyncio.sleep(BEAT)
             try:
                 self._worker.check_health()
-                was_healthy = True
+                num_stuck = 0
             except ApiError as error:  # an engine that is stuck must not look alive because the event loop is
-                if was_healthy:
+                num_stuck += 1
+                if num_stuck == 2:  # after one, this process may have been stopped, and its engine with it
                     log.error("the gateways' sessions end: %s", error)
-                was_healthy = False
-                for session in self._sessions.values():
-                    session.close()
+                if num_stuck >= 2:
+                    for session in self._sessions.values():
+                        session.close()
             for session in self._sessions.values():
                 session.wake()
 
