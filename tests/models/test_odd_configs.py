@@ -69,6 +69,7 @@ def test_layers_without_positions(tmp_path: Path, kind: str, changes: dict[str, 
     [
         ("Cohere", {}, {"rope_parameters": "DELETE"}),
         ("GptOss", {}, {"rope_parameters": "DELETE", "rope_scaling": None}),
+        ("Falcon", {"multi_query": False}, {"multi_query": None}),
         ("Llama4", {"head_dim": 128}, {"head_dim": "DELETE"}),
         ("Lfm2", {"block_ff_dim": 40}, {"block_ff_dim": 40, "intermediate_size": 80}),
     ],

@@ -134,8 +134,8 @@ class ConfigReader:
         return None if self.get(key) is None else self.number(key, 1.0)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false. Raises ModelError where it is something else."""
-        value = self.get(key, default)
+        """True or false; a null is false, as to transformers. Raises ModelError where it is something else."""
+        value = self.get(key, False if self.is_null(key) else default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false", value)
         return value
