@@ -231,7 +231,7 @@ def state_sizes(draw: random.Random, family: Family) -> Config:
     config = llama_sizes(draw, family)
     expand = draw.choice([1, 2, 2, 3])
     inner = expand * config["hidden_size"]
-    heads = draw.choice([n for n in range(1, 17) if inner % n == 0])
+    heads = draw.choice([n for n in range(1, 17) if inner % n == 0 and inner // n <= 1024])  # as operators take them
     return config | {
         "mamba_expand": expand,
         "mamba_n_heads": heads,
