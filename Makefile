@@ -22,7 +22,7 @@ test-fast: $(INSTALLED)  ## the inner loop: what takes long is left out (the mar
 test-long: $(INSTALLED)  ## the random runs, the compiled kernels and what has one result in many ways, with all repetitions
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --long --timeout 3600 \
 	  tests/cache/test_machine.py \
-	  tests/engine/test_cache_bits.py tests/engine/test_engine.py tests/engine/test_failures.py tests/engine/test_loops.py tests/engine/test_loops_runs.py \
+	  tests/engine/test_cache_bits.py tests/engine/test_differential.py tests/engine/test_engine.py tests/engine/test_failures.py tests/engine/test_loops.py tests/engine/test_loops_runs.py \
 	  tests/engine/test_nonfinite.py tests/engine/test_random_runs.py tests/engine/test_reproducible.py tests/engine/test_sampler.py tests/engine/test_soak.py \
 	  tests/engine/test_speculation.py tests/engine/test_tasks.py \
 	  tests/fleet/test_chaos.py \
@@ -67,10 +67,11 @@ bench: $(INSTALLED)  ## speed on this machine
 bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see --help
 	$(BIN)/python -m quire_bench.peers $(PEERS)
 
-bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests, 5,000 configs of models; the server: 20,000 cases, 10,000 clients that hang up, an hour; a fleet: 1,000 rounds with kills, hangs and partitions
+bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests, 1,000 engines compared with requests alone, 5,000 configs of models; the server: 20,000 cases, 10,000 clients that hang up, an hour; a fleet: 1,000 rounds with kills, hangs and partitions
 	$(BIN)/python -m tests.cache.machine 1000 1000 100000
 	$(BIN)/quire simulate --requests 1000000 --blocks 100000
 	$(BIN)/python -m tests.models.random_configs 5000
+	$(BIN)/python -m tests.engine.differential 1000
 	$(BIN)/python -m tests.server.fuzz 20000
 	$(BIN)/python -m tests.server.storm 10000
 	$(BIN)/python -m tests.fleet.chaos 1000
