@@ -178,6 +178,8 @@ def smallest(case: Case) -> Case:
     for change in changes + [{"without": key} for key in case.config if key not in SIZES]:
         left_out = change.pop("without", None)
         fewer = case._replace(**change, config={key: value for key, value in case.config.items() if key != left_out})
+        if fewer == case:
+            continue
         with suppress(Exception):
             case = fewer if alike(wrong(fewer), difference) else case
     return case
