@@ -1,4 +1,4 @@
-"""Patterns of strangers, compared with what `re` finds."""
+"""Patterns of strangers: as `re` has them, in bounded time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def drawn(draw: random.Random, depth: int = 0) -> str:
     return f"(?:{parts[0]}){draw.choice(COUNTS)}" if shape < 0.95 else f"{draw.choice(('(?=', '(?!'))}{parts[0]})"
 
 
-def test_they_match_as_those_of_re(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "FEW", 0)  # `re` is not asked
+def test_they_match_as_those_of_re() -> None:
     draw = random.Random(0)
     for _ in range(250):
         text = drawn(draw)
@@ -40,28 +39,11 @@ def test_they_match_as_those_of_re(monkeypatch: pytest.MonkeyPatch) -> None:
             assert whole.begins(name) == (re.fullmatch(text, name) is not None), (text, name)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("(a|a)*b", False),
-        ("(a+)+$", True),
-        ("(?:a?){300}a{300}b", False),
-        ("(.*)*(.*)*(.*)*(.*)*b", False),
-        ("(?=(?=(?=.*a).*a).*a).*b", False),
-        ("a" * 200 + "(.*a){20}b", False),
-    ],
-)
-def test_what_takes_re_forever(text: str, found: bool) -> None:
-    assert Patterns("x").compiled("k", text).begins("a" * 300) is found
-
-
-@pytest.mark.parametrize("text", ["((a{1,99}){1,99}){1,99}b", "x"])
-def test_steps_are_counted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all names and patterns of a file together, whoever takes them."""
-    monkeypatch.setattr(patterns, "MOST_STEPS", 10_000)
-    one = Patterns("config.json: x").compiled("k", text)
-    with pytest.raises(ModelError, match=r"config.json: x: its patterns take more than 10000 steps to match"):
-        [one.begins("a" * 99) for _ in range(20_000)]
+@pytest.mark.parametrize("text", ["((a{1,99}){1,99}){1,99}b", "(?:(?:a|aa)+)+b"])
+def test_what_takes_for_ever_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MOST_SECONDS", 0.02)
+    with pytest.raises(ModelError, match=r"config.json: x: its patterns take more than 0.02 s to match; give names"):
+        Patterns("config.json: x").compiled("k", text).begins("a" * 300)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +52,8 @@ def test_steps_are_counted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("(", r"f: k has '\(', which is no pattern: missing \)"),
         ("a)|(b", "which is no pattern: unbalanced"),
         ("a{99999999999}", "which is no pattern"),
-        ("(" * 50 + ")" * 50, "more than 40 groups within one another"),
-        ("(" * 5000 + ")" * 5000, "which is no pattern: maximum recursion depth|more than 40 groups"),
+        ("(" * 5000 + ")" * 5000, "which is no pattern: maximum recursion depth"),
         ("a" * 20_000, "a pattern of 20000 characters; it must have at most 16384"),
-        (r"(a)\1", "a pattern with groupref, which is not served"),
-        ("(?i)a", "a pattern with flags"),
-        ("(?i:a)", "a pattern with subpattern, which is not served"),
     ],
 )
 def test_what_is_no_pattern(text: str, match: str) -> None:
