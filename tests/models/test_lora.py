@@ -326,7 +326,6 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], type[QuireErr
     (lambda c, t: c.update(r=10**400), ModelError, "r is 10+.*; it must be an integer above 0"),
     (lambda c, t: c.update(target_modules=[["q"]]), ModelError, r"target_modules is \[\['q'\]\]; it must be a text"),
     (lambda c, t: c.update(rank_pattern=["q"]), ModelError, r"rank_pattern is \['q'\]; it must be an object"),
-    (lambda c, t: c.update(target_modules="(a"), ModelError, "which is no pattern: missing \\)"),
     (lambda c, t: c.update(target_modules=["k_proj"]), ModelError, "which its target_modules do not name"),
     (lambda c, t: t.pop(f"{Q}.lora_B.weight"), ModelError, "lacks lora_B of model.layers.0.self_attn.q_proj"),
     (lambda c, t: [t.pop(f"{Q}.lora_{h}.weight") for h in "AB"], ModelError, "lacks the tensors of 1 modules"),
