@@ -103,6 +103,11 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
         ),
         ("Exaone4", {"sliding_window_pattern": ""}, "sliding_window_pattern is ''; it must be a number, or letters"),
         ("Gemma3", {"rope_parameters": {"full_attention": 5}}, "full_attention is 5; it must be an object"),
+        (
+            "Gemma4",
+            {"vocab_size_per_layer_input": 96},
+            "vocab_size_per_layer_input is 96; it must be at least vocab_size, which is 97",
+        ),
         ("Gemma4", {"layer_types": 5}, "layer_types is 5; it must be a list of texts"),
         ("Gemma4", {"layer_types": [[]]}, r"layer_types is \[\[\]\]; it must be a list of texts"),
         ("Gemma4", {"per_layer_config": {"0": {"head_dim": "x"}}}, "per_layer_config: 0: head_dim is 'x'; it must be"),

@@ -161,7 +161,12 @@ def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
 def _per_layer(config: ConfigReader) -> PerLayerConfig | None:
     vocab_size = config.integer("vocab_size_per_layer_input", 262_144)
     size = config.count("hidden_size_per_layer_input", 256)
-    return PerLayerConfig(vocab_size=vocab_size, size=size) if size else None
+    if size == 0:
+        return None
+    least = config.integer("vocab_size", vocab_size)  # a token without a row would fail the step of all requests
+    if vocab_size < least:
+        raise config.error("vocab_size_per_layer_input", f"at least vocab_size, which is {least}", vocab_size)
+    return PerLayerConfig(vocab_size=vocab_size, size=size)
 
 
 def _experts(config: ConfigReader) -> ExpertsConfig | None:
