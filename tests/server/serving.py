@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn.server
 
+from quire.bits.fingerprint import Fingerprint
 from quire.server.api.service import Service
 from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
@@ -125,14 +126,14 @@ class Serving:
         return bool(self.on_engine(look)) and self.service.worker.num_samples == 0
 
 
-_digests: dict[str, str | None] = {}
+_fingerprints: dict[str, Fingerprint | None] = {}
 
 
-def _identified(options: str, identify: Callable[[], str | None]) -> str | None:
-    """The digest of a server with these options, found once: hundreds of servers are started."""
-    if options not in _digests:
-        _digests[options] = identify()
-    return _digests[options]
+def _identified(options: str, identify: Callable[[], Fingerprint | None]) -> Fingerprint | None:
+    """That of a server with these options, found once: hundreds of servers are started."""
+    if options not in _fingerprints:
+        _fingerprints[options] = identify()
+    return _fingerprints[options]
 
 
 @contextmanager

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
+from quire.bits.fingerprint import Fingerprint
+from quire.errors import ModelError
 from quire.fleet import identity
 from quire.llm import LLM
 from quire.server.api.service import FINGERPRINT_HEADER
+from tests.models.adapters import embedded_linears, save_adapter
 from tests.server.serving import Answer, Serving, serving
 
 USER = [{"role": "user", "content": "a queue"}]
@@ -89,16 +93,44 @@ def test_other_protocols_name_it_in_a_header(server: Serving, right: str, path: 
 
 def test_an_answer_waits_for_it_and_a_server_does_not() -> None:
     """It is ready before it knows its digest."""
-    known = Event()
+    known, found = Event(), Fingerprint({"a": "b"})
 
     def slow(service: Any) -> None:
-        service.worker.identify = lambda: "0123456789abcdef" if known.wait() else None
+        service.worker.identify = lambda: found if known.wait() else None
 
     with serving(prepare=slow) as server:
         assert server.get("/ready").status == 200
         known.set()
         body = ROUTES["/v1/completions"]
-        assert posted(server, "/v1/completions", body).json()["system_fingerprint"] == "fp_0123456789"
+        assert posted(server, "/v1/completions", body).json()["system_fingerprint"] == f"fp_{found.digest[:10]}"
+
+
+def test_it_covers_the_adapters_that_are_loaded(tmp_path: Path) -> None:
+    """Those that a server loads while it runs give it the fingerprint of one that began with them."""
+    for seed, name in enumerate("ab"):
+        save_adapter(tmp_path / name, embedded_linears(), seed)
+    with serving(lora=(f"x={tmp_path / 'a'}",), allow_lora_loading=True) as server:
+        template = server.service.model.template
+
+        def right(**lora: Path) -> str:
+            """That of a replica that begins with these adapters."""
+            with LLM(num_blocks=64, lora=lora) as llm:
+                found = identity.replica_fingerprint(llm, None if template is None else template.source)
+            return f"fp_{found.digest[:10]}"
+
+        def named(model: str) -> str:
+            found = posted(server, "/v1/completions", ROUTES["/v1/completions"] | {"model": model}).json()
+            return str(found["system_fingerprint"])
+
+        with_a, with_b, without = right(x=tmp_path / "a"), right(x=tmp_path / "b"), right()
+        assert len({with_a, with_b, without}) == 3
+        assert named("x") == with_a
+        for directory, expected in (("b", with_b), ("a", with_a)):
+            body = {"lora_name": "x", "lora_path": str(tmp_path / directory), "load_inplace": True}
+            posted(server, "/v1/load_lora_adapter", body)
+            assert named("x") == expected
+        posted(server, "/v1/unload_lora_adapter", {"lora_name": "x"})
+        assert named("quire-embedded") == without
 
 
 def test_it_is_null_where_it_is_not_known() -> None:
@@ -113,16 +145,16 @@ def test_it_is_null_where_it_is_not_known() -> None:
 
 def test_where_bits_depend_on_the_batch_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(num_blocks=64) as llm:
-        kept = identity.system_digest(llm, None)
-        assert kept == identity.replica_fingerprint(llm, None).digest
+        kept = identity.system_fingerprint(llm, None, {})
+        assert kept == identity.replica_fingerprint(llm, None)
         monkeypatch.setattr("quire.bits.parts.probe", lambda *_: pytest.fail("it probes"))
         monkeypatch.setattr(llm.decoder, "rows_keep_bits", False)
-        found = identity.system_digest(llm, None)
-        assert found == identity.system_digest(llm, None) != kept
-        assert found != identity.system_digest(llm, "{{ messages }}")
+        found = identity.system_fingerprint(llm, None, {})
+        assert found == identity.system_fingerprint(llm, None, {}) != kept
+        assert found != identity.system_fingerprint(llm, "{{ messages }}", {})
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a kernel"), OSError("a file")])
+@pytest.mark.parametrize("error", [RuntimeError("a kernel"), OSError("a file"), ModelError("the weights")])
 def test_a_digest_that_cannot_be_found_is_logged(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,5 +163,5 @@ def test_a_digest_that_cannot_be_found_is_logged(
 
     monkeypatch.setattr("quire.bits.parts.probe", fail)
     with LLM(num_blocks=64) as llm:
-        assert identity.system_digest(llm, None) is None
-    assert "answers have no system_fingerprint" in caplog.text
+        assert identity.system_fingerprint(llm, None, {}) is None
+    assert f"answers have no system_fingerprint: {error}" in caplog.text

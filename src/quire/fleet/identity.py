@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -49,26 +50,43 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
     ModelError for files that cannot be read any more.
     """
     own = (llm.decoder, llm.files, llm.backend, llm.config)
-    return Fingerprint(bits_parts(*own, llm.engine.scheduler.manager) | _text_parts(llm, template))
+    parts = bits_parts(*own, llm.engine.scheduler.manager)
+    return Fingerprint(parts | _text_parts(llm, template) | _adapters_part(lora_digests(llm)))
 
 
-def system_digest(llm: LLM, template: str | None) -> str | None:
-    """Return the digest that answers name as their system's; None where that is not known, which is logged.
+def system_fingerprint(llm: LLM, template: str | None, loras: Mapping[str, str]) -> Fingerprint | None:
+    """Return the fingerprint that answers name as their system's; None where that is not known, which is logged.
 
     It is that of `replica_fingerprint`. Where a row's bits depend on its batch there is none; then nothing is probed,
-    and the device's name is a part.
+    and the device's name is a part. The engine may be running, and may load adapters.
+
+    Args:
+        llm: the loaded model.
+        template: the chat template's source.
+        loras: the digests of the adapters' weights, by name.
     """
     own = (llm.decoder, llm.files, llm.backend, llm.config)
     try:
         try:
             check_bits_are_kept(*own)
         except ConfigError:
-            parts = named_parts(*own) | _text_parts(llm, template)
-            return Fingerprint(parts | {"device": _device_name(llm.config.device)}).digest
-        return replica_fingerprint(llm, template).digest
+            parts = named_parts(*own) | {"device": _device_name(llm.config.device)}
+        else:
+            parts = bits_parts(*own, llm.engine.scheduler.manager)
+        return Fingerprint(parts | _text_parts(llm, template) | _adapters_part(loras))
     except Exception as error:  # an answer is no worse without it
-        log.warning("answers have no system_fingerprint", exc_info=None if isinstance(error, QuireError) else error)
+        trace = None if isinstance(error, QuireError) else error
+        log.warning("answers have no system_fingerprint: %s", error, exc_info=trace)
         return None
+
+
+def with_adapters(fingerprint: Fingerprint, loras: Mapping[str, str]) -> Fingerprint:
+    """Return the fingerprint of the same replica with these adapters. loras: digests of their weights, by name."""
+    return Fingerprint({**fingerprint.parts, **_adapters_part(loras)})
+
+
+def _adapters_part(loras: Mapping[str, str]) -> dict[str, str]:
+    return {"adapters": short_digest(json.dumps(loras, sort_keys=True).encode())}
 
 
 def _text_parts(llm: LLM, template: str | None) -> dict[str, str]:
@@ -76,7 +94,6 @@ def _text_parts(llm: LLM, template: str | None) -> dict[str, str]:
     return {
         "tokenizer": NONE if llm.tokenizer is None else short_digest(llm.tokenizer.json().encode()),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
-        "adapters": short_digest(json.dumps(lora_digests(llm), sort_keys=True).encode()),
         "end tokens": short_digest(repr(sorted(llm.decoder.eos_token_ids)).encode()),
         **{library: library_version(library) for library in LIBRARIES},
     }
@@ -87,6 +104,6 @@ def _device_name(device: str) -> str:
 
 
 def lora_digests(llm: LLM) -> dict[str, str]:
-    """The digests of the adapters' weights, by name."""
+    """Return the digests of the adapters' weights, by name. No other thread may load one meanwhile."""
     loras = llm.engine.loras
     return {} if loras is None else {name: lora.digest for name, lora in loras.by_name.items()}

@@ -24,13 +24,14 @@ from fastapi import FastAPI
 
 from quire import __version__
 from quire.aio import AsyncLLM
+from quire.bits.fingerprint import Fingerprint
 from quire.cache.storage import cache_dtype
 from quire.chosen import chosen
 from quire.config import EMBEDDED_NAME, parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
-from quire.fleet.identity import system_digest
+from quire.fleet.identity import lora_digests, system_fingerprint
 from quire.llm import LLM
 from quire.models.files import GENERATION
 from quire.parallel.launch import is_follower
@@ -130,7 +131,7 @@ class Parts:
         if self.replica is not None:
             routers.append(self.replica.router())
         if self.allows_lora_loading:
-            routers.append(lora.router(self.worker.llm, self.service.model))
+            routers.append(lora.router(self.worker, self.service.model))
         return build_app(self.service, self.metrics, routers)
 
 
@@ -214,15 +215,14 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading, statistics)
 
 
-def _identify(llm: LLM, template: str | None, replica: Replica | None) -> Callable[[], str | None]:
-    """Return what finds the digest of this system. It takes a part of a second, so on a CPU another thread calls it."""
-    if replica is not None:
-        digest: str | None = replica.fingerprint.digest
-    elif llm.config.device == "cpu":
-        return partial(system_digest, llm, template)
-    else:  # while a graph is captured, no other thread may use the device
-        digest = system_digest(llm, template)
-    return lambda: digest
+def _identify(llm: LLM, template: str | None, replica: Replica | None) -> Callable[[], Fingerprint | None]:
+    """Return what finds this system's fingerprint in a part of a second: on a CPU another thread calls it."""
+    find = partial(system_fingerprint, llm, template, lora_digests(llm))  # the adapters before any load at run time
+    if replica is None and llm.config.device == "cpu":
+        return find
+    # While a graph is captured, no other thread may use the device.
+    found = find() if replica is None else replica.fingerprint
+    return lambda: found
 
 
 def find_dialect(template: ChatTemplate | None, config: HttpConfig) -> Dialect:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from quire.aio import AsyncLLM
 from quire.errors import ConfigError, ModelError, RequestError
+from quire.fleet.identity import lora_digests
 from quire.models.lora.fitting import prepare
 from quire.server.api.service import ServedModel
+from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.body import BodyRoute
 from quire.server.protocol.lora import LoadLoraRequest, UnloadLoraRequest
 
+T = TypeVar("T")
 
-def router(llm: AsyncLLM, model: ServedModel) -> APIRouter:
+
+def router(worker: Worker, model: ServedModel) -> APIRouter:
     """POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, with vLLM's bodies and answers."""
-    routes = APIRouter(route_class=BodyRoute)
+    routes, llm = APIRouter(route_class=BodyRoute), worker.llm
 
     @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadLoraRequest) -> Response:
@@ -38,7 +43,7 @@ def router(llm: AsyncLLM, model: ServedModel) -> APIRouter:
         except (ModelError, ConfigError) as error:
             raise ApiError(str(error), param="lora_path") from error
         try:
-            lora = await llm.call(partial(llm.engine.load_lora, name, prepared, replace=body.load_inplace))
+            lora = await _change(worker, partial(llm.engine.load_lora, name, prepared, replace=body.load_inplace))
         except ConfigError as error:
             raise ApiError(str(error), param="lora_name") from error
         model.loras[name] = str(lora.directory)
@@ -48,10 +53,21 @@ def router(llm: AsyncLLM, model: ServedModel) -> APIRouter:
     async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
         """Let no further request name an adapter; those that run end with it."""
         try:
-            await llm.call(partial(llm.engine.unload_lora, body.lora_name))
+            await _change(worker, partial(llm.engine.unload_lora, body.lora_name))
         except RequestError as error:
             raise ApiError(str(error), HTTPStatus.NOT_FOUND, param="lora_name", code="model_not_found") from error
         model.loras.pop(body.lora_name, None)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes
+
+
+async def _change(worker: Worker, function: Callable[[], T]) -> T:
+    """Change the adapters on the engine's thread; later answers name those that there are then."""
+
+    def run() -> tuple[T, dict[str, str]]:
+        return function(), lora_digests(worker.llm.llm)
+
+    found, digests = await worker.llm.call(run)
+    worker.use_adapters(digests)
+    return found

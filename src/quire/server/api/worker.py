@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 
 from quire.aio import AsyncLLM
+from quire.bits.fingerprint import Fingerprint
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.cost import CostModel
+from quire.fleet.identity import with_adapters
 from quire.jobs import Job, Search, end
 from quire.request import Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
@@ -37,7 +39,7 @@ class Worker:
 
         stuck_after: seconds that a step may take; None: by its cost.
         """
-        self.identify: Callable[[], str | None] = lambda: None  # the digest of what computes; takes its time
+        self.identify: Callable[[], Fingerprint | None] = lambda: None  # finds that of what computes; takes its time
         self.llm = llm
         self.engine = llm.engine
         self.clocks = clocks
@@ -56,7 +58,12 @@ class Worker:
 
     async def fingerprint(self) -> str | None:
         """Return the digest of what computes. The first answers may wait for it, for a part of a second."""
-        return await asyncio.shield(self._identified)
+        found = await asyncio.shield(self._identified)
+        return None if found is None else found.digest
+
+    def use_adapters(self, digests: Mapping[str, str]) -> None:
+        """Let the fingerprint cover these adapters from now on. digests: of their weights, by name."""
+        self._identified = asyncio.create_task(_with_adapters(self._identified, digests))
 
     async def stop(self) -> None:
         """End. Who still waits gets an error; the step that is being computed is waited for, but not for ever."""
@@ -146,3 +153,10 @@ class Worker:
         """A job's time is up. Who waits gets an error at once, even if the engine is in a step that never ends."""
         end(job, deadline_passed(seconds))
         self.abort(job)
+
+
+async def _with_adapters(
+    identified: asyncio.Task[Fingerprint | None], digests: Mapping[str, str]
+) -> Fingerprint | None:
+    found = await identified
+    return None if found is None else with_adapters(found, digests)
