@@ -183,6 +183,9 @@ def parsed(answer: Answer) -> list[tuple[str, Any]]:
 def assert_pieces_do_not_matter(how: Dialect, text: str, begins: str = "", special: tuple[str, ...] = ()) -> Answer:
     whole = read(how, [text], begins, special)
     assert read(how, list(text), begins, special) == whole
+    for size in (3, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(how, pieces, begins, special) == whole, (text, size)
     for seed in range(12):
         assert read(how, cuts(text, seed), begins, special) == whole, (text, seed)
     for at in range(len(text)):
@@ -314,6 +317,13 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      [("f", {"a": "1\n2"})]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\d\\.\\\n \\n\\\\"}}</tool_call>', "",
      [("f", {"a": "\\d\\.\\\n \n\\"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"text": "C:\\users\\new"}}</tool_call>', "",
+     [("f", {"text": "C:\\users\new"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"text": "\\usepackage{x}"}}</tool_call>', "",
+     [("f", {"text": "\\usepackage{x}"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a\\u": "\\u12", "b": "\\u00e9\\uD83D\\ude00\\\\u"}}'
+     "</tool_call>", "", [("f", {"a\\u": "\\u12", "b": "é😀\\u"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\u00', "", [("f", '{"a": "\\\\u00')]),
     ("hermes", "<tool_call>f()</tool_call>", "<tool_call>f()</tool_call>", []),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
     ("hermes", "a <tool_call", "a <tool_call", []),
@@ -340,7 +350,7 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen3_coder", "<function=types><parameter=text>\n<a>\n</parameter>\n</a>\n</parameter>\n</function>", "",
      [("types", {"text": "<a>\n</parameter>\n</a>"})]),
     ("qwen3_coder", "<function=types>\n<parameter=text>\n</parameter>\n</parameter>\n</parameter>\n</function>\nSo.",
-     "So.", [("types", {"text": "</parameter>\n</parameter>"})]),
+     "So.", [("types", {"text": ""})]),
     ("qwen3_coder", "<function=types><parameter=text>say </parameter> twice </parameter><parameter=whole>5</parameter>"
      "</function>", "", [("types", {"text": "say </parameter> twice ", "whole": 5})]),
     ("qwen3_coder", "<function=f><parameter=a>\n[1,\n</parameter>\n2]\n</parameter></function>", "",
@@ -353,6 +363,23 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "<parameter=text>b</parameter></tool_call> So.", "So.", [("types", {"text": "a"}), ("types", {"text": "b"})]),
     ("qwen3_coder", "<function=types><parameter=text>\na\n</parameter>\nand", "",
      [("types", '{"text": "a\\n</parameter>\\nand')]),
+    ("qwen3_coder", "<tool_call>\n<function=types>\n<parameter=text>\nhi\n</parameter>\n<tool_call>\n<function=f>\n"
+     "</function>\n</tool_call> So.", "So.", [("types", {"text": "hi"}), ("f", {})]),
+    ("qwen3_coder", "<function=types>\n<parameter=text>\nhi\n</parameter>\n<function=f>\n<parameter=a>\nx\n</parameter>"
+     "\n</function> So.", "So.", [("types", {"text": "hi"}), ("f", {"a": "x"})]),
+    ("qwen3_coder", "<tool_call><function=f><tool_call><function=types></function></tool_call>", "",
+     [("f", {}), ("types", {})]),
+    ("qwen3_coder", "<tool_call><function=f><function=types></function></tool_call>", "", [("f", {}), ("types", {})]),
+    ("qwen3_coder", "<tool_call>\n<function=types>\n<parameter=text>\nhi\n</parameter>\n</parameter>\n</function>\n"
+     "</tool_call> So.", "So.", [("types", {"text": "hi"})]),
+    ("qwen3_coder", '<tool_call>\n<function=types>\n<parameter=text>\nhi\n</parameter>\n<parameter name="n">3'
+     "</parameter>\n</function>\n</tool_call> So.", "So.", [("types", {"text": "hi"})]),
+    ("qwen3_coder", '<function=types><parameter=text>\n<x>\n<parameter name="a">1</parameter>\n<parameter>\n2\n'
+     "</parameter>\n</parameter>\n</function>", "",
+     [("types", {"text": '<x>\n<parameter name="a">1</parameter>\n<parameter>\n2\n</parameter>'})]),
+    ("qwen3_coder", "<function=types>\n<parameter=text>\nhi\n</parameter>,\n<parameter=whole>\n2\n</parameter>\n"
+     "</function>", "", [("types", {"text": "hi", "whole": 2})]),
+    ("qwen3_coder", "<function=types>\n<parameter=text>\nhi\n</function> after", "after", [("types", {"text": "hi"})]),
     ("qwen3_coder", "<tool_call>no</tool_call>", "<tool_call>no</tool_call>", []),
     ("qwen3_coder", "<function=\nf>", "<function=\nf>", []),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
@@ -421,6 +448,14 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("glm45", "<tool_call>two words</tool_call>", "<tool_call>two words</tool_call>", []),
     ("glm45", "<tool_call>types<arg_key>text</arg_key><arg_value>a</arg_value>b</arg_value>\n<arg_key>whole</arg_key>"
      "<arg_value>5</arg_value></tool_call>", "", [("types", {"text": "a</arg_value>b", "whole": 5})]),
+    *((syntax, "<tool_call>types\n<arg_key>text</arg_key>\n<arg_value>hi</arg_value>,\n<arg_key>whole</arg_key>"
+       "<arg_value>2</arg_value></tool_call>", "", [("types", {"text": "hi", "whole": 2})])
+      for syntax in ("glm45", "glm47")),
+    *((syntax, "<tool_call>types\n<arg_key>text</arg_key>\n<arg_value>hi</arg_value>\n<tool_call>f\n</tool_call> So.",
+       "So.", [("types", {"text": "hi"}), ("f", {})]) for syntax in ("glm45", "glm47")),
+    ("glm45", "<tool_call>f\n<tool_call>clock\n</tool_call>", "", [("f", {}), ("clock", {})]),
+    ("glm45", "<tool_call>types<arg_key>text</arg_key><arg_value>a</arg_value>, b</arg_value></tool_call>", "",
+     [("types", {"text": "a</arg_value>, b"})]),
     ("glm45", "<tool_call>types<arg_key>whole</arg_key><arg_value>x</arg_value></tool_call>", "",
      [("types", {"whole": "x"})]),
     ("openai", " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", [("f", {})]),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.server.tools.parser import Writer
-from quire.server.tools.reader import Take, Wait, drop
+from quire.server.tools.reader import Ends, Take, Wait, drop
 from quire.server.tools.values import escaped, json_of_literal, json_of_text
 
 Read = Callable[[Writer], Wait[None]]
@@ -203,20 +203,26 @@ def xml(wrapper: tuple[str, str]) -> Read:
             if end != ">" or not name.strip():
                 to.say(raw)
                 continue
-            if (yield from _xml_call(to, name.strip().strip('"'), wrapper)) != closing:
+            after = (closing, opening, "<function=") if begin == opening else ("",)
+            if (yield from _xml_call(to, name.strip().strip('"'), wrapper, after)) != closing:
                 yield from _skip(to, closing)
 
     return read
 
 
-def _xml_call(to: Writer, name: str, wrapper: tuple[str, str]) -> Wait[str]:
-    """Read the rest of a call. Returns what has ended it; empty: it is cut off."""
+def _xml_call(to: Writer, name: str, wrapper: tuple[str, str], after: tuple[str, ...]) -> Wait[str]:
+    """Read the rest of a call. Returns what has ended it; empty: it is cut off. The next call is not read.
+
+    after: what follows </function> where a value without an end tag ends there.
+    """
     reader = to.reader
     opening, closing = wrapper
     to.call(name)
     is_first = True
-    begins = ("<parameter=", "</function>", closing)
-    ends = {"\n</parameter>": begins, "</parameter>": begins, "\n</function>": (closing, opening, "<function=")}
+    begins = ("<parameter=", "</function>", closing, opening, "<function=")
+    strict: Ends = {"\n</parameter>": begins, "</parameter>": begins, "\n</function>": after}
+    lax = (*begins, "<parameter", "</parameter>")  # but not after such a tag of the value's own
+    ends: Ends = {**strict, "\n</parameter>": lax, "</parameter>": lax, "<parameter": strict}
     found = yield from reader.until(begins, drop)
     while found == "<parameter=":
         key, end = yield from reader.collect((">",))
@@ -234,6 +240,8 @@ def _xml_call(to: Writer, name: str, wrapper: tuple[str, str]) -> Wait[str]:
             found = yield from reader.until(begins, drop)
     if found:  # what is cut off stays so: half an argument must not look like a whole one
         to.argue("{}" if is_first else "}")
+    if found in (opening, "<function="):
+        reader.rewind(found)
     return found
 
 
@@ -252,7 +260,8 @@ def glm(to: Writer) -> Wait[None]:
             continue
         to.call(name)
         is_first = True
-        while (found := (yield from reader.until(("<arg_key>", "</tool_call>"), drop))) == "<arg_key>":
+        nexts = ("<arg_key>", "</tool_call>", *begin)
+        while (found := (yield from reader.until(nexts, drop))) == "<arg_key>":
             key, _ = yield from reader.collect(("</arg_key>",))
             if not (yield from reader.until(("<arg_value>",), drop)):
                 return
@@ -262,10 +271,11 @@ def glm(to: Writer) -> Wait[None]:
             def convert(text: str, key: str = key.strip(), name: str = name) -> str:
                 return json_of_text(text, to.functions.get(name, {}), key)
 
-            ends = {"</arg_value>": ("<arg_key>", "</tool_call>")}
-            yield from to.text_argument(name, key.strip(), ends, convert)
+            yield from to.text_argument(name, key.strip(), {"</arg_value>": nexts}, convert)
         if found:
             to.argue("{}" if is_first else "}")
+        if found in begin:
+            reader.rewind(found)
 
 
 def pythonic(brackets: Mapping[str, str]) -> Read:

@@ -17,11 +17,11 @@ from quire.server.tools.values import escaped
 T = TypeVar("T")
 Wait = Generator[None, None, T]  # yields while it needs more text
 Take = Callable[[str], None]  # is given a text in pieces
-Ends = Mapping[str, tuple[str, ...]]  # texts that may end a value; each does where one of these follows
+Ends = Mapping[str, "tuple[str, ...] | Ends"]  # of a value, as `Reader.until_end` reads them
 
 WORD = re.compile(r"[\w.-]*")
 MAX_WORD = 256  # characters of a function's name or an argument's
-ESCAPABLE = '"\\/bfnrtu'  # what a backslash may stand before in a JSON string
+ESCAPE = re.compile(r'["\\/bfnrt]|u[0-9a-fA-F]{4}')  # what may follow a backslash in a JSON string
 
 
 def drop(_: str) -> None:
@@ -150,16 +150,23 @@ class Reader:
         return "".join(parts), end
 
     def until_end(self, ends: Ends, take: Take) -> Wait[str]:
-        """As `until`, but an end counts only where one of its followers comes next, after white space, or nothing.
+        """As `until`, but an end counts only where one of its followers comes next, or nothing does.
 
-        Else it is a part of the value, as in a document with the same tags. The follower is not read.
+        White space and commas before a follower are skipped; the follower is not read. An end without a follower is a
+        part of the value, as in a document with the same tags. So is a text that maps to other ends, which hold from
+        there on.
         """
-        texts = tuple(ends)
-        while end := (yield from self.until(texts, take)):
+        while end := (yield from self.until(tuple(ends), take)):
+            followers = ends[end]
+            if isinstance(followers, Mapping):
+                ends = followers
+                take(end)
+                continue
             self.mark()
-            yield from self.space()
-            is_end = not (yield from self.peek())
-            for follower in ends[end]:
+            while (letter := (yield from self.peek())) and (letter.isspace() or letter == ","):
+                self._at += 1
+            is_end = not letter
+            for follower in followers:
                 is_end = is_end or (yield from self.comes(follower))
             self.rewind(self.unmark())
             if is_end:
@@ -188,10 +195,14 @@ class Reader:
         depth, is_quoted, is_escaped = 0, False, False
         while True:
             text, start = self._text, self._at
-            for at in range(start, len(text)):
+            end = len(text)
+            for at in range(start, end):
                 letter = text[at]
                 if is_quoted:
-                    if is_escaped and letter not in ESCAPABLE:
+                    if is_escaped and letter == "u" and end - at < 5 and not self._has_ended:
+                        end = at  # the digits are to come
+                        break
+                    if is_escaped and not ESCAPE.match(text, at):
                         self._give(at, take)
                         take("\\")
                     if letter < " ":
@@ -216,7 +227,7 @@ class Reader:
                     depth -= 1
                 elif depth == 0 and (letter in ",;<" or letter.isspace()):
                     return self._give(at, take)
-            self._give(len(text), take)
+            self._give(end, take)
             if self._has_ended:
                 return None
             yield
