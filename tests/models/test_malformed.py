@@ -114,10 +114,10 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
         ("Gemma4", {"per_layer_config": {"0": {"num_key_value_heads": 0}}}, "0: num_key_value_heads is 0; it must be"),
         ("Gemma4", {"per_layer_config": {"9": {"head_dim": 8}}}, "per_layer_config has keys .* not understand: 9="),
         ("Gemma4", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7; layer 0 .* would read"),
-        ("Lfm2", {"full_attn_idxs": 5}, r"full_attn_idxs is 5; it must be a list of layers' numbers, 0\.\.2"),
-        ("Llama4", {"moe_layers": [[1]]}, r"moe_layers is \[\[1\]\]; it must be a list of layers' numbers, 0\.\.4"),
+        ("Lfm2", {"full_attn_idxs": 5}, r"full_attn_idxs is 5; it must be a list of layers' numbers"),
+        ("Llama4", {"moe_layers": [[1]]}, r"moe_layers is \[\[1\]\]; it must be a list of layers' numbers"),
         ("Llama4", {"no_rope_layers": 5}, "no_rope_layers is 5; it must be a list"),
-        ("Bamba", {"attn_layer_indices": [9]}, r"attn_layer_indices is \[9\]; it must be a list of layers' numbers"),
+        ("Bamba", {"attn_layer_indices": [True]}, r"attn_layer_indices is \[True\]; it must be a list of layers' numbers"),
         ("Bamba", {"time_step_limit": [0, "x"]}, "time_step_limit is .*; it must be two numbers"),
         ("Bamba", {"time_step_limit": [math.nan, 1]}, "time_step_limit is .*; it must be two numbers"),
         (

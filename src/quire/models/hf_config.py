@@ -154,11 +154,11 @@ class ConfigReader:
             raise self.error(key, "a list of texts", value)
         return value
 
-    def layers(self, key: str, default: list[int], num_layers: int) -> list[int]:
-        """Numbers of layers. Raises ModelError for something else, or a layer that is not there."""
+    def layers(self, key: str, default: list[int]) -> list[int]:
+        """Numbers of layers; some may not be there, as in a shortened copy. Raises ModelError for something else."""
         value = self.get(key, default)
-        if not isinstance(value, list) or not all(type(one) is int and 0 <= one < num_layers for one in value):
-            raise self.error(key, f"a list of layers' numbers, 0..{num_layers - 1}", value)
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            raise self.error(key, "a list of layers' numbers", value)
         return value
 
     def window(self, key: str, default: int | None = None) -> int | None:

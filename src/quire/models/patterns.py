@@ -2,10 +2,13 @@
 
 Adapters and checkpoints name modules by regular expressions. For some expressions a matcher that tries one way after
 the other tries exponentially many. The package `regex` takes Python's expressions, and a time after which it gives up.
+It writes counted repeats out when it compiles, so these are bounded, and has syntax of its own, which `re` refuses.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import time
 
 import regex
@@ -13,8 +16,11 @@ import regex
 from quire.errors import ModelError
 from quire.models.hf_config import shown
 
-MOST_SECONDS = 5.0  # for all patterns of a file and all names; those of real files take milliseconds
+MOST_SECONDS = 5.0  # of this thread, for all patterns of a file and all names, beyond FREE_SECONDS for each match
+FREE_SECONDS = 20e-6  # patterns of real files take a quarter of it
 LONGEST = 2**14  # characters of a pattern
+MOST_REPEATS = 10_000  # product of all counts of a pattern
+COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 class Patterns:
@@ -40,10 +46,13 @@ class Patterns:
         place = f"{self.where}: {key} has {shown(text)}"
         if len(text) > LONGEST:
             raise ModelError(f"{place}, a pattern of {len(text)} characters; it must have at most {LONGEST}")
+        repeats = math.prod(max(1, *(float(n or 1) for n in counts)) for counts in COUNT.findall(text))
+        if repeats > MOST_REPEATS:
+            raise ModelError(f"{place}, whose counts multiply to {repeats:g}; it must be at most {MOST_REPEATS}")
         try:
-            regex.compile(text)  # "a)|(b" is one only between parentheses
+            re.compile(text)
             return Pattern(self, regex.compile(f"{prefix}{text}{suffix}"))
-        except (regex.error, OverflowError, RecursionError) as error:
+        except (re.error, regex.error, OverflowError, RecursionError) as error:
             raise ModelError(f"{place}, which is no pattern: {error}") from error
 
     def begins(self, compiled: regex.Pattern[str], name: str) -> bool:
@@ -51,14 +60,14 @@ class Patterns:
 
         Raises ModelError when the patterns of the file have taken too much time.
         """
-        start = time.monotonic()
+        start = time.thread_time()
         try:
             found = compiled.match(name, timeout=max(self._left, 1e-6)) is not None
-        except TimeoutError:
+        except (TimeoutError, MemoryError):
             raise ModelError(
                 f"{self.where}: its patterns take more than {MOST_SECONDS:g} s to match; give names instead"
             ) from None
-        self._left -= time.monotonic() - start
+        self._left -= max(0.0, time.thread_time() - start - FREE_SECONDS)
         return found
 
 

@@ -46,7 +46,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("partial_rotary_factor", 0.5)
     bias = config.flag("attention_bias")
     attention = AttentionConfig(**sizes.heads, rope=rope, bias=bias, output_bias=bias)
-    indices = config.layers("attn_layer_indices", [], sizes.num_layers)
+    indices = config.layers("attn_layer_indices", [])
     state = read_state_space(config, sizes.decoder["hidden_size"])
     mlp = MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias"))
     mixers = [attention if i in indices else state for i in range(sizes.num_layers)]

@@ -46,7 +46,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if config.flag("block_auto_adjust_ff_dim", True):
         size = multiple * -(-int(factor * (2 * size // 3)) // multiple)
     mlp = MlpConfig(size=size)
-    attention = config.layers("full_attn_idxs", list(range(sizes.num_layers)), sizes.num_layers)
+    attention = config.layers("full_attn_idxs", list(range(sizes.num_layers)))
     usual = ["full_attention" if i in attention else "conv" for i in range(sizes.num_layers)]
     kinds = config.texts("layer_types", usual)
     layers = tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in read_mixers(config, sizes, kinds))

@@ -81,7 +81,7 @@ def _mlps(config: ConfigReader, sizes: Sizes) -> list[MlpConfig | ExpertsConfig]
         shared=MlpConfig(size=sizes.inner),
     )
     step = config.integer("interleave_moe_layer_step", 1)
-    sparse = config.layers("moe_layers", list(range(step - 1, sizes.num_layers, step)), sizes.num_layers)
+    sparse = config.layers("moe_layers", list(range(step - 1, sizes.num_layers, step)))
     return [experts if i in sparse else dense for i in range(sizes.num_layers)]
 
 

@@ -55,7 +55,7 @@ def _experts(config: ConfigReader) -> ExpertsConfig:
 
 def sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     """Whether each layer has experts."""
-    step, dense = config.integer("decoder_sparse_step", 1), config.layers("mlp_only_layers", [], num_layers)
+    step, dense = config.integer("decoder_sparse_step", 1), config.layers("mlp_only_layers", [])
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
