@@ -32,7 +32,6 @@ class Load:
     deadline: float  # s, of the clock; after it the request is computed
     num_cached: int  # tokens that were in memory
     num_tokens: int  # that need not be computed besides if all blocks arrive
-    needed: Sequence[int]  # free blocks of each group that the request takes
     names: Sequence[Name] = ()  # of its blocks in memory and of those to come: they are reserved
     missing: set[Read] = field(default_factory=set)  # those that have not arrived
     has_read: bool = False  # some have
@@ -130,7 +129,9 @@ class Prefetch:
     def promised(self, request: Request) -> Sequence[int]:
         """Free blocks of each group that no request after this one, which waits, may take."""
         load = self._loads.get(request.id)
-        return [0] * len(self._manager.groups) if load is None else load.needed
+        if load is None or not load.names:
+            return [0] * len(self._manager.groups)
+        return self._manager.needed(request, self._manager.lookup.match(request))  # blocks may have lost their owners
 
     def admitted(self, request: Request) -> None:
         """The request was given the blocks that it was found to share. Count those that were read for it."""
@@ -155,8 +156,7 @@ class Prefetch:
         if not sources:
             return None
         match = lookup.match(request)
-        needed = self._manager.needed(request, match)
-        if match.num_blocks == lookup.num_reusable(request) or not fits(needed, spare):
+        if match.num_blocks == lookup.num_reusable(request) or not fits(self._manager.needed(request, match), spare):
             return None
         offers = [found for source in sources if (found := self._offer(source, request, match)) is not None]
         if not offers:
@@ -164,7 +164,7 @@ class Prefetch:
         best = max(offers, key=lambda offer: offer.saved)
         deadline = self._clock() + max(PATIENCE, best.computing)
         num_cached = match.num_blocks * self._manager.block_size
-        self._loads[request.id] = load = Load(request, best.source, deadline, num_cached, best.num_tokens, needed)
+        self._loads[request.id] = load = Load(request, best.source, deadline, num_cached, best.num_tokens)
         if best.reading > WORTH * best.computing:
             best.source.refuse("slower")
             self._give_up(load)
@@ -214,4 +214,4 @@ class Prefetch:
             if self._reading.get(read.name) is read:
                 del self._reading[read.name]
         self._manager.unreserve(load.names)
-        load.missing, load.names, load.needed = set(), (), [0] * len(load.needed)
+        load.missing, load.names = set(), ()
