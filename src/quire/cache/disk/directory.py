@@ -97,7 +97,7 @@ def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> Place
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             _write(path / ABOUT, json.dumps(about, indent=1).encode())
             return Place(path, secret, lock)
-        holder = (path / LOCK).read_text(errors="replace")[:20].strip()
+        holder = _holder(path)
     except OSError as error:
         if lock is not None:
             os.close(lock)
@@ -145,7 +145,10 @@ def _locked(path: Path) -> int | None:
     """The file whose lock makes the directory this process's until it is closed. None: a process has it."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # `clear` removed the directory meanwhile
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(lock, path / LOCK):
@@ -156,6 +159,14 @@ def _locked(path: Path) -> int | None:
                 return None
             raise
         os.close(lock)  # `clear` removed it meanwhile, and another process may lock a new one
+
+
+def _holder(path: Path) -> str:
+    """The process that has a directory, as its lock says; empty where that is gone."""
+    try:
+        return (path / LOCK).read_text(errors="replace")[:20].strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _is_at(file: int, path: Path) -> bool:
