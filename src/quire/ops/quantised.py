@@ -278,7 +278,8 @@ def quantised(
     rounded = _rounded_natively if weight.is_cpu and not native.unavailable() else _rounded_by_torch
     values, scales = rounded(weight, bits, size)
     if not scales.isfinite().all():
-        raise BadValue(f"the weight holds {_first(weight, ~weight.isfinite())}; only finite numbers can be quantised")
+        bad = ~weight.float().isfinite()
+        raise BadValue(f"the weight holds {_first(weight, bad)}; only finite numbers of fp32 can be quantised")
     return QuantisedWeight(values, scales, None, bits, group_size, dtype)
 
 
