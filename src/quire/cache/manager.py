@@ -400,7 +400,7 @@ class BlockManager:
             pool.reserve(one.block for one in cached if one.digest in reserved)
 
     def reserve(self, names: Iterable[Name]) -> None:
-        """Let these blocks, once they are in the cache, be evicted after all others, until `unreserve` of each."""
+        """Evict these blocks, once they are in the cache, after all others, until `unreserve` of each."""
         for group, digest in names:
             self.reserved[group][digest] += 1
             block = self.indexes[group].block_of(digest)

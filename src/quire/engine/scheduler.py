@@ -165,7 +165,7 @@ class Scheduler:
         """Let the child, new or a sibling that gives up what it had, go on from the parent, whose tokens it has.
 
         The child inherits what decides the parent's numbers, such as its adapter. Where the parent's tokens are not all
-        in the cache, as it was preempted, the child is computed anew, too.
+        in the cache, as it was preempted, the child is computed again, too.
         """
         child.inherit(parent)
         if child.id not in self.requests:

@@ -77,7 +77,7 @@ NUMBER = f"a positive number in {SMALLEST_NUMBER:.3g}..{LARGEST_NUMBER:.3g}"
 
 
 def is_number(value: object, least: float = SMALLEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:
-    """Whether it is a number in least..most. No arithmetic with a few numbers as fp32 has them fails."""
+    """Return whether it is a number in least..most. No arithmetic with a few numbers as fp32 has them fails."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -97,7 +97,7 @@ class ConfigReader:
         return default if value is None else value
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, with or without a value."""
+        """Return whether the key is there, with or without a value."""
         return key in self._raw
 
     def is_null(self, key: str) -> bool:

@@ -364,7 +364,7 @@ class Weights(Mapping[str, Weight]):
         home.copy_(ours)
 
     def _is_zero(self, part: str) -> bool:
-        """Whether the family's checkpoints have no such tensor, since it is zero."""
+        """Return whether the family's checkpoints have no such tensor, since it is zero."""
         zeros = self._sources.zeros
         return zeros is not None and zeros.fullmatch(part) is not None
 

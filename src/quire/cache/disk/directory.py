@@ -170,7 +170,7 @@ def _holder(path: Path) -> str:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file is the one of that path."""
+    """Return whether the open file is the one of that path."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

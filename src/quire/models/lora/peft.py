@@ -96,7 +96,7 @@ class PeftAdapter:
         return layer is not None and layer in ([chosen] if isinstance(chosen, int) else chosen)
 
     def _names(self, key: str, module: str) -> bool:
-        """Whether a key names a module: by a pattern for whole names, or a list of what names end with."""
+        """Return whether a key names a module: by a pattern for whole names, or a list of what names end with."""
         if key in self.patterns:
             return self.patterns[key].begins(module)
         names = self.config.get(key)
@@ -113,7 +113,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     try:
         path.open("rb").close()
     except (OSError, ValueError) as error:  # also for a path that is none
-        # Whoever asks may be a client far away: what there is instead is for those who read the log.
+        # The caller may be a remote client: the directory's contents go to the log.
         log.warning("no adapter: %s; the directory holds %s", error, _listed(directory))
         raise ModelError(f"{directory} is no PEFT adapter: it has no {TENSORS} that can be read") from error
     config = read_json(directory / CONFIG)

@@ -21,7 +21,7 @@ class Modules(NamedTuple):
     patterns: tuple[Pattern, ...]
 
     def have(self, name: str) -> bool:
-        """Whether the module of that name is among them."""
+        """Return whether the module of that name is among them."""
         return any(f".{one}." in f".{name}." for one in self.names) or any(one.begins(name) for one in self.patterns)
 
 

@@ -25,7 +25,7 @@ Layout: TypeAlias = list[tuple[object, ...]]
 
 
 def layout(cache: PagedKV | RecurrentCache) -> Layout:
-    """What a layer's tensors have now that `set_`, `resize_` or an assignment to `data` changes."""
+    """Return the address, shape, strides and dtype of each tensor of a layer, which `set_` and `resize_` change."""
     return [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in vars(cache).values() if x is not None]
 
 
@@ -130,7 +130,7 @@ class CpuPlan(AttentionPlan):
         return found
 
     def checked(self, kv: PagedKV) -> Cache:
-        """What `check` returned in the same call of an operator."""
+        """Return the result of `check` in the same call of an operator."""
         return self._caches[id(kv)]
 
     @property

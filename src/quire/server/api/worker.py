@@ -62,7 +62,7 @@ class Worker:
         return None if found is None else found.digest
 
     def use_adapters(self, digests: Mapping[str, str]) -> None:
-        """Let the fingerprint cover these adapters from now on. digests: of their weights, by name."""
+        """Set the adapters that the fingerprint covers. digests: of their weights, by name."""
         self._identified = asyncio.create_task(_with_adapters(self._identified, digests))
 
     async def stop(self) -> None:

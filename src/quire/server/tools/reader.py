@@ -108,7 +108,7 @@ class Reader:
         return found
 
     def comes(self, text: str) -> Wait[bool]:
-        """Whether this text comes next; it is not read."""
+        """Return whether this text comes next; it is not read."""
         for size in range(1, len(text) + 1):  # not all at once: what differs early needs no more text
             if (yield from self.peek(size)) != text[:size]:
                 return False
