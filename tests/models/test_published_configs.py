@@ -133,7 +133,7 @@ def test_llama_4(tmp_path: Path) -> None:
     for changes, shown in (
         ({"attention_chunk_size": None}, "attention in chunks needs their length"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers is"),
-        ({"moe_layers": [48]}, "moe_layers is"),
+        ({"moe_layers": ["48"]}, "moe_layers is"),
         ({"attn_temperature_tuning": 7}, "attn_temperature_tuning is 7"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": raw["text_config"] | changes}))
