@@ -82,7 +82,7 @@ def _locate_gguf(model: str | None, name: str) -> Path:
 
 
 def missing_files(directory: Path) -> list[str]:
-    """What an interrupted download has left out, as far as the files that are there tell: at most MOST_MISSING."""
+    """Return the files that an interrupted download lacks, as the others show: at most MOST_MISSING."""
     if not (directory / "config.json").exists():
         return ["config.json"]
     if (files := read_index(directory)) is not None:

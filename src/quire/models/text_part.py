@@ -89,7 +89,7 @@ class TextPart:
     whole: str  # the type of the whole
 
     def name(self, tensor: str) -> str | None:
-        """What a tensor of the files is called in a model of its own; None: it is of another side.
+        """Return a tensor's name in a model of its own; None: it is not of the text part.
 
         Raises ModelError for a name that is longer than any.
         """

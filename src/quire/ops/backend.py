@@ -146,7 +146,7 @@ class Backend(RecurrentOperators):
 
     @abstractmethod
     def compile(self, program: Program) -> Executor:
-        """What runs the program on this backend, with the weights that it has now: later ones may not be seen."""
+        """Return an executor of the program with the weights that it has now: later ones may not be seen."""
 
     def exchange(
         self,

@@ -105,7 +105,7 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
     if key == "mamba_n_heads":  # which have to fill the mixer's width
         return int(raw.get("mamba_expand", 2) * HIDDEN) // HEAD_DIM
     if key in (*HEADS, *KV_HEADS) and any(raw.get(width, HIDDEN) < HIDDEN for width in WIDTHS):
-        return value  # they divide a width that stays as it is
+        return value  # they divide a width that stays unchanged
     if key in HEADS:
         return HIDDEN // HEAD_DIM
     if key in KV_HEADS:
