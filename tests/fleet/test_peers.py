@@ -46,6 +46,12 @@ def who_knows(front: Front) -> str:
     return front.gateway.fleet.placements[-1].replica
 
 
+def rate(front: Front, server: Serving) -> float:
+    """Return the seconds that each step of a replica takes, as its gateway knows them."""
+    [state] = [link.state for link in front.gateway.fleet.roster.links.values() if link.url == server.url]
+    return state.seconds_a_step
+
+
 def test_blocks_of_a_replica_that_is_slow_are_read_by_another(two: list[Serving]) -> None:
     with fronting(*[server.url for server in two]) as front:
         wanted = answer(front)
@@ -80,6 +86,10 @@ def test_a_stream_of_a_replica_that_drains_goes_on_with_its_blocks(two: list[Ser
         wanted = front.post("/v1/completions", **body).json()["choices"]
         left = at(two, who_knows(front))
         [other] = [server for server in two if server is not left]
+        slow(other, 0.1)  # until its steps have shown that it is slower, on however busy a machine
+        assert other.post("/v1/completions", **BODY | {"prompt": [1, 2, 3], "max_tokens": 40}).status == 200
+        until(lambda: rate(front, other) > 0.05)
+        slow(other, 0.0)
         slow(left, 0.2)
         found: list[Any] = []
         asking = threading.Thread(target=lambda: found.append(front.post("/v1/completions", **body).json()["choices"]))
