@@ -12,11 +12,13 @@ from hypothesis import settings
 
 from tests.forks import Spawner
 
+pytest_plugins = ["tests.flaky"]
+
 # Each has a test of ten seconds or more: at the end one worker would wait for it.
 LONGEST = ("test_compiled.py", "test_chaos.py", "test_fuzz.py", "test_throughput.py", "test_fleet.py")
 
 # How long an example may take says something of the machine, not of the code.
-settings.register_profile("unhurried", deadline=None)
+settings.register_profile("unhurried", deadline=None, print_blob=True)
 settings.load_profile("unhurried")
 
 
@@ -51,6 +53,11 @@ def pytest_configure() -> None:
         from tests import interpreter
 
         interpreter.enable()  # before anything imports a kernel
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # what a test draws does not depend on the tests before it
 
 
 def pytest_collection_finish() -> None:
