@@ -68,7 +68,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("long"):
-        more = [item for item in items if item.get_closest_marker("long") is not None]
-        config.hook.pytest_deselected(items=more)
-        items[:] = [item for item in items if item not in set(more)]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long") is not None])
+        items[:] = [item for item in items if item.get_closest_marker("long") is None]
     items.sort(key=lambda item: item.path.name not in LONGEST)
