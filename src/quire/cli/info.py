@@ -110,8 +110,10 @@ def _show_machine() -> None:
     row("quire", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     row("CPU", f"{torch.get_num_threads()} threads, {', '.join(_cpu_features()) or 'no vector extension known'}")
     if native.unavailable() is None:
-        row("native kernels", f"{native.default().isa}, of {', '.join(native.runnable(native.library_path()))}")
-        if "avx2" in native.runnable(native.library_path()) and (reason := native.amx_refusal()):
+        path = native.library_path()
+        has, runs = (", ".join(sets) for sets in (native.built(path), native.runnable(path)))
+        row("native kernels", f"{native.default().isa}; the library has {has}, of which this machine runs {runs}")
+        if "avx2" in native.runnable(path) and (reason := native.amx_refusal()):
             row("AMX", f"not used: {reason}")
         row("prefetch", str(native.default().fetching))
     row("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")

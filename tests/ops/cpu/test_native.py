@@ -17,6 +17,8 @@ from quire.errors import BadValue, Unsupported
 from quire.ops.cpu import native
 from tests.ops.cases import Case, Step
 
+BUILT = ", ".join(native.built(native.library_path())) if native.library_path().exists() else ""
+
 
 def test_auto_takes_the_native_kernels_and_their_best_instruction_set(backend):
     served = native.runnable(native.library_path())
@@ -26,6 +28,21 @@ def test_auto_takes_the_native_kernels_and_their_best_instruction_set(backend):
     assert native.load().isa == served[0]
     assert {"avx2", "neon"} & set(served)  # the least of x86-64 and of Arm
     assert served[0] != "amx_emulated"
+
+
+def test_an_instruction_set_that_the_library_lacks_says_how_to_build_it(backend, monkeypatch):
+    best, path = native.load().isa, native.library_path()
+    monkeypatch.setattr(native, "built", lambda path: ("another",))
+    monkeypatch.setattr(native, "runnable", lambda path: ("another",))
+    built = rf"without the kernels for '{best}'; it has those for another\. .*QUIRE_ISAS=another;{best}' \.$"
+    with pytest.raises(Unsupported, match=built):
+        native.load(best)
+    monkeypatch.undo()
+    runs = ", ".join(native.runnable(path))
+    with pytest.raises(Unsupported, match=rf"^this machine does not run the kernels for 'neo'; it runs {runs}$"):
+        native.load("neo")
+    listed = f"{best}; the library has {BUILT}, of which this machine runs {runs}"
+    assert f"native kernels     {listed}" in CliRunner().invoke(app, ["info"]).output.splitlines()
 
 
 @pytest.fixture
@@ -39,7 +56,7 @@ def _without_triton(monkeypatch):
     ("machine", "reason"),
     [
         ("x86_64", "this CPU lacks AVX2, which the native kernels need"),
-        ("aarch64", "this CPU lacks the instruction sets that the library was built for"),
+        ("aarch64", f"this CPU lacks the instruction sets that the library was built for: {BUILT}"),
     ],
 )
 def test_a_cpu_without_instructions_gets_the_reference_and_one_line_that_says_so(backend, monkeypatch, machine, reason):

@@ -441,8 +441,9 @@ def unavailable() -> str | None:
         return _refused(path, error)
     if not served:
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        needed = "AVX2, which the native kernels need" if x86 else "the instruction sets that the library was built for"
-        return f"this CPU lacks {needed}"
+        if x86 and "avx2" in built(path):
+            return "this CPU lacks AVX2, which the native kernels need"
+        return f"this CPU lacks the instruction sets that the library was built for: {', '.join(built(path))}"
     if not hasattr(_torch_library(), "torch_parallel_for"):
         return f"torch {torch.__version__} does not export its thread pool; torch 2.10 or later does"
     return None
@@ -461,11 +462,33 @@ def _refused(path: Path, error: OSError) -> str:
 
 
 @cache
-def runnable(path: Path) -> tuple[str, ...]:
-    """The instruction sets that this machine runs and the library has, the best first. Asked of the library once."""
+def built(path: Path) -> tuple[str, ...]:
+    """Return the instruction sets that the library has, the best first. Asked of the library once."""
     library = ctypes.CDLL(str(path))
-    built = (isa for isa in ISAS if hasattr(library, f"quire_linear_{isa}"))
-    return tuple(isa for isa in built if getattr(library, f"quire_runs_{isa}")())
+    return tuple(isa for isa in ISAS if hasattr(library, f"quire_linear_{isa}"))
+
+
+@cache
+def runnable(path: Path) -> tuple[str, ...]:
+    """Return those of them that this machine runs, the best first. Asked of the library once."""
+    return tuple(isa for isa in built(path) if _runs(path, isa))
+
+
+def _runs(path: Path, isa: str) -> bool:
+    """Whether this machine runs an instruction set, even if the library lacks its kernels."""
+    runs = getattr(ctypes.CDLL(str(path)), f"quire_runs_{isa}", None)
+    return runs is not None and bool(runs())
+
+
+def _refusal(path: Path, isa: str) -> str:
+    """Say why the kernels for that instruction set cannot be chosen, and how to build them where that helps."""
+    if isa in built(path) or not _runs(path, isa):
+        return f"this machine does not run the kernels for {isa!r}; it runs {', '.join(runnable(path))}"
+    sets = ";".join((*built(path), isa))
+    return (
+        f"the native library was built without the kernels for {isa!r}; it has those for {', '.join(built(path))}. In "
+        f"a clone of the repository, build them with: pip install --config-settings 'cmake.define.QUIRE_ISAS={sets}' ."
+    )
 
 
 def amx_refusal() -> str | None:
@@ -494,7 +517,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     served = runnable(path)
     isa = isa or served[0]
     if isa not in served:
-        raise Unsupported(f"this machine does not run the kernels for {isa!r}; it runs {', '.join(served)}")
+        raise Unsupported(_refusal(path, isa))
     native = ctypes.CDLL(str(path))
 
     def entry(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
