@@ -1,26 +1,29 @@
 # Two commands do everything on a fresh machine: make demo, make test.
 PYTHON ?= python3
 BIN := .venv/bin
+RUNS := .venv/runs
 INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
-BUILT_FROM := pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
+SUITE := -m pytest --numprocesses auto --dist worksteal --durations 25
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
+INSTALL := -m pip install --disable-pip-version-check --no-compile
 
 .PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs docs-version bench bench-peers bench-long clients formats wheel sanitize sanitize-threads emulate clean
 
-demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
+demo: $(RUNS)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
 
-demo-fleet: $(INSTALLED)  ## two replicas and a gateway; one replica is killed in the middle of an answer
+demo-fleet: $(RUNS)  ## two replicas and a gateway; one replica is killed in the middle of an answer
 	$(BIN)/python examples/fleet.py
 
-test: $(INSTALLED)  ## the whole test suite
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+test: $(INSTALLED)  ## the whole test suite, or some of it: TESTS="tests/ops tests/test_llm.py"
+	$(BIN)/python $(SUITE) $(TESTS)
 
 test-fast: $(INSTALLED)  ## the inner loop: what takes long is left out (the marker `slow`)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
+	$(BIN)/python $(SUITE) -m "not slow"
 
 test-long: $(INSTALLED)  ## the random runs, the compiled kernels and what has one result in many ways, with all repetitions
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --long --timeout 3600 \
+	$(BIN)/python $(SUITE) --long --timeout 3600 \
 	  tests/cache/test_machine.py \
 	  tests/engine/test_cache_bits.py tests/engine/test_differential.py tests/engine/test_engine.py tests/engine/test_failures.py tests/engine/test_loops.py tests/engine/test_loops_runs.py \
 	  tests/engine/test_nonfinite.py tests/engine/test_random_runs.py tests/engine/test_reproducible.py tests/engine/test_sampler.py tests/engine/test_soak.py \
@@ -33,7 +36,7 @@ test-long: $(INSTALLED)  ## the random runs, the compiled kernels and what has o
 	  tests/test_docs.py tests/test_embedded.py tests/test_walkthroughs.py tests/test_wheel.py
 
 test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
-	.venv-lowest/bin/python -m pytest --numprocesses auto --dist worksteal
+	.venv-lowest/bin/python $(SUITE)
 
 check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff check .
@@ -67,15 +70,17 @@ bench: $(INSTALLED)  ## speed on this machine
 bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see --help
 	$(BIN)/python -m quire_bench.peers $(PEERS)
 
-bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests, 1,000 engines compared with requests alone, 5,000 configs of models; the server: 20,000 cases, 10,000 clients that hang up, an hour; a fleet: 1,000 rounds with kills, hangs and partitions
-	$(BIN)/python -m tests.cache.machine 1000 1000 100000
-	$(BIN)/quire simulate --requests 1000000 --blocks 100000
-	$(BIN)/python -m tests.models.random_configs 5000
-	$(BIN)/python -m tests.engine.differential 1000
-	$(BIN)/python -m tests.server.fuzz 20000
-	$(BIN)/python -m tests.server.storm 10000
-	$(BIN)/python -m tests.fleet.chaos 1000
-	$(BIN)/quire bench soak --minutes 60
+ROUNDS = 1000
+FIRST = 1000
+bench-long: $(INSTALLED)  ## with ROUNDS=1000: 100,000,000 operations of the block manager, 1,000,000 simulated requests, 1,000 engines compared with requests alone, 5,000 configs of models; the server: 20,000 cases, 10,000 clients that hang up, an hour; a fleet: 1,000 rounds with kills, hangs and partitions. FIRST is the first seed
+	$(BIN)/python -m tests.cache.machine $(FIRST) $(ROUNDS) 100000
+	$(BIN)/quire simulate --requests $(ROUNDS)000 --blocks 100000
+	$(BIN)/python -m tests.models.random_configs $$((5 * $(ROUNDS))) $(FIRST)
+	$(BIN)/python -m tests.engine.differential $(ROUNDS) $(FIRST)
+	$(BIN)/python -m tests.server.fuzz $$((20 * $(ROUNDS)))
+	$(BIN)/python -m tests.server.storm $$((10 * $(ROUNDS)))
+	$(BIN)/python -m tests.fleet.chaos $(ROUNDS) --first $(FIRST)
+	$(BIN)/quire bench soak --minutes $$((60 * $(ROUNDS) / 1000))
 
 clients: $(INSTALLED)  ## what people use against the server: lm_eval, a load generator, packages for agents, in environments of their own
 	$(BIN)/python tools/check_clients.py
@@ -86,7 +91,7 @@ formats: $(INSTALLED)  ## checkpoints that compressed-tensors writes, in an envi
 
 wheel: $(INSTALLED)  ## one wheel for every Python, that of quire-bench, and both source distributions: dist/
 	rm -rf dist
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --config-settings cmake.define.QUIRE_ISAS=all --wheel-dir dist/plain .
+	$(BIN)/pip wheel --verbose --disable-pip-version-check --no-deps --config-settings cmake.define.QUIRE_ISAS=all --wheel-dir dist/plain .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) --wheel-dir dist dist/plain/*.whl
 	rm -rf dist/plain
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bench
@@ -112,14 +117,20 @@ emulate: $(INSTALLED)  ## the operators' tests on an emulated Arm processor; nee
 clean:
 	rm -rf .venv .venv-* build dist
 
-$(INSTALLED): $(BUILT_FROM)
+$(RUNS): $(BUILT_FROM)  # in three steps, since pip is silent while it unpacks; the second one shows the compiler's progress
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' --editable './bench[all]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt torch numpy
+	$(BIN)/python $(INSTALL) --verbose --no-deps --editable .
+	$(BIN)/python $(INSTALL) --constraint constraints.txt quire
 	touch $@
 
-$(LOWEST): $(BUILT_FROM) tools/lowest.py | $(INSTALLED)
+$(INSTALLED): $(RUNS) bench/pyproject.toml
+	$(BIN)/python $(INSTALL) --constraint constraints.txt 'quire[dev]' --editable './bench[all]'
+	touch $@
+
+$(LOWEST): $(BUILT_FROM) bench/pyproject.toml tools/lowest.py | $(INSTALLED)
 	rm -rf .venv-lowest
 	$(PYTHON) -m venv .venv-lowest
 	$(BIN)/python tools/lowest.py install > .venv-lowest/constraints.txt
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-lowest/constraints.txt --editable '.[dev]' --editable './bench[all]'
+	.venv-lowest/bin/python $(INSTALL) --constraint .venv-lowest/constraints.txt --editable '.[dev]' --editable './bench[all]'
 	touch $@

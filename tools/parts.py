@@ -1,0 +1,84 @@
+"""Print the parts of `.ci/parts` that cover what a branch changes, one a line: `python tools/parts.py`.
+
+A branch is compared with the commit at which it left origin/main; uncommitted changes count. On main, and in a clone
+without origin/main, there is nothing to compare with and nothing is printed. The nightly workflow runs all parts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# The files that each part covers. An asterisk stands for any part of a path, slashes included.
+PARTS = {
+    "wheel": (
+        *("pyproject.toml", "bench/pyproject.toml", "constraints.txt", "CMakeLists.txt", "Makefile", "LICENSE"),
+        *("src/quire/ops/cpu/csrc/*", "src/quire/embedded/*", "src/quire/importing.py", "tests/test_wheel.py"),
+        *("tools/check_install.py", "tools/check_wheel.py", ".ci/parts"),
+    ),
+    "documents": (
+        *("*.md", "docs/*", "mkdocs.yml", "tools/docs.py", "tools/griffe_comments.py", "tests/test_walkthroughs.py"),
+        *("CMakeLists.txt", "src/quire/ops/cpu/csrc/*", "src/quire/ops/cpu/native.py", "src/quire/ops/backend.py"),
+        *("src/quire/models/families/*", ".ci/parts"),
+    ),
+    "clients": (
+        *("src/quire/server/*", "src/quire/sandbox/*", "src/quire/chat.py", "src/quire/loglikelihood.py"),
+        *("bench/src/quire_bench/server/*", "tests/data/lm_eval/*", "tools/check_clients.py", "tools/check_agents.py"),
+        *("constraints.txt", ".ci/parts"),
+    ),
+    "ray": (
+        *("src/quire/ray/*", "src/quire/fleet/*", "tests/ray/*", "deploy/kuberay/*", "examples/fleets/*"),
+        *("pyproject.toml", "constraints.txt", ".ci/parts"),
+    ),
+    "formats": (
+        *("src/quire/models/quantisation/*", "src/quire/models/weights.py", "src/quire/models/convert.py"),
+        *("tools/check_formats.py", "tools/write_formats.py", ".ci/parts"),
+    ),
+}
+# Those that lint, the suite and the nightly runs cover. A new package or tool gets a place here or in a part.
+SUITE = (
+    *("tests/*", "bench/*", "examples/*", "deploy/*", ".github/*", ".ci/*", "conftest.py"),
+    *(".clang-format", ".codespellrc", ".gitignore", ".pre-commit-config.yaml", "Containerfile"),
+    *("src/quire/__init__.py", "src/quire/__main__.py", "src/quire/py.typed", "src/quire/aio.py", "src/quire/batch.py"),
+    *("src/quire/chosen.py", "src/quire/config.py", "src/quire/embedding.py", "src/quire/errors.py"),
+    *("src/quire/infill.py", "src/quire/jobs.py", "src/quire/kv_disk.py", "src/quire/llm.py", "src/quire/progress.py"),
+    *("src/quire/prompts.py", "src/quire/request.py", "src/quire/text.py"),
+    *("src/quire/bits/*", "src/quire/cache/*", "src/quire/cli/*", "src/quire/engine/*", "src/quire/integrations/*"),
+    *("src/quire/models/*", "src/quire/ops/*", "src/quire/parallel/*", "src/quire/simulate/*", "src/quire/terminal/*"),
+    *("tools/check_message.py", "tools/emulate.py", "tools/inspector_*.py", "tools/lowest.py", "tools/ngram.py"),
+    *("tools/parts.py", "tools/release.py", "tools/train_tiny.py"),
+)
+
+
+def main() -> None:
+    """Print the parts."""
+    print("".join(f"{part}\n" for part in touched(changed(ROOT))), end="")
+
+
+def touched(paths: Iterable[str]) -> list[str]:
+    """Return the parts that cover one of these files, in the table's order."""
+    paths = list(paths)
+    return [part for part, patterns in PARTS.items() if any(matches(path, patterns) for path in paths)]
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns is the path's."""
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def changed(root: Path) -> list[str]:
+    """Return the tracked files that differ from the commit at which this branch left origin/main."""
+    git = ["git", "-C", str(root)]
+    base = subprocess.run([*git, "merge-base", "HEAD", "origin/main"], capture_output=True, text=True, check=False)
+    if base.returncode != 0:
+        return []
+    listed = [*git, "diff", "--name-only", "--no-renames", "-z", base.stdout.strip()]
+    return [path for path in subprocess.check_output(listed, text=True).split("\0") if path]
+
+
+if __name__ == "__main__":
+    main()
