@@ -4,6 +4,7 @@ import ast
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).parent.parent / "src" / "quire"
@@ -59,6 +60,7 @@ def room(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
+@cache
 def imported_modules(tree: ast.AST) -> set[str]:
     """All modules that a file imports at run time or for its types, wherever the import stands."""
     modules = set()
@@ -74,19 +76,21 @@ def imported_modules(tree: ast.AST) -> set[str]:
     return modules
 
 
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of each file."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def violations(find: Callable[[Path, ast.Module], Iterator[str]]) -> str:
     """What breaks one rule in all files, a line each; empty if nothing does."""
-    return "\n".join(f"{path.relative_to(SRC)}{found}" for path, tree in TREES.items() for found in find(path, tree))
+    return "\n".join(f"{path.relative_to(SRC)}{found}" for path, tree in trees().items() for found in find(path, tree))
 
 
-def modules_of(path: Path) -> set[str]:
-    """The files of quire that a file imports, as module names, packages by their own."""
-    known = {name_of(other) for other in FILES}
+def modules_of(path: Path, known: set[str]) -> set[str]:
+    """Those of the known modules that a file imports, packages by their own names."""
     found = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -112,7 +116,8 @@ def name_of(path: Path) -> str:
 
 def test_no_circle_of_imports() -> None:
     """Imports for types count, and so do those within functions."""
-    below = {name_of(path): modules_of(path) for path in FILES}
+    known = {name_of(path) for path in FILES}
+    below = {name_of(path): modules_of(path, known) for path in FILES}
     while leaves := [name for name, modules in below.items() if not modules & below.keys()]:
         for name in leaves:
             del below[name]
@@ -135,7 +140,7 @@ def test_only_the_backend_object_leads_to_a_device() -> None:
 def test_measuring_code_imports_the_product_and_never_the_reverse() -> None:
     """Of the product only the command line has its name, to call `quire bench` where that is installed."""
     assert [str(path.relative_to(SRC)) for path in FILES if "quire_bench" in path.read_text()] == ["cli/__init__.py"]
-    assert not any(module.startswith("quire_bench") for tree in TREES.values() for module in imported_modules(tree))
+    assert not any(module.startswith("quire_bench") for tree in trees().values() for module in imported_modules(tree))
     measuring = [imported_modules(ast.parse(path.read_text())) for path in MEASURING]
     assert any(module.startswith("quire.") for modules in measuring for module in modules)
 
@@ -253,7 +258,7 @@ def test_bookkeeping_is_free_of_torch() -> None:
             if path in seen or not path.exists():
                 continue
             seen.add(path)
-            for module in imported_modules(TREES[path]):
+            for module in imported_modules(trees()[path]):
                 if module.split(".")[0] in {"torch", "safetensors", "tokenizers"}:
                     found.append(f"{name}: {path.relative_to(SRC)} imports {module}")
                 if module.startswith("quire."):
@@ -270,7 +275,7 @@ def test_every_tensor_says_its_shape() -> None:
     for name in SHAPED:
         lines = (SRC / name).read_text().splitlines()
         tensors = 0
-        for node in public_nodes(TREES[SRC / name]):
+        for node in public_nodes(trees()[SRC / name]):
             annotation = node.annotation if isinstance(node, (ast.arg, ast.AnnAssign)) else None
             if annotation is not None and re.search(r"\bTensor\b", ast.unparse(annotation)):
                 tensors += 1

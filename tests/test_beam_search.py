@@ -9,6 +9,7 @@ import torch
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine.plan import Plan
 from quire.errors import RequestError
+from tests.marks import spread
 from tests.models.checkpoints import save
 
 pytestmark = pytest.mark.slow
@@ -71,19 +72,17 @@ def check(llm: LLM, model: Any, params: BeamSearchParams) -> None:
     assert all(pool.num_used == 0 for pool in (*manager.pools, *manager.host_pools))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-@pytest.mark.parametrize("width", [2, 3, 6])
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize(("kind", "width", "penalty"), spread(3, ["llama", "gemma"], [2, 3, 6], [0.0, 1.0, 2.0]))
 def test_equal_to_transformers(kind: str, width: int, penalty: float, request: pytest.FixtureRequest) -> None:
     directory, model = request.getfixturevalue(kind)
     llm = LLM(str(directory), num_blocks=200, block_size=4)
     check(llm, model, BeamSearchParams(beam_width=width, max_tokens=14, length_penalty=penalty))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize(
+    ("kind", "preemption", "caching", "budget"),
+    spread(2, ["llama", "gemma"], ["recompute", "swap"], [True, False], [16, 64]),
+)
 def test_equal_while_blocks_run_out(
     kind: str, preemption: str, caching: bool, budget: int, request: pytest.FixtureRequest
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -45,6 +46,17 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 COMMANDS = [(name, line[2:]) for name, body in blocks("console") for line in body.splitlines() if line.startswith("$ ")]
+# Their own tests run these, on less: bench/tests and tests/simulate.
+MEASURES = re.compile(r"\.venv/bin/quire (bench (?!.* --help$)|simulate --fleet ).*")
+
+
+def once(commands: list[tuple[str, str]]) -> list[Any]:
+    """Parameters: each command where it is shown first. Those that measure run with --long."""
+    first = {command: name for name, command in reversed(commands)}
+    return [
+        pytest.param(command, id=f"{name}: {command}", marks=[pytest.mark.long] * bool(MEASURES.fullmatch(command)))
+        for command, name in first.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +95,7 @@ def kv_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[f"{n}: {c}" for n, c in COMMANDS])
+@pytest.mark.parametrize("command", once(COMMANDS))
 def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     if command == ".venv/bin/quire serve":
@@ -91,8 +103,9 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
         return
     piped, _, last = command.rpartition(" | ")
     program, *arguments = shlex.split(last.removeprefix(".venv/bin/"))
-    if arguments[0] in ("chat", "run"):  # what a user would type
+    if arguments[0] in ("chat", "run"):  # what a user would type, to get a short answer
         piped = piped.removeprefix("echo ") or "a stack"
+        arguments += [] if "--max-tokens" in arguments else ["--max-tokens", "8"]
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # of who asks for completion
     if arguments[0] in ("pull", "list", "rm"):
         request.getfixturevalue("hub")
@@ -127,6 +140,15 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
     result = CliRunner().invoke(app, arguments, input=piped, prog_name="quire")
     assert result.exit_code == 0, result.output
     assert result.stdout
+
+
+def test_what_measures_has_the_options_that_are_shown() -> None:
+    for command in filter(MEASURES.fullmatch, (command for _, command in COMMANDS)):
+        _, *words = shlex.split(command)
+        options = {word for word in words if word.startswith("--")}
+        described = CliRunner().invoke(app, [*words[: 1 + (words[0] == "bench")], "--help"])
+        assert described.exit_code == 0, command
+        assert options <= set(re.findall(r"--[\w-]+", described.stdout)), command
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

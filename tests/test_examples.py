@@ -32,7 +32,7 @@ PROMISES = {
     "fleet.py": ["[kill -9]", "longest stall", "identical to the undisturbed one"],
     "sampling_tour.py": ["greedy", "min_p 0.2", "2: ", "1: ", "logprob -"],
 }
-SLOW = {"fleet.py": pytest.mark.slow}  # it starts three servers
+SLOW = {"fleet.py": [pytest.mark.slow, pytest.mark.long]}  # it starts three servers
 
 
 def test_every_example_is_here() -> None:
@@ -60,6 +60,7 @@ def test_what_the_demo_writes_is_no_loop(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_fleet_leaves_no_server_at_an_interrupt() -> None:
     with subprocess.Popen([sys.executable, EXAMPLES / "fleet.py"], stdout=subprocess.DEVNULL, preexec_fn=obey) as demo:
         children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children")
