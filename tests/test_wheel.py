@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.ops.cpu import native
+from tests.test_library import OPERATORS
 from tools.check_install import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -102,3 +104,12 @@ def test_it_is_installed_and_generates_without_a_compiler(wheel: Path, tmp_path:
     assert all(each > 0 for each in seconds)
     [installed] = tmp_path.glob("venv/lib/python*/site-packages/quire")
     assert (installed / "ops" / "cpu" / "libquire_cpu.so").exists()
+
+
+def test_its_operators_run_next_to_torch_and_numpy_alone(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=True)
+    python = tmp_path / "bin" / "python"
+    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
+    run(*install, f"--constraint={ROOT / 'constraints.txt'}", "torch", "numpy")
+    run(*install, "--no-deps", wheel)
+    assert "cpu" in subprocess.check_output([python, "-I", "-c", OPERATORS], text=True).split()

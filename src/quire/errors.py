@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping
+from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import ClassVar
 
@@ -89,6 +90,28 @@ class GroupLost(QuireError):
 
 class NoReplica(QuireError):
     """No replica of the fleet can take a request now; the request itself may be right, and can be sent again."""
+
+
+class MissingPackage(QuireError, ModuleNotFoundError):
+    """A package that a part of Quire needs is not installed: Quire was installed without its dependencies.
+
+    Args:
+        part: the package of Quire that imports them.
+        modules: those that cannot be imported. `name` is the first of them.
+    """
+
+    def __init__(self, part: str, *modules: str) -> None:
+        super().__init__(
+            f"{part} needs packages that are not installed: {', '.join(modules)}. Install these, or all that Quire "
+            "needs: pip install quire"
+        )
+        self.name = modules[0]
+
+
+def check_installed(part: str, *modules: str) -> None:
+    """Raise MissingPackage unless all of these modules can be imported. Takes the arguments of that error."""
+    if missing := [module for module in modules if find_spec(module) is None]:
+        raise MissingPackage(part, *missing)
 
 
 def check_integer(error: type[QuireError], name: str, value: object, lower: int, upper: int | None = None) -> None:

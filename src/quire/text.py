@@ -13,8 +13,6 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer as FastTokenizer
-
 from quire.engine.beam import Hypothesis
 from quire.engine.constraints import constraints_of
 from quire.engine.engine import Engine
@@ -35,6 +33,7 @@ from quire.request import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from tokenizers import Tokenizer as FastTokenizer
 
 log = logging.getLogger("quire")
 

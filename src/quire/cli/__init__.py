@@ -10,6 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated
 
+from quire.errors import check_installed
+
+check_installed("quire.cli", "rich", "typer", "yaml")
+
 import typer
 
 from quire import __version__

@@ -25,10 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from quire.errors import Unsupported, check_installed
+
+check_installed("quire.integrations.transformers", "transformers")
+
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from quire import ops
-from quire.errors import Unsupported
 from quire.integrations.gate import HARMLESS, attention_refusal
 
 __all__ = ["NAME", "Mask", "attention", "mask", "register"]

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError, ModelError, Unsupported
+from quire.errors import ConfigError, ModelError, Unsupported, check_installed
+
+check_installed("quire.models", "huggingface_hub", "regex", "safetensors", "tokenizers", "transformers")
+
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
 from quire.models.files import Files, Where, files_of
