@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import product
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import chain, combinations, product
+from typing import Any, TypeVar
 
 import pytest
+
+Case = TypeVar("Case", bound=Hashable)
 
 
 def quick(values: Iterable[Any], count: int, usual: int | None = None) -> list[Any]:
@@ -38,4 +40,20 @@ def spread(one_in: int, *axes: Iterable[Any]) -> list[Any]:
         places, values = zip(*way, strict=True)
         marks = [pytest.mark.long] * (sum(places) % one_in != 0)
         found.append(pytest.param(*values, marks=marks, id="-".join(map(str, values))))
+    return found
+
+
+def meetings(cases: Mapping[Case, Mapping[str, object]], together: int) -> set[Case]:
+    """Return cases, with a value for each parameter, in which all values meet that meet in any of the cases.
+
+    together: so many parameters at a time.
+    """
+    met = {
+        case: set(combinations(sorted(values.items()), min(together, len(values)))) for case, values in cases.items()
+    }
+    missing = set(chain.from_iterable(met.values()))
+    found = set()
+    while missing:
+        found.add(case := max(met, key=lambda case: len(met[case] & missing)))
+        missing -= met[case]
     return found

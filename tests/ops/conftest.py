@@ -12,6 +12,7 @@ import torch
 
 from quire import ops
 from quire.ops.cpu import native
+from tests.marks import meetings, of_long_runs
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
@@ -42,6 +43,17 @@ OF_KERNELS = (
     "test_small_operators.py",
     "test_states.py",
 )
+# gather differs from the reference in attention alone.
+WITHOUT_ATTENTION = (
+    "test_cache.py",
+    "test_lora.py",
+    "test_overlap.py",
+    "test_recurrent.py",
+    "test_sampling_operators.py",
+    "test_small_operators.py",
+    "test_state.py",
+    "test_states.py",
+)
 EMULATED = "amx_emulated"
 # They differ from one another, and from amx, in bf16, in halves over an int8 cache, and in products of integers alone.
 WIDE = ("avx512", "avx512_bf16", EMULATED)
@@ -49,9 +61,49 @@ WIDE = ("avx512", "avx512_bf16", EMULATED)
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# What an operator checks is checked in one place for all backends: see `test_it_offers_the_whole_protocol`.
+checked_once = pytest.mark.parametrize(
+    "backend", [name if name == "reference" else of_long_runs(name) for name in ops.BACKENDS], indirect=True
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    items[:] = [item for item in items if not _repeats_another(item, here)]
+    left_out = {item for item in items if _repeats_another(item, here)}
+    if not config.getoption("long"):
+        left_out |= _more_of_the_same([item for item in items if item.path.is_relative_to(here)])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _more_of_the_same(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases of a test on one backend in which no values of its parameters meet that do not meet in the others.
+
+    On what is slow to run, or differs little from another backend, each value is in one case.
+    """
+    tests: dict[tuple[str, str], dict[pytest.Item, dict[str, object]]] = {}
+    for item in items:
+        if (values := _values(item)) and item.get_closest_marker("long") is None:
+            backend = str(values.pop("backend", None))
+            tests.setdefault((item.nodeid.partition("[")[0], backend), {})[item] = values
+    more: set[pytest.Item] = set()
+    for (test, backend), cases in tests.items():
+        if backend == "gather" and test.partition("::")[0].endswith(WITHOUT_ATTENTION):
+            more |= cases.keys()
+            continue
+        together = 1 if " on " in backend or backend in ("gather", *INTERPRETED) else 2
+        more |= cases.keys() - meetings(cases, together)
+    return more
+
+
+def _values(item: pytest.Item) -> dict[str, object]:
+    """What tells the case from others of its test, for each mark `parametrize` and each fixture with parameters."""
+    callspec = getattr(item, "callspec", None)
+    left = {} if callspec is None else dict(callspec.params)
+    found: dict[str, object] = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        found[str(names)] = tuple(id(left.pop(name)) for name in names if name != "backend")
+    return found | left
 
 
 def _repeats_another(item: pytest.Item, here: Path) -> bool:

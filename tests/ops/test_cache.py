@@ -9,6 +9,7 @@ from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue
 from tests.marks import spread
 from tests.ops.cases import LAYOUTS, Case, Step
+from tests.ops.conftest import checked_once
 
 
 def one_row_plan(backend: ops.Backend, step: Step, slots: list[int]) -> ops.AttentionPlan:
@@ -97,6 +98,7 @@ def test_copy_blocks(backend, device, layout, pairs):
         step.check_cache()
 
 
+@checked_once
 @pytest.mark.parametrize(
     ("src", "dst", "error", "fragments"),
     [
@@ -121,12 +123,14 @@ def test_copy_blocks_refuses(backend, device, src, dst, error, fragments):
     step.check_cache()
 
 
+@checked_once
 def test_copy_blocks_refuses_k_and_v_of_different_pools(backend, device):
     kv = ops.PagedKV(torch.zeros(6, 2, 8, 16, device=device), torch.zeros(5, 2, 8, 16, device=device))
     with pytest.raises(BadShape, match=r"kv\.k has 6 blocks and kv\.v 5"):
         backend.copy_blocks(kv, [0], [5])
 
 
+@checked_once
 def test_copy_blocks_refuses_what_is_no_cache(backend, device):
     flat, turned = torch.zeros(6, 8, 16, device=device), torch.zeros(6, 2, 16, 8, device=device).mT
     with pytest.raises(BadShape, match=r"kv\.k has shape \(6, 8, 16\)"):

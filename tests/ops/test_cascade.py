@@ -14,6 +14,7 @@ from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from tests.marks import spread
 from tests.ops import dense
 from tests.ops.cases import half_dtype
+from tests.ops.conftest import checked_once
 
 
 @dataclass
@@ -164,6 +165,7 @@ def levels_of(backend: ops.Backend, device: str, second: dict | None = None, fir
     return levels
 
 
+@checked_once
 @pytest.mark.parametrize(
     ("first", "second", "error", "message"),
     [
@@ -180,6 +182,7 @@ def test_levels_that_do_not_fit_are_refused(backend, device, first, second, erro
         ops.cascade_attention(torch.zeros(2, 2, 8, device=device), levels, backend=backend.name)
 
 
+@checked_once
 def test_what_else_is_refused(backend, device):
     q = torch.zeros(2, 2, 8, device=device)
     slopes = torch.zeros(2, 2, device=device)
@@ -198,6 +201,7 @@ def test_what_else_is_refused(backend, device):
         ops.cascade_attention(torch.zeros(3, 2, 8, device=device), levels_of(backend, device), backend=backend.name)
 
 
+@checked_once
 def test_a_causal_level_before_the_last_is_refused(backend, device):
     """Also in the middle, and where the two are the same object."""
     first, last = levels_of(backend, device)

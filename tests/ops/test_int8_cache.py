@@ -14,7 +14,7 @@ from quire.ops.rounding import LARGEST, SMALLEST, quantised_rows
 from tests.marks import quick, spread
 from tests.ops import dense
 from tests.ops.cases import LAYOUTS, Case, Step, errors_of_bytes
-from tests.ops.conftest import INTERPRETED
+from tests.ops.conftest import INTERPRETED, checked_once
 from tests.ops.test_cache import one_row_plan
 from tests.ops.test_not_finite import rows_that_see
 
@@ -191,6 +191,7 @@ def test_sizes(backend, device, head_dim, dtype):
         Step(case, device).check(backend)
 
 
+@checked_once
 def test_k_and_v_need_scales_of_their_own(backend, device):
     step = Step(Case(query_lens=(3,), context_lens=(9,), kv_dtype=torch.int8), device)
     plan, kv = step.write(backend), step.kv

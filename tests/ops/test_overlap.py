@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quire import ops
 from quire.errors import BadStride
 from quire.ops import overlap
+from tests.ops.conftest import checked_once
 from tests.ops.test_validate import cache_tensors, good_metadata, good_spec
 
 
@@ -63,6 +64,7 @@ def refused(first: str, second: str = "share memory"):
     return pytest.raises(BadStride, match=rf"^{first} .*{second}")
 
 
+@checked_once
 def test_attention_refuses_an_output_in_the_memory_of_its_inputs(backend, device):
     plan, kv = backend.plan(good_spec(device), **good_metadata()), cache_tensors(device)
     q = torch.zeros(5, 6, 16, device=device)
@@ -91,6 +93,7 @@ def test_attention_may_write_beside_its_query(backend, device):
     assert torch.equal(q, before)
 
 
+@checked_once
 def test_write_kv_refuses_a_cache_that_shares_memory(backend, device):
     plan, kv = backend.plan(good_spec(device), **good_metadata()), cache_tensors(device)
     rows = torch.ones(5, 2, 16, device=device)
@@ -152,6 +155,7 @@ def test_tensors_without_memory_share_none():
         assert ops.load("reference", "cpu").add_rms_norm(x, residual, weight, 1e-6).shape == (3, 8)
 
 
+@checked_once
 def test_copy_blocks_refuses_blocks_in_the_same_memory(backend, device):
     kv = cache_tensors(device)
     repeated = torch.zeros(1, 2, 8, 16, device=device).expand(10, 2, 8, 16)
@@ -160,6 +164,7 @@ def test_copy_blocks_refuses_blocks_in_the_same_memory(backend, device):
             backend.copy_blocks(cache, [0], [1])
 
 
+@checked_once
 def test_add_rms_norm_refuses_a_residual_that_shares_memory(backend, device):
     x, weight = torch.ones(3, 8, device=device), torch.ones(8, device=device)
     home = torch.ones(40, device=device)
@@ -184,6 +189,7 @@ def test_add_rms_norm_of_two_parts_of_the_same_rows(backend, device):
     assert torch.equal(residual, total)
 
 
+@checked_once
 def test_rope_refuses_heads_that_share_memory(backend, device):
     tables = [torch.rand(50, 4).to(device) for _ in range(2)]
     q, k = torch.ones(3, 4, 8, device=device), torch.ones(3, 2, 8, device=device)

@@ -20,6 +20,7 @@ from quire.ops import backend as backends
 from tests.marks import spread
 from tests.ops import dense
 from tests.ops.cases import Case, Step, half_dtype
+from tests.ops.conftest import checked_once
 from tests.ops.small_caches import check, random_cache, random_rows, tables_of
 
 PREFILL_STARTS = [0, 10, 30, 45, 70]  # four sequences of 10, 20, 15 and 25 query rows
@@ -119,6 +120,7 @@ def good_call(device: str) -> dict[str, Tensor]:
     }
 
 
+@checked_once
 @pytest.mark.parametrize(
     ("name", "value", "error", "fragments"),
     [
@@ -147,6 +149,7 @@ def test_paged_prefill_refuses(backend, device, name, value, error, fragments):
     assert all(fragment in str(raised.value) for fragment in fragments), raised.value
 
 
+@checked_once
 def test_paged_decode_wants_one_row_a_sequence(backend, device):
     call = good_call(device)
     del call["cum_seq_lens_q"]

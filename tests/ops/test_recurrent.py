@@ -16,6 +16,7 @@ from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec, num_pieces
 from tests.marks import quick
+from tests.ops.conftest import checked_once
 from tests.ops.recurrent import Layer, Run, Sizes, bits, exact_convolution, exact_recurrence, make_plan
 
 LENGTHS = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 150)
@@ -242,6 +243,7 @@ def test_gate(backend, device):
 STEP = {"starts": [0, 3, 10], "lens": [40, 7], "states": [[1, -1], [-1, -1]], "rows": [[2, -1], [3, -1]]}
 
 
+@checked_once
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -279,6 +281,7 @@ def test_a_step_that_cannot_be(backend, device, changed, error, message):
         make_plan(backend, spec, *(STEP | changed).values())
 
 
+@checked_once
 def test_a_plan_keeps_what_it_held(backend, device):
     plan = backend.make_recurrent_plan(Sizes().spec(device), 16, 2, 2)
     tensors = [torch.tensor(x, dtype=torch.int32) for x in STEP.values()]
@@ -306,6 +309,7 @@ def test_a_spec_that_cannot_be(backend, field, value, error, message):
         RecurrentSpec(**{**vars(Sizes().spec()), field: value})
 
 
+@checked_once
 def test_arguments_that_do_not_fit(backend, device):
     layer = Layer(Sizes(), "delta", seed=1, device=device)
     spec = layer.sizes.spec(device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue
+from tests.ops.conftest import checked_once
 from tests.ops.dense import check_close
 
 WIDTHS = (1, 2, 7, 15, 16, 17, 31, 33, 64, 1_000, 50_257)
@@ -66,6 +67,7 @@ def test_a_row_does_not_depend_on_the_others(backend, device):
         assert torch.equal(backend.top_k(rows[i : i + 1], 50), ids[i : i + 1])
 
 
+@checked_once
 @pytest.mark.parametrize(
     ("logits", "k", "error"),
     [

@@ -9,6 +9,7 @@ import torch
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
+from tests.ops.conftest import checked_once
 from tests.ops.test_validate import good_metadata, good_spec
 
 TOO_MANY = (2**31, 2**32 + 3, 2**63, 2**64 + 1)
@@ -73,6 +74,7 @@ def test_logits_without_an_element(backend, device):
 # --------------------------------------------------------------------------------------------------- too much
 
 
+@checked_once
 @pytest.mark.parametrize("name", ["max_tokens", "max_seqs", "max_blocks"])
 @pytest.mark.parametrize("value", [*TOO_MANY, 1.5, True, "4", None])
 def test_a_plan_of_a_size_that_no_int32_holds(backend, device, name, value):
@@ -86,6 +88,7 @@ def test_a_plan_that_no_memory_holds(backend, device):
         backend.make_plan(good_spec(device), 1, 2**31 - 1, 2**31 - 1)
 
 
+@checked_once
 def test_more_sequences_than_an_int32_numbers(backend, device):
     """A length, repeated without memory."""
     many = torch.zeros(1, dtype=torch.int32).expand(2**31)
@@ -96,6 +99,7 @@ def test_more_sequences_than_an_int32_numbers(backend, device):
         backend.plan(good_spec(device), torch.tensor([0, 1]), torch.tensor([1]), wide)
 
 
+@checked_once
 def test_a_context_whose_last_tile_would_leave_int32(backend, device):
     tables = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**23)
     spec = good_spec(device, block_size=256)
@@ -103,6 +107,7 @@ def test_a_context_whose_last_tile_would_leave_int32(backend, device):
         backend.plan(spec, torch.tensor([0, 1]), torch.tensor([2**31 - 1023]), tables)
 
 
+@checked_once
 @pytest.mark.parametrize("k", [-1, 10, *TOO_MANY, 2.0, True, "3", None])
 def test_a_k_that_is_no_number_of_logits(backend, device, k):
     for operator in (backend.top_k, backend.top_k_softmax):
@@ -110,6 +115,7 @@ def test_a_k_that_is_no_number_of_logits(backend, device, k):
             operator(torch.zeros(2, 9, device=device), k)
 
 
+@checked_once
 def test_scores_beyond_fp32(backend, device):
     """1e-50 is 0 in fp32, which would be no cap at all, and 1e39 is infinity."""
     spec = good_spec(device)
@@ -135,12 +141,14 @@ def test_strides_of_a_single_row_may_be_any(backend, device):
 # ------------------------------------------------------------------------------------------ refused by everyone
 
 
+@checked_once
 @pytest.mark.parametrize("form", ["quick", "", "Tanh", None, True])
 def test_gelu_of_an_unknown_form(backend, device, form):
     with pytest.raises(BadValue, match=r"^approximate is .*'none' or 'tanh'"):
         backend.gelu(torch.ones(2, 8, device=device), form)
 
 
+@checked_once
 @pytest.mark.parametrize("eps", [-1e-6, math.nan, math.inf, "1", None])
 def test_an_eps_that_is_no_small_number(backend, device, eps):
     x, weight = torch.ones(2, 8, device=device), torch.ones(8, device=device)
@@ -153,6 +161,7 @@ def test_an_eps_that_is_no_small_number(backend, device, eps):
             call()
 
 
+@checked_once
 @pytest.mark.parametrize("positions", [[0.9, 1.9], [True, False], [-1, 0], [0, 50], [0, 2**40]])
 def test_rope_at_what_is_no_position(backend, device, positions):
     positions = torch.tensor(positions)
@@ -164,6 +173,7 @@ def test_rope_at_what_is_no_position(backend, device, positions):
     assert torch.equal(rows, torch.ones_like(rows))
 
 
+@checked_once
 def test_rope_of_heads_whose_numbers_are_apart(backend, device):
     apart, tables = torch.ones(2, 1, 16, device=device)[..., ::2], torch.rand(2, 50, 4).to(device)
     rows, positions = torch.ones(2, 1, 8, device=device), torch.arange(2)
@@ -172,6 +182,7 @@ def test_rope_of_heads_whose_numbers_are_apart(backend, device):
             backend.rope(q, k, positions, *tables)
 
 
+@checked_once
 def test_rows_that_are_no_rows(backend, device):
     one, weight = torch.tensor(1.0, device=device), torch.ones(8, device=device)
     for call in (

@@ -17,6 +17,7 @@ from quire.errors import BadDtype, BadShape, BadValue, QuireError
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from tests.marks import spread
+from tests.ops.conftest import checked_once
 from tests.ops.dense import check_close
 
 SHAPES = [(1, 1), (3, 2), (5, 7), (2, 3, 64), (4, 129), (2, 1000), (0, 8), (33,), (70, 31)]
@@ -260,6 +261,7 @@ def test_activations_show_what_is_not_finite(backend, device, function):
         assert got.isnan().nonzero().tolist() == [[0, 3], [1, 10]]
 
 
+@checked_once
 def test_activations_that_mean_nothing_are_refused(backend, device):
     for options, shown in (
         ({"function": "swish"}, "'swish'; it must be one of silu, gelu"),
@@ -356,6 +358,7 @@ def test_weights_of_a_choice_may_have_any_strides(backend, device):
     torch.testing.assert_close(exact(shares), torch.tensor(want, dtype=torch.float64), atol=1e-6, rtol=1e-5)
 
 
+@checked_once
 def test_choices_that_cannot_be_made_are_refused(backend, device):
     for options, shown in (
         ({"num_chosen": 0}, "0 experts are to be chosen"),
@@ -416,6 +419,7 @@ REFUSED: list[tuple[str, str, Tensor, type[QuireError], tuple[str, ...]]] = [
 ]
 
 
+@checked_once
 @pytest.mark.parametrize(("operator", "name", "value", "error", "fragments"), REFUSED)
 def test_small_operators_refuse(backend, device, operator, name, value, error, fragments):
     def call(arguments: dict[str, object]) -> dict[str, object]:
@@ -430,6 +434,7 @@ def test_small_operators_refuse(backend, device, operator, name, value, error, f
     assert all(torch.equal(arguments[key], x) for key, x in before.items()), "a refused call wrote"
 
 
+@checked_once
 def test_rope_refuses_to_turn_more_than_head_dim(backend, device):
     cos, sin = (x.to(device) for x in angles(50, 5))
     rows = torch.ones(3, 2, 8, device=device)
@@ -437,6 +442,7 @@ def test_rope_refuses_to_turn_more_than_head_dim(backend, device):
         backend.rope(rows, rows.clone(), torch.arange(3, device=device), cos, sin)
 
 
+@checked_once
 def test_rows_to_add_are_two_dimensional_and_heads_of_one_dtype(backend, device):
     x = torch.ones(2, 3, 8, device=device)
     with pytest.raises(BadShape, match=r"x has shape \(2, 3, 8\)"):

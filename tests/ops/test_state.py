@@ -11,6 +11,7 @@ from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue
 from quire.ops import AttentionState
 from tests.ops import dense
+from tests.ops.conftest import checked_once
 
 
 def parts(device: str, cuts: list[int], dtype: torch.dtype = torch.float32) -> tuple[list[AttentionState], dense.Dense]:
@@ -92,6 +93,7 @@ def test_what_is_refused(out, lse, base, error, message):
         AttentionState(out, lse, base)
 
 
+@checked_once
 def test_other_shapes_are_refused(backend, device):
     (first, _), _ = parts(device, [5, 9])
     other = AttentionState(torch.zeros(4, 6, 8, device=device), torch.zeros(4, 6, device=device))

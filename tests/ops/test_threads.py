@@ -14,6 +14,7 @@ import torch
 
 from quire import ops
 from quire.errors import QuireError
+from tests.ops.conftest import checked_once
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 16, 96
 
@@ -150,6 +151,7 @@ def test_each_thread_with_a_plan_of_its_own(backend, device):
     side_by_side(call(0), call(1), times=times_for(backend))
 
 
+@checked_once
 def test_a_plan_is_no_other_thing(backend, device):
     with pytest.raises(QuireError, match="plan is a NoneType"):
         backend.attention(torch.randn(1, HEADS, DIM), cache_for(device), None)

@@ -12,6 +12,7 @@ import torch
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
 from quire.ops.spec import check_supported
+from tests.ops.conftest import checked_once
 
 INT32_MAX = 2**31 - 1
 Call = dict[str, Any]
@@ -195,12 +196,14 @@ METADATA = {
 }
 
 
+@checked_once
 @pytest.mark.parametrize("int_dtype", [torch.int32, torch.int64])
 def test_good_metadata_is_taken(backend, device, int_dtype):
     plan = backend.plan(good_spec(device), **{name: x.to(int_dtype) for name, x in good_metadata().items()})
     assert (plan.num_seqs, plan.num_tokens, plan.writable) == (3, 5, True)
 
 
+@checked_once
 @pytest.mark.parametrize("how", METADATA)
 def test_metadata(backend, device, how):
     name, value, error, fragments = METADATA[how]
@@ -211,6 +214,7 @@ def test_metadata(backend, device, how):
     assert roomy.num_seqs == 0
 
 
+@checked_once
 @pytest.mark.parametrize("last", [2**31, 2**40])
 def test_more_rows_than_int32_numbers(backend, device, last):
     """Refused before room is made for them."""
@@ -220,6 +224,7 @@ def test_more_rows_than_int32_numbers(backend, device, last):
     refuses(lambda: roomy.update(**call), BadShape, (last, "tokens", 100))
 
 
+@checked_once
 @pytest.mark.parametrize("name", ["query_starts", "context_lens", "block_tables", "slots"])
 def test_strided_metadata_is_read_right(backend, device, name):
     call = good_metadata()
@@ -229,6 +234,7 @@ def test_strided_metadata_is_read_right(backend, device, name):
     assert torch.equal(getattr(plan, name), getattr(packed, name))
 
 
+@checked_once
 def test_a_length_that_its_wide_table_holds_but_int32_does_not(backend, device):
     """2^23 + 1 blocks of 256 tokens in a table of one id, repeated without memory."""
     width = 2**23 + 1
@@ -238,6 +244,7 @@ def test_a_length_that_its_wide_table_holds_but_int32_does_not(backend, device):
     refuses(lambda: backend.plan(spec, **call), BadValue, ("context_lens[0]", 2**31))
 
 
+@checked_once
 def test_tables_below_the_window_are_not_read(backend, device):
     """Sequence of 33 tokens, 2 rows, window 9: the first row stands at 31 and sees 23.., that is from block 2 on."""
     call = {"query_starts": torch.tensor([0, 2]), "context_lens": torch.tensor([33])}
@@ -256,12 +263,14 @@ def test_tables_below_the_window_are_not_read(backend, device):
     )
 
 
+@checked_once
 def test_a_window_that_begins_with_a_block_does_not_read_the_one_before(backend, device):
     """The first row stands at 31 and sees 24.., the whole of block 3 and nothing of block 2."""
     call = {"query_starts": torch.tensor([0, 2]), "context_lens": torch.tensor([33])}
     backend.plan(good_spec(device, window=8), **call, block_tables=torch.tensor([[-1, -1, 99, 3, 4]]))
 
 
+@checked_once
 @pytest.mark.parametrize("int_dtype", [torch.int32, torch.int64])
 def test_the_widest_window_of_a_row_before_the_start_does_not_overflow(backend, device, int_dtype):
     """The first row stands at -7: less 2^31 - 1 it is no int32 any more."""
@@ -270,6 +279,7 @@ def test_the_widest_window_of_a_row_before_the_start_does_not_overflow(backend, 
     refuses(lambda: backend.plan(spec, starts, lens, tables), BadValue, ("block_tables[0, 0]", -1))
 
 
+@checked_once
 def test_the_widest_window_does_not_overflow(backend, device):
     spec = good_spec(device, window=INT32_MAX)
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([17], dtype=torch.int32)
@@ -278,6 +288,7 @@ def test_the_widest_window_does_not_overflow(backend, device):
     refuses(lambda: backend.plan(spec, starts, lens, bad), BadValue, ("block_tables[0, 0]", -1))
 
 
+@checked_once
 @pytest.mark.parametrize(
     ("room", "fragments"),
     [((4, 3, 2), (5, "4", "tokens")), ((5, 2, 2), (3, "2", "sequences")), ((5, 3, 1), (2, "1", "columns"))],
@@ -288,6 +299,7 @@ def test_a_step_larger_than_the_plan(backend, device, room, fragments):
     refuses(lambda: plan.update(**good_metadata()), BadShape, fragments)
 
 
+@checked_once
 @pytest.mark.parametrize("name", ["max_tokens", "max_seqs", "max_blocks"])
 def test_a_plan_of_negative_size(backend, device, name):
     room = {"max_tokens": 5, "max_seqs": 3, "max_blocks": 2, name: -1}
@@ -357,6 +369,7 @@ def on(device: str, arguments: Call) -> Call:
     return moved
 
 
+@checked_once
 @pytest.mark.parametrize("how", ATTENTION)
 def test_attention(backend, device, how):
     changes, error, fragments = ATTENTION[how]
@@ -381,6 +394,7 @@ WRITE_KV = {
 }
 
 
+@checked_once
 @pytest.mark.parametrize("how", WRITE_KV)
 def test_write_kv(backend, device, how):
     changes, error, fragments = WRITE_KV[how]
@@ -393,6 +407,7 @@ def test_write_kv(backend, device, how):
     refuses(lambda: backend.write_kv(**{**good, "kv": kv, "plan": plan, **changes}), error, fragments)
 
 
+@checked_once
 def test_write_kv_on_a_read_only_plan(backend, device):
     metadata = good_metadata()
     del metadata["slots"]
@@ -425,6 +440,7 @@ STATES = {
 }
 
 
+@checked_once
 @pytest.mark.parametrize("how", STATES)
 def test_merge_states(backend, device, how):
     name, value, error, fragments = STATES[how]
@@ -443,6 +459,7 @@ SINKS = {
 }
 
 
+@checked_once
 @pytest.mark.parametrize("how", SINKS)
 def test_apply_sinks(backend, device, how):
     name, value, error, fragments = SINKS[how]

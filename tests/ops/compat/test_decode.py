@@ -10,6 +10,7 @@ from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue
 from tests.ops import dense
 from tests.ops.cases import half_dtype
+from tests.ops.conftest import checked_once
 from tests.ops.small_caches import random_cache, random_rows, tables_of
 
 
@@ -147,6 +148,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@checked_once
 @pytest.mark.parametrize(("name", "change", "error", "message"), REFUSED)
 def test_what_is_refused(backend, device, name, change, error, message):
     step = Decode(device, [4, 20, 2])
@@ -155,6 +157,7 @@ def test_what_is_refused(backend, device, name, change, error, message):
         ops.paged_attention_decode(*step.arguments(), backend=backend.name)
 
 
+@checked_once
 def test_another_block_size_is_refused(backend, device):
     with pytest.raises(BadValue, match="block_size is 16; the cache has blocks of 8"):
         ops.paged_attention_decode(*Decode(device, [4]).arguments(), block_size=16, backend=backend.name)
@@ -163,6 +166,7 @@ def test_another_block_size_is_refused(backend, device):
 NUM_BLOCKS = 8  # of `Decode(device, [4, 20, 2])`
 
 
+@checked_once
 @pytest.mark.parametrize(
     ("lens", "table", "error", "message"),
     [

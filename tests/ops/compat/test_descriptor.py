@@ -15,6 +15,7 @@ from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Un
 from quire.ops.compat.descriptor import attend_unseen
 from tests.ops import dense
 from tests.ops.cases import half_dtype
+from tests.ops.conftest import checked_once
 from tests.ops.small_caches import check, random_cache, random_rows, tables_of
 
 STARTS = [0, 10, 30, 45, 70]  # four sequences of 10, 20, 15 and 25 query rows
@@ -445,6 +446,7 @@ RUN = [
 ]  # fmt: skip
 
 
+@checked_once
 @pytest.mark.parametrize(("name", "value", "error", "message"), RUN)
 def test_run_refuses(backend, device, name, value, error, message):
     if device != "cpu":
@@ -460,6 +462,7 @@ def test_run_refuses(backend, device, name, value, error, message):
     call.check(16**-0.5)
 
 
+@checked_once
 def test_an_output_in_the_memory_of_the_queries_is_refused(backend, device):
     call = small(device)
     prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.name)
@@ -469,6 +472,7 @@ def test_an_output_in_the_memory_of_the_queries_is_refused(backend, device):
     assert torch.equal(call.given["q"], before)
 
 
+@checked_once
 def test_a_closed_descriptor(backend, device):
     call = small(device)
     prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.name)

@@ -10,6 +10,7 @@ from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
 from tests.ops import dense
 from tests.ops.cases import half_dtype
+from tests.ops.conftest import checked_once
 from tests.ops.small_caches import random_cache
 
 TABLE = [[2, -1, -1, -1], [0, 1, -1, -1], [3, 5, 6, -1]]
@@ -166,6 +167,7 @@ VARLEN_REFUSED = [
 ]
 
 
+@checked_once
 @pytest.mark.parametrize(("change", "error", "message"), VARLEN_REFUSED)
 def test_varlen_refuses(backend, device, change, error, message):
     q, k, v = rows("cpu", (8, 4), (8, 2), (8, 2))
@@ -235,6 +237,7 @@ def test_the_pages_decode(backend, device, causal):
             assert torch.equal(cache.view(torch.uint8), was.view(torch.uint8)), "exactly three slots were written"
 
 
+@checked_once
 def test_a_missing_block_names_the_sequence(backend, device):
     """32 cached at block size 32 goes to the second block: a -1 there is an error, and nothing is written."""
     call = Cached(device, [[2, -1, -1, -1], [0, -1, -1, -1], [3, 5, 6, -1]])
@@ -355,6 +358,7 @@ KVCACHE_REFUSED = [
 ]  # fmt: skip
 
 
+@checked_once
 @pytest.mark.parametrize(("change", "error", "message"), KVCACHE_REFUSED)
 def test_with_a_kv_cache_refuses(backend, device, change, error, message):
     call = Cached(device, TABLE)

@@ -12,6 +12,7 @@ from quire.ops import layouts
 from quire.ops.compat.vllm import num_partitions
 from tests.ops import dense
 from tests.ops.cases import half_dtype
+from tests.ops.conftest import checked_once
 from tests.ops.small_caches import random_cache, random_rows, tables_of
 
 
@@ -194,6 +195,7 @@ REFUSED = [
 ]
 
 
+@checked_once
 @pytest.mark.parametrize(("index", "change", "error", "message"), REFUSED)
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_what_is_refused(backend, device, version, index, change, error, message):
@@ -204,6 +206,7 @@ def test_what_is_refused(backend, device, version, index, change, error, message
     assert call.out.isnan().all()
 
 
+@checked_once
 def test_outputs_in_the_memory_of_inputs_are_refused(backend, device):
     call = Packed(device, [30, 5])
     query = call.arguments[1]
@@ -220,6 +223,7 @@ def test_outputs_in_the_memory_of_inputs_are_refused(backend, device):
         ops.paged_attention_v2(call.out, sums, sums, tmp, *call.arguments[1:], backend=backend.name)
 
 
+@checked_once
 def test_what_else_is_refused(backend, device):
     call = Packed(device, [30, 5])
     with pytest.raises(BadValue, match="version is 'v3'; it must be 'auto', 'v1' or 'v2'"):
