@@ -45,6 +45,7 @@ def test_answers_are_those_of_llm_and_grow(served: AsyncLLM) -> None:
         assert not any(output.finished for output in outputs[:-1])
 
 
+@pytest.mark.slow
 def test_a_chat_is_that_of_llm(served: AsyncLLM) -> None:
     messages = [{"role": "user", "content": "a queue"}]
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}]
@@ -173,6 +174,7 @@ def test_a_name_is_free_when_its_loop_is_closed(served: AsyncLLM, monkeypatch: p
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_closing_ends_what_waits() -> None:
     async def ask() -> None:
         async with AsyncLLM(num_blocks=64) as llm:

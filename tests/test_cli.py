@@ -39,6 +39,7 @@ raise SystemExit(sorted(heavy & set(sys.modules)) or None)
 """
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -74,6 +75,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_system_that_is_too_old_for_torch_gets_a_sentence() -> None:
     done = subprocess.run([sys.executable, "-c", TOO_OLD], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -84,6 +86,7 @@ def test_a_system_that_is_too_old_for_torch_gets_a_sentence() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_repetition_penalty_ends_a_loop() -> None:
     arguments = ["def __repr__(self):", "--temperature", "0", "--max-tokens", "64"]
     name = "self.__class__.__name__"
@@ -91,6 +94,7 @@ def test_a_repetition_penalty_ends_a_loop() -> None:
     assert generated(*arguments, "--repetition-penalty", "1.25").count(name) <= 2
 
 
+@pytest.mark.slow
 def test_the_embedded_model_does_not_loop_without_options() -> None:
     """By its generation_config.json: without it some lines come ten times and more."""
     prompts = ("import os", "import os\n", "def fibonacci(", "class Stack:\n")
@@ -112,6 +116,7 @@ def test_bench_says_how_to_get_it_where_it_is_not_installed(monkeypatch: pytest.
         )
 
 
+@pytest.mark.slow
 def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
     listed = CliRunner().invoke(app, ["bench", "--help"])
     assert listed.exit_code == 0
@@ -138,6 +143,7 @@ def test_generate_prints_prompt_and_text_and_loads_no_transformers() -> None:
     assert len(result.stdout) > len("def fibonacci(") + 4
 
 
+@pytest.mark.slow
 def test_several_prompts_a_file_and_json(tmp_path: Path) -> None:
     (tmp_path / "prompt.py").write_text("import os\n")
     arguments = ["one", "two", "--file", str(tmp_path / "prompt.py"), "--max-tokens", "5", "--seed", "3"]
@@ -180,6 +186,7 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_the_text_is_the_same_however_memory_is_short() -> None:
     prompts = ["import os\n", "class Stack:\n", "def main("]
     texts = [
@@ -202,6 +209,7 @@ def test_info() -> None:
     assert "threads" in rows["CPU"]
 
 
+@pytest.mark.slow
 def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
     from quire.models import EMBEDDED
 
@@ -252,6 +260,7 @@ def test_models_lists_all_types() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_prompt_through_the_adapter() -> None:
     shown = [
         generated("def f(", "--max-tokens", "12", "--temperature", "0", "--model-impl", impl)
@@ -299,6 +308,7 @@ def test_a_value_outside_its_fields_bounds_is_refused(options: dict[str, object]
     assert str(caught.value) == message
 
 
+@pytest.mark.slow
 def test_version_and_short_help() -> None:
     from quire import __version__
 
@@ -445,6 +455,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[dict[str, 
     return given[0], given[1], result
 
 
+@pytest.mark.slow
 def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     pasted = (
         "some/model --tensor-parallel-size 1 -pp 1 --data_parallel_size=1 --trust-remote-code --enforce-eager "
@@ -520,6 +531,7 @@ def test_keys_come_from_the_environment_and_yaml_says_where_it_is_wrong(
     assert f"there is no file {tmp_path}/nowhere" in served(monkeypatch, "--config", f"{tmp_path}/nowhere")[2].stderr
 
 
+@pytest.mark.slow
 def test_generate_takes_the_checkpoints_own_sampling(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
     own = ["import os\n", "--json", "--generation-config", str(tmp_path)]

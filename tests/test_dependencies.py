@@ -83,6 +83,7 @@ def imports(package: Path) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "listed", "others"),
     [

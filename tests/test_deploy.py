@@ -411,6 +411,7 @@ def known_options(command: str) -> set[str]:
     return {name for each in commands[command].params for name in each.opts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("plain")])
 def test_every_option_is_one_of_the_command(variant: str) -> None:
     started = set()

@@ -60,6 +60,7 @@ def test_the_forms_of_a_prompt_are_one(llm: LLM) -> None:
     assert llm.embed([]) == []
 
 
+@pytest.mark.slow
 def test_one_prompt_gets_the_same_bits_whatever_runs_beside_it(llm: LLM) -> None:
     texts = [f"class A{i}:\n" * (1 + i % 7) for i in range(40)]
     alone = [vectors(llm, text)[0] for text in texts]

@@ -39,6 +39,7 @@ def test_every_example_is_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in PROMISES])
 def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -94,6 +95,7 @@ def test_the_tiny_engine_is_tiny_and_imports_operators_alone() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_tiny_engine_says_what_the_engine_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four prompts through three seats, greedily, beside `LLM` in fp32."""
     tiny, llm = module("tiny_engine", monkeypatch), LLM(dtype="float32", num_blocks=64)

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from quire.cli import app
 from quire.cli.hub import since, size_of
 from quire.models import EMBEDDED, locate
+from tests.marks import of_long_runs
 from tests.models.fake_hub import commit_of, fake_hub
 
 FILES = {
@@ -51,6 +52,7 @@ def quire(*arguments: str, stdin: str | None = None) -> Any:
     return CliRunner().invoke(app, arguments, input=stdin)
 
 
+@pytest.mark.slow
 def test_a_model_is_pulled_listed_and_removed(cache: Path) -> None:
     assert quire("list").stdout == "There are none. quire pull OWNER/NAME downloads one.\n"
     pulled = quire("pull", "someone/tiny")
@@ -148,7 +150,7 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_a_terminal", [False, True])
+@pytest.mark.parametrize("at_a_terminal", [of_long_runs(False), True])
 def test_progress_is_shown_at_a_terminal_alone(tmp_path: Path, at_a_terminal: bool) -> None:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -169,6 +171,7 @@ def test_progress_is_shown_at_a_terminal_alone(tmp_path: Path, at_a_terminal: bo
     os.close(ours)
 
 
+@pytest.mark.slow
 def test_the_shell_completes_models_of_the_cache(cache: Path) -> None:
     quire("pull", "someone/tiny")
     for words in ("quire serve some", "quire chat some", "quire rm some", "quire info --model some"):

@@ -33,6 +33,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(directory), num_blocks=256)
 
 
+@pytest.mark.slow
 def test_the_forms_of_a_prompt_are_one(llm: LLM) -> None:
     text = "def fibonacci("
     tokens = llm.tokenizer.encode(text)
@@ -266,6 +267,7 @@ def test_a_gpu_gives_the_same_text(llm: LLM) -> None:
     assert there.outputs[0].token_ids == here.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_gathered_attention_gives_the_same_text(llm: LLM) -> None:
     prompts = ["import sys\n", "def f(", "class A:\n    def b(self"]
     gathered = LLM(dtype="float32", num_blocks=256, attention_backend="gather").generate(prompts, GREEDY)
@@ -273,6 +275,7 @@ def test_gathered_attention_gives_the_same_text(llm: LLM) -> None:
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_gathering_has_its_own_span_in_a_profile() -> None:
     gathering = LLM(attention_backend="gather", num_blocks=64)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
@@ -281,6 +284,7 @@ def test_gathering_has_its_own_span_in_a_profile() -> None:
     assert spans.count("quire::gather") == 2 * gathering.engine.runner.model.config.num_layers
 
 
+@pytest.mark.slow
 def test_block_size_and_budget_do_not_change_the_text(llm: LLM) -> None:
     expected = llm.generate("import sys\n", GREEDY)[0].outputs[0].token_ids
     for options in ({"block_size": 1, "num_blocks": 64}, {"block_size": 256}, {"max_num_batched_tokens": 1}):
@@ -341,6 +345,7 @@ def test_the_host_pool_is_what_the_cache_leaves(monkeypatch: pytest.MonkeyPatch)
         LLM(**options, swap_space="310MiB", max_num_seqs=4096)
 
 
+@pytest.mark.slow
 def test_a_closed_llm_frees_its_memory_and_says_so() -> None:
     with LLM(num_blocks=64) as llm:
         stream = llm.stream("import os\n", SamplingParams(max_tokens=50, ignore_eos=True))

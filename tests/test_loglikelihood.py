@@ -28,6 +28,7 @@ def llm() -> LLM:
     return LLM(num_blocks=256)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
 def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:

@@ -433,6 +433,7 @@ def broken_cases(seed: int, count: int) -> Iterator[tuple[list[int], list[int], 
         yield prompt, new, before, after[common:], skips
 
 
+@pytest.mark.slow
 def test_the_text_is_what_the_tokens_add_to_the_prompts() -> None:
     tokenizer = Tokenizer(EMBEDDED)
     for prompt, new, _, added, skips in broken_cases(0, 3000):
@@ -441,6 +442,7 @@ def test_the_text_is_what_the_tokens_add_to_the_prompts() -> None:
         assert found == added, (prompt, new, skips)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [False, True])
 def test_stop_strings_are_not_looked_for_in_the_prompt(keeps: bool) -> None:
     tokenizer, rng, num_stopped = Tokenizer(EMBEDDED), random.Random(1), 0

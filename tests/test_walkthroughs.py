@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from quire import ops
 from quire.errors import Unsupported
 from quire.ops.cpu import native
+from tests.forks import Spawner
 
 pytestmark = pytest.mark.slow
 
@@ -27,12 +27,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["add-a-model.md", "add-a-backend.md"])
-def test_the_python_of(page: str, tmp_path: Path) -> None:
+def test_the_python_of(page: str, tmp_path: Path, forks: Spawner) -> None:
     """In a process of its own, since it adds to the package's tables."""
-    code = tmp_path / "page.py"
-    code.write_text("\n".join(blocks(page, "python")))
-    done = subprocess.run([sys.executable, code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = forks.start(page, program="\n".join([f"import os; os.chdir({str(tmp_path)!r})", *blocks(page, "python")]))
+    status = process.wait(120)
+    assert status == 0, process.log.read_text()[-3000:]
 
 
 def test_every_walkthrough_is_followed() -> None:

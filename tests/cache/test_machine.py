@@ -5,10 +5,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from quire.cache.groups import StateGroup, StatePools
 from tests.cache.machine import GROUPS, Machine, operate
+from tests.marks import quick
 
 pytestmark = pytest.mark.slow
 
@@ -93,11 +101,12 @@ class ManagerMachine(RuleBasedStateMachine):
             self.state.end()
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=450, stateful_step_count=50, deadline=None)
-TestManagerMachine = ManagerMachine.TestCase
+def test_operations_that_hypothesis_draws(long: bool) -> None:
+    count = 450 if long else 100
+    run_state_machine_as_test(ManagerMachine, settings=settings(max_examples=count, stateful_step_count=50))
 
 
-@pytest.mark.parametrize("shard", range(4))
+@pytest.mark.parametrize("shard", quick(range(4), 1, 1))
 def test_random_operations(shard: int, long: bool) -> None:
     seen: dict[str, int] = {}
     for seed in range(shard * SEEDS // 4, (shard + 1) * SEEDS // 4):
@@ -110,7 +119,7 @@ def test_random_operations(shard: int, long: bool) -> None:
         assert seen[what] > 10, what
 
 
-@pytest.mark.parametrize("shard", range(2))
+@pytest.mark.parametrize("shard", quick(range(2), 1, 1))
 def test_random_operations_beside_a_disk(shard: int, long: bool, tmp_path: Path) -> None:
     """What comes back from a disk is what was computed, whatever its threads, faults and restarts do meanwhile."""
     seen: dict[str, int] = {}

@@ -132,6 +132,7 @@ def test_words_are_forbidden_with_a_space_and_without() -> None:
         bad_sequences(["a"], None)
 
 
+@pytest.mark.slow
 def test_no_bad_word_and_only_what_is_allowed_comes_whatever_else_happens(llm: LLM) -> None:
     """The same bits with guesses, with preemptions, and in any company."""
     assert llm.tokenizer is not None

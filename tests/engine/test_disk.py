@@ -34,7 +34,7 @@ from quire.errors import ConfigError
 from quire.models import EMBEDDED
 from quire.ops.cpu import native
 from quire.request import Request
-from tests.engine.test_cache_bits import BATCH, SHAPES, Bits, asked, bits, built, expected, model
+from tests.engine.test_cache_bits import BATCH, SOME_SHAPES, Bits, asked, bits, built, expected, model
 from tests.marks import quick
 
 assert model  # the fixture
@@ -86,7 +86,7 @@ def requests(count: int) -> list[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SHAPES, indirect=True)
+@pytest.mark.parametrize("model", SOME_SHAPES, indirect=True)
 def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path) -> None:
     """Cold, warm, after a restart, preempted, and with a disk that is too small."""
     directory, kv_dtype = model
@@ -221,6 +221,7 @@ def test_a_reset_forgets_the_block_that_is_being_written(
     assert len(tier.store) == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_writing_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,6 +300,7 @@ def test_requests_that_come_together_find_all_that_is_there(
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_running_request_takes_the_blocks_that_it_needs(tmp_path: Path) -> None:
     """What is promised to one that waits is no reason to preempt; what is left of it is found and counted."""
     engine, tier, wanted = short(tmp_path / "disk", 1, 20)
@@ -393,6 +395,7 @@ def answer(llm: LLM) -> tuple[object, int]:
     return (one.token_ids, one.cumulative_logprob), found.num_cached_tokens or 0
 
 
+@pytest.mark.slow
 def test_a_prompt_is_found_after_a_restart(tmp_path: Path) -> None:
     with LLM(num_blocks=100, kv_disk=tmp_path / "kv", kv_disk_space="16MiB") as llm:
         first, cached = answer(llm)
@@ -472,6 +475,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path, options: dict[str, objec
     assert (tmp_path / "FILE").read_text() == (tmp_path / "OTHER" / "mine").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_two_engines_cannot_have_one_directory(tmp_path: Path) -> None:
     with LLM(num_blocks=50, kv_disk=tmp_path / "kv"):
         with pytest.raises(ConfigError, match=r"only one at a time can, so give this one a directory of its own"):
@@ -586,7 +590,7 @@ def damaged(made: Recording, directory: Path, rng: random.Random) -> str:
     return kind
 
 
-@pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), 0, 1))
 def test_damage_never_gives_a_wrong_token(shard: int, long: bool, tmp_path: Path) -> None:
     """Bits, ends that are cut off, pieces elsewhere, a crash at a write, writes that are lost or in another order."""
     engine, made = faulty_engine(), recording(tmp_path / "recorded")

@@ -174,8 +174,8 @@ def test_a_bucket_and_its_edges(model: Path, count: int) -> None:
     ],
     ids=str,
 )
-def test_random_runs(model: Path, options: dict[str, Any]) -> None:
-    for seed in range(3):
+def test_random_runs(model: Path, options: dict[str, Any], long: bool) -> None:
+    for seed in range(3 if long else 1):
         twin = Twin()
         served = graphed(model, twin, **options)
         moved: list[object] = []

@@ -23,7 +23,7 @@ if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU", allow_module_level=True)
 
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 OPTIONS = {"dtype": "float32", "num_blocks": 16, "block_size": 4, "max_model_len": 64, "max_num_seqs": 4}

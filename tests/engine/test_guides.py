@@ -115,6 +115,7 @@ class Preemptions:
 # ------------------------------------------------------------------------------------------------ on a fake model
 
 
+@pytest.mark.slow
 def test_guided_and_plain_requests_side_by_side() -> None:
     """Prompts in pieces, siblings, preemption by recomputation and by swapping: everyone gets his own tokens."""
     preempted = 0
@@ -275,6 +276,7 @@ def test_a_mask_that_leaves_nothing_is_told() -> None:
     assert set(sample(logits, sampling_rows(asked), OPS).tolist()) == {-1}
 
 
+@pytest.mark.slow
 def test_masking_on_a_gpu_waits_for_nothing() -> None:
     asked = requests(30)
     for r in asked[::3]:
@@ -310,6 +312,7 @@ def of_model(llm: LLM, name: str, prompt: str, guide: Guide | None = None, **sam
     return Request(name, array("i", tokens), len(tokens), params, guide=guide)
 
 
+@pytest.mark.slow
 def test_on_a_real_model(llm: LLM) -> None:
     """Only allowed tokens come, in every sample; logprobs are those of the raw logits; neighbours keep their bits."""
     prompts = ["def f(x):\n    return", "import os\n" * 30, "x = [1, 2,"]

@@ -35,6 +35,7 @@ def texts(directory: Path, **options: Any) -> list[list[int]]:
 
 
 @NATIVE
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["quire", "transformers"])
 def test_sharing_guessing_and_preemption_change_no_token(tmp_path: Path, implementation: str) -> None:
     save(tmp_path)

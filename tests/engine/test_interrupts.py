@@ -193,6 +193,7 @@ def ask(llm: LLM, what: str) -> object:
     return [[sequence.tokens for sequence in output.sequences] for output in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["generate", "stream", "beams"])
 def test_nothing_of_an_interrupted_call_stays_in_the_engine(llm: LLM, what: str) -> None:
     """At lines spread over the whole call, from its first to its last."""

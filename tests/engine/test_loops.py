@@ -285,7 +285,7 @@ def both(seed: int) -> tuple[list[list[Event]], list[list[Event]], int]:
 SHARDS, NUM_SEEDS = 5, 100
 
 
-@pytest.mark.parametrize("shard", quick(range(SHARDS), 1, 3))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), 0, 1))
 def test_the_same_events_in_the_same_steps(shard: int) -> None:
     """Where requests end when their tokens are all there, each step is the one that would have been planned later."""
     num_ahead = num_steps = 0
@@ -357,7 +357,7 @@ def told(seed: int, loop: type[Loop], seen: Counter[str]) -> dict[str, tuple[Any
     return {name: whole(its) for name, its in events.items()}
 
 
-@pytest.mark.parametrize("shard", quick(range(SHARDS), 1, 3))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), 0, 1))
 def test_each_request_gets_the_same(shard: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(shard, NUM_SEEDS, SHARDS):

@@ -17,6 +17,7 @@ from quire.models.lora.fitting import prepare
 from quire.ops.cpu import native
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import Bits, bits
+from tests.marks import of_long_runs
 from tests.models.adapters import embedded_linears, linears, save_adapter
 from tests.models.checkpoints import engine, save
 
@@ -39,7 +40,12 @@ def asked(loras: tuple[str | None, ...] = NAMES) -> list[Request]:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("", {}), ("", {"quantization": "int8"}), ("Llama", {"dtype": "float32"}), ("Qwen3Next", {"dtype": "bfloat16"})],
+    [
+        of_long_runs("", {}),
+        ("", {"quantization": "int8"}),
+        ("Llama", {"dtype": "float32"}),
+        ("Qwen3Next", {"dtype": "bfloat16"}),
+    ],
     ids=["embedded", "embedded, int8", "llama, fp32", "qwen3 next, bf16"],
 )
 def test_bits(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:

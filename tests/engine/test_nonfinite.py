@@ -90,7 +90,7 @@ def poisoned(position: int) -> list[int]:
     return [*STEM[:position], POISON, *STEM[position:], *range(20, 29)]
 
 
-@pytest.mark.parametrize("chunk", [of_long_runs(BLOCK), 7, 512])
+@pytest.mark.parametrize("chunk", [of_long_runs(BLOCK), 7, of_long_runs(512)])
 def test_it_hurts_no_other_request(model: Path, chunk: int) -> None:
     lone = engine(model, num_blocks=200, block_size=BLOCK, enable_prefix_caching=False)
     served = engine(model, num_blocks=200, block_size=BLOCK, max_num_batched_tokens=chunk)

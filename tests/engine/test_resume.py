@@ -18,6 +18,7 @@ from quire.request import Guide, Request, SamplingParams
 from quire.text import CompletionOutput, RequestOutput, TextEngine, constraints_for, make_requests
 from tests.engine import fakes
 from tests.engine.test_guides import Residues, bitmask
+from tests.marks import spread
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +158,7 @@ def test_the_kinds_show_what_they_should(right: dict[str, tuple[CompletionOutput
     assert right["characters"][0].text == "漢漢🙂漢 "
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("llm", "kind"), spread(3, ENGINES, KINDS), indirect=["llm"])
 def test_after_any_delivered_token_the_rest_is_the_same(
     llm: LLM, kind: str, right: dict[str, tuple[CompletionOutput, list[str]]]
 ) -> None:
@@ -194,7 +195,9 @@ def test_prompt_logprobs_go_on_where_they_ended(llm: LLM, right: dict[str, tuple
         assert other.prompt_logprobs[1:] == output.prompt_logprobs[1 + first :]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "penalties", "stop strings"])
+@pytest.mark.parametrize(
+    ("llm", "kind"), spread(3, ENGINES, ["greedy", "sampled", "penalties", "stop strings"]), indirect=["llm"]
+)
 def test_a_token_that_is_drawn_otherwise_ends_a_strict_request(
     llm: LLM, kind: str, right: dict[str, tuple[CompletionOutput, list[str]]]
 ) -> None:
@@ -211,7 +214,7 @@ def test_a_token_that_is_drawn_otherwise_ends_a_strict_request(
     assert not llm.engine.has_work
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "penalties"])
+@pytest.mark.parametrize(("llm", "kind"), spread(3, ENGINES, ["greedy", "sampled", "penalties"]), indirect=["llm"])
 def test_a_lenient_request_goes_on_after_what_was_delivered_and_counts(
     llm: LLM, kind: str, right: dict[str, tuple[CompletionOutput, list[str]]]
 ) -> None:

@@ -10,6 +10,7 @@ from quire.engine.engine import Engine
 from quire.engine.order import by_priority, shortest_prompt_first
 from quire.request import FinishReason, Miss, Request
 from tests.engine.fakes import VOCAB, continuation, fake_engine, request, run, siblings
+from tests.marks import quick
 
 TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
 
@@ -95,7 +96,7 @@ class TestSharingInFlight:
 
 class TestPrefixCacheAcrossRequests:
     @pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO, (CacheGroup((0,), window=5),)])
-    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("seed", quick(range(10), 2))
     def test_hits_change_no_token(self, seed: int, groups: tuple[CacheGroup, ...]) -> None:
         """The fake model reads its past out of the cache, so a wrong block would change what it says."""
         rng = random.Random(seed)
@@ -278,6 +279,7 @@ class TestOrder:
         requests = [request(f"r{i}", [i] * n, max_tokens=2) for i, n in enumerate((90, 40, 8, 60))]
         assert self.served(engine, requests) == ["r2", "r1", "r3", "r0"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("order", [by_priority, shortest_prompt_first])
     def test_nobody_waits_for_ever(self, order, monkeypatch) -> None:
         """While better placed requests keep arriving, the worst placed one is served after a bounded number of them."""

@@ -36,6 +36,7 @@ def long_engine(groups: tuple[AnyGroup, ...], **options: object) -> Engine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("common", [1_024, 1_000, 700])
 @pytest.mark.parametrize("together", [True, False])
 def test_common_prefixes_are_found_as_with_attention_alone(common: int, together: bool) -> None:
@@ -55,6 +56,7 @@ def test_common_prefixes_are_found_as_with_attention_alone(common: int, together
     assert cached[1] >= 0.95 * cached[0]
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_where_it_ended() -> None:
     engine = long_engine(HYBRID)
     tokens = [random.Random(2).randrange(VOCAB) for _ in range(100)]
@@ -111,6 +113,7 @@ def test_too_few_states_for_all_preempt_and_nothing_is_lost(num_host_blocks: int
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 @NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_beams_score_the_same_with_and_without_room(dtype: torch.dtype) -> None:
@@ -154,6 +157,7 @@ def test_no_state_after_what_is_not_finite_is_left_to_others(at: int) -> None:
     assert r.cache.prefix_report.num_cached <= at
 
 
+@pytest.mark.slow
 @NATIVE
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 19, "max_num_seqs": 6, "max_model_len": 96}])
 def test_after_any_delivered_token_the_rest_is_the_same(options: dict[str, object]) -> None:

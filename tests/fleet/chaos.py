@@ -259,7 +259,7 @@ class Cluster:
 
     async def ready(self, num_replicas: int) -> None:
         """Wait until each gateway has sessions with that many replicas."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while any(sum(gate.num_sessions > 0 for gate in gates) < num_replicas for gates in self._gates):
             assert time.monotonic() < end, "the gateways do not find the replicas again"
             await asyncio.sleep(0.02)
@@ -278,7 +278,7 @@ class Cluster:
 
     async def busy_replicas(self) -> list[str]:
         """Those that still compute something, after a while in which they should have ended."""
-        end, found = time.monotonic() + 10, ["?"]
+        end, found = time.monotonic() + 60, ["?"]
         while found and time.monotonic() < end:
             found = []
             for process in self.replicas:

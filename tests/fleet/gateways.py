@@ -64,6 +64,35 @@ def slow(server: Serving, seconds: float) -> None:
     server.service.worker.engine.runner.seconds = seconds
 
 
+def slow_all(servers: list[Serving], seconds: float) -> None:
+    """The same of each of them. A test that waits for something in the middle of an answer lets go of it afterwards."""
+    for server in servers:
+        slow(server, seconds)
+
+
+class Rates:
+    """What a replica says of its speed, whatever this machine does besides."""
+
+    seconds_a_sequence = 1e-9
+
+    def __init__(self, seconds_a_prompt_token: float, seconds_a_step: float) -> None:
+        self.seconds_a_prompt_token, self.seconds_a_step = seconds_a_prompt_token, seconds_a_step
+
+    def observe(self, num_prompt: int, num_sequences: int, seconds: float) -> None:
+        pass
+
+
+def say_rates(server: Serving, seconds_a_prompt_token: float, seconds_a_step: float = 1e-9) -> None:
+    """Let a replica say that it takes so long."""
+    replica_of(server)._reporter.rates = Rates(seconds_a_prompt_token, seconds_a_step)  # type: ignore[assignment]
+
+
+def get_the_request(first: Serving, other: Serving) -> None:
+    """Let the first one say that it computes prompts faster than the other."""
+    say_rates(first, 1e-9)
+    say_rates(other, 1e-2)
+
+
 def lose(server: Serving) -> None:
     """End the sessions of a replica, as if it were gone; it takes new ones."""
     replica = replica_of(server)
@@ -80,7 +109,7 @@ def at(servers: list[Serving], url: str) -> Serving:
     return found
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"

@@ -293,6 +293,7 @@ def test_there_and_back(parts: dict[str, str]) -> None:
     assert len(again.digest) == 16
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(PARTS, PARTS)
 def test_digests_are_equal_where_nothing_differs(one: dict[str, str], other: dict[str, str]) -> None:
@@ -340,6 +341,7 @@ def test_what_is_no_fingerprint(data: object, message: str) -> None:
         Fingerprint.from_json(data)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda x: st.dictionaries(st.text(max_size=5), x)))
 def test_no_data_breaks_it(data: object) -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,21 @@ from quire.server.api import rerank
 from quire.server.http.api_error import ApiError
 from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
 from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
-from tests.fleet.gateways import SECRET, Front, drain, fronting, lose, replica_of, replicas, slow, slowed, until, value
+from tests.fleet.gateways import (
+    SECRET,
+    Front,
+    drain,
+    fronting,
+    get_the_request,
+    lose,
+    replica_of,
+    replicas,
+    say_rates,
+    slow,
+    slowed,
+    until,
+    value,
+)
 from tests.fleet.serving import gateway
 from tests.server.serving import Answer as HttpAnswer
 from tests.server.serving import Serving, serving
@@ -102,7 +117,7 @@ CONTINUED = {
 
 
 @pytest.mark.parametrize("kind", CONTINUED)
-def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Front, kind: str) -> None:
+def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Front, kind: str, long: bool) -> None:
     """A cut may fall after any event. What the client has then and what it gets for the last id are the answer."""
     path, own = CONTINUED[kind]
     body = own | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 7, "seed": 3}
@@ -111,7 +126,7 @@ def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Fr
     assert expected.is_done
     assert expected.choices == put_together(two[0].ask("POST", path, body).body).choices  # as a plain server says it
     events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
-    for cut in range(len(events)):
+    for cut in range(1, len(events), 1 if long else 3):
         had = put_together(*events[:cut])
         if had.last_id is None:
             continue
@@ -128,7 +143,7 @@ def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Fr
             assert put_together(*head, rest).choices == expected.choices, (cut, again)
 
 
-def test_calls_and_thoughts_through_a_gateway(two: list[Serving]) -> None:
+def test_calls_and_thoughts_through_a_gateway(two: list[Serving], long: bool) -> None:
     """Replicas follow the grammars, the gateway reads the answers; a stream goes on within a call or a thought."""
     zones = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
     clock = {"type": "function", "function": {"name": "clock", "parameters": zones | {"additionalProperties": False}}}
@@ -149,7 +164,7 @@ def test_calls_and_thoughts_through_a_gateway(two: list[Serving]) -> None:
         expected = put_together(whole)
         assert expected.choices[0]["calls"][0][1:] == ["clock", call["function"]["arguments"]]
         events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
-        for cut in range(len(events)):
+        for cut in range(1, len(events), 1 if long else 3):
             if (last := put_together(*events[:cut]).last_id) is not None:
                 rest = front.ask("POST", CHAT, body | {"stream": True}, {"Last-Event-ID": last}).body
                 assert put_together(*events[:cut], rest).choices == expected.choices, cut
@@ -283,31 +298,13 @@ def test_tenants_share_no_blocks(two: list[Serving]) -> None:
         assert fleet.ask("POST", COMPLETIONS, {"prompt": "x"}).status == 401
 
 
-class Rates:
-    """What a replica says of its speed, whatever this machine does besides: prompts are what costs."""
-
-    seconds_a_step, seconds_a_sequence = 1e-9, 1e-9
-
-    def __init__(self, seconds_a_prompt_token: float) -> None:
-        self.seconds_a_prompt_token = seconds_a_prompt_token
-
-    def observe(self, num_prompt: int, num_sequences: int, seconds: float) -> None:
-        pass
-
-
-def get_the_request(first: Serving, other: Serving) -> None:
-    """Let the first one compute prompts faster than the other."""
-    replica_of(first)._reporter.rates = Rates(1e-9)  # type: ignore[assignment]
-    replica_of(other)._reporter.rates = Rates(1e-2)  # type: ignore[assignment]
-
-
 def test_equal_prompts_at_once_cost_one_prefill() -> None:
     """Which replica holds a prompt is known when it is sent there, before it is computed."""
     prompt = "".join(f"x{i} = {i * i}\n" for i in range(40))
     options = {"num_blocks": 512, "max_num_seqs": 40}
     with serving(options, fleet_secret=SECRET) as one, serving(options, fleet_secret=SECRET) as other:
         for each in (one, other):
-            replica_of(each)._reporter.rates = Rates(1e-2)  # type: ignore[assignment]
+            say_rates(each, 1e-2)
             each.service.worker.engine.scheduler.prefetch.sources.clear()  # it is not read from the other one either
         with fronting(one.url, other.url) as fleet:
             num_prompt = fleet.post("/tokenize", prompt=prompt).json()["count"]
@@ -414,15 +411,20 @@ LIES: dict[str, Calls] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_who_contradicts_himself_is_left_and_another_goes_on(two: list[Serving], lie: str) -> None:
+@pytest.mark.parametrize("lies", [[*LIES][i::3] for i in range(3)], ids=lambda lies: lies[0])
+def test_who_contradicts_himself_is_left_and_another_goes_on(two: list[Serving], lies: list[str]) -> None:
+    """All of them are asked before the one that does not lie, which is slower."""
     body = BODY | {"logprobs": 1}
-    with faking(two[0], LIES[lie]) as fake, fronting(fake.url, two[0].url) as fleet:
+    expected = two[0].ask("POST", COMPLETIONS, body).json()["choices"]
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(faking(two[0], LIES[lie])) for lie in lies]
+        fleet = stack.enter_context(fronting(*(fake.url for fake in fakes), two[0].url))
         found = fleet.ask("POST", COMPLETIONS, body)
-        assert fake.calls, "it was not asked"
         assert found.status == 200, found.body
-        assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
-        assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
+        assert found.json()["choices"] == expected
+        for lie, fake in zip(lies, fakes, strict=True):
+            assert fake.calls, f"it was not asked: {lie}"
+            assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1, lie
         assert value(fleet, "quire:fleet_resume_mismatch_total") == 0
 
 
@@ -447,15 +449,17 @@ SEARCH_LIES: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lie", SEARCH_LIES)
-def test_a_search_goes_elsewhere_where_its_answer_cannot_be(two: list[Serving], lie: str) -> None:
+def test_a_search_goes_elsewhere_where_its_answer_cannot_be(two: list[Serving]) -> None:
     body = BODY | {"use_beam_search": True, "n": 2, "seed": None}
-    with faking(two[0], lambda call: SEARCH_LIES[lie]) as fake, fronting(fake.url, two[0].url) as fleet:
-        found = fleet.ask("POST", COMPLETIONS, body)
-        assert fake.calls, "it was not asked"
-        assert found.status == 200, found.body
-        assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
-        assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) == 1
+    expected = two[0].ask("POST", COMPLETIONS, body).json()["choices"]
+    lies = iter(SEARCH_LIES.values())
+    with faking(two[0], lambda call: next(lies)) as fake, fronting(fake.url, two[0].url) as fleet:
+        for count, lie in enumerate(SEARCH_LIES, 1):
+            until(lambda: value(fleet, "quire:fleet_replica_up", replica=fake.url) == 1)
+            found = fleet.ask("POST", COMPLETIONS, body)
+            assert len(fake.calls) == count, f"it was not asked: {lie}"
+            assert (found.status, found.json().get("choices")) == (200, expected), lie
+            assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) == count, lie
 
 
 @pytest.mark.parametrize("status", [299, 460, 599])
@@ -488,11 +492,13 @@ def test_an_end_that_comes_with_what_cannot_be_is_none(two: list[Serving], is_st
         assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
 
 
-@pytest.mark.parametrize("body", [{"error": "text"}, [1], "text", {"error": [1]}, {"error": {"code": []}}], ids=str)
-def test_a_refusal_may_be_any_json(two: list[Serving], body: Any) -> None:
-    with faking(two[0], lambda call: (500, body)) as fake, fronting(fake.url, two[0].url) as fleet:
-        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
-        assert fake.calls, "it was not asked"
+def test_a_refusal_may_be_any_json(two: list[Serving]) -> None:
+    bodies: list[Any] = [{"error": "text"}, [1], "text", {"error": [1]}, {"error": {"code": []}}]
+    expected, refusals = text_of(two[0].ask("POST", COMPLETIONS, BODY)), iter(bodies)
+    with faking(two[0], lambda call: (500, next(refusals))) as fake, fronting(fake.url, two[0].url) as fleet:
+        for count, body in enumerate(bodies, 1):
+            assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == expected, body
+            assert len(fake.calls) == count, f"it was not asked: {body}"
 
 
 @pytest.mark.parametrize("change", [{"block_size": 0}, {"block_size": "16"}, {"has_windows": 1}], ids=str)

@@ -89,7 +89,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 IndexMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine = pytest.mark.slow(IndexMachine.TestCase)
 
 
 def test_a_run_ends_at_the_first_block_that_a_replica_lacks() -> None:
@@ -255,6 +255,7 @@ def test_one_walk_serves_all_replicas(digests: list[int], data: st.DataObject) -
     assert index.runs(digests) == depths
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(SLOTS, DIGESTS), max_size=6), st.lists(st.tuples(SLOTS, DIGESTS), max_size=6), DIGESTS)
 def test_a_run_goes_on_in_another_index(
     held: list[tuple[int, list[int]]], elsewhere: list[tuple[int, list[int]]], digests: list[int]

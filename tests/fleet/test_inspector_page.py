@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.fleet.placement import PARTS, reason_of
-from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all, until
 from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.browsing import FAULTS, open_browser
@@ -34,8 +34,7 @@ def servers() -> Iterator[list[Serving]]:
 def front(servers: list[Serving]) -> Iterator[Front]:
     with fronting(*(server.url for server in servers)) as found:
         yield found
-    for server in servers:
-        slow(server, 0.0)
+    slow_all(servers, 0.0)
 
 
 @contextmanager
@@ -79,10 +78,9 @@ def test_replicas_and_an_idle_gateway(browser: Any, front: Front, servers: list[
 
 
 def test_a_request_that_moves(browser: Any, front: Front, servers: list[Serving]) -> None:
-    for server in servers:
-        slow(server, 0.03)
+    slow_all(servers, 0.05)  # a request takes half a minute, until it is let go
     with shown(browser, front) as page:
-        asked = Asked(front, prompt=list(range(5, 45)), max_tokens=90, temperature=0, ignore_eos=True)
+        asked = Asked(front, prompt=list(range(5, 45)), max_tokens=600, temperature=0, ignore_eos=True)
         url = serving_one(front)
         computes = at(servers, url)
         until(lambda: host(computes) in page.locator("#requests").inner_text())
@@ -99,6 +97,7 @@ def test_a_request_that_moves(browser: Any, front: Front, servers: list[Serving]
         until(lambda: page.locator('#placements tr[data-reason="lost"]').count() == 1)
         moved = page.locator('#placements tr[data-reason="lost"]').inner_text()
         assert f"tokens: {host(computes)} was lost" in moved
+        slow_all(servers, 0.0)
         assert asked.result().status == 200
         until(lambda: page.locator("#noopen").is_visible())
         page.get_by_role("button", name="Moved").click()
@@ -163,10 +162,9 @@ ROWS = """["requests", "placements", "candidates"].every(name => {
 
 
 def test_it_can_be_read(browser: Any, front: Front, servers: list[Serving]) -> None:
-    for server in servers:
-        slow(server, 0.02)
+    slow_all(servers, 0.05)
     with shown(browser, front) as page:
-        asked = [Asked(front, prompt=list(range(5, 45)), max_tokens=60, temperature=0, ignore_eos=True) for _ in "ab"]
+        asked = [Asked(front, prompt=list(range(5, 45)), max_tokens=600, temperature=0, ignore_eos=True) for _ in "ab"]
         until(lambda: page.locator("#requests tr").count() == 2)
         page.locator("#placements tr").first.click()
         page.keyboard.press("Space")
@@ -176,4 +174,5 @@ def test_it_can_be_read(browser: Any, front: Front, servers: list[Serving]) -> N
                 page.emulate_media(color_scheme=theme)
                 assert page.evaluate(FAULTS) == []
             assert page.evaluate(ROWS)
+        slow_all(servers, 0.0)
         assert all(one.result().status == 200 for one in asked)

@@ -67,6 +67,7 @@ def sources(draw: st.DrawFn) -> list[Frame]:
     return kept
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_of_two_sources_the_ledger_takes_a_prefix_or_all(data: st.DataObject) -> None:
     """Whichever frame comes first, of each source in its order: no token twice, none lost, none wrong."""

@@ -56,6 +56,7 @@ def reading(
     return asked
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.binary(max_size=40).map(lambda line: line.replace(b"\n", b"")), max_size=8),
     st.lists(st.integers(1, 30), max_size=12),

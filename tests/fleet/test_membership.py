@@ -161,6 +161,7 @@ def test_the_system_is_asked_by_default() -> None:
     assert found in ([["http://127.0.0.1:8000"]], [["http://[::1]:8000"]])  # one family
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.one_of(

@@ -20,7 +20,7 @@ from quire.fleet.placement import NEW
 from quire.fleet.roster import Roster
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
-from tests.fleet.gateways import at, drain, fronting, lose, replicas, samples, slow, until, value
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, samples, slow_all, until, value
 from tests.fleet.serving import Front
 from tests.server.serving import Serving
 
@@ -46,8 +46,7 @@ def servers() -> Iterator[list[Serving]]:
 def front(servers: list[Serving]) -> Iterator[Front]:
     with fronting(*(server.url for server in servers)) as found:
         yield found
-    for server in servers:
-        slow(server, 0.0)
+    slow_all(servers, 0.0)
 
 
 def test_addresses_that_change_leave_a_bounded_number_of_series() -> None:
@@ -160,6 +159,7 @@ def test_both_forms_can_be_read() -> None:
 
 
 class TestServing:
+    @pytest.mark.slow
     def test_hits(self, servers: list[Serving]) -> None:
         """The same prompt twice: the second time its blocks are expected to be there, and they are."""
         body = {"prompt": list(range(5, 85)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -187,15 +187,16 @@ class TestServing:
             assert value(front, "quire:fleet_replica_blocks", replica=server.url) == 128
             assert value(server, "quire:fleet_sessions") == 1
 
+    @pytest.mark.slow
     def test_a_loss(self, front: Front, servers: list[Serving]) -> None:
         before = [value(server, "quire:resumed_requests_total") for server in servers]
-        for server in servers:
-            slow(server, 0.02)
+        slow_all(servers, 0.2)
         asked = Asked(front, prompt="import", max_tokens=40, temperature=0, ignore_eos=True)
         url = serving_one(front)
         lost, other = at(servers, url), next(one for one in servers if one.url != url)
         assert value(lost, "quire:fleet_calls") == 1
         lose(lost)
+        slow_all(servers, 0.0)
         assert asked.result().status == 200
         assert value(front, "quire:fleet_lost_total", replica=url) == 1
         assert value(front, "quire:fleet_resumed_total", reason="lost") == 1
@@ -232,14 +233,15 @@ class TestServing:
             assert ("quire:fleet_replica_free_blocks", frozenset({("replica", servers[0].url)})) not in samples(front)
 
 
+@pytest.mark.slow
 def test_a_drained_replica() -> None:
     """The request moves; what it brings afterwards is no loss."""
     with replicas(2) as servers, fronting(*(server.url for server in servers)) as front:
-        for server in servers:
-            slow(server, 0.02)
+        slow_all(servers, 0.2)
         asked = Asked(front, prompt="import", max_tokens=40, temperature=0, ignore_eos=True)
         url = serving_one(front)
         drain(at(servers, url))
+        slow_all([server for server in servers if server.url != url], 0.0)
         until(lambda: value(front, "quire:fleet_resumed_total", reason="drained") == 1)
         assert value(front, "quire:fleet_replica_draining", replica=url) == 1
         answer = asked.result()

@@ -23,6 +23,7 @@ from quire.models.model import Model
 from quire.ops import Backend, load, unavailable
 from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinear
+from tests.marks import spread
 from tests.models.checkpoints import save
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -127,8 +128,14 @@ def test_it_depends_on_no_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["GPT2", "Bloom", "Gemma2", "Phi3", "Qwen3", "Mixtral", "Qwen3Moe"])
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "quantization": "int8", "block_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    spread(
+        2,
+        ["GPT2", "Bloom", "Gemma2", "Phi3", "Qwen3", "Mixtral", "Qwen3Moe"],
+        [{}, {"dtype": "bfloat16", "quantization": "int8", "block_size": 5}],
+    ),
+)
 def test_every_family_is_probed(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, kind)
     expected = set(ALWAYS)
@@ -145,6 +152,7 @@ def test_every_family_is_probed(kind: str, options: dict[str, Any], tmp_path: Pa
     assert probe(*model) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -172,6 +180,7 @@ def test_blocks_of_any_size_hold_the_same_bits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(unavailable("triton", DEVICE) is not None, reason="needs triton")
 def test_operators_of_a_gpu_are_probed() -> None:
     """Without one they run in Triton's interpreter."""

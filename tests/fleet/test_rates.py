@@ -71,6 +71,7 @@ def test_prompts_among_steps_that_only_decode_are_no_outliers() -> None:
     assert rates.seconds_a_prompt_token == pytest.approx(PROMPT_TOKEN, rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_is_known_of_prompts_outlives_steps_that_only_decode() -> None:
     rates = StepRates()
     observe(rates, 4, 1_000)
@@ -123,6 +124,7 @@ def test_steps_that_do_not_vary_are_shared_out(tokens: int, sequences: int) -> N
         assert step == pytest.approx(STEP_IN_PROMPT_TOKENS * token, rel=0.5)
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(0, 100_000), st.integers(0, 10_000), st.floats(0.0, 1e6)),

@@ -82,6 +82,7 @@ def test_bounds_that_are_none_are_refused(least: int, most: int) -> None:
 # ------------------------------------------------------------------------------------------------ what always holds
 
 
+@pytest.mark.slow
 @given(fleets, st.floats(0.0, 1e6), st.integers(0, 20), st.floats(0.0, 1e6), bounds)
 def test_the_answer_lies_within_the_bounds(
     fleet: list[Load | None], now: float, replicas: int, since: float, bounds: tuple[int, int]
@@ -91,6 +92,7 @@ def test_the_answer_lies_within_the_bounds(
     assert found.since <= now
 
 
+@pytest.mark.slow
 @given(fleets, loads, st.floats(0.0, 1e6), st.integers(1, 20), st.floats(0.0, 1e6), bounds)
 def test_more_load_never_means_fewer_replicas(
     fleet: list[Load | None], more: Load, now: float, replicas: int, since: float, bounds: tuple[int, int]
@@ -108,6 +110,7 @@ def test_more_load_never_means_fewer_replicas(
             assert target(changed, now, last, *bounds).replicas >= target(fleet, now, last, *bounds).replicas
 
 
+@pytest.mark.slow
 @given(fleets, st.integers(1, 20))
 def test_while_a_state_is_missing_none_goes(fleet: list[Load | None], replicas: int) -> None:
     for missing in ([*fleet, None], []):
@@ -131,6 +134,7 @@ def test_a_demand_that_swings_brings_no_replica_twice(steps: list[tuple[float, f
         last = found
 
 
+@pytest.mark.slow
 @given(st.floats(0.0, 60.0), st.integers(1, 20))
 def test_a_steady_demand_ends_in_a_steady_number(demand: float, replicas: int) -> None:
     last = Target(replicas, 0.0)

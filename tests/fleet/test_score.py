@@ -123,6 +123,7 @@ class TestComplaints:
         assert set(counts) == {0, 1, 2, 3}
         assert min(counts.values()) > 60
 
+    @pytest.mark.slow
     @given(DEMANDS, fleets(), candidates(99))
     def test_a_loaded_replica_switches_nothing_off_for_the_others(
         self, demand: Demand, fleet: list[Candidate], other: Candidate
@@ -136,6 +137,7 @@ class TestComplaints:
         loaded = [candidate(slot, waiting_tokens=50_000, num_waiting=50, num_running=32) for slot in (0, 1)]
         assert slot_of(choose(REQUEST, [*loaded, candidate(2), candidate(3, 62)])) == 3
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates(), st.integers(0, 1_000))
     def test_load_that_other_gateways_sent_counts_as_much_as_ours(
         self, demand: Demand, one: Candidate, tokens: int
@@ -212,28 +214,33 @@ class TestTogether:
 class TestMonotone:
     """More of what is bad never makes a replica cheaper."""
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates(), st.sampled_from(["waiting_tokens", "num_waiting", "num_running"]), COUNTS)
     def test_in_load(self, demand: Demand, one: Candidate, name: str, more: int) -> None:
         worse = replace(one.state, **{name: getattr(one.state, name) + more})
         assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates(), st.data())
     def test_in_free_blocks(self, demand: Demand, one: Candidate, data: st.DataObject) -> None:
         fewer = data.draw(st.integers(one.state.cached_blocks, one.state.free_blocks))
         worse = replace(one.state, free_blocks=fewer)
         assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates(), st.data())
     def test_in_blocks_that_must_be_evicted(self, demand: Demand, one: Candidate, data: st.DataObject) -> None:
         more = data.draw(st.integers(one.state.cached_blocks, one.state.free_blocks))
         worse = replace(one.state, cached_blocks=more)
         assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates(), st.integers(0, 62))
     def test_in_blocks_that_it_lacks(self, demand: Demand, one: Candidate, fewer: int) -> None:
         worse = replace(one, num_blocks=min(fewer, one.num_blocks))
         assert cost(demand, worse) >= cost(demand, one)
 
+    @pytest.mark.slow
     @given(
         DEMANDS,
         candidates(),
@@ -244,16 +251,19 @@ class TestMonotone:
         worse = replace(one.state, **{name: getattr(one.state, name) * factor})
         assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates(), COUNTS, st.floats(0.0, 1_000.0))
     def test_in_what_is_asked_for(self, demand: Demand, one: Candidate, tokens: int, new_tokens: float) -> None:
         longer = replace(demand, num_tokens=demand.num_tokens + tokens, new_tokens=demand.new_tokens + new_tokens)
         assert cost(longer, one) >= cost(demand, one)
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates(), st.floats(0.0, 10.0))
     def test_in_how_lately_a_step_began(self, demand: Demand, one: Candidate, younger: float) -> None:
         worse = replace(one, step_age=max(0.0, one.step_age - younger))
         assert cost(demand, worse) >= cost(demand, one)
 
+    @pytest.mark.slow
     @given(DEMANDS, candidates())
     def test_every_part_is_finite_and_not_negative(self, demand: Demand, one: Candidate) -> None:
         parts = choose(demand, [one]).best.parts
@@ -261,6 +271,7 @@ class TestMonotone:
 
 
 class TestRanking:
+    @pytest.mark.slow
     @given(DEMANDS, fleets())
     def test_the_tied_come_first_and_then_the_cheaper_ones(self, demand: Demand, fleet: list[Candidate]) -> None:
         choice = choose(demand, fleet)
@@ -271,6 +282,7 @@ class TestRanking:
         assert totals[choice.num_tied :] == sorted(totals[choice.num_tied :])
         assert all(total > 1.03 * min(totals) for total in totals[choice.num_tied :])
 
+    @pytest.mark.slow
     @given(DEMANDS, fleets())
     def test_the_order_of_the_candidates_does_not_matter(self, demand: Demand, fleet: list[Candidate]) -> None:
         one, other = choose(demand, fleet), choose(demand, fleet[::-1])
@@ -319,6 +331,7 @@ class TestRanking:
         demand = replace(REQUEST, num_tokens=62 * BLOCK)
         assert choose(demand, [candidate(0, 62)]).best.uncached_tokens == 1
 
+    @pytest.mark.slow
     @given(st.floats(1.5, 20.0))
     def test_a_slow_host_gets_less(self, factor: float) -> None:
         taken = Counter[int]()
@@ -480,6 +493,7 @@ def test_of_two_sources_a_replica_reads_from_the_one_that_saves_most() -> None:
     assert (slow.disk, slow.peer) == (0.0, pytest.approx(0.08))
 
 
+@pytest.mark.slow
 @given(fleets())
 def test_no_one_reads_where_less_is(fleet: list[Candidate]) -> None:
     sending = [replace(one, num_given=one.num_blocks * (i % 3 > 0)) for i, one in enumerate(fleet)]

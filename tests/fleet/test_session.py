@@ -86,6 +86,7 @@ def test_calls_that_a_state_counts_come_with_it(now: list[float]) -> None:
 END = Frame(1, 0, 5, [9], 3, "end", None, ["stop", None, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["events", "long events", "frames"])
 def test_a_gateway_that_reads_too_slowly_is_dropped(kind: str) -> None:
     """Whatever it leaves unread: else it takes a replica's memory."""

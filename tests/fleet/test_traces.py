@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.fleet.placement import PARTS
 from quire.server.watch.traces import Traces
-from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all
 from tests.fleet.serving import SECRET, Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.forks import Spawner
@@ -54,8 +54,7 @@ def clear(fleet: tuple[Kept, list[Serving], Front]) -> tuple[Kept, list[Serving]
     kept, servers, front = fleet
     flush(front, *servers)
     kept.spans.clear()
-    for server in servers:
-        slow(server, 0.0)
+    slow_all(servers, 0.0)
     return fleet
 
 
@@ -63,6 +62,7 @@ def service(span: Any) -> str:
     return span.resource.attributes["service.name"]
 
 
+@pytest.mark.slow
 def test_a_request(fleet: Any) -> None:
     kept, servers, front = clear(fleet)
     asked = {"prompt": list(range(200, 240)), "n": 2}  # which nothing else has asked
@@ -96,6 +96,7 @@ def test_a_request(fleet: Any) -> None:
         assert [event.name for event in sample.events] == ["queued", "scheduled", "first_token", "finished"]
 
 
+@pytest.mark.slow
 def test_what_is_cached() -> None:
     with traced(1) as (kept, servers, front):
         for _ in range(2):
@@ -110,11 +111,11 @@ def test_what_is_cached() -> None:
 
 def test_a_loss(fleet: Any) -> None:
     kept, servers, front = clear(fleet)
-    for server in servers:
-        slow(server, 0.02)
+    slow_all(servers, 0.2)
     asked = Asked(front, **BODY)
     url = serving_one(front)
     lose(at(servers, url))
+    slow_all(servers, 0.0)
     assert asked.result().status == 200
     flush(front, *servers)
     [root] = kept.named("POST /v1/completions")
@@ -139,8 +140,7 @@ def test_a_loss(fleet: Any) -> None:
 def test_a_client_that_goes(fleet: Any) -> None:
     """Its placement ends with it."""
     kept, servers, front = clear(fleet)
-    for server in servers:
-        slow(server, 0.02)
+    slow_all(servers, 0.2)
     connection = http.client.HTTPConnection(front.host, front.port)
     body = json.dumps(BODY | {"stream": True})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -173,13 +173,14 @@ def test_a_refusal(fleet: Any) -> None:
     assert kept.named("llm_request") == []
 
 
+@pytest.mark.slow
 def test_a_drained_replica() -> None:
     with traced() as (kept, servers, front):
-        for server in servers:
-            slow(server, 0.02)
+        slow_all(servers, 0.2)
         asked = Asked(front, **BODY)
         url = serving_one(front)
         drain(at(servers, url))
+        slow_all([server for server in servers if server.url != url], 0.0)
         assert asked.result().status == 200
         flush(front, *servers)
         first, second = kept.named("placement")
@@ -189,6 +190,7 @@ def test_a_drained_replica() -> None:
         assert second.attributes["quire.placement.from"] == url
 
 
+@pytest.mark.slow
 def test_replicas_without_traces_serve_a_gateway_that_has_them() -> None:
     kept = Kept()
     patch = pytest.MonkeyPatch()

@@ -14,7 +14,7 @@ import pytest
 from quire.fleet import watch
 from quire.fleet.placement import PARTS, reason_of
 from quire.server.watch.page import MAX_WATCHERS
-from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all, until
 from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.serving import Serving
@@ -30,8 +30,7 @@ def servers() -> Iterator[list[Serving]]:
 def front(servers: list[Serving]) -> Iterator[Front]:
     with fronting(*(server.url for server in servers)) as found:
         yield found
-    for server in servers:
-        slow(server, 0.0)
+    slow_all(servers, 0.0)
 
 
 def seen(front: Front) -> dict[str, Any]:
@@ -44,6 +43,7 @@ def statuses(front: Front) -> dict[str, str]:
     return {one["url"]: one["status"] for one in seen(front)["replicas"]}
 
 
+@pytest.mark.slow
 def test_an_idle_fleet(front: Front, servers: list[Serving]) -> None:
     shown = seen(front)
     assert shown["about"]["model"] == "quire-embedded"
@@ -60,9 +60,9 @@ def test_an_idle_fleet(front: Front, servers: list[Serving]) -> None:
         assert one["num_samples"] == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_moves(front: Front, servers: list[Serving]) -> None:
-    for server in servers:
-        slow(server, 0.02)
+    slow_all(servers, 0.2)
     asked = Asked(front, prompt=list(range(5, 45)), n=2, max_tokens=60, temperature=0, ignore_eos=True)
     url = serving_one(front)
     shown = seen(front)
@@ -84,6 +84,7 @@ def test_a_request_that_moves(front: Front, servers: list[Serving]) -> None:
         assert one["uncached"] == 40
 
     lose(at(servers, url))
+    slow_all(servers, 0.0)
     assert asked.result().status == 200
     shown = seen(front)
     assert shown["requests"] == []
@@ -95,6 +96,7 @@ def test_a_request_that_moves(front: Front, servers: list[Serving]) -> None:
         assert one["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_what_becomes_of_replicas() -> None:
     with replicas(2) as servers, fronting(*(server.url for server in servers)) as front:
         first, second = servers
@@ -110,9 +112,9 @@ def test_what_becomes_of_replicas() -> None:
         assert (front.get("/ready").status, front.get("/health").status) == (503, 200)
 
 
+@pytest.mark.slow
 def test_a_beam_search_is_seen(front: Front, servers: list[Serving]) -> None:
-    for server in servers:
-        slow(server, 0.02)
+    slow_all(servers, 0.2)
     asked = Asked(front, prompt="import", n=2, use_beam_search=True, max_tokens=40, ignore_eos=True)
     until(lambda: seen(front)["requests"])
     shown = seen(front)
@@ -121,6 +123,7 @@ def test_a_beam_search_is_seen(front: Front, servers: list[Serving]) -> None:
     assert placement["samples"] == []
     assert placement["request"] == request["name"]
     assert request["samples"] == [{"replica": placement["replica"], "tokens": 0, "end": None}]
+    slow_all(servers, 0.0)
     assert asked.result().status == 200
     assert seen(front)["requests"] == []
 
@@ -166,6 +169,7 @@ class TestStream:
             assert stream.read().endswith(b"\n")  # whole, and ended as it should
 
 
+@pytest.mark.slow
 def test_the_page_talks_to_its_own_server_alone(front: Front) -> None:
     answer = front.get("/inspector")
     assert answer.status == 200

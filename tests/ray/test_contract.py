@@ -158,6 +158,7 @@ class Caller:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_calls_and_members_come_through_the_router(serve: Any) -> None:
     """A router without FIFOMixin answers calls out of one request one in ten seconds."""
     echo = serve.deployment(

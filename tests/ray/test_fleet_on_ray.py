@@ -21,7 +21,7 @@ from quire.ray.app import REPLICA, FleetConfig, build, replicas
 from quire.ray.membership import MEMBERS
 from tests.ray.head import free_port, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 OPTIONS = {"num_blocks": 64, "max_num_seqs": 4, "served_model_name": ["fleet-on-ray"]}
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ray.head import play
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_clients_do_not_notice_that_the_head_is_killed() -> None:

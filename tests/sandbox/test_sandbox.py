@@ -52,7 +52,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until_dead(*pids: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)

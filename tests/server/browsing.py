@@ -45,7 +45,7 @@ class Shown:
         return self.page.evaluate(what)
 
     def until(self, what: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self.ask(what):
             assert time.monotonic() < deadline, f"{what} did not come true"
             time.sleep(0.01)

@@ -162,9 +162,9 @@ def serving(
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(60)
         yield here
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()

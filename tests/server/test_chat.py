@@ -56,6 +56,7 @@ def test_a_chat_goes_on_after_the_rendered_template(server: Serving) -> None:
     assert found["usage"]["prompt_tokens"] == len(tokens)
 
 
+@pytest.mark.slow
 def test_without_a_limit_it_goes_on_to_the_end_of_the_context(server: Serving) -> None:
     found = chat(server, max_tokens=None, ignore_eos=True)
     assert found["usage"]["total_tokens"] == server.service.model.max_model_len

@@ -45,6 +45,7 @@ def write(directory: Path, **fields: Any) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_generation_config_gives_the_defaults_of_a_body(tmp_path: Path) -> None:
     write(tmp_path, top_k=1, temperature=0.6, max_new_tokens=7, do_sample=False, top_p=None)
     with serving({"generation_config": str(tmp_path)}) as server:
@@ -183,6 +184,7 @@ def test_options_of_keys_and_origins_that_cannot_be(tmp_path: Path) -> None:
             HttpConfig(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_stream_that_waits_for_a_step_sends_comments(path: str) -> None:
     """Before its first token. Clients pass over them; the events are the same."""
@@ -209,6 +211,7 @@ def test_a_stream_that_waits_for_a_step_sends_comments(path: str) -> None:
 # ---------------------------------------------------------------------------------------------------- pages and paths
 
 
+@pytest.mark.slow
 def test_the_start_page_is_for_people_and_programs(server: Serving) -> None:
     page = server.ask("GET", "/", None, {"Accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html")

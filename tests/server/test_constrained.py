@@ -45,6 +45,7 @@ def chat_tokens(server: Serving, llm: LLM) -> list[int]:
     return llm.tokenizer.encode(server.service.model.template.render(MESSAGES), add_special_tokens=False)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_offline_interface(server: Serving, llm: LLM) -> None:
     plain = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}

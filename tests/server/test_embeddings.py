@@ -78,6 +78,7 @@ def test_usage_tells_of_the_prompts_and_of_the_cache() -> None:
         until(server.is_idle)
 
 
+@pytest.mark.slow
 def test_conversations_and_what_is_left_of_long_inputs(speaking: Serving) -> None:
     """As vLLM has the former, as others have the latter, and as Ollama has both."""
     asked = {"messages": [{"role": "user", "content": "a queue"}], "chat_template_kwargs": {"mood": "glad"}}
@@ -121,6 +122,7 @@ def test_the_openai_package(server: Serving, offline: dict[str, list[float]]) ->
         client.embeddings.create(model="other", input="a")
 
 
+@pytest.mark.slow
 def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[str, list[float]]) -> None:
     def one(i: int) -> Any:
         text = TEXTS[i % len(TEXTS)]

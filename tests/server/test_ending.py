@@ -120,6 +120,7 @@ def test_the_first_process_of_a_container_ends_with_143_at_sigterm(tmp_path: Pat
         assert started.wait(60) == 143
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_namespaces")
 def test_sigterm_ends_the_first_process_of_a_container_while_it_loads() -> None:
     """Where the system would do nothing."""

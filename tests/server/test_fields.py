@@ -175,6 +175,7 @@ def test_only_a_field_of_that_object_is_proposed(
         assert answer.error()["message"].endswith((f"; did you mean {meant!r}?", f"; use {meant}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_no_proposal_is_ever_of_another_object(server: Serving, path: str) -> None:
     """Every field of every body, on every route that has it not: refused by name, or reported."""
@@ -259,6 +260,7 @@ def test_an_error_of_the_prompt_names_the_field_that_it_came_from(server: Servin
             assert (answer.status, answer.error()["param"]) == (400, param), (path, answer.body)
 
 
+@pytest.mark.slow
 def test_beams_that_can_never_fit_name_their_number() -> None:
     """In a cache that holds one sequence of the longest kind."""
     with serving({"num_blocks": 66, "max_model_len": 1024}) as server:
@@ -268,6 +270,7 @@ def test_beams_that_can_never_fit_name_their_number() -> None:
             assert "can never fit" in refused.error()["message"]
 
 
+@pytest.mark.slow
 def test_a_limit_above_the_room_ends_at_the_context(server: Serving) -> None:
     longest = server.service.model.max_model_len
     for path, field in ((CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (COMPLETIONS, "max_tokens")):
@@ -281,6 +284,7 @@ def test_a_limit_above_the_room_ends_at_the_context(server: Serving) -> None:
     assert (refused.status, refused.error()["param"]) == (400, "min_tokens")
 
 
+@pytest.mark.slow
 def test_a_template_that_refuses_names_the_messages() -> None:
     def refuse(service: Any) -> None:
         service.model.template = ChatTemplate("{{ raise_exception('no') }}", {})
@@ -291,6 +295,7 @@ def test_a_template_that_refuses_names_the_messages() -> None:
             assert (refused.status, refused.error()["param"], refused.error()["message"]) == (400, "messages", "no")
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_the_field_is_named_that_has_the_text() -> None:
     def forget(service: Any) -> None:
         service.model.tokenizer = None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.fuzz import Report, attack, faults, fuzz, narrowed, target, told, watching
+from tests.marks import of_long_runs
+from tests.server.fuzz import CANARY_EVERY, Report, attack, faults, fuzz, narrowed, target, told, watching
 
 pytestmark = pytest.mark.slow
 
 
-def test_no_case_brings_the_server_down_or_changes_a_text() -> None:
+@pytest.mark.parametrize(("count", "most_examples"), [(60, 2), of_long_runs(400, 12)])  # of an operation
+def test_no_case_brings_the_server_down_or_changes_a_text(count: int, most_examples: int) -> None:
     with target() as server:
-        report = fuzz(server, 200, max_examples=12, phases=("examples", "fuzzing"))
+        report = fuzz(server, count, most_examples, phases=("examples", "fuzzing"))
     assert not report.wrong, told(report)
-    assert report.num_cases >= 200
-    assert report.num_canaries >= 4
+    assert report.num_cases >= count
+    assert report.num_canaries == report.num_cases // CANARY_EVERY > 0
     operations = {label for label, _, _ in report.cases}
     assert len(operations) == 24
     assert {mode for _, _, mode in report.cases} == {"positive", "negative"}

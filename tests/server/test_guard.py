@@ -261,6 +261,7 @@ def test_a_body_of_the_client_that_holds_most_gives_way(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_what_is_of_no_consequence_is_not_held_while_the_answer_is_made() -> None:
+    gc.freeze()  # only what is made from here on is looked through
     with serving(prepare=hook) as server, ThreadPoolExecutor(3) as pool:
         gate = threading.Event()
         runner(server).before = lambda batch: gate.wait(30) and None

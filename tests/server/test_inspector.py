@@ -21,6 +21,7 @@ from quire.server.watch import event_log, inspector
 from quire.server.watch.event_log import MAX_UNREPORTED, shorten
 from quire.server.watch.inspector import MAX_WATCHERS, Watcher
 from tests.engine.fakes import VOCAB, fake_engine, request, run, siblings
+from tests.marks import quick
 from tests.server.watching import Books, EngineOnAThread, Hub, Served, expand, load
 
 ONE = (CacheGroup((0,)),)
@@ -29,7 +30,7 @@ STATES = (CacheGroup((0,)), StateGroup((1,), piece=4), RowGroup((1,), piece=4))
 
 
 @pytest.mark.parametrize("groups", [ONE, TWO, STATES])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick(range(6), 1, 3))
 def test_snapshot_and_records_rebuild_the_books(seed: int, groups: tuple[CacheGroup, ...]) -> None:
     """Under forks, copies, swaps, evictions, preemptions, failures and aborts, whenever one begins to watch."""
     rng = random.Random(seed)
@@ -206,6 +207,7 @@ def test_nothing_is_written_while_nobody_watches(monkeypatch: pytest.MonkeyPatch
     assert books.kinds == ["snapshot"]
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded() -> None:
     """Also where nobody watches for long; and no request that has ended is kept alive."""
     engine = fake_engine(num_blocks=20)
@@ -359,7 +361,7 @@ def served(engine: Engine) -> Iterator[Served]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -424,6 +426,7 @@ def test_silence_is_broken_by_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> No
         assert next(line for line in stream if line.startswith(b":")) == b": still here\n"
 
 
+@pytest.mark.slow
 def test_a_reader_who_does_not_read_does_not_make_the_server_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspector, "MAX_OUTSTANDING", 200_000)
     engine = fake_engine(num_blocks=2000, block_size=1, max_num_batched_tokens=200)
@@ -503,6 +506,7 @@ def test_steps_say_what_they_computed_and_why_somebody_waits() -> None:
     assert books.steps[-1][5:7] == [1, "seats"]
 
 
+@pytest.mark.slow
 def test_a_request_swapped_out_is_what_the_others_wait_for() -> None:
     engine = fake_engine(num_blocks=8, num_host_blocks=16)
     hub = Hub(engine)

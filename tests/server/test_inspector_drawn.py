@@ -16,7 +16,7 @@ from tests.server.browsing import FAULTS, open_browser, shown
 from tests.server.serving import Serving
 from tests.server.watching import load
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SIZES = ({"width": 1280, "height": 800}, {"width": 390, "height": 844})  # of a desktop's window, and of a phone
 # Keeps of every arc its blocks, its age in milliseconds, how far it reaches and how opaque it is.

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.fakes import fake_engine, request
 from tests.server.browsing import open_browser, shown
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

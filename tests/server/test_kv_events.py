@@ -251,6 +251,7 @@ TEXTS = [f"# the {word} of {other}\n" * 6 for word in ("queue", "stack", "tree")
 FEW_BLOCKS = {"num_blocks": 40, "max_model_len": 320, "max_num_seqs": 4}
 
 
+@pytest.mark.slow
 def test_a_subscriber_knows_what_the_engine_has() -> None:
     with publishing(**FEW_BLOCKS) as (server, publisher), subscribed(publisher) as router:
         index = Index()
@@ -306,6 +307,7 @@ def test_the_bytes_are_those_of_vllm() -> None:
         assert list(found[1][0]) == ["type", *BlockStored.__struct_fields__[:7], "group_idx", "kv_cache_spec_kind"]
 
 
+@pytest.mark.slow
 def test_a_step_is_a_batch_and_one_without_events_is_none() -> None:
     with publishing() as (server, publisher), subscribed(publisher) as router:
         server.post(COMPLETIONS, prompt=list(range(5, 105)), max_tokens=30, ignore_eos=True)  # at 112 and 128 tokens
@@ -318,6 +320,7 @@ def test_a_step_is_a_batch_and_one_without_events_is_none() -> None:
 # ------------------------------------------------------------------------------------------- what was missed, the end
 
 
+@pytest.mark.slow
 def test_what_was_missed_is_given_again_from_any_number_on() -> None:
     with publishing(topic="blocks") as (server, publisher):
         for text in TEXTS:
@@ -346,6 +349,7 @@ def test_what_was_missed_is_given_again_from_any_number_on() -> None:
                 assert not dealer.poll(QUIET)
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_reads_nothing_stops_neither_the_engine_nor_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -447,6 +451,7 @@ def test_where_the_server_listens(endpoint: str, expected: bool) -> None:
 # ---------------------------------------------------------------------------------------------- several cache groups
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**20), sizes=st.lists(st.integers(1, 60), max_size=12))
 def test_any_cut_into_batches_tells_what_the_manager_has(seed: int, sizes: list[int]) -> None:

@@ -98,6 +98,7 @@ def test_a_message_is_answered_as_a_chat_is(speaking: Serving) -> None:
     assert ask(speaking, **drawn)["usage"]["output_tokens"] == 12
 
 
+@pytest.mark.slow
 def test_thoughts_texts_and_calls_are_blocks(speaking: Serving) -> None:
     call = '\\{"name": "clock", "arguments": \\{"zone": "UTC"\\}\\}'
     regex = f"<think>hm{{3}}</think>Look:<tool_call>\n{call}\n</tool_call>"
@@ -174,6 +175,7 @@ def test_messages_become_a_chat(speaking: Serving) -> None:
     assert continued["content"][0]["text"] == chat_of["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 def test_errors_and_keys_are_anthropics(speaking: Serving) -> None:
     for body, words in (
         ({"max_tokens": None}, "max_tokens"),

@@ -251,6 +251,7 @@ class TestCounting:
         assert shown("quire:kv_host_blocks", state="free") == 24
         assert shown("quire:num_requests_swapped") == 0
 
+    @pytest.mark.slow
     def test_states_and_rows_are_counted_apart(self) -> None:
         groups = (CacheGroup((0,)), StateGroup((1,), piece=4), RowGroup((1,), piece=4))
         sizes = {"num_blocks": 20, "num_host_blocks": 30, "state_pools": StatePools(7, 4, 6)}

@@ -64,6 +64,7 @@ def test_a_chat_and_a_prompt(speaking: Serving) -> None:
     assert [entry for one in streamed for entry in one.get("logprobs", ())] == scored["logprobs"]
 
 
+@pytest.mark.slow
 def test_formats_thoughts_and_calls(speaking: Serving) -> None:
     options = {"num_predict": 80, "temperature": 1.2, "seed": 1}
     found = ask(speaking, "/api/generate", prompt="x", format=SCHEMA, options=options)

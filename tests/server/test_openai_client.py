@@ -93,6 +93,7 @@ def test_errors_are_those_of_the_package(client: OpenAI) -> None:
         assert list(OpenAI(base_url=base, api_key="right").models.list())
 
 
+@pytest.mark.slow
 def test_async(server: Serving) -> None:
     async def one(client: AsyncOpenAI, i: int) -> tuple[str, str]:
         given = {"model": MODEL, "prompt": f"x{i} = ", "max_tokens": 12, "temperature": 0}

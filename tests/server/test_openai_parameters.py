@@ -155,6 +155,7 @@ HONOURED: dict[str, dict[str, tuple[dict[str, Any], Check]]] = {
 STREAMS = {"stream", "stream_options"}
 
 
+@pytest.mark.slow
 def test_every_parameter_is_honoured_refused_or_without_effect(speaking: Serving) -> None:
     client = OpenAI(base_url=f"{speaking.url}/v1", api_key="none", max_retries=0)
     functions: dict[str, Any] = {

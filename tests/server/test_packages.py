@@ -46,6 +46,7 @@ def test_what_a_sandbox_runs_imports_nothing_of_quire() -> None:
         assert not [one for one in imported(SERVER.parent / "sandbox" / name) if one.startswith("quire")]
 
 
+@pytest.mark.slow
 def test_no_module_of_uvicorn_is_private_or_an_implementation() -> None:
     for path in SERVER.rglob("*.py"):
         for name in imported(path):

@@ -31,12 +31,14 @@ def found() -> dict[type[Body], list[str]]:
     return bodies(routes())
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_code_says(found: dict[type[Body], list[str]]) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(found), "python -m tests.server.parameters writes it"
     assert len(found) >= 15
     assert sum(len(list(parameters(kind))) for kind in found) >= 500
 
 
+@pytest.mark.slow
 def test_what_is_honoured_is_read_somewhere(found: dict[type[Body], list[str]]) -> None:
     """A field that no code names outside the class that declares it can have no effect."""
     named: set[str] = set()
@@ -53,6 +55,7 @@ def test_what_is_honoured_is_read_somewhere(found: dict[type[Body], list[str]]) 
                 assert name in named or f"{name}_" in named, (kind, one)
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_and_what_has_no_effect_has_none(
     server: Serving, found: dict[type[Body], list[str]]
 ) -> None:

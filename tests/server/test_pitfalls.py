@@ -11,13 +11,17 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import unquote
 
 import pytest
 from pydantic import ValidationError
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.engine.engine import Engine
 from quire.request import Request
@@ -26,6 +30,7 @@ from quire.server.api import embeddings as embeddings_module
 from quire.server.api import service as service_module
 from quire.server.api import worker
 from quire.server.api import worker as worker_module
+from quire.server.http.guard import Guard
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from tests.server.fuzz import LONGEST_MESSAGE, canary
@@ -273,12 +278,17 @@ def test_other_threads_run_while_a_text_is_taken_apart(server: Serving) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     until(lambda: counted > 0)
-    before = counted
-    server.service.tokenizer.encode("a" * 500_000)
-    after = counted
-    stop.set()
-    thread.join()
-    assert after - before > 1000
+
+    def counted_meanwhile() -> int:
+        before = counted
+        server.service.tokenizer.encode("a" * 500_000)
+        return counted - before
+
+    try:
+        assert any(counted_meanwhile() > 1000 for _ in range(50))  # a busy machine may give the other thread no time
+    finally:
+        stop.set()
+        thread.join()
 
 
 # ----------------------------------------------------------------- NaN and infinity kill the engine: CVE-2026-54235
@@ -395,21 +405,56 @@ def keyed() -> Iterator[Serving]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/v1/models", "//v1/models", "/v1/models/", "/V1/models", "/health/../v1/models", "/health/%2e%2e/v1/models",
-     "/health%2f..%2fv1/models", "/v1/models?/health", "/v1/models;/health", "/v1/models#/health", "/./v1/models",
-     "/health/", "/HEALTH", "/health%00", "//health", "/healthz", "/metrics", "/openapi.json", "/docs", "/redoc",
-     "/inspector", "/inspector/events", "/version", "/", "/v1/models%3F", "/%76%31/models",
-     "http://here/v1/models", "http://here/health/../v1/models", "http://x@here/v1/models"],
+PATHS = (
+    "/v1/models", "//v1/models", "/v1/models/", "/V1/models", "/health/../v1/models", "/health/%2e%2e/v1/models",
+    "/health%2f..%2fv1/models", "/v1/models?/health", "/v1/models;/health", "/v1/models#/health", "/./v1/models",
+    "/health/", "/HEALTH", "/health%00", "//health", "/healthz", "/metrics", "/openapi.json", "/docs", "/redoc",
+    "/inspector", "/inspector/events", "/version", "/", "/v1/models%3F", "/%76%31/models",
+    "http://here/v1/models", "http://here/health/../v1/models", "http://x@here/v1/models",
 )  # fmt: skip
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "TRACE", "DELETE"])
-def test_no_way_of_writing_a_path_gets_past_the_key(keyed: Serving, method: str, path: str) -> None:
-    elsewhere = {"X-Original-URL": "/health", "X-Rewrite-URL": "/health", "X-Forwarded-Prefix": "/health"}
-    for headers in ({}, {"Authorization": "Bearer the-ke"}, {"Authorization": "Bearer the-keyy"}, elsewhere):
+METHODS = ("GET", "HEAD", "POST", "OPTIONS", "TRACE", "DELETE")
+NO_KEYS = (
+    {},
+    {"Authorization": "Bearer the-ke"},
+    {"Authorization": "Bearer the-keyy"},
+    {"X-Original-URL": "/health", "X-Rewrite-URL": "/health", "X-Forwarded-Prefix": "/health"},
+)
+
+
+def test_no_way_of_writing_a_path_gets_past_the_key(keyed: Serving) -> None:
+    for path, method, headers in zip(PATHS, cycle(METHODS), cycle((*NO_KEYS, *NO_KEYS[1:]))):
         answer = keyed.ask(method, path, b"" if method == "POST" else None, headers)
-        assert answer.status == 401
+        assert answer.status == 401, (path, method, headers)
         assert method == "HEAD" or answer.error()["code"] == "invalid_api_key"
+
+
+def test_no_method_and_no_header_opens_a_path() -> None:
+    """All combinations, as a server hands them to the guard."""
+
+    async def opened(scope: Scope, receive: Receive, send: Send) -> None:
+        pytest.fail(f"{scope}")
+
+    async def statuses() -> Counter[int]:
+        guard = Guard(opened, ("the-key",), None, 1000, ("/inspector",))
+        found: Counter[int] = Counter()
+
+        async def send(message: Message) -> None:
+            found[message.get("status", 0)] += 1
+
+        for path, method, headers in product(PATHS, METHODS, NO_KEYS):
+            scope = {
+                "type": "http",
+                "http_version": "1.1",
+                "method": method,
+                "path": unquote(path.partition("?")[0]),
+                "raw_path": path.encode(),
+                "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            }
+            await guard(scope, cast(Receive, None), send)
+        return found
+
+    count = len(PATHS) * len(METHODS) * len(NO_KEYS)
+    assert asyncio.run(statuses()) == {401: count, 0: count}
 
 
 def test_a_key_is_a_key_only_as_it_is(keyed: Serving) -> None:
@@ -441,6 +486,9 @@ def test_a_page_elsewhere_cannot_ask_in_its_readers_name(server: Serving) -> Non
 # ------------------------------------------- pickle on a socket, torch.load of user bytes: CVE-2025-32444, -32434
 
 
+LOOSE = ("weights_only", "allow_pickle", "shell", "trust_remote_code")  # arguments that decide about code
+
+
 def test_no_code_comes_from_bytes() -> None:
     """And no guard is an assert, which -O takes away: CVE-2026-41523."""
     for path in SRC.rglob("*.py"):
@@ -449,7 +497,8 @@ def test_no_code_comes_from_bytes() -> None:
             assert not isinstance(node, ast.Assert), where
             if not isinstance(node, ast.Call):
                 continue
-            name, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            name = ast.unparse(node.func)
+            given = {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg in LOOSE}
             assert name not in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"), where
             assert name.partition(".")[0] not in ("pickle", "marshal", "shelve", "dill", "cloudpickle"), where
             assert name != "torch.load" or given.get("weights_only") == "True", where

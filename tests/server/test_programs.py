@@ -114,6 +114,7 @@ BODIES: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "path", "body", "reported"), BODIES, ids=[one[0] for one in BODIES])
 def test_what_programs_send(speaking: Serving, program: str, path: str, body: dict[str, Any], reported: str) -> None:
     answer = speaking.ask("POST", path, body, {"Authorization": "Bearer none", "X-Title": "A program"})

@@ -49,6 +49,7 @@ def test_texts_are_compared_as_llm_score_compares_them(server: Serving) -> None:
     assert cut["data"][0]["score"] == pytest.approx(math.fsum(a * b for a, b in zip(*ends, strict=True)))
 
 
+@pytest.mark.slow
 def test_a_model_that_says_yes_or_no_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model knows other words, which stand for yes and no here."""
     monkeypatch.setattr(rerank, "QUESTION", "# {} | {} | {}\n")

@@ -61,6 +61,7 @@ def prompt_of(messages: Any, **body: Any) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_none=True, exclude_defaults=True) for message in chat.messages]
 
 
+@pytest.mark.slow
 def test_a_text_is_answered_as_a_chat_is(speaking: Serving, client: OpenAI) -> None:
     drawn = {"temperature": 0.9, "top_p": 0.8, "seed": 4}
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a queue"}]
@@ -104,6 +105,7 @@ def test_logprobs_of_characters_of_several_tokens_are_streamed(speaking: Serving
     assert [one for event in events for one in event.get("logprobs", ()) if "delta" in event] == part["logprobs"]
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_whole_in_order(speaking: Serving) -> None:
     """A regex makes the model think, speak and call."""
     call = '\\{"name": "clock", "arguments": \\{"zone": "UTC"\\}\\}'
@@ -145,6 +147,7 @@ def with_regex(regex: str) -> Any:
     return guided
 
 
+@pytest.mark.slow
 def test_a_call_and_its_result_go_on(client: OpenAI) -> None:
     given = {"model": MODEL, "tools": [CLOCK], "max_output_tokens": 120, "input": "the time"}
     with client.responses.stream(**given, tool_choice={"type": "function", "name": "clock"}) as stream:

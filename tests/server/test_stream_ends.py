@@ -45,6 +45,7 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, float) else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
 def test_a_logprob_that_is_not_finite_is_the_lowest_one(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
     with serving() as server:

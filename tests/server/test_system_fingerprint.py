@@ -105,6 +105,7 @@ def test_an_answer_waits_for_it_and_a_server_does_not() -> None:
         assert posted(server, "/v1/completions", body).json()["system_fingerprint"] == f"fp_{found.digest[:10]}"
 
 
+@pytest.mark.slow
 def test_it_covers_the_adapters_that_are_loaded(tmp_path: Path) -> None:
     """Those that a server loads while it runs give it the fingerprint of one that began with them."""
     for seed, name in enumerate("ab"):
@@ -143,6 +144,7 @@ def test_it_is_null_where_it_is_not_known() -> None:
         assert FINGERPRINT_HEADER.lower() not in posted(server, "/api/embed", BY_HEADER["/api/embed"]).headers
 
 
+@pytest.mark.slow
 def test_where_bits_depend_on_the_batch_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(num_blocks=64) as llm:
         kept = identity.system_fingerprint(llm, None, {})
@@ -154,6 +156,7 @@ def test_where_bits_depend_on_the_batch_nothing_is_probed(monkeypatch: pytest.Mo
         assert found != identity.system_fingerprint(llm, "{{ messages }}", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("a kernel"), OSError("a file"), ModelError("the weights")])
 def test_a_digest_that_cannot_be_found_is_logged(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

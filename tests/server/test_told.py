@@ -24,6 +24,7 @@ from tests.server.test_pitfalls import CHAT, COMPLETIONS, assert_serves, raw
 FORCED = ["(é|漢|字){6}", "(🎉|🦊b|👍🏽){4}", "(👩‍👩‍👧|🇨🇿|ạ̈|ก็){3}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regex", FORCED)
 def test_streams_and_answers_are_the_same_text(server: Serving, regex: str) -> None:
     for body in (
@@ -132,6 +133,7 @@ def test_keys_that_cannot_be_sent_are_refused() -> None:
 SPOKEN = "end\n2026-01-01 ERROR all is lost\r\x1b[2J\x9b2J\x00\x7f\u2028\u2029\x85\u202e"
 
 
+@pytest.mark.slow
 def test_nothing_a_client_says_begins_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with serving(enable_log_requests=True) as server:
@@ -146,6 +148,7 @@ def test_nothing_a_client_says_begins_a_line_in_the_log(caplog: pytest.LogCaptur
     assert all(line.isascii() and line.isprintable() for line in mine), mine
 
 
+@pytest.mark.slow
 def test_errors_repeat_little_of_a_request_and_nothing_of_another(server: Serving) -> None:
     long = "".join(chr(97 + i * i % 26) for i in range(5000))
     server.post(COMPLETIONS, prompt="my secret prompt", max_tokens=1, user="my secret name")

@@ -21,7 +21,7 @@ from quire.server.run import open_traces
 from quire.server.server_config import ServerConfig
 from quire.server.watch import traces as traced
 from quire.server.watch.traces import Traces
-from tests.server.collected import ENDPOINT, Failing, Kept, counted, flush, is_below
+from tests.server.collected import ENDPOINT, Failing, Kept, counted, flush, is_below, until
 from tests.server.serving import Serving, serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -53,24 +53,25 @@ def server(kept: Kept) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def spans(server: Serving, kept: Kept) -> Callable[[str], list[Any]]:
-    """The spans of a name since this test began."""
+def spans(server: Serving, kept: Kept) -> Callable[..., list[Any]]:
+    """The spans of a name since this test began, once there are that many: some begin and end after the answer."""
     flush(server)
     kept.spans.clear()
 
-    def named(name: str) -> list[Any]:
-        flush(server)
+    def named(name: str, count: int = 1) -> list[Any]:
+        until(lambda: flush(server) or len(kept.named(name)) >= count)
         return kept.named(name)
 
     return named
 
 
 class TestSpans:
+    @pytest.mark.slow
     def test_a_request_and_its_sample(self, server: Serving, spans: Any) -> None:
         prompt = list(range(5, 45))
         for _ in range(2):
             server.post("/v1/completions", **BODY | {"prompt": prompt})
-        roots, samples = spans("POST /v1/completions"), spans("llm_request")
+        roots, samples = spans("POST /v1/completions", 2), spans("llm_request", 2)
         assert len(roots) == len(samples) == 2
         root, sample = roots[1], samples[1]
         assert root.kind is SpanKind.SERVER
@@ -130,7 +131,7 @@ class TestSpans:
     def test_a_client_that_does_not_sample(self, server: Serving, spans: Any) -> None:
         headers = {"traceparent": TRACEPARENT[:-1] + "0"}
         assert server.ask("POST", "/v1/completions", BODY, headers).status == 200
-        assert spans("POST /v1/completions") == spans("llm_request") == []
+        assert spans("POST /v1/completions", 0) == spans("llm_request", 0) == []
 
     @pytest.mark.parametrize(
         "header", ["", "x", "00-0-0-00", TRACEPARENT + "-", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"]
@@ -142,11 +143,12 @@ class TestSpans:
 
     def test_a_stream_is_traced_to_its_end(self, server: Serving, spans: Any) -> None:
         assert len(server.post("/v1/completions", **BODY | {"n": 3, "stream": True}).events()) > 3
-        [root], samples = spans("POST /v1/completions"), spans("llm_request")
+        [root], samples = spans("POST /v1/completions"), spans("llm_request", 3)
         assert sorted(sample.attributes["quire.sample"] for sample in samples) == [0, 1, 2]
         assert all(is_below(sample, root) for sample in samples)
         assert all(sample.end_time <= root.end_time for sample in samples)
 
+    @pytest.mark.slow
     def test_chat_embeddings_and_a_beam_search(self, server: Serving, spans: Any) -> None:
         server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=1)
         server.post("/v1/embeddings", input=["a", "b"])
@@ -156,7 +158,7 @@ class TestSpans:
         )
         assert [one.attributes["gen_ai.operation.name"] for one in (chat, embed)] == ["chat", "embeddings"]
         below = {
-            root.name: [one for one in spans("llm_request") if is_below(one, root)] for root in (chat, embed, search)
+            root.name: [one for one in spans("llm_request", 4) if is_below(one, root)] for root in (chat, embed, search)
         }
         assert [len(those) for those in below.values()] == [1, 2, 1]
         for one in below[embed.name]:
@@ -171,13 +173,13 @@ class TestSpans:
         [root] = spans("POST /v1/completions")
         assert root.attributes["http.response.status_code"] == 400
         assert root.status.status_code is StatusCode.UNSET  # the client's error
-        assert spans("llm_request") == []
+        assert spans("llm_request", 0) == []
 
     def test_other_routes_have_none(self, server: Serving, kept: Kept, spans: Any) -> None:
         for path in ("/health", "/metrics", "/v1/models", "/v1/completions"):
             server.get(path)
         server.post("/tokenize", prompt="a")
-        assert spans("any") == []
+        assert spans("any", 0) == []
         assert kept.spans == []
 
     def test_nothing_is_kept_of_requests_that_ended(self, server: Serving) -> None:
@@ -186,7 +188,7 @@ class TestSpans:
     def test_no_text_is_traced(self, server: Serving, kept: Kept, spans: Any) -> None:
         answer = server.post("/v1/completions", prompt="password = 'tr0ub4dor'", max_tokens=8, stop=["tr0ub4dor&3"])
         assert answer.status == 200
-        spans("any")
+        spans("POST /v1/completions"), spans("llm_request")
         assert len(kept.spans) == 2
         assert "tr0ub4dor" not in "".join(span.to_json() for span in kept.spans)
 
@@ -210,6 +212,7 @@ def test_an_engine_that_fails_is_an_error() -> None:
     assert sample.attributes["gen_ai.response.finish_reasons"] == ("error",)
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_whatever_becomes_of_the_spans(
     server: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,6 +249,7 @@ def test_the_resource_says_where_spans_come_from(server: Serving, kept: Kept, sp
 # ------------------------------------------------------------------------------------------------ the option
 
 
+@pytest.mark.slow
 def test_it_is_off_and_imports_nothing() -> None:
     """Others may import what is installed of OpenTelemetry; without the option the server does not."""
     program = (
@@ -274,6 +278,7 @@ def test_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         open_traces(ServerConfig(otlp_traces_endpoint=ENDPOINT), "quire", "m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["localhost:4317", "grpc://localhost:4317", ""])
 def test_an_endpoint_that_is_none(bad: str) -> None:
     with pytest.raises(ConfigError, match=f"otlp_traces_endpoint is {json.dumps(bad)[1:-1]!r}; it must be a URL"):

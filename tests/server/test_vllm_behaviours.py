@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import pytest
+
 from quire.server.tools.dialect import SYNTAXES, THOUGHTS, Dialect
 from quire.server.tools.parser import Answer, gathered
 from tests.server.serving import Serving
@@ -542,6 +544,7 @@ OTHERWISE = [  # what vLLM refuses and Quire takes, and why
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_entrypoints(speaking: Serving) -> None:
     assert len({row.cite for row in (*ANSWERED, *REFUSED, *NOT_HERE)}) >= 110
     for asked in (*ANSWERED, *OTHERWISE):

@@ -197,6 +197,7 @@ def test_all_syntaxes_are_tried() -> None:
     assert set(WRITTEN) == set(SYNTAXES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("syntax", WRITTEN)
 def test_calls_are_read(syntax: str) -> None:
     how = dialect(syntax)
@@ -206,6 +207,7 @@ def test_calls_are_read(syntax: str) -> None:
         assert (found.content, found.reasoning) == ("", ""), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("syntax", WRITTEN)
 def test_text_before_and_after_calls_is_kept(syntax: str) -> None:
     how, text = dialect(syntax), WRITTEN[syntax](TWO)
@@ -468,6 +470,7 @@ ROWS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rows() -> None:
     assert len(ROWS) >= 95
     for syntax, text, content, calls in ROWS:

@@ -276,6 +276,7 @@ def test_thoughts_end_after_so_many_tokens() -> None:
     assert guided(Thinking((50,), (60,), has_begun=True, limit=0), [60, 1]) == [[60], every]
 
 
+@pytest.mark.slow
 def test_a_grammar_begins_after_thoughts(tokenizer: FastTokenizer, grammars: Grammars) -> None:
     size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("</think>")
     eos = tokenizer.token_to_id(ENDS[0])

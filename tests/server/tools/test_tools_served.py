@@ -93,6 +93,7 @@ def assert_follows(call: dict[str, Any]) -> None:
         assert arguments["days"] in range(10)
 
 
+@pytest.mark.slow
 def test_a_required_call_is_one_of_the_functions(server: Serving) -> None:
     for body in (
         {"tool_choice": "required", "parallel_tool_calls": False, "n": 3, "temperature": 1.5},
@@ -133,6 +134,7 @@ def test_arguments_without_a_name_in_the_schema_are_left_out(server: Serving) ->
         assert_follows(choice["message"]["tool_calls"][0])
 
 
+@pytest.mark.slow
 def test_several_calls(server: Serving) -> None:
     """A greedy embedded model never ends by itself, so it calls until its tokens are used up."""
     [choice] = chat(server, tools=[CLOCK], tool_choice="required", temperature=2.0, max_tokens=120)["choices"]
@@ -155,6 +157,7 @@ def test_a_calls_first_byte_comes_in_the_step_of_its_name(server: Serving) -> No
     assert names == [True]
 
 
+@pytest.mark.slow
 def test_auto_is_text_and_a_strict_function_a_grammar(server: Serving) -> None:
     plain = chat(server, temperature=0, max_tokens=8, tools=[CLOCK], tool_choice="none")
     assert "tool_calls" not in plain["choices"][0]["message"]
@@ -184,6 +187,7 @@ def test_auto_is_text_and_a_strict_function_a_grammar(server: Serving) -> None:
             assert set(json.loads(message["content"])) == {"a"}
 
 
+@pytest.mark.slow
 def test_what_models_write_is_read(server: Serving) -> None:
     """A regex writes the answer, so that thoughts and calls come without a model that was taught to."""
     call = '<tool_call>\n\\{"name": "clock", "arguments": \\{"zone": "UTC"\\}\\}\n</tool_call>'
@@ -211,6 +215,7 @@ def test_what_models_write_is_read(server: Serving) -> None:
         assert "reasoning_content" not in one
 
 
+@pytest.mark.slow
 def test_thoughts_are_bounded_and_grammars_begin_after_them(server: Serving) -> None:
     """The prompt is continued within its thoughts, as templates do that open them."""
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nwell"}]
@@ -323,6 +328,7 @@ def test_what_cannot_be_done_is_refused_by_its_place(
     assert param is None or error["param"] == param
 
 
+@pytest.mark.slow
 def test_arguments_of_the_history_that_are_no_objects_stay_text(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}")
@@ -350,6 +356,7 @@ def test_a_recursive_schema_is_followed(server: Serving) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith("{")
 
 
+@pytest.mark.slow
 def test_a_model_whose_syntax_is_not_known_is_said_so() -> None:
     with serving() as plain:
         for body, word in (
@@ -362,6 +369,7 @@ def test_a_model_whose_syntax_is_not_known_is_said_so() -> None:
         assert plain.post(CHAT, messages=MESSAGES, max_tokens=2, tools=[CLOCK], tool_choice="none").status == 200
 
 
+@pytest.mark.slow
 def test_the_openai_packages_tool_loop(server: Serving) -> None:
     """A call, its result, and the conversation with both; whole, streamed, and put together by the package."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
