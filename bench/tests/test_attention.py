@@ -102,6 +102,7 @@ def test_another_instruction_set_runs_and_an_unknown_one_does_not() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(SETS, "peers", (TINY, replace(TINY, query_len=6)))
     before = torch.get_num_threads()
@@ -168,6 +169,7 @@ def test_sequences_apart_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert made == [4 * 4 + 4 * 2, 4 + 4 * 2]
 
 
+@pytest.mark.slow
 def test_the_cascade_command() -> None:
     arguments = "bench cascade --batch 2 --shared 1024 --own 16 --head-dim 8 --runs 1"
     result = CliRunner().invoke(app, arguments.split())

@@ -28,6 +28,7 @@ from quire_bench.server.client import Record
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_file_for_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
@@ -178,6 +179,7 @@ WORKS = [under_load._Work(*counts, 5e-3 * counts[0] + 1e-3 * counts[1] + 3e-5 * 
          for counts in ((100, 400, 3000), (8, 190, 760), (32, 190, 3000))]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("waited", "per_machine"), [(2e-3, 2), (0.0, 8)])
 @pytest.mark.parametrize("longer", [0.0, 0.1])
 def test_what_neighbours_cost_is_found_again(waited: float, per_machine: int, longer: float) -> None:

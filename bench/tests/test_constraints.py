@@ -9,6 +9,7 @@ from quire.errors import RequestError
 from quire_bench.engine.constraints import measure
 
 
+@pytest.mark.slow
 def test_some_rows_keep_to_the_schema() -> None:
     llm = LLM(num_blocks=128, max_num_seqs=4, num_speculative_tokens=0)
     found = measure(llm, streams=4, constrained=2, steps=3, rounds=1)

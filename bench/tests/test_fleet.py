@@ -178,6 +178,7 @@ def test_a_kill_is_noticed_by_its_stall_alone() -> None:
     assert found.kills[0].stall > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forked")
 def test_a_replica_that_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +192,7 @@ def test_a_replica_that_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.seconds > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forked")
 def test_traces_that_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +210,7 @@ def test_traces_that_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.p99_first_token >= one.mean_first_token > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forked")
 def test_the_command() -> None:

@@ -42,6 +42,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], st
     return json.loads((folder / "g.json").read_text()), (folder / "g.md").read_text()
 
 
+@pytest.mark.long
 def test_every_target_has_its_row(report: tuple[dict[str, Any], str]) -> None:
     content, text = report
     assert [one["target"] for one in content["targets"]] == [target.name for target in TARGETS]
@@ -99,6 +100,7 @@ def test_a_stage_that_raises_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert any(row.get("value") for row in found.rows if row["stage"] == "prefill")
 
 
+@pytest.mark.long
 def test_stages_in_processes_of_their_own(tmp_path: Path) -> None:
     arguments = "--device cpu --backend cpu --tiny --isolated --only correctness.3,ceilings --json".split()
     assert gpu.main([*arguments, str(tmp_path / "g.json")]) == 0
@@ -156,6 +158,7 @@ sys.exit(main("--device cpu --backend reference --tiny --only correctness.0,deco
     assert " failed" not in done.stdout
 
 
+@pytest.mark.long
 def test_tiles_are_tried_and_the_kernels_run_in_the_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     code = f"""

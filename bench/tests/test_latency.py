@@ -59,6 +59,7 @@ def run(arguments: str, status: int = 0) -> str:
     return result.stderr if status else result.stdout
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     tiny = "--input-len 8 --output-len 3 --batch-size 2 --num-iters-warmup 0 --num-iters 2"
     shown = json.loads(run(f"{tiny} --json --plot {tmp_path / 'x.png'}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from quire.llm import LLM
@@ -29,6 +30,7 @@ def test_steps_with_adapters_are_timed() -> None:
     assert found.ratio == found.seconds / found.alone_seconds
 
 
+@pytest.mark.slow
 def test_the_command_prints_figures() -> None:
     command = ["lora", "--adapters", "2", "--rank", "2", "--streams", "3", "--steps", "1", "--rounds", "1", "--json"]
     result = CliRunner().invoke(app, [*command, "--kv-cache-memory", "16MiB"])

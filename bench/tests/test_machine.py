@@ -152,6 +152,7 @@ def test_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             threads.thread_counts(wrong)
 
 
+@pytest.mark.slow
 def test_attention_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_cores", lambda: 2)
     monkeypatch.setitem(SETS, "peers", (TINY,))
@@ -168,6 +169,7 @@ def test_attention_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "threads has '3'" in refused("attention", "--threads", "1,3")
 
 
+@pytest.mark.slow
 def test_throughput_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_cores", lambda: 2)
     monkeypatch.setattr("quire_bench.workloads.workload", lambda name: Workload(name, [[5, 6, 7]], [4]))

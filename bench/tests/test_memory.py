@@ -20,6 +20,7 @@ from quire.errors import BadValue, ConfigError, ModelError, QuireError
 from quire_bench.engine import memory
 from quire_bench.engine.contiguous import ContiguousAllocator, ContiguousScheduler, Reservation
 from quire_bench.engine.memory import KVSize, Moment, Setup
+from tests.marks import of_long_runs
 
 pytestmark = pytest.mark.slow
 
@@ -223,7 +224,7 @@ def test_the_systems_differ_in_memory_alone() -> None:
     assert "paged, all fit" in memory.table([paged])[2]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, of_long_runs(1), of_long_runs(2)])
 def test_the_targets_on_the_chat_like_load(seed: int) -> None:
     """Less than 4 % wasted at block size 16, and at least twice the batch of contiguous pre-allocation."""
     paged, whole, exact = memory.compare(Setup(distribution="chat", seed=seed))

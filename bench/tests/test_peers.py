@@ -167,6 +167,7 @@ class TestRace:
     def test_plain_weights_are_multiplied_in_the_dtype_that_the_cpu_multiplies(self, flags, dtype) -> None:
         assert plain_dtype(flags) == dtype
 
+    @pytest.mark.slow
     def test_engines_take_turns_on_tokens_that_no_cache_knows(self, tmp_path: Path) -> None:
         log = tmp_path / "told"
         commands = {name: fake(name, log) for name in ("quire", "vllm", "openvino")}
@@ -476,6 +477,7 @@ def test_another_interpreter_finds_the_runners_and_nothing_else_of_ours(tmp_path
     assert subprocess.check_output(command, cwd=runners_in(tmp_path), text=True) == "None\n"
 
 
+@pytest.mark.slow
 def test_logits_of_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

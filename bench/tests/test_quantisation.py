@@ -51,6 +51,7 @@ def test_texts(tmp_path: Path) -> None:
         quantisation.windows(llm, [tmp_path / "missing"], 32, 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command() -> None:
     done = CliRunner().invoke(app, ["bench", "quantisation", "--windows", "1", "--runs", "1", "--json"])

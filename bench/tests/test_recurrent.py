@@ -52,6 +52,7 @@ def test_measured_calls(rule: str, query_len: int) -> None:
     assert found[2] == (32 * -(-4096 // shape.state_bytes) if query_len == 1 else 1)
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "shapes", lambda: [TINY, replace(TINY, query_len=40)])
     shown = CliRunner().invoke(app, ["bench", "recurrent", "--runs", "1"])

@@ -60,6 +60,7 @@ def test_an_online_request_with_a_long_prompt_has_its_first_token_before_the_nex
     assert steps == 2 * pieces + 1  # the first request ends while the second one's prompt is computed
 
 
+@pytest.mark.slow
 def test_runs_that_count_find_the_prompt_in_the_prefix_cache(llm: LLM) -> None:
     load = Load(num_requests=2, max_new_tokens=2)
     before = llm.engine.scheduler.manager.hits.hits
@@ -151,6 +152,7 @@ def test_every_part_is_found(backend: str) -> None:
         assert calls.count("gather") == layers * steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "gather"])
 def test_what_is_looked_at_does_the_same_and_is_left_as_it_was(backend: str) -> None:
     llm = LLM(num_blocks=16, attention_backend=backend)
@@ -255,6 +257,7 @@ def run(arguments: str, status: int = 0) -> str:
 TINY = "--prompt Hello --num-requests 2 --max-new-tokens 2 --warmup 0 --runs 1"
 
 
+@pytest.mark.slow
 def test_all_at_once(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in run(f"{TINY} --json --plot {tmp_path / 'x.png'}").splitlines()]
     ways = [(backend, caching) for backend in ("cpu", "gather") for caching in (True, False)]
@@ -277,6 +280,7 @@ def test_sampling_and_a_trace(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["traceEvents"][0]["args"] == {"name": "online, cpu, no prefix cache"}
 
 
+@pytest.mark.slow
 def test_bad_options(tmp_path: Path) -> None:
     assert "mode is 'fast'; it must be naive, offline, online or all" in run("--mode fast", status=1)
     assert "there is no directory" in run(f"--profile {tmp_path / 'none' / 'x.json'}", status=1)

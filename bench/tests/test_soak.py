@@ -151,6 +151,7 @@ def test_what_cannot_be_is_refused() -> None:
         Soak(10, 1, clients=0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_short_soak() -> None:
     """All of it works, but for the memory: seconds are too few to say anything of that."""

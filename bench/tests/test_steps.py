@@ -50,6 +50,7 @@ def test_a_prompt_is_one_step_of_all_its_tokens(hybrid: Path, rates: None) -> No
     assert not llm.engine.has_work
 
 
+@pytest.mark.slow
 def test_the_command(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "READ_BYTES", 2**16)
     monkeypatch.setattr(steps, "CASES", (Case(1, 1), Case(1, 40)))
@@ -62,6 +63,7 @@ def test_the_command(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [json.loads(line)["name"] for line in lines] == ["decode, 1", "prompt of 40"]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save(tmp_path, vocab_size=2000, max_position_embeddings=128)
     shown = CliRunner().invoke(app, ["bench", "steps", "--model", str(tmp_path), "--count", "1"])

@@ -16,6 +16,7 @@ from quire.errors import ConfigError, QuireError
 from quire_bench.engine import loading, planning, startup, throughput
 from quire_bench.engine.loading import Loading
 from quire_bench.workloads import Workload, workload
+from tests.marks import of_long_runs
 from tests.models.checkpoints import save
 
 
@@ -103,7 +104,7 @@ def test_planning_measures_what_it_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
-@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("saved", [of_long_runs(torch.bfloat16), torch.float32])
 def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path, saved: torch.dtype) -> None:
     """A sharded checkpoint of 64 MB with a tied embedding, as it was saved and narrowed."""
     shape = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
@@ -129,16 +130,30 @@ def test_a_system_that_tells_nothing_of_memory(monkeypatch: pytest.MonkeyPatch, 
     assert loading.told(None) == "this system does not tell"
 
 
-@pytest.mark.slow
-def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(arguments: str) -> str:
-        result = CliRunner().invoke(app, ["bench", *arguments.split()])
-        assert result.exit_code == 0, result.output
-        return result.stdout
+def run(arguments: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments.split()])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
+
+@pytest.mark.slow
+def test_throughput_is_measured(tmp_path: Path) -> None:
     assert "new tok/s" in run(f"throughput single --warmup 0 --runs 2 --plot {tmp_path / 'throughput.svg'}")
     gathered = json.loads(run("throughput single --warmup 0 --runs 1 --json --attention gather"))
     assert gathered["new_tokens"] == 128
+    assert "single" in (tmp_path / "throughput.svg").read_text()
+    for command in ("startup", "throughput"):
+        shown = CliRunner().invoke(app, ["bench", command, "--plot", str(tmp_path / "x.odd")])
+        assert shown.exit_code == 1
+        assert "its ending must be one of" in shown.stderr
+    refused = CliRunner().invoke(app, ["bench", "throughput", "prefix"])  # longer than the embedded model serves
+    assert refused.exit_code == 1
+    assert "a prompt may have at most 1023" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_startup_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:  # its four processes start once; usually that is to warm the page cache
         each = startup.measured(None)
         patched.setattr(startup, "measured", lambda model: {name: cache(once) for name, once in each.items()})
@@ -156,14 +171,6 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert lines[0].startswith("first token  ")
         assert lines[-1].startswith("memory of loading  ")
     assert (tmp_path / "startup.png").stat().st_size > 1_000
-    assert "single" in (tmp_path / "throughput.svg").read_text()
-    for command in ("startup", "throughput"):
-        shown = CliRunner().invoke(app, ["bench", command, "--plot", str(tmp_path / "x.odd")])
-        assert shown.exit_code == 1
-        assert "its ending must be one of" in shown.stderr
-    refused = CliRunner().invoke(app, ["bench", "throughput", "prefix"])  # longer than the embedded model serves
-    assert refused.exit_code == 1
-    assert "a prompt may have at most 1023" in refused.stderr
     refused = CliRunner().invoke(app, ["bench", "startup", "--model", "no such model", "--runs", "1"])
     assert refused.exit_code == 1
     assert "is neither a directory nor the name of a Hugging Face repository" in refused.stderr
