@@ -15,6 +15,7 @@ from quire.models import choose
 from quire.models.adapter.apart import Apart
 from quire.models.adapter.tiny import shrink
 from quire.models.adapter.trial import check, randomise
+from tests.marks import spread
 from tests.models.checkpoints import engine, probed_logits
 
 pytestmark = pytest.mark.slow
@@ -48,8 +49,7 @@ def adapted_engine(directory: Path, **options: Any) -> Any:
     return engine(directory, model_impl="transformers", **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(("kind", "backend"), spread(2, KINDS, ["cpu", "reference"]))
 def test_it_agrees_with_whole_sequences(tmp_path: Path, kind: str, backend: str) -> None:
     """In a mixed batch of prompts, chunks and single tokens."""
     model = save_apart(tmp_path, kind)

@@ -386,10 +386,12 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Pa
     probe, generated = probed_logits(ours, prompts(), max_tokens=16)
     assert probe.preempted or ours.scheduler.manager.groups[0].window
     assert {"prefill", "decode"} in probe.steps
-    for i, prompt in enumerate(prompts()):
-        tokens = prompt + generated[f"r{i}"]
-        expected = theirs.float()(torch.tensor([tokens])).logits[0]
-        rounding = (theirs.double()(torch.tensor([tokens])).logits[0] - expected).abs().max()
+    rows = [prompt + generated[f"r{i}"] for i, prompt in enumerate(prompts())]
+    padded = torch.tensor([tokens + [0] * (len(rows[-1]) - len(tokens)) for tokens in rows])  # no row sees what follows
+    single, double = theirs.float()(padded).logits, theirs.double()(padded).logits
+    for i, (prompt, tokens) in enumerate(zip(prompts(), rows, strict=True)):
+        expected = single[i, : len(tokens)]
+        rounding = (double[i, : len(tokens)] - expected).abs().max()
         # Theirs and ours lie on either side of the exact logits. Where a recurrence is steep, that shows.
         close = max(1e-4, 1e-4 * float(expected.abs().max()), 2.5 * float(rounding))
         for n in range(1, len(tokens)):
@@ -443,7 +445,7 @@ def test_dynamic_rope_is_that_of_a_sequence_of_max_model_len(tmp_path: Path, kin
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "dtype"), spread(2, FAMILIES, [torch.bfloat16, torch.float16]))
+@pytest.mark.parametrize(("family", "dtype"), spread(4, FAMILIES, [torch.bfloat16, torch.float16]))
 def test_low_precision_checkpoints_stay_close(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     """Or at most twice as far off as transformers in that dtype: some of these random models magnify rounding."""
     kind, changes = FAMILIES[family]
@@ -460,10 +462,11 @@ def test_low_precision_checkpoints_stay_close(tmp_path: Path, family: str, dtype
     assert error < max(0.05 if dtype is torch.bfloat16 else 0.01, 2 * their_error)
 
 
-@pytest.mark.parametrize(("kind", "changes"), FAMILIES.values(), ids=FAMILIES)
-def test_the_reference_backend_finds_the_same(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", spread(5, FAMILIES))
+def test_the_reference_backend_finds_the_same(tmp_path: Path, family: str) -> None:
+    kind, changes = FAMILIES[family]
     save(tmp_path, kind, **changes)
-    some = [p for p in prompts() if len(p) < 30]
+    some = [p for p in prompts() if len(p) < 18]
     (native, tokens), (plain, same_tokens) = (
         probed_logits(
             engine(tmp_path, block_size=4, max_num_batched_tokens=24, attention_backend=backend), some, max_tokens=8

@@ -565,6 +565,7 @@ def smol135(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @torch.no_grad()
 def test_a_full_shape_runs_2k_of_context(smol135: tuple[Path, Any]) -> None:
     directory, theirs = smol135

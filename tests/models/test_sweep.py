@@ -13,11 +13,12 @@ from tests.models.sweep import DOCS, SIDED, TYPES, document, sweep, sweep_reposi
 SHARDS = 24
 NAMES = sorted({*TYPES, *SIDED})
 LISTED = {found.name: found for found in read().types}
+MAKERS = sorted(REPOSITORIES, key=lambda maker: len(REPOSITORIES[maker]))  # those of few are quick
 PUBLISHED = {found.name: found for found in read().repositories}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", quick(range(SHARDS), SHARDS, usual=2))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), SHARDS, usual=1))
 def test_each_type(shard: int) -> None:
     """What is served agrees with eager attention: `sweep` asserts that."""
     for name in NAMES[-1 - shard :: -SHARDS]:
@@ -29,7 +30,7 @@ def test_each_type(shard: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("maker", quick(REPOSITORIES, len(REPOSITORIES), usual=3))
+@pytest.mark.parametrize("maker", quick(MAKERS, len(MAKERS), usual=3))
 def test_each_published_checkpoint(maker: str) -> None:
     """As it is listed, and as eager attention."""
     for name, raw in REPOSITORIES[maker].items():

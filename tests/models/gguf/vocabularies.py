@@ -187,15 +187,31 @@ def original(kind: str) -> Tokenizer:
     return _of_pieces(kind) if kind in PIECES else _of_words(kind)
 
 
-def _of_words(kind: str) -> Tokenizer:
-    normalizer, pre_tokenizer, ignore_merges = WORDS[kind]
+@lru_cache(None)
+def _trained_on_words() -> str:
+    """What all tokenizers of words have in common, as JSON."""
     trained = Tokenizer(models.BPE())
     trained.normalizer, trained.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained.train_from_iterator(
         lines(1500, seed=1), trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
     )
-    state = json.loads(trained.to_str())
+    return trained.to_str()
+
+
+@lru_cache(None)
+def _trained_on_pieces() -> str:
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", MARK)
+    trained.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=1500, show_progress=False, limit_alphabet=400)
+    trained.train_from_iterator(lines(1500, seed=1), trainer)
+    return trained.to_str()
+
+
+def _of_words(kind: str) -> Tokenizer:
+    normalizer, pre_tokenizer, ignore_merges = WORDS[kind]
+    state = json.loads(_trained_on_words())
     vocab = state["model"]["vocab"]
     if ignore_merges:  # words that the merges do not make
         for word in ("\u0120import", "\u0120return", "\u0120self", "print", "xyz"):
@@ -219,12 +235,7 @@ def _of_pieces(kind: str) -> Tokenizer:
     from transformers.tokenization_utils_base import generate_merges
 
     gemma = kind.startswith("gemma")
-    trained = Tokenizer(models.BPE())
-    trained.normalizer = normalizers.Replace(" ", MARK)
-    trained.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=1500, show_progress=False, limit_alphabet=400)
-    trained.train_from_iterator(lines(1500, seed=1), trainer)
-    model = json.loads(trained.to_str())["model"]
+    model = json.loads(_trained_on_pieces())["model"]
     joined = ["".join(pair) for pair in model["merges"]]
     first = ["<pad>", "<eos>", "<bos>", "<unk>"] if gemma else ["<unk>", "<s>", "</s>"]
     if kind == "mistral":
