@@ -80,30 +80,34 @@ def _more_of_the_same(items: list[pytest.Item]) -> set[pytest.Item]:
 
     On what is slow to run, or differs little from another backend, each value is in one case.
     """
-    tests: dict[tuple[str, str], dict[pytest.Item, dict[str, object]]] = {}
+    tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        if (values := _values(item)) and item.get_closest_marker("long") is None:
-            backend = str(values.pop("backend", None))
-            tests.setdefault((item.nodeid.partition("[")[0], backend), {})[item] = values
+        if hasattr(item, "callspec") and item.get_closest_marker("long") is None:
+            backend = str(item.callspec.params.get("backend"))
+            tests.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
     more: set[pytest.Item] = set()
     for (test, backend), cases in tests.items():
         if backend == "gather" and test.partition("::")[0].endswith(WITHOUT_ATTENTION):
-            more |= cases.keys()
-            continue
-        together = 1 if " on " in backend or backend in ("gather", *INTERPRETED) else 2
-        more |= cases.keys() - meetings(cases, together)
+            more.update(cases)
+        elif " on " in backend or backend in ("gather", *INTERPRETED):
+            more |= set(cases) - meetings({item: _values(item) for item in cases}, 1)
+        else:
+            more |= set(cases) - meetings({item: _marked(item) for item in cases}, 2)
     return more
 
 
-def _values(item: pytest.Item) -> dict[str, object]:
-    """What tells the case from others of its test, for each mark `parametrize` and each fixture with parameters."""
-    callspec = getattr(item, "callspec", None)
-    left = {} if callspec is None else dict(callspec.params)
-    found: dict[str, object] = {}
+def _values(item: pytest.Item) -> dict[str, int]:
+    """A number for the value of each of the case's parameters, the backend aside."""
+    return {name: id(value) for name, value in item.callspec.params.items() if name != "backend"}
+
+
+def _marked(item: pytest.Item) -> dict[str, tuple[int, ...]]:
+    """The same for all that one mark `parametrize` gives: what was put together by hand stays together."""
+    left, found = _values(item), {}
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        found[str(names)] = tuple(id(left.pop(name)) for name in names if name != "backend")
-    return found | left
+        found[str(names)] = tuple(left.pop(name) for name in names if name != "backend")
+    return found | {name: (value,) for name, value in left.items()}
 
 
 def _repeats_another(item: pytest.Item, here: Path) -> bool:
