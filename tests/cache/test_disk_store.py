@@ -220,6 +220,7 @@ def test_a_disk_that_is_full_loses_that_block_alone(tmp_path: Path, at: int, mon
     assert [got(again, i) for i in range(4)] == [None] * done + [Fault.ABSENT] * (4 - done)
 
 
+@pytest.mark.slow
 def test_random_damage_is_a_miss(tmp_path: Path) -> None:
     """Bits flip, ends are cut off, pieces stand elsewhere: what is read is what was written, or nothing."""
     rng, faults = random.Random(0), 0

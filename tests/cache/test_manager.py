@@ -76,6 +76,7 @@ def test_growth_that_does_not_fit_takes_nothing(groups: tuple[CacheGroup, ...]) 
     audit(manager, [a, b])
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_blocks_given_out_at_once_are_those_given_out_in_turns(takers: list[int]) -> None:
     """Also where the free blocks are some that must be evicted: nine of twelve hold what somebody computed before."""

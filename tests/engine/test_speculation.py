@@ -153,19 +153,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "case"), spread(2, ["Llama", "Gemma2"], CASES))
-def test_tokens_are_those_that_come_one_by_one(tmp_path: Path, kind: str, case: str) -> None:
+def test_tokens_are_those_that_come_one_by_one(tmp_path: Path, kind: str, case: str, long: bool) -> None:
     """Bit for bit, logprobs included; one request, and four that share the rows."""
     options = CASES[case]
     save_looping(tmp_path, kind, **({"sliding_window": 9} if kind == "Gemma2" else {}))
     saved = 0
+    little = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16}
     for prompts in ([LOOPS[0]], LOOPS):
-        for limits in ({}, {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16}):
+        for limits in ({}, little) if long else [little if len(prompts) == 1 else {}]:
             plain, plain_steps = run(engine(tmp_path, num_speculative_tokens=0, **limits), prompts, **options)
             guessed, steps = run(engine(tmp_path, num_speculative_tokens=5, **limits), prompts, **options)
             assert guessed == plain
             saved += plain_steps - steps
     if kind == "Llama" and options.keys() <= {"logprobs"}:
-        assert saved > 50, "hardly anything was guessed"
+        assert saved > 25, "hardly anything was guessed"
 
 
 def judgements(made: Engine) -> list[int]:
@@ -200,11 +201,11 @@ def test_others_may_come_at_any_time(tmp_path: Path, limits: dict[str, Any], opt
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["room", "little room"])
-def test_aborts_end_who_is_guessed_and_nobody_else(tmp_path: Path, limits: dict[str, Any]) -> None:
+def test_aborts_end_who_is_guessed_and_nobody_else(tmp_path: Path, limits: dict[str, Any], long: bool) -> None:
     save_looping(tmp_path)
     whole, _ = run(engine(tmp_path, max_model_len=100, **limits), SIX, logprobs=0)
     among_guesses = 0
-    for step in range(3, 30, 3):
+    for step in range(3, 30, 3 if long else 9):
         made = engine(tmp_path, num_speculative_tokens=5, max_model_len=100, **limits)
         aborts = {"r0": step, "r2": step + 1, "r5": 2 * step}
         found, _ = run(made, SIX, ARRIVALS, aborts, logprobs=0)
@@ -216,7 +217,7 @@ def test_aborts_end_who_is_guessed_and_nobody_else(tmp_path: Path, limits: dict[
                 among_guesses += len(events) > 2
             else:
                 assert events == whole[name]
-    assert among_guesses > 9
+    assert among_guesses > 3
 
 
 STOPS: dict[str, dict[str, Any]] = {

@@ -145,7 +145,7 @@ def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
 @pytest.mark.parametrize(
     ("model", "preemption", "chunk", "caching"),
-    spread(3, SHAPES, ["none", "recompute", "swap"], [7, 2048], [True, False]),
+    spread(5, SHAPES, ["none", "recompute", "swap"], [7, 2048], [True, False]),
     indirect=["model"],
 )
 def test_the_same_bits(model: tuple[Path, Any], preemption: str, chunk: int, caching: bool) -> None:

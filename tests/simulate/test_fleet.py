@@ -88,6 +88,7 @@ EVENTS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 3), st.booleans(), st.lists(st.sampled_from(EVENTS), max_size=4))
 @example(937, 3, True, [EVENTS[1], EVENTS[2], EVENTS[4]])  # resumed, then ended by the model's longest sequence
@@ -99,12 +100,14 @@ def test_leaps_change_nothing(directory: Path, seed: int, gateways: int, talks: 
     assert stepped == leapt
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_run(directory: Path) -> None:
     one, same, other = (run(spec(directory, seed=seed)).as_dict() for seed in (1, 1, 2))
     assert one == same
     assert one["trace_hash"] != other["trace_hash"]
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_survived(directory: Path) -> None:
     """Every answer has all of its tokens, once: a Cell raises where a ledger says otherwise."""
     found = run(spec(directory, events=EVENTS, seed=3, load={"rate": 6}))
@@ -138,6 +141,7 @@ def test_without_a_gateway_clients_ask_again(directory: Path) -> None:
     assert found.counts["finished"] + found.counts["failed"] == found.counts["requests"]
 
 
+@pytest.mark.slow
 def test_nobody_there_is_503_and_a_timeout_an_error(directory: Path) -> None:
     found = run(spec(directory, events=[{"at": 5, "kill": "a", "for": 60}], clients={"retries": 0}))
     assert found.errors["503"] > 0
@@ -153,6 +157,7 @@ def test_the_gateway_finds_what_is_cached(directory: Path) -> None:
     assert routed.hit_rate > 1.2 * in_turns.hit_rate > 0
 
 
+@pytest.mark.slow
 def test_replicas_come_and_go(directory: Path) -> None:
     replicas = [{"kind": "a", "device": "slow.json", "blocks": 200, "options": {"max_num_seqs": 16}}]
     scaling = {"least": 1, "most": 6, "every": 5, "start_seconds": 2}
@@ -201,6 +206,7 @@ def test_a_replica_that_starts_again_is_measured_from_nothing(directory: Path) -
     assert run(fleet).counts["finished"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_leaps_change_nothing_where_gateways_hear_late(directory: Path, seed: int) -> None:
     load = {"turns": 3, "think": 0.0, "rate": 2, "duration": 10}
@@ -228,6 +234,7 @@ def test_cells_are_added(directory: Path) -> None:
     assert len(found.hashes) == 2
 
 
+@pytest.mark.slow
 def test_each_cell_scales_its_share(directory: Path) -> None:
     replicas = [{"kind": "a", "device": "slow.json", "count": 2, "blocks": 200, "options": {"max_num_seqs": 16}}]
     scaling = {"least": 2, "most": 7, "every": 5, "start_seconds": 2}
@@ -249,6 +256,7 @@ def test_examples_are_fleets(path: Path) -> None:
     assert simulation.num_cells == -(-simulation.spec.num_replicas // 64)
 
 
+@pytest.mark.slow
 def test_the_fewest_replicas_that_are_enough(directory: Path) -> None:
     goals = {"ttft_p90": 0.25}
     fleet = spec(directory, load={"rate": 12, "duration": 20})
@@ -275,6 +283,7 @@ def test_a_percentile_lies_between_its_neighbours() -> None:
     assert Histogram().percentile(50) == 0.0
 
 
+@pytest.mark.slow
 def test_a_fit_finds_what_steps_were_made_of() -> None:
     works = [
         StepWork(tokens + s, s + (tokens > 0), s + (tokens > 0), 1e8, 1e5 * s * context, 1e7 * (tokens + s), 1e4 * s, 0)
@@ -289,6 +298,7 @@ def test_a_fit_finds_what_steps_were_made_of() -> None:
         StepFit(**vars(truth) | {"exponent": 5})
 
 
+@pytest.mark.slow
 def test_residuals_show_a_kind_of_steps_that_the_fit_has_wrong() -> None:
     """Also one that alone has its number of rows, whose factor fits it to the last bit."""
     works = [
@@ -302,6 +312,7 @@ def test_residuals_show_a_kind_of_steps_that_the_fit_has_wrong() -> None:
     assert residuals(fit, [*works, mixed], seconds)["max"] > 0.2
 
 
+@pytest.mark.slow
 def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     """Kernels compute rows by the dozen: between 12 and 13 there is a stair that no line has."""
     works = [
@@ -317,6 +328,7 @@ def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     assert residuals(fit, works, seconds)["max"] < 0.1 < residuals(replace(fit, rows=()), works, seconds)["max"]
 
 
+@pytest.mark.slow
 def test_prompts_in_one_step_separate_linears_from_attention() -> None:
     """Of single prompts alone, more rows and more pairs are the same; and linears of many rows take longer a row."""
 
@@ -529,6 +541,7 @@ def test_a_device_file_of_another_model_is_refused(tmp_path: Path) -> None:
         StepFit(**vars(SLOW) | {"sequence": -1.0})
 
 
+@pytest.mark.slow
 def test_the_command(directory: Path, tmp_path: Path) -> None:
     path = directory / "fleet.yaml"
     path.write_text(
