@@ -43,10 +43,10 @@ def budget(backend, request, long):
     all_of_them, name = backend.limits.case_budget, request.node.callspec.params["backend"]
     if long:
         return all_of_them
-    return all_of_them * 3 // 10 if " on " in name else all_of_them // 2 if name in INTERPRETED else all_of_them
+    return all_of_them * 3 // 10 if " on " in name else all_of_them // 4 if name in INTERPRETED else all_of_them
 
 
-@pytest.mark.parametrize("shard", quick(range(SHARDS), 1, SHARDS // 5))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), 1, SHARDS // 10))
 def test_random_ragged_batches(backend, device, shard, budget):
     for seed in seeds(shard, budget):
         check(backend, Case.draw(seed, backend.limits), device)
@@ -205,8 +205,10 @@ def test_contexts_at_and_beyond_the_edges_of_tiles_and_splits(backend, device, l
     case = Case(
         query_lens=(rows, 1), context_lens=(context_len, 40), block_size=64, row_strides="packed", written=20, **options
     )
-    check(backend, case, device)
-    check(backend, replace(case, dtype=half_dtype(backend)), device)
+    whole_and_half = [case, replace(case, dtype=half_dtype(backend))]
+    turn = LONG_CONTEXTS.index(long_context) % 2
+    for one in [whole_and_half[turn]] if backend.name in INTERPRETED else whole_and_half:
+        check(backend, one, device)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_contexts_at_and_beyond_the_edges_of_tiles_and_splits(backend, device, l
 def test_chunks_of_more_rows_than_a_tile_has(backend, device, options):
     lens = ((257, 3, 130), (257, 90, 700))
     if backend.name in INTERPRETED:
-        lens = ((90, 3, 45), (90, 90, 300))
+        lens = ((45, 3, 24), (45, 45, 160))
     case = Case(
         query_lens=lens[0],
         context_lens=lens[1],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire import ops
 from tests.ops.cases import Case, Step
+from tests.ops.conftest import INTERPRETED
 
 PLANTS = (torch.nan, torch.inf, -torch.inf)
 
@@ -106,7 +107,8 @@ SHORT = [
 @pytest.mark.parametrize("case", SHORT, ids=["causal", "window", "scores", "not causal", "chunks"])
 def test_every_place_of_a_short_batch(backend, device, case, reproducible):
     step = make(case, device, backend, reproducible)
-    check_plants(step, backend, torch.cat(step.slots).unique().tolist())
+    slots = torch.cat(step.slots).unique().tolist()
+    check_plants(step, backend, slots[::3] if backend.name in INTERPRETED else slots)
 
 
 LONG = [
@@ -125,7 +127,8 @@ def test_places_of_longer_sequences(backend, device, case, sequence, places, rep
         monkeypatch.setattr("quire.ops.triton.partition.WORTH_SHARING", 0)
     case = replace(case, num_kv_heads=1, group_size=2, head_dim=8, block_size=32, written=20)
     step = make(case, device, backend, reproducible)
-    check_plants(step, backend, [int(step.slots[sequence][at]) for at in places])
+    slots = [int(step.slots[sequence][at]) for at in places]
+    check_plants(step, backend, slots[::2] if backend.name in INTERPRETED else slots)
 
 
 def test_fp16_and_several_plants_at_once(backend, device):
