@@ -27,6 +27,7 @@ from quire.ops import Backend
 from quire.ops.cpu import native
 from quire.parallel.cores import Binding, by_place
 from quire.parallel.group import Group
+from tests.marks import of_long_runs
 from tests.models.checkpoints import save
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -95,6 +96,7 @@ def ranks(*words: str, options: dict[int, dict[str, Any]] | None = None, **envir
             process.communicate()
 
 
+@pytest.mark.slow
 def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
     with LLM(num_blocks=100, tensor_parallel_size=2) as llm:
         assert llm.group is not None
@@ -108,14 +110,17 @@ def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
         assert further(llm) == found
 
 
-@pytest.mark.parametrize(("words", "exchange"), [([], "MemoryExchange"), (["apart"], "TorchExchange")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "exchange"), [of_long_runs([], "MemoryExchange"), (["apart"], "TorchExchange")])
 def test_processes_of_a_launcher(words: list[str], exchange: str, wanted: list[Any]) -> None:
     with ranks(*words) as (first, second):
-        out, errors = first.communicate(timeout=60)
+        out, errors = first.communicate(timeout=120)
         assert json.loads(out) == [exchange, *wanted], errors
-        assert second.wait(10) == 0
+        assert second.wait(60) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Gemma4", "Qwen3_5"])
 def test_families_between_hosts(tmp_path: Path, kind: str) -> None:
     """Experts, a table of each layer, states, and heads that ranks cannot have as many of each."""
@@ -124,20 +129,22 @@ def test_families_between_hosts(tmp_path: Path, kind: str) -> None:
     with LLM(num_blocks=100, **options) as llm:
         wanted = answer(llm)
     with ranks("apart", options={0: options, 1: options}) as (first, second):
-        out, errors = first.communicate(timeout=60)
+        out, errors = first.communicate(timeout=120)
         assert json.loads(out) == ["TorchExchange", *wanted], errors
-        assert second.wait(10) == 0
+        assert second.wait(60) == 0
 
 
-@pytest.mark.parametrize("where", ["load", "step"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["load", of_long_runs("step")])
 def test_why_a_rank_has_failed_is_said(where: str) -> None:
     with ranks(where) as (first, second):
-        errors = first.communicate(timeout=60)[1]
+        errors = first.communicate(timeout=120)[1]
         assert "GroupLost: rank 1 of the tensor-parallel group has failed: this rank is broken" in errors
         assert first.returncode == 1
-        assert second.wait(10) == 1
+        assert second.wait(60) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[Group] = []
     names: list[str] = []
@@ -150,7 +157,7 @@ def test_a_rank_that_dies_while_weights_are_read(monkeypatch: pytest.MonkeyPatch
     def read_and_kill(weights: Weights, name: str) -> Any:
         names.append(name)
         groups[0].processes[0].kill()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while groups[0].exchange.lost is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return read(weights, name)
@@ -162,6 +169,8 @@ def test_a_rank_that_dies_while_weights_are_read(monkeypatch: pytest.MonkeyPatch
     assert len(names) == 1  # no other weight is read
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_group_that_was_stopped_as_a_whole_goes_on() -> None:
     program = """
 import sys
@@ -180,10 +189,11 @@ print(len(found.outputs[0].token_ids), flush=True)
             for pid in both:
                 os.kill(pid, number)
             time.sleep(1.2)  # longer than a rank may be silent
-        assert process.communicate("go on\n", timeout=30)[0] == "3\n"
+        assert process.communicate("go on\n", timeout=60)[0] == "3\n"
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=["died", "hangs"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [of_long_runs(signal.SIGKILL), signal.SIGSTOP], ids=["died", "hangs"])
 def test_a_rank_that_is_lost_ends_the_group(kind: signal.Signals) -> None:
     with LLM(num_blocks=100, tensor_parallel_size=2) as llm:
         answer(llm)
@@ -197,15 +207,16 @@ def test_a_rank_that_is_lost_ends_the_group(kind: signal.Signals) -> None:
             answer_on_and_on(llm)
         with pytest.raises(GroupLost, match="rank 1"):
             group.check()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not lost and time.monotonic() < deadline:
             time.sleep(0.01)
         assert lost
         if kind == signal.SIGSTOP:
             os.kill(process.pid, signal.SIGCONT)  # type: ignore[attr-defined]
-        assert process.wait(10) in (-signal.SIGKILL, 1)
+        assert process.wait(60) in (-signal.SIGKILL, 1)
 
 
+@pytest.mark.slow
 def test_the_other_ranks_end_with_the_first() -> None:
     program = "import sys, time; from quire import LLM; llm = LLM(num_blocks=100, tensor_parallel_size=2);" + (
         "print(llm.group.processes[0].pid, flush=True); time.sleep(60)"
@@ -214,41 +225,48 @@ def test_the_other_ranks_end_with_the_first() -> None:
         assert process.stdout is not None
         other = int(process.stdout.readline())
         process.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{other}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(f"/proc/{other}").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree() -> None:
     with ranks(options={1: {"block_size": 8}}) as (first, second):
-        _, errors = first.communicate(timeout=60)
+        _, errors = first.communicate(timeout=120)
         assert "rank 1 of the tensor-parallel group has block_size '8', and rank 0 '16'" in errors
-        assert second.communicate(timeout=20)[1].count("rank 1 of the tensor-parallel group has block_size") == 1
+        assert second.communicate(timeout=60)[1].count("rank 1 of the tensor-parallel group has block_size") == 1
         assert first.returncode
         assert second.returncode
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_have_loaded_other_weights() -> None:
     with ranks("weights") as (first, second):
-        _, errors = first.communicate(timeout=60)
+        _, errors = first.communicate(timeout=120)
         assert "rank 1 of the tensor-parallel group has weights 'others', and rank 0 '" in errors
         assert first.returncode
-        assert second.wait(20)
+        assert second.wait(60)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_of_another_number() -> None:
     with ranks(WORLD_SIZE="3") as (first, _):
-        assert "tensor_parallel_size is 2, and a launcher has started 3 processes" in first.communicate(timeout=60)[1]
+        assert "tensor_parallel_size is 2, and a launcher has started 3 processes" in first.communicate(timeout=120)[1]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with ranks(MASTER_PORT=address.partition(":")[2]) as (first, _):
-            errors = first.communicate(timeout=60)[1]
+            errors = first.communicate(timeout=120)[1]
     assert f"cannot meet at MASTER_ADDR:MASTER_PORT {address}" in errors
 
 
@@ -273,6 +291,7 @@ def test_what_does_not_go_together(
         LLM(**({"tensor_parallel_size": 2} | options))
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_the_others() -> None:
     before = children()
     with pytest.raises(Unsupported, match="does not serve a cache of torch"):

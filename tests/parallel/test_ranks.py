@@ -61,6 +61,7 @@ def check(directory: Path, size: int, **options: Any) -> None:
     assert on_ranks(directory, size, answers, **OPTIONS, **options) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), spread(3, VARIANTS, (2, 4)))
 def test_variants(tmp_path: Path, name: str, size: int) -> None:
     """Heads, channels and tokens that ranks cannot have as many of each, too."""
