@@ -64,6 +64,7 @@ def on_gpu(
     )  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load_model(EMBEDDED, engine_config(), ops.load()).config
     a_block = bytes_per_block(decoder.groups, 16, llama_dtype())
@@ -126,6 +127,7 @@ def test_experts_take_memory_too() -> None:
     )  # gate, up and activation; the row, the result
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])

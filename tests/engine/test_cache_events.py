@@ -67,6 +67,7 @@ class Replay:
                 assert +self.owned[g, r.id] == Counter(manager.owned(r, g))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO, STATES])
 @pytest.mark.parametrize("seed", quick(range(8), 1, 4))
 def test_the_events_rebuild_the_books(seed: int, groups: tuple[CacheGroup, ...]) -> None:

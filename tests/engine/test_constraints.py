@@ -69,6 +69,7 @@ def anything(rng: random.Random, seed: int) -> tuple[Request, list[list[int]]]:
     return request(tokens, rng.randint(1, len(tokens)), bad, seed, **params), bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [sampler._draw_looking, sampler._draw_blindly], ids=["cpu", "gpu"])
 def test_rows_follow_the_definitions_alone_and_together(draw: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_draw_looking", draw)
@@ -210,6 +211,7 @@ def test_without_text(llm: LLM) -> None:
     assert (bare.text, bool(whole.text)) == ("", True)
 
 
+@pytest.mark.slow
 def test_structure_offline(llm: LLM) -> None:
     """Each kind, with other prompts in the same call; the same bits as alone."""
     asked = [

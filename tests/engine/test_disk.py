@@ -273,6 +273,7 @@ def num_cached(request: Request) -> int:
     return request.cache.prefix_report.num_cached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [12, 25, 80])
 def test_requests_that_come_together_find_all_that_is_there(
     tmp_path: Path, num_blocks: int, monkeypatch: pytest.MonkeyPatch
@@ -415,6 +416,7 @@ def test_a_prompt_is_found_after_a_restart(tmp_path: Path) -> None:
         assert found.num_cached_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "number"), [(parts, "BITS_VERSION"), (kv_disk, "FORMAT")])
 def test_blocks_of_an_earlier_release_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, number: str

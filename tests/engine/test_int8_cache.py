@@ -66,6 +66,7 @@ def test_logits_are_near_those_of_the_full_cache(tmp_path: Path, backend: str, k
     assert any(not torch.equal(found[1][text], full) for text, full in found[0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3"])
 @pytest.mark.parametrize("backend", ["reference", "gather", pytest.param("cpu", marks=NATIVE)])
 def test_a_latent_cache_holds_both_parts_rounded(

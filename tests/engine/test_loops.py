@@ -530,6 +530,7 @@ def test_an_allocation_that_fails_ends_its_request_alone() -> None:
         assert sorted(map(str, errors.values())) == ["MemoryError: injected", "None"]
 
 
+@pytest.mark.slow
 def test_a_commit_that_raises_leaves_nobody_waiting() -> None:
     """Whoever was not committed is computed again at once, with both loops: others go on for long."""
     for loop in LOOPS:

@@ -196,6 +196,7 @@ def test_logprobs_rank_and_most_probable() -> None:
     assert [token for token, _ in found[2].top][:3] == [5, 6, 7]
 
 
+@pytest.mark.slow
 def test_the_number_of_candidates_ranked_at_first_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flat rows, whose nucleus is most of the vocabulary, and steep ones; top-k below and above the candidates."""
     rows = torch.cat([logits(40, 5_000) * 0.1, logits(40, 5_000, seed=1)])

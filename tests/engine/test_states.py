@@ -99,6 +99,7 @@ def test_guesses_are_what_would_have_come() -> None:
     assert [results[f"r{i}"][0] for i in range(2)] == [continuation(prompt[i:], 60, model=circling) for i in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
 def test_too_few_states_for_all_preempt_and_nothing_is_lost(num_host_blocks: int) -> None:
     pools = StatePools(6, 4, 4 if num_host_blocks else 0)

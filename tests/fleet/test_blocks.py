@@ -238,6 +238,7 @@ def answers_from(url: str, **options: Any) -> PeerSource:
     return source
 
 
+@pytest.mark.slow
 def test_another_class_is_refused() -> None:
     with listening(sender(known()[0]).answer) as url:
         counts = answers_from(url, fingerprint="another").counts
@@ -307,6 +308,7 @@ def test_a_reset_takes_nothing_that_is_being_read() -> None:
     source.close(5.0)
 
 
+@pytest.mark.slow
 def test_a_disk_and_another_replica_are_two_sources(tmp_path: Path) -> None:
     """What is on the disk alone is read there, what another one has is read there, also from that one's disk."""
     holder = built(EMBEDDED, block_size=4, num_blocks=400)

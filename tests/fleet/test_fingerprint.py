@@ -283,6 +283,7 @@ def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ of any replica
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(PARTS)
 def test_there_and_back(parts: dict[str, str]) -> None:

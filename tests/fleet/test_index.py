@@ -246,6 +246,7 @@ def test_events_and_snapshots_make_the_index_what_the_caches_are(shard: int) -> 
         assert seen["matched"] > 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50, unique=True), st.data())
 def test_one_walk_serves_all_replicas(digests: list[int], data: st.DataObject) -> None:
     depths = data.draw(st.dictionaries(st.integers(0, MAX_SLOTS - 1), st.integers(1, len(digests)), max_size=20))

@@ -178,6 +178,7 @@ class TestServing:
             assert value(front, "quire:fleet_time_to_first_token_seconds_count") == 2
             assert value(front, "quire:fleet_stall_seconds_count") == 0
 
+    @pytest.mark.slow
     def test_several_replicas(self, front: Front, servers: list[Serving]) -> None:
         assert front.post("/v1/completions", prompt="a", max_tokens=1).status == 200
         [url] = front.on_loop(lambda: [one.replica for one in front.gateway.fleet.placements])
@@ -222,6 +223,7 @@ class TestServing:
         assert front.post("/v1/completions", prompt="a", max_tokens=-1).status == 400
         assert value(front, "quire:fleet_refused_total") == 1
 
+    @pytest.mark.slow
     def test_no_replica(self, servers: list[Serving]) -> None:
         with fronting(servers[0].url, patience=0.0) as front:
             link = front.gateway.fleet.roster.links[servers[0].url]

@@ -36,6 +36,7 @@ def rendered(server: Serving, messages: list[dict[str, Any]] = MESSAGES) -> str:
     return server.service.model.template.render(messages)
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_after_the_rendered_template(server: Serving) -> None:
     llm = LLM(**SMALL)
     assert llm.tokenizer is not None
@@ -228,6 +229,7 @@ def test_tokenizer_info(server: Serving) -> None:
     assert info["model_max_length"] == server.service.model.max_model_len
 
 
+@pytest.mark.slow
 def test_tokenizer_info_of_special_tokens_that_are_objects_and_of_a_template_of_ones_own(tmp_path: Path) -> None:
     model, template = tmp_path / "model", tmp_path / "mine.jinja"
     shutil.copytree(EMBEDDED, model)

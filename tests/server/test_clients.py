@@ -141,6 +141,7 @@ def test_an_error_of_the_servers_own_has_an_id(monkeypatch: pytest.MonkeyPatch) 
 # ------------------------------------------------------------------------------------------ origins, keys, and comments
 
 
+@pytest.mark.slow
 def test_pages_of_an_allowed_origin_may_ask_and_preflights_need_no_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the team\n\n  first \nsecond\n")

@@ -86,6 +86,7 @@ def test_usage_so_far_comes_with_usage_only(server: Serving) -> None:
         assert not any("usage" in chunk for chunk in stream(server, stream_options=options))
 
 
+@pytest.mark.slow
 def test_several_prompts_of_all_kinds(server: Serving, llm: LLM) -> None:
     tokens = llm.tokenizer.encode("class A:\n")
     found = complete(server, prompt=[PROMPT, "x = ", tokens], n=2, temperature=0.7, seed=1)
@@ -154,6 +155,7 @@ def test_stop(server: Serving) -> None:
     assert joined(stream(server, max_tokens=24, stop=middle)) == choice["text"]
 
 
+@pytest.mark.slow
 def test_seed_repeats_and_may_be_negative(server: Serving, llm: LLM) -> None:
     one, two = (complete(server, temperature=1, seed=-5, max_tokens=16)["choices"] for _ in range(2))
     assert one == two

@@ -531,6 +531,7 @@ def test_a_server_that_was_stopped_reads_what_came_meanwhile(monkeypatch: pytest
         assert client.answer().body == b"ok"
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT", 0.2)
     body = b'{"prompt": "' + b"a" * 300_000 + b'"}'

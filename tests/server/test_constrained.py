@@ -79,6 +79,7 @@ def test_a_truncated_prompt_is_echoed_as_what_is_left(server: Serving) -> None:
     assert "one two three four".endswith(choice["text"])
 
 
+@pytest.mark.slow
 def test_token_ids_are_reported_where_they_are_asked_for(server: Serving, llm: LLM) -> None:
     for path, tokens, body in (
         (COMPLETIONS, llm.generate(PROMPT, SamplingParams(max_tokens=1))[0].prompt_token_ids, {"prompt": PROMPT}),

@@ -242,6 +242,7 @@ def test_a_failing_step_is_an_error() -> None:
         until(server.is_idle)
 
 
+@pytest.mark.slow
 def test_keys_separate_and_metrics_count() -> None:
     with serving(api_key=("one", "two")) as server:
         text = "import collections\n" * 20

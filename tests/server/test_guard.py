@@ -157,6 +157,7 @@ def test_large_bodies_that_are_being_answered_keep_out_no_others() -> None:
         assert server.post("/tokenize", prompt="a" * 3000).status == 200
 
 
+@pytest.mark.slow
 def test_bodies_that_never_end_keep_out_no_others() -> None:
     """With a route that takes them, and with one that reads none."""
     with serving(max_body_size=4096) as server, ExitStack() as clients:

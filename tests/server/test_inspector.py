@@ -457,6 +457,7 @@ def test_a_reader_who_does_not_read_does_not_make_the_server_grow(monkeypatch: p
         books.check(engine)
 
 
+@pytest.mark.slow
 def test_it_watches_real_runs_to_their_end() -> None:
     """Every request that `run` serves, audited after each step, is told to its end."""
     engine = fake_engine(num_blocks=24, num_host_blocks=8)

@@ -72,6 +72,7 @@ def error_of(answer: Answer) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_message_is_answered_as_a_chat_is(speaking: Serving) -> None:
     drawn = {"temperature": 0.9, "top_p": 0.8, "top_k": 30, "max_tokens": 12}
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]

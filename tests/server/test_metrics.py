@@ -186,6 +186,7 @@ class TestCounting:
         assert shown("quire:time_to_first_token_seconds_count") == 1
         assert shown("quire:inter_token_latency_seconds_count") == 0
 
+    @pytest.mark.slow
     def test_a_served_search_is_counted_at_its_end(self) -> None:
         with serving() as server:
             fields = {"use_beam_search": True, "n": 3, "max_tokens": 6, "temperature": 0, "ignore_eos": True}

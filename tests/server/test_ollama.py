@@ -37,6 +37,7 @@ def lines(server: Serving, path: str, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_chat_and_a_prompt(speaking: Serving) -> None:
     chat = speaking.post("/v1/chat/completions", messages=USER, max_tokens=12, temperature=0).json()
     text = chat["choices"][0]["message"]["content"]

@@ -79,6 +79,7 @@ def test_structured_output(client: OpenAI) -> None:
     assert text[3] == "-"
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_package(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model=MODEL, prompt="a", temperature=-1)

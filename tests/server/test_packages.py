@@ -31,6 +31,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_packages_import_those_below(package: str) -> None:
     files = list((SERVER / package).glob("*.py"))

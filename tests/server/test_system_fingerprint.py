@@ -58,6 +58,7 @@ def posted(server: Serving, path: str, body: dict[str, Any]) -> Answer:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_answer_names_it(server: Serving, right: str, path: str) -> None:
     assert posted(server, path, ROUTES[path]).json()["system_fingerprint"] == right
@@ -134,6 +135,7 @@ def test_it_covers_the_adapters_that_are_loaded(tmp_path: Path) -> None:
         assert named("quire-embedded") == without
 
 
+@pytest.mark.slow
 def test_it_is_null_where_it_is_not_known() -> None:
     def unknown(service: Any) -> None:
         service.worker.identify = lambda: None

@@ -71,6 +71,7 @@ def copied(directory: Path, name: str = "", content: bytes | None = None) -> str
     return str(directory / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

@@ -215,6 +215,7 @@ def thoughts_of(row: Read) -> str:
     return "openai_gptoss" if row.syntax == "openai" else row.thoughts or ""
 
 
+@pytest.mark.slow
 def test_parsers() -> None:
     """Whole, letter by letter, and at stream intervals of vLLM's: the same is read."""
     assert len(READ) >= 195

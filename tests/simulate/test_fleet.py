@@ -135,6 +135,7 @@ def test_jitter_keeps_the_order_of_an_answer(directory: Path) -> None:
     assert found.ttft.count == found.counts["finished"] == found.counts["requests"] > 50
 
 
+@pytest.mark.slow
 def test_without_a_gateway_clients_ask_again(directory: Path) -> None:
     found = run(spec(directory, gateways={"count": 0}, events=EVENTS[5:], load={"rate": 10}))
     assert found.errors["connection lost"] > 0
@@ -200,6 +201,7 @@ def test_a_replica_that_starts_again_reads_nothing_of_before(tmp_path: Path) -> 
     assert found.ttft.max < 1.0  # which would have been read for nine seconds
 
 
+@pytest.mark.slow
 def test_a_replica_that_starts_again_is_measured_from_nothing(directory: Path) -> None:
     scaling = {"least": 3, "most": 3, "every": 2, "start_seconds": 1}
     fleet = spec(directory, events=[{"at": 4.5, "kill": "a-0", "for": 1}], autoscaling=scaling, load={"rate": 8})
@@ -225,6 +227,7 @@ def test_neighbours_share_what_a_host_reads(directory: Path) -> None:
     assert together.itl.mean > 1.3 * apart.itl.mean
 
 
+@pytest.mark.slow
 def test_cells_are_added(directory: Path) -> None:
     fleet = spec(directory, cell=1)
     simulation = FleetSimulation(with_replicas(fleet, 4))

@@ -271,6 +271,7 @@ def test_random_text_is_read_to_its_end(syntax: str) -> None:
         assert read(how, cuts(text, 1)) == whole, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("syntax", WRITTEN)
 def test_what_is_deeply_nested_is_read_to_its_end(syntax: str) -> None:
     for inner in ("[", "{a:", '{"a":', "(", "f(a=", "{'a':["):

@@ -144,6 +144,7 @@ def test_several_calls(server: Serving) -> None:
         assert_follows(call)
 
 
+@pytest.mark.slow
 def test_a_calls_first_byte_comes_in_the_step_of_its_name(server: Serving) -> None:
     body = {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clock"}}}
     _, chunks = streamed(server, **body, logprobs=True)
@@ -349,6 +350,7 @@ def test_arguments_of_the_history_that_are_no_objects_stay_text(tmp_path: Path) 
                 assert prompt_of(server, messages=[calling(nested)]).startswith('"')
 
 
+@pytest.mark.slow
 def test_a_recursive_schema_is_followed(server: Serving) -> None:
     [choice] = chat(
         server, tools=[named("f", parameters=RECURSIVE)], tool_choice="required", temperature=0, max_tokens=60
