@@ -120,6 +120,7 @@ def test_less_space_keeps_what_fits(tmp_path: Path) -> None:
     assert len(opened(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_the_log_stays_short(tmp_path: Path) -> None:
     store = opened(tmp_path)
     for i in range(3_000):

@@ -365,6 +365,7 @@ def test_a_fork_that_needs_what_the_parent_gave_back_is_refused() -> None:
     audit(manager, [parent, child])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16])
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 40])
 def test_a_windowed_group_gives_back_what_no_later_row_sees(block_size: int, window: int) -> None:

@@ -372,6 +372,7 @@ class TestIndex:
 
 
 class TestRuns:
+    @pytest.mark.slow
     @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 6), st.booleans(), st.booleans())
     def test_a_run_is_published_as_its_blocks_are(self, tokens: list[int], known: int, gone: bool, first: bool) -> None:
         """If it has a block that is known, nothing is changed."""

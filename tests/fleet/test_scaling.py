@@ -119,6 +119,7 @@ def test_while_a_state_is_missing_none_goes(fleet: list[Load | None], replicas: 
         assert found.since == 1e9  # nor soon after that
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0.1, 60.0), st.floats(0.0, 10.0)), max_size=80), st.integers(1, 8))
 def test_a_demand_that_swings_brings_no_replica_twice(steps: list[tuple[float, float]], replicas: int) -> None:
     """Between going up and going down, and between two that go, there are DOWN_AFTER seconds."""

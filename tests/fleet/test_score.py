@@ -105,6 +105,7 @@ DEMANDS = st.builds(
 class TestComplaints:
     """Each of them is about a router that others use."""
 
+    @pytest.mark.slow
     @given(st.lists(st.integers(0, 10), min_size=2, max_size=8), st.lists(st.integers(0, 300), min_size=8, max_size=8))
     def test_a_miss_goes_to_the_least_loaded(self, running: list[int], held: list[int]) -> None:
         """However small the caches of the others are."""

@@ -109,6 +109,7 @@ def test_what_is_cached() -> None:
         assert kept.named("llm_request")[1].attributes["gen_ai.usage.cache_read.input_tokens"] == 48
 
 
+@pytest.mark.slow
 def test_a_loss(fleet: Any) -> None:
     kept, servers, front = clear(fleet)
     slow_all(servers, 0.2)

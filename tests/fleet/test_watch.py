@@ -128,6 +128,7 @@ def test_a_beam_search_is_seen(front: Front, servers: list[Serving]) -> None:
     assert seen(front)["requests"] == []
 
 
+@pytest.mark.slow
 def test_many_requests_are_not_all_shown(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MAX_SHOWN", 3)
     for _ in range(5):

@@ -17,6 +17,7 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 NUMBERS = st.floats(allow_nan=False)
 
 
+@pytest.mark.slow
 @given(TOKENS, st.text(), st.lists(NUMBERS, max_size=5))
 def test_frames_keep_every_bit(tokens: list[int], text: str, logprobs: list[float]) -> None:
     found = [[[token, logprob, 1, text]] for token, logprob in zip(tokens, logprobs, strict=False)]

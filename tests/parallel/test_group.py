@@ -270,6 +270,7 @@ def test_a_port_in_use() -> None:
     assert f"cannot meet at MASTER_ADDR:MASTER_PORT {address}" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

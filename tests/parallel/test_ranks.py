@@ -32,7 +32,7 @@ from tests.models.quantisation import test_formats, test_fp8, test_mxfp4
 from tests.models.test_families import FAMILIES, VARIANTS
 from tests.parallel.ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
 
 OPTIONS = {"max_num_batched_tokens": 16}
 WIDE: Mapping[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -62,7 +62,7 @@ def check(directory: Path, size: int, **options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), spread(3, VARIANTS, (2, 4)))
+@pytest.mark.parametrize(("name", "size"), spread(5, VARIANTS, (2, 4)))
 def test_variants(tmp_path: Path, name: str, size: int) -> None:
     """Heads, channels and tokens that ranks cannot have as many of each, too."""
     kind, changes = VARIANTS[name]
@@ -74,7 +74,7 @@ def test_variants(tmp_path: Path, name: str, size: int) -> None:
         check(tmp_path, size)
 
 
-@pytest.mark.parametrize(("family", "dtype"), spread(3, FAMILIES, (torch.float32, torch.float16)))
+@pytest.mark.parametrize(("family", "dtype"), spread(5, FAMILIES, (torch.float32, torch.float16)))
 def test_dtypes(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     kind, changes = FAMILIES[family]
     save(tmp_path, kind, dtype, **changes)
@@ -87,7 +87,7 @@ def test_eight_ranks(tmp_path: Path, kind: str) -> None:
     check(tmp_path, 8)
 
 
-@pytest.mark.parametrize("case", quick(test_formats.CASES, 3))
+@pytest.mark.parametrize("case", quick(test_formats.CASES, 0, 6))
 def test_integers(tmp_path: Path, case: str) -> None:
     config, one = test_formats.CASES[case]
     made = test_formats.write(

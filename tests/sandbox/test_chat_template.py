@@ -395,6 +395,7 @@ class TestEmbeddedModel:
         assert tokens.count(0) == 1
         compile(template.render(chat).removeprefix("<|endoftext|>"), "<chat>", "exec")
 
+    @pytest.mark.slow
     def test_only_text(self) -> None:
         with pytest.raises(RequestError, match=r"^the embedded model takes text only; the content of a user message"):
             ChatTemplate.find(EMBEDDED).render([{"role": "user", "content": [{"type": "text", "text": "x"}]}])

@@ -86,6 +86,7 @@ def test_a_server_that_was_stopped_reads_the_answer_that_came_meanwhile(
     assert process.ask(["say", 2]) == ["hello", 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "error", "seconds"),
     [

@@ -216,6 +216,7 @@ def test_leaps_change_nothing_where_gateways_hear_late(directory: Path, seed: in
     assert run(fleet, leaps=False).as_dict() == run(fleet).as_dict()
 
 
+@pytest.mark.slow
 def test_neighbours_share_what_a_host_reads(directory: Path) -> None:
     reading = StepFit(step=0.0, sequence=0.0, token=0.0, drawn=0.0, weight_byte=1e-9, cache_byte=1e-9, linear_flop=0.0,
                       attention_flop=0.0, context_flop=0.0)  # fmt: skip

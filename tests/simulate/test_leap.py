@@ -33,6 +33,7 @@ def rows_of(seed: int, count: int, rate: float, longest: int) -> list[TraceRow]:
     return rows
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**30),
@@ -64,6 +65,7 @@ def test_leaps_give_what_steps_give(
     assert found[0].finished + found[0].refused == 25
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**30), st.sampled_from([400, 4000]), st.sampled_from([2.0, 20.0]))
 def test_leaps_keep_the_pace_of_steps(seed: int, blocks: int, rate: float) -> None:

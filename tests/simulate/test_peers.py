@@ -68,6 +68,7 @@ def test_what_another_replica_has_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert read.ttft.mean < 0.9 * alone.ttft.mean
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_computing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gigabyte a second is assumed until some were read; from then on nothing is asked for but now and then."""
     load = {"prompt_tokens": 200, "think": 0.2, "rate": 3}
@@ -86,6 +87,7 @@ def test_a_replica_that_is_gone_sends_nothing(tmp_path: Path, monkeypatch: pytes
     assert found.counts["finished"] == found.counts["requests"] == 4
 
 
+@pytest.mark.slow
 def test_a_block_that_was_evicted_meanwhile_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, counts = run(talks(tmp_path, SLOW / 5, blocks=100, load={"rate": 12}), monkeypatch)
     assert counts.misses["absent"] > 0
@@ -111,6 +113,7 @@ def test_a_replica_or_a_client_goes_while_blocks_are_read(
     assert leapt.counts["finished"] + leapt.counts["failed"] == leapt.counts["requests"] == 24
 
 
+@pytest.mark.slow
 def test_cells_that_scale_give_their_replicas_names_of_their_own(tmp_path: Path) -> None:
     scaling = {"least": 2, "most": 8, "every": 2, "start_seconds": 1}
     fleet = talks(tmp_path, FAST, autoscaling=scaling, load={"rate": 16}, cell=4)
@@ -119,6 +122,7 @@ def test_cells_that_scale_give_their_replicas_names_of_their_own(tmp_path: Path)
     assert sum(map(len, names)) > 3
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 3), st.booleans(), st.sampled_from([FAST, SLOW / 5, SLOW]),
        st.integers(100, 300), st.lists(st.sampled_from(EVENTS), max_size=4))  # fmt: skip

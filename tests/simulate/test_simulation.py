@@ -162,6 +162,7 @@ def test_an_idle_engine_waits_for_the_next_arrival() -> None:
 LOAD = [replace(row, prompt_tokens=5 + i * 7 % 60) for i, row in enumerate(poisson(150, 10, 40, 2.0, seed=3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_the_same_rows_and_options_give_the_same_run(preemption: str) -> None:
     options = {"num_blocks": 30, "preemption": preemption, "num_host_blocks": 30 * (preemption == "swap")}
@@ -222,6 +223,7 @@ def test_a_long_prompt_cannot_starve_decodes(budget: int) -> None:
     assert found.itl.count == 16 * 499 + 3
 
 
+@pytest.mark.slow
 def test_it_plans_what_the_engine_plans() -> None:
     """The same requests on a real engine with a small pool: every step has the same items, moves and victims.
 

@@ -240,6 +240,7 @@ def test_a_server_that_fails_is_a_sentence(parts: list[bytes], status: int, word
             list(partner.answer([{"role": "user", "content": "?"}]))
 
 
+@pytest.mark.slow
 def test_what_is_no_server_is_a_sentence() -> None:
     for listed, words in (
         (b"<html>", "does not answer JSON"),
