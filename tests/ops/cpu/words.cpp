@@ -58,9 +58,30 @@ void check_sums() {
         for (int i = 0; i < 4; i++) total += (uint32_t)(((uint8_t)byte_of(a, lane, i) & mask) * byte_of(b, lane, i));
         return (int32_t)total;
     };
-    const I whole = dot_bytes(acc, a, b), small = dot_small(acc, (I)((U)a & 0x7f7f7f7fu), b), halves = dot_halves(acc, a, b);
-    expect("dot_bytes", [&](int i) { return whole[i] == sum(i, 255); });
+    const I halves = dot_halves(acc, a, b);
+#ifdef QUIRE_BYTE_PAIRS
+    const I small = (I)((U)a & 0x3f3f3f3fu), even = even_bytes(a), odd = odd_bytes(a);
+    const H pairs = pair_products(small, b);
+    expect("pair_products", [&](int i) {
+        const auto sum = [&](int k) { return (int16_t)(byte_of(small, i, k) * byte_of(b, i, k) + byte_of(small, i, k + 1) * byte_of(b, i, k + 1)); };
+        return pairs[2 * i] == sum(0) && pairs[2 * i + 1] == sum(2);
+    });
+    expect("even_bytes", [&](int i) { return even[i] == (a[i] & 0xff00ff); });
+    expect("odd_bytes", [&](int i) { return odd[i] == (a[i] >> 8 & 0xff00ff); });
+    for (int k = 0; k < 4; k++)
+        expect("doubled_byte", [&](int i) {
+            const H found = (H)doubled_byte(a, k);
+            return found[2 * i] == byte_of(a, i, k) && found[2 * i + 1] == byte_of(a, i, k);
+        });
+#else
+    const I whole = dot_bytes(acc, byte_operand(a), b), small = dot_small(acc, (I)((U)a & 0x7f7f7f7fu), b);
+    expect("dot_bytes", [&](int i) {
+        uint32_t total = (uint32_t)acc[i];
+        for (int k = 0; k < 4; k++) total += (uint32_t)(((uint8_t)byte_of(a, i, k) - 128 + BYTE_MIDDLE) * byte_of(b, i, k));
+        return (uint32_t)whole[i] == total;
+    });
     expect("dot_small", [&](int i) { return small[i] == sum(i, 127); });
+#endif
     expect("dot_halves", [&](int i) {
         const uint32_t low = (uint32_t)((int16_t)a[i] * (int16_t)b[i]), high = (uint32_t)((a[i] >> 16) * (b[i] >> 16));
         return (uint32_t)halves[i] == (uint32_t)acc[i] + low + high;
@@ -70,8 +91,12 @@ void check_sums() {
 // The largest and smallest bytes, whose products fill 16 bits.
 void check_extremes() {
     const I most = I{} + -1, least = I{} + (int32_t)0x80808080u;  // 255 or -1, 128 or -128
-    expect("dot_bytes of extremes", [&](int i) { return dot_bytes(I{}, most, least)[i] == 4 * 255 * -128; });
+#ifdef QUIRE_BYTE_PAIRS
+    expect("pair_products of extremes", [&](int i) { return ((H)pair_products((I)((U)most & 0x7f7f7f7fu), least))[i] == 2 * 127 * -128; });
+#else
+    expect("dot_bytes of extremes", [&](int i) { return dot_bytes(I{}, byte_operand(most), least)[i] == 4 * (127 + BYTE_MIDDLE) * -128; });
     expect("dot_small of extremes", [&](int i) { return dot_small(I{}, (I)((U)most & 0x7f7f7f7fu), least)[i] == 4 * 127 * -128; });
+#endif
 }
 
 void check_numbers() {

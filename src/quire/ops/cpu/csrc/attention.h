@@ -35,7 +35,6 @@ alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots t
 // Self computes a tile: compute(step, fetcher).
 template <class Self, class K>
 struct Worker {
-    using T = typename K::E::T;      // of q and the output
     using C = typename K::Cache::T;  // of the cache
     using Step = Place<C>;
 
@@ -45,6 +44,7 @@ struct Worker {
     const AttentionParams& params;
     const int group, lanes, lda_weights;
     const int wide;  // columns of the sums
+    const int64_t number = spec.dtype == DTYPE_F32 ? 4 : 2;  // bytes of one of q and of the output
     ScoreRule rule;
     bool bent;
     int64_t taken = 0, taken_end = 0;  // what this worker took and has not begun
@@ -182,14 +182,14 @@ struct Worker {
     int row_of(const Item& item, int i) const { return (item.first + i) / group; }
     int head_of(const Step& step, int i) const { return step.head * group + (step.item->first + i) % group; }
 
-    void put_query(const T* row, float* to) { pack_row<K>(row, spec.head_dim, to); }
+    void put_query(const void* row, float* to) { pack_row_of<K>(spec.dtype, row, spec.head_dim, to); }
 
     void start_item(const Step& step) {
         const Item& item = *step.item;
         for (int i = 0; i < item.count; i++) {
             const int row = row_of(item, i), position = plan.row_positions[row];
-            const T* q = (const T*)params.q + plan.row_tokens[row] * params.q_token + head_of(step, i) * params.q_head;
-            static_cast<Self*>(this)->put_query(q, query + (int64_t)i * lanes);
+            const int64_t q = plan.row_tokens[row] * params.q_token + head_of(step, i) * params.q_head;
+            static_cast<Self*>(this)->put_query((const char*)params.q + q * number, query + (int64_t)i * lanes);
             const int64_t from = (int64_t)position - spec.window + 1;
             low[i] = spec.window && from > 0 ? (int)from : 0;
             if (params.chunk && position > 0) low[i] = most(low[i], position / params.chunk * params.chunk);
@@ -372,7 +372,7 @@ struct Worker {
 
     // The sums of a row, all splits folded, to its output and LSE.
     void finish_row(const float* sums, float top, float total, int token, int head) {
-        T* out = (T*)params.out + token * params.out_token + head * params.out_head;
+        char* const out = (char*)params.out + (token * params.out_token + head * params.out_head) * number;
         float factor = total != 0.0f ? 1.0f / total : 0.0f;
         if (params.sinks && total != 0.0f) {
             // In double: a sink far above all scores leaves outputs that fp32 holds and its exponential would not.
@@ -382,10 +382,13 @@ struct Worker {
         }
         const int dim = spec.head_dim_v;
         if (total == 0.0f) {
-            memset(out, 0, (size_t)dim * sizeof(T));
+            memset(out, 0, (size_t)(dim * number));
         } else {
-            for (int c = 0; c < dim; c += W)
-                put_part<typename K::E>(out + c, scaled(get_part<F32>(sums + c, dim - c), factor), dim - c);
+            with_element(spec.dtype, [&](auto element) {
+                using E = decltype(element);
+                for (int c = 0; c < dim; c += W)
+                    put_part<E>((typename E::T*)out + c, scaled(get_part<F32>(sums + c, dim - c), factor), dim - c);
+            });
         }
         if (params.lse) {
             const float lse = total != 0.0f ? (top + __builtin_log2f(total)) * LN2 : -INF;

@@ -55,7 +55,6 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     using Base = Worker<ByteAttention<K>, K>;
     using typename Base::Step;
     using typename Base::C;
-    using typename Base::T;
     using Base::Base, Base::seen, Base::sees, Base::weigh;
     using Base::lanes, Base::wide, Base::spec;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
@@ -65,16 +64,18 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     float factors[ITEM_ROWS];  // what the rows' weights of this tile are multiples of
 
     // A query: its upper bytes, its lower ones, then its unit, and what its sums start with, before the cut and after it.
-    void put_query(const T* row, float* to) {
+    void put_query(const void* row, float* to) {
         const int dim = spec.head_dim;
+        alignas(64) float widened[1024];
+        pack_row_of<Fp32>(spec.dtype, row, dim, widened);
         alignas(64) int8_t upper[1024], lower[1024];
         bool finite = true;
         const float top = dim > 512 ? LARGEST_QUERY / 2 : LARGEST_QUERY;
-        const float largest = largest_number<typename K::E>(row, dim, finite);
+        const float largest = largest_number<F32>(widened, dim, finite);
         const bool any = finite && largest >= SMALLEST;
         const float factor = any ? top / largest : 0.0f;
         int32_t numbers[1024];
-        for (int c = 0; c < dim; c += W) store((float*)numbers + c, (V)(any ? nearest(get_part<typename K::E>(row + c, dim - c) * factor) : I{}));
+        for (int c = 0; c < dim; c += W) store((float*)numbers + c, (V)(any ? nearest(get_part<F32>(widened + c, dim - c) * factor) : I{}));
         const int32_t starts[2] = {start_of(numbers, cut), start_of(numbers + cut, dim - cut)};
         for (int c = 0; c < dim; c += W) {
             const I whole = (I)load((float*)numbers + c), rest = (whole << 24) >> 24;
@@ -94,10 +95,11 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
             for (int b = 0; b < blocks.blocks; b++) {
                 const int first = blocks.first(b), rows = blocks.rows(b);
                 if (!sees(step.tile + at, PANEL, first, rows)) continue;
-                with_rows(rows, [&]<int R>() {
-                    if (blocks.blocks > FEW_BLOCKS) return score<R, COLUMNS>(first, at, [] {});
-                    with_vectors((count + W - 1) / W, [&]<int N>() { score<R, N>(first, at, fetching); });
-                });
+                if (blocks.blocks > FEW_BLOCKS) {
+                    with_several_rows(rows, [&]<int R>() { score<R, COLUMNS>(first, at, [] {}); });
+                    continue;
+                }
+                with_width(count, [&]<int N>() { with_rows(rows, [&]<int R>() { score<R, N>(first, at, fetching); }); });
             }
         }
         for (int i = 0; i < step.item->count; i++) {

@@ -68,10 +68,10 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
             const int left = spec.head_dim_v - column;
             float* to = sums + column;
-            with_width(left, [&]<int N, bool WHOLE>() {
+            with_width(left, [&]<int N>() {
                 load_sums<N>(to, wide, W);
                 for (int at = begin; at < end; at += GROUP) {
-                    pack_panel<K, N, WHOLE>(step.values + at, GROUP, column, left, values, [] {});
+                    pack_panel<K, N>(step.values + at, GROUP, column, left, values, [] {});
                     add_group<N>(weights + at / 2, values);
                 }
                 save_sums<N>(to, wide, W);
@@ -128,8 +128,8 @@ struct TileAttention : Worker<TileAttention<K>, K> {
             pack_keys<K>(step.keys + at, least(stop - at, PANEL), spec.head_dim, keys + (int64_t)at * lanes, fetcher);
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
             const int left = spec.head_dim_v - column;
-            with_width(left, [&]<int N, bool WHOLE>() {
-                pack_panel<K, N, WHOLE>(step.values + step.begin, step.end - step.begin, column, left, panel_of(column, step.begin),
+            with_width(left, [&]<int N>() {
+                pack_panel<K, N>(step.values + step.begin, step.end - step.begin, column, left, panel_of(column, step.begin),
                                               [&] { fetcher.fetch(FETCH_WEIGH); });
             });
         }
@@ -238,12 +238,12 @@ struct TileAttention : Worker<TileAttention<K>, K> {
                 const int left = spec.head_dim_v - column;
                 float* row = sums + (int64_t)at_row * wide + column;
                 for (int j = 0; j < 4; j++) store(all[j][0], load(row + j * W));
-                with_width(left, [&]<int N, bool WHOLE>() {
+                with_width(left, [&]<int N>() {
                     load_sums<N>(all[0][0], W, W * W);
                     for (int at = begin; at < end; at += GROUP) {
                         for (int t = 0; t < GROUP; t++)
                             given[t] = at + t >= from && at + t < to ? step.values[at + t] : (const C*)NOTHING;
-                        pack_panel<K, N, WHOLE>(given, GROUP, column, left, values, [] {});
+                        pack_panel<K, N>(given, GROUP, column, left, values, [] {});
                         add_group<N>(block.weights + i * lda_weights + at / 2, values);
                     }
                     save_sums<N>(all[0][0], W, W * W);

@@ -30,11 +30,12 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
                 if (!sees(step.tile + at, PANEL, first, rows)) continue;
                 const float* q = query + (int64_t)first * lanes;
                 float* s = scores + (int64_t)first * TILE + at;
-                with_rows(rows, [&]<int R>() {
-                    auto fetching = [&](int) { fetcher.fetch(FETCH_SCORE); };
-                    if (!few) return score<R, COLUMNS>(q, at, s, idle);
-                    with_vectors((count + W - 1) / W, [&]<int N>() { score<R, N>(q, at, s, fetching); });
-                });
+                if (!few) {
+                    with_several_rows(rows, [&]<int R>() { score<R, COLUMNS>(q, at, s, idle); });
+                    continue;
+                }
+                const auto fetching = [&](int) { fetcher.fetch(FETCH_SCORE); };
+                with_width(count, [&]<int N>() { with_rows(rows, [&]<int R>() { score<R, N>(q, at, s, fetching); }); });
             }
         }
         for (int i = 0; i < step.item->count; i++) {
@@ -43,7 +44,7 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
         }
         const bool apart = hides_nonfinite(step);
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
-            if (apart) add_seen_values(step, column, fetcher);
+            if (apart) add_seen_values(step, column);
             else add_values(step, blocks, column, fetcher);
         }
         fetcher.fetch(Base::ALL_LINES);
@@ -76,39 +77,42 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
     void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<C>& fetcher) {
         const int left = spec.head_dim_v - column;
         const C* const* rows = step.values + step.begin;
-        const bool packed = blocks.blocks > FEW_BLOCKS;
-        with_width(left, [&]<int N, bool WHOLE>() {
-            if (packed) pack_panel<K, N, WHOLE>(rows, step.end - step.begin, column, left, values, [&] { fetcher.fetch(FETCH_WEIGH); });
-        });
-        for (int b = 0; b < blocks.blocks; b++) {
-            const int first = blocks.first(b), count = blocks.rows(b);
-            const auto range = seen(step, first, count);
-            if (range.begin >= range.end) continue;
-            const int begin = (range.begin - step.begin) / K::PAIR, end = (range.end - step.begin + K::PAIR - 1) / K::PAIR;
-            const float* w = weights + (int64_t)first * lda_weights + step.begin / K::PAIR;
-            float* to = sums + (int64_t)first * wide + column;
-            with_width(left, [&]<int N, bool WHOLE>() {
+        with_width(left, [&]<int N>() {
+            const bool packed = blocks.blocks > FEW_BLOCKS || left < N * W;
+            if (packed) pack_panel<K, N>(rows, step.end - step.begin, column, left, values, [&] { fetcher.fetch(FETCH_WEIGH); });
+            for (int b = 0; b < blocks.blocks; b++) {
+                const int first = blocks.first(b), count = blocks.rows(b);
+                const auto range = seen(step, first, count);
+                if (range.begin >= range.end) continue;
+                const int begin = (range.begin - step.begin) / K::PAIR, end = (range.end - step.begin + K::PAIR - 1) / K::PAIR;
+                const float* w = weights + (int64_t)first * lda_weights + step.begin / K::PAIR;
+                float* to = sums + (int64_t)first * wide + column;
                 with_rows(count, [&]<int R>() {
                     if (packed) micro_kernel<typename K::M, R, N, Sums::CONTINUED>(w, lda_weights, Panel{values}, to, wide, begin, end, idle);
-                    else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, begin, end, column, left, to, wide, fetcher);
+                    else weigh_panel<K, R, N>(w, lda_weights, rows, begin, end, column, to, wide, fetcher);
                 });
-            });
-        }
+            }
+        });
     }
 
     // As add_values for all row blocks, but each row is multiplied with nothing but the values that it sees. Slower, with the
     // same bits.
-    void add_seen_values(const Step& step, int column, Fetcher<C>& fetcher) {
+    void add_seen_values(const Step& step, int column) {
         const int left = spec.head_dim_v - column;
         const C* seen[TILE];
         for (int i = 0; i < step.item->count; i++) {
             const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
             if (from >= to) continue;
-            const int begin = from / K::PAIR, end = (to + K::PAIR - 1) / K::PAIR;
-            for (int t = begin * K::PAIR; t < end * K::PAIR; t++) seen[t] = t >= from && t < to ? step.values[t] : (const C*)NOTHING;
-            const float* w = weights + (int64_t)i * lda_weights;
-            with_width(left, [&]<int N, bool WHOLE>() {
-                weigh_panel<K, 1, N, WHOLE>(w, lda_weights, seen, begin, end, column, left, sums + (int64_t)i * wide + column, wide, fetcher);
+            const int begin = from / K::PAIR, lanes = (to + K::PAIR - 1) / K::PAIR - begin;
+            for (int t = 0; t < lanes * K::PAIR; t++) {
+                const int key = begin * K::PAIR + t;
+                seen[t] = key >= from && key < to ? step.values[key] : (const C*)NOTHING;
+            }
+            const float* w = weights + (int64_t)i * lda_weights + begin;
+            with_width(left, [&]<int N>() {
+                pack_panel<K, N>(seen, lanes * K::PAIR, column, left, values, [] {});
+                micro_kernel<typename K::M, 1, N, Sums::CONTINUED>(
+                    w, lda_weights, Panel{values}, sums + (int64_t)i * wide + column, wide, 0, lanes, idle);
             });
         }
     }

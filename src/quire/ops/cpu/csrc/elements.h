@@ -44,6 +44,9 @@ struct S8 {
     QUIRE_INLINE void put(T* p, V v) { narrow_int8(p, v); }  // of whole numbers
 };
 
+// Numbers from a place on that a vector has.
+QUIRE_INLINE int part(int64_t dim, int64_t at) { return dim - at < W ? (int)(dim - at) : W; }
+
 // The first n (1..W) numbers only: nothing after them is touched.
 template <class E>
 QUIRE_INLINE V get_part(const typename E::T* p, int n) {

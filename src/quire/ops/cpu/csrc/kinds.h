@@ -8,6 +8,8 @@
 #include "fetching.h"
 #include "matmul.h"
 
+#include <type_traits>
+
 namespace {
 
 // Lines to fetch at a time, about as many as the memory brings until the next call. Together they are nearly all lines of
@@ -75,6 +77,20 @@ struct Tiled {
 };
 #endif
 
+// Call f.template operator()<K>() with the kind of number that operands of this dtype become.
+template <class F>
+static void with_kind(int32_t dtype, const F& f) {
+    if (dtype == DTYPE_F32) f.template operator()<Fp32>();
+    else if (dtype == DTYPE_F16) f.template operator()<Widened<F16>>();
+#if defined(QUIRE_TILES)
+    else f.template operator()<Tiled>();
+#elif defined(QUIRE_BF16_DOT)
+    else f.template operator()<Pairs>();
+#else
+    else f.template operator()<Widened<BF16>>();
+#endif
+}
+
 // The i-th of the four integers that each lane holds.
 QUIRE_INLINE V byte_of(V lanes, int i) { return __builtin_convertvector((I)lanes << (24 - 8 * i) >> 24, V); }
 
@@ -100,23 +116,22 @@ struct Scaled : Base {
 
 #ifdef QUIRE_BYTE_DOT
 // The same multiplied as bytes, see attention_bytes.h.
-template <class Element>
-struct Bytes : Scaled<Widened<Element>> {
+struct Bytes : Scaled<Fp32> {
     static constexpr bool BYTES = true;
     static int64_t lanes(int64_t dim) { return (dim + 3) / 4 * 2 + 3; }  // of a query: see put_query
 };
 #endif
 
-// How a cache of int8 is computed with, next to numbers of kind K.
+// How a cache of int8 is computed with, next to numbers of kind K: those that are no pairs are fp32 once they were widened.
 template <class K>
 struct ScaledKindOf {
-    using Kind = Scaled<K>;
+    using Kind = Scaled<std::conditional_t<K::PAIR == 2, K, Fp32>>;
 };
 #ifdef QUIRE_BYTE_DOT
 template <class K>
     requires(!K::TILED && sizeof(typename K::E::T) == 2)
 struct ScaledKindOf<K> {
-    using Kind = Bytes<typename K::E>;
+    using Kind = Bytes;
 };
 #endif
 template <class K>
@@ -130,7 +145,7 @@ struct LatentKindOf {
 #ifdef QUIRE_TILES
 template <>
 struct LatentKindOf<Tiled> {
-    using Kind = Scaled<Widened<BF16>>;
+    using Kind = Scaled<Fp32>;
 };
 #endif
 template <class K>
@@ -159,6 +174,16 @@ static void pack_row(const typename K::E::T* row, int64_t numbers, float* to) {
             put_part<F32>(to + c, get_part<typename K::E>(row + c, left), left);
         }
     }
+}
+
+// The same of a row of that dtype, where K holds fp32 numbers of any.
+template <class K>
+static void pack_row_of(int32_t dtype, const void* row, int64_t numbers, float* to) {
+    if constexpr (K::PAIR == 2) return pack_row<K>((const typename K::E::T*)row, numbers, to);
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        pack_row<Widened<E>>((const typename E::T*)row, numbers, to);
+    });
 }
 
 #ifdef QUIRE_TILES
@@ -247,11 +272,12 @@ static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetch
     }
 }
 
-// N vectors of the operand that the values of K::PAIR keys make, from a column on; `left` numbers stand there.
+// N vectors of the operand that the values of K::PAIR keys make, from a column on, of which `left` hold numbers.
 template <class K, int N, bool WHOLE, class T = typename K::Cache::T>
 QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) {
     using C = typename K::Cache;
     auto get = [&](const T* row, int j) __attribute__((always_inline)) {
+        if (!WHOLE && left <= j * W) return V{};
         return WHOLE ? C::get(row + column + j * W) : get_part<C>(row + column + j * W, left - j * W);
     };
     if constexpr (K::PAIR == 2 && K::SCALED) {
@@ -260,8 +286,8 @@ QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) 
 #ifdef QUIRE_BF16_PAIRS
         QUIRE_UNROLL for (int j = 0; j < N; j += 2) {
             const int at = column + j * W, bytes = WHOLE ? 4 * W : (left - j * W) * 2;
-            V high;
-            interleave_bf16(load_lanes(rows[0] + at, bytes), load_lanes(rows[1] + at, bytes), to + j, j + 1 < N ? to + j + 1 : &high);
+            if (!WHOLE && bytes <= 0) to[j] = to[j + 1] = V{};
+            else interleave_bf16(load_lanes(rows[0] + at, bytes), load_lanes(rows[1] + at, bytes), to + j, to + j + 1);
         }
 #endif
     } else {
@@ -272,7 +298,7 @@ QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) 
 // The values of `count` keys (even where lanes are pairs) of one panel of columns, as an operand: to[lane][column]. `fetch` is
 // called for each lane.
 template <class K, int N, bool WHOLE, class Fetch, class T = typename K::Cache::T>
-static void pack_panel(const T* const* rows, int count, int column, int left, float* to, const Fetch& fetch) {
+static void pack_columns(const T* const* rows, int count, int column, int left, float* to, const Fetch& fetch) {
     for (int t = 0; t < count; t += K::PAIR, to += PANEL) {
         V values[N];
         get_values<K, N, WHOLE>(rows + t, column, left, values);
@@ -280,19 +306,24 @@ static void pack_panel(const T* const* rows, int count, int column, int left, fl
         QUIRE_UNROLL for (int j = 0; j < N; j++) store(to + j * W, values[j]);
     }
 }
+template <class K, int N, class Fetch, class T = typename K::Cache::T>
+static void pack_panel(const T* const* rows, int count, int column, int left, float* to, const Fetch& fetch) {
+    if (left >= N * W) pack_columns<K, N, true>(rows, count, column, left, to, fetch);
+    else pack_columns<K, N, false>(rows, count, column, left, to, fetch);
+}
 
-// Sums of R rows over one panel of columns, the values taken from where they lie: what packing them and multiplying would
-// give, bit for bit, and faster for few rows.
-template <class K, int R, int N, bool WHOLE, class T = typename K::Cache::T>
+// Sums of R rows over N vectors of columns, the values taken from where they lie: what packing them and multiplying would give, bit
+// for bit, and faster for few rows.
+template <class K, int R, int N, class T = typename K::Cache::T>
 static void weigh_panel(
-    const float* weights, int64_t stride, const T* const* rows, int begin, int end, int column, int left, float* sums,
-    int64_t sums_stride, Fetcher<T>& fetcher) {
+    const float* weights, int64_t stride, const T* const* rows, int begin, int end, int column, float* sums, int64_t sums_stride,
+    Fetcher<T>& fetcher) {
     V sum[R][N];
     QUIRE_UNROLL for (int i = 0; i < R; i++)
         QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = load(sums + i * sums_stride + j * W);
     for (int k = begin; k < end; k++) {
         V values[N];
-        get_values<K, N, WHOLE>(rows + k * K::PAIR, column, left, values);
+        get_values<K, N, true>(rows + k * K::PAIR, column, N * W, values);
         fetcher.fetch(FETCH_WEIGH);
         QUIRE_UNROLL for (int i = 0; i < R; i++) {
             const V weight = broadcast(weights + i * stride + k);
@@ -303,17 +334,12 @@ static void weigh_panel(
         QUIRE_UNROLL for (int j = 0; j < N; j++) store(sums + i * sums_stride + j * W, sum[i][j]);
 }
 
-// Call f.template operator()<N, WHOLE>() for a panel with `left` columns.
+// Call f.template operator()<N>() for the N vectors, of 2 or of COLUMNS, that hold `left` numbers, or the first ones of them.
 template <class F>
 QUIRE_INLINE void with_width(int left, const F& f) {
-    if (left >= PANEL) return f.template operator()<COLUMNS, true>();
-    const int vectors = (left + W - 1) / W;
-    if constexpr (COLUMNS >= 4) {
-        if (vectors == 4) return f.template operator()<4, false>();
-        if (vectors == 3) return f.template operator()<3, false>();
-    }
-    if (vectors == 2) return f.template operator()<2, false>();
-    return f.template operator()<1, false>();
+    if constexpr (COLUMNS == 4)
+        if (left > 2 * W) return f.template operator()<4>();
+    f.template operator()<2>();
 }
 
 }  // namespace

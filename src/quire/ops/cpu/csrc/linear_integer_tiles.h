@@ -27,9 +27,6 @@ struct LinearIntegerTiles {
     static constexpr int LINE = 64;
     static constexpr int CHUNK = LinearTiles::CHUNK;
     static constexpr int PANEL_STRIPS = LinearTiles::PANEL_STRIPS;
-    static constexpr int64_t PANEL_BYTES = LinearTiles::PANEL_BYTES;
-    static constexpr int UNIT = LinearTiles::UNIT;
-    static int64_t panel_strips(int64_t rows) { return LinearTiles::panel_strips(rows); }
 
     // Rows that vectors take: one turn of theirs. On a Granite Rapids a forerunner read a weight for 4 rows at 0.86 of the rate for one,
     // and for 8, which took two turns, at 0.6 to 0.7 of it.
@@ -38,7 +35,7 @@ struct LinearIntegerTiles {
     // Granite Rapids: scaling the sums of each 128 inputs then took 15 to 20 % of the time.
     static constexpr int64_t DEPTH = 768 / PLANES;
 
-    LinearItems<LinearIntegerTiles> items;
+    LinearItems items;
     IntegerVectors<K, FEW> vectors;
     alignas(64) int32_t totals[PLANES][32][2][W];  // of rows and strips, in one segment
     alignas(64) char unpacked[(BITS == 8 ? ACTIVATION_GROUP : DEPTH * PLANES) * 2 * W];
@@ -51,7 +48,7 @@ struct LinearIntegerTiles {
             more = items.take(after);
             const char* next = more ? after.weight : item.weight;  // the latter is in the cache
             const LinearParams& p = *item.call->params;
-            if (item.rows <= FEW) multiply_few(item, next);
+            if (item.rows <= FEW) vectors.multiply(item, next);
             else if (by_row(p)) multiply<Scales::OF_ROWS>(item, next);
             else if (p.scales) multiply<Scales::OF_OUTPUTS>(item, next);
             else multiply<Scales::OF_GROUPS>(item, next);
@@ -89,15 +86,6 @@ struct LinearIntegerTiles {
         const char* at;
         int64_t tile, strip;  // bytes from one to the next, and to those of the second strip
     };
-
-    void multiply_few(const LinearItem& item, const char* after) {
-        for (int strip = 0; strip < item.strips; strip += COLUMNS) {
-            const int left = item.strips - strip;
-            LinearItem part = item;
-            part.first_strip += strip, part.strips = left < COLUMNS ? left : COLUMNS, part.weight += strip * item.stride;
-            vectors.multiply(part, left > COLUMNS ? part.weight + COLUMNS * item.stride : after);
-        }
-    }
 
     // As the tiles of bf16 do it, two strips and two blocks of 16 rows at a time, in stretches of the inputs.
     template <Scales S>
@@ -210,9 +198,9 @@ struct LinearIntegerTiles {
 
     template <Scales S>
     QUIRE_INLINE_MEMBER Pending<S> pending(const Part& part, int64_t segment, const float* x, int64_t x_stride, int rows) const {
-        const Segments<K>& segments = part.lines.segments;
+        const Segments& segments = part.lines.segments;
         const LinearParams& p = part.params;
-        Pending<S> found = {{}, {}, {}, segments.scales((float*)x) + segment, x_stride, segments.count + segment * (K::SUMS - 1), 0, rows,
+        Pending<S> found = {{}, {}, {}, segments.scales((float*)x) + segment, x_stride, segments.count + segment * (segments.sum_lanes - 1), 0, rows,
                             (bool)p.minimums};
         QUIRE_UNROLL for (int j = 0; j < 2; j++) {
             const char* const scales = part.scales(segment) + j * part.other;
@@ -311,7 +299,7 @@ struct LinearIntegerTiles {
     void put(const LinearItem& item, int first, int rows, int strip, const Block& sums) const {
         const LinearCall& call = *item.call;
         const LinearParams& p = *call.params;
-        const Segments<K> segments(p);
+        const Segments segments(p);
         const int strips = item.strips - strip < 2 ? item.strips - strip : 2;
         with_element(p.out_dtype, [&](auto element) {
             using Out = decltype(element);

@@ -13,17 +13,24 @@
 // A lane of a line of sub-scales has four of a column: 128 inputs have two such lines, the second one that of sub-minimums, if those
 // are of 32 inputs.
 //
-// A row of x is its bytes, zero after its end, then a scale for each segment, then for each the sums of its bytes: of all, of each 16,
+// A row of x is its bytes, or where WIDE_X says so its numbers in 16 bits, of each four in the order 0, 2, 1, 3; zero after its end.
+// Then come a scale for each segment, then for each the sums of its bytes: of all, of each 16,
 // or of each 32 as 16 bits, in the order 0, 2, 1, 3.
 #pragma once
 
-#include "linear.h"
 #include "linear_vectors.h"
 #include "rounding.h"
 
 #include <memory>
 
 namespace {
+
+// Whether x has 16 bits for a product with weights of 8: its bytes would have to be widened for each of them.
+#if defined(QUIRE_BYTE_PAIRS) && !defined(QUIRE_TILES)
+constexpr bool WIDE_X = true;
+#else
+constexpr bool WIDE_X = false;
+#endif
 
 constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale at most, unless a whole row does
 
@@ -33,16 +40,11 @@ template <int N, int INPUTS_OF_SUB = 0, bool IN_BLOCKS = false>
 struct Integers {
     static constexpr int BITS = N, SUB = INPUTS_OF_SUB;
     static constexpr bool BLOCKS = IN_BLOCKS, HALVES = BLOCKS || SUB;  // scales are fp16
-    static constexpr bool TILED = false;
     static constexpr int UPPER = N == 8 ? 0 : N - 4;  // bits that have a line of their own
     static constexpr int QUADS = N == 8 ? 1 : UPPER ? 8 / UPPER : 2;  // of a unit: four inputs each
     static constexpr int LINES = N == 8 ? 1 : QUADS / 2 + (UPPER ? 1 : 0), INPUTS = 4 * QUADS;  // of a unit
-    static constexpr int SUMS = SUB == 0 ? 1 : SUB == 16 ? 8 : 2;  // lanes that a row of x has of each segment
     static constexpr int SUB_LINES = SUB ? 2 : 0;  // of a segment
 };
-template <int N, int SUB, bool BLOCKS>
-constexpr bool INTEGERS<Integers<N, SUB, BLOCKS>> = true;
-
 constexpr int64_t BLOCK = 32;  // inputs that share a scale in fp16 where there are no sub-scales
 
 // Whether a row of x and an output have one scale each, and there is nothing else to be rounded until the end.
@@ -65,25 +67,27 @@ static void with_integers(const LinearParams& p, const F& f) {
 }
 
 // How the inputs of a weight are divided: into those whose products make one sum. The last segment may have fewer.
-template <class K>
 struct Segments {
     int64_t group;  // inputs of x that are rounded at a time
     int64_t size, count, last;
+    int sub, sum_lanes;  // inputs that share a sub-scale, 0: there are none; lanes that a row of x has of sums of each segment
+    int width;           // bytes of a number of x
     explicit Segments(const LinearParams& p)
         : group(p.activation_group < ACTIVATION_GROUP && p.activation_group < p.in_size ? p.activation_group : ACTIVATION_GROUP),
           size(!p.scales && p.group < group ? p.group : group), count((p.in_size + size - 1) / size),
-          last(p.in_size - (count - 1) * size) {}
+          last(p.in_size - (count - 1) * size), sub(p.sub), sum_lanes(sub == 0 ? 1 : sub == 16 ? 8 : 2),
+          width(WIDE_X && p.bits == 8 ? 2 : 1) {}
 
     int64_t inputs(int64_t segment) const { return segment + 1 < count ? size : last; }
     int64_t row_lanes() const {
-        const int64_t lanes = size * count / 4 + (1 + K::SUMS) * count;
+        const int64_t lanes = size * count * width / 4 + (1 + sum_lanes) * count;
 #ifdef QUIRE_TILES
         return odd_lines(lanes);
 #else
         return lanes;
 #endif
     }
-    float* scales(float* row) const { return row + size * count / 4; }
+    float* scales(float* row) const { return row + size * count * width / 4; }
     int32_t* sums(float* row) const { return (int32_t*)(scales(row) + count); }
 };
 
@@ -91,7 +95,7 @@ struct Segments {
 template <class K>
 struct Lines {
     static constexpr int BYTES = 4 * W;
-    Segments<K> segments;
+    Segments segments;
     int shift;       // 2 ** shift segments share lines of scales, which follow the first one's
     int64_t scales;  // lines of scales, zeros and minimums
     int64_t each;    // lines of a segment without these
@@ -154,9 +158,8 @@ static void get_group(const LinearParams& p, const T* row, int64_t first, int64_
 }
 
 // The sums of a row's bytes.
-template <class K>
-static void put_row_sums(const int8_t* bytes, const Segments<K>& segments, int32_t* to) {
-    const int64_t each = K::SUB ? K::SUB : segments.size, count = segments.size * segments.count / each;
+static void put_row_sums(const int8_t* bytes, const Segments& segments, int32_t* to) {
+    const int64_t each = segments.sub ? segments.sub : segments.size, count = segments.size * segments.count / each;
     for (int64_t first = 0; first < count; first += W) {
         const int64_t left = count - first < W ? count - first : W;
         V rows[W] = {};
@@ -165,16 +168,43 @@ static void put_row_sums(const int8_t* bytes, const Segments<K>& segments, int32
         const I found = __builtin_convertvector(reduce_rows(rows, [](V a, V b) { return a + b; }), I);  // of whole numbers: exact
         for (int64_t i = 0; i < left; i++) {
             const int64_t n = first + i;
-            if constexpr (K::SUB == 32) ((int16_t*)to)[n / 4 * 4 + n % 2 * 2 + n % 4 / 2] = (int16_t)found[i];
+            if (segments.sub == 32) ((int16_t*)to)[n / 4 * 4 + n % 2 * 2 + n % 4 / 2] = (int16_t)found[i];
             else to[n] = found[i];
         }
     }
 }
 
+// How each of up to W groups of numbers is rounded. Magnitudes are compared as integers, of which infinity and NaN are the largest.
+static void roundings_of(const float* numbers, int64_t groups, int64_t size, Rounding* to) {
+    V rows[W] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        V top = {};
+        for (int64_t c = 0; c < size; c += W) top = larger_bits((V)((U)load(numbers + g * size + c) & 0x7fffffffu), top);
+        rows[g] = top;
+    }
+    const V largest = reduce_rows(rows, [](V a, V b) { return larger_bits(a, b); });
+    const auto finite = (I)largest < 0x7f800000, none = largest < SMALLEST;
+    const V scale = none ? V{} : largest / LARGEST_INT8, factor = none ? V{} : LARGEST_INT8 / largest;
+    alignas(64) float scales[W], factors[W];
+    store(scales, finite ? scale : splat(__builtin_nanf(""))), store(factors, finite ? factor : V{});
+    for (int64_t g = 0; g < groups; g++) to[g] = {scales[g], factors[g]};
+}
+
+// Bytes to 16 bits, in place: see the order above.
+static void widen_bytes(int8_t* bytes, int64_t count) {
+    for (int64_t first = count - 8; first >= 0; first -= 8) {  // from the end on: what is written over was read
+        int8_t from[8];
+        int16_t to[8];
+        memcpy(from, bytes + first, sizeof from);
+        QUIRE_UNROLL for (int i = 0; i < 8; i += 4) to[i] = from[i], to[i + 1] = from[i + 2], to[i + 2] = from[i + 1], to[i + 3] = from[i + 3];
+        memcpy((int16_t*)bytes + first, to, sizeof to);
+    }
+}
+
 // As many groups at a time as a vector has lanes: what is computed of a group by itself would take longer than its rounding.
-template <class K, class E>
+template <class E>
 static void round_groups(const LinearParams& p, const typename E::T* row, float* to) {
-    const Segments<K> segments(p);
+    const Segments segments(p);
     int8_t* const bytes = (int8_t*)to;
     float* scales = segments.scales(to);
     const int64_t group = segments.group, end = segments.size * segments.count;
@@ -203,9 +233,14 @@ static void round_groups(const LinearParams& p, const typename E::T* row, float*
         }
     }
     put_row_sums(bytes, segments, segments.sums(to));
+    if (segments.width == 2) widen_bytes(bytes, segments.size * segments.count);
 }
 
 // -------------------------------------------------------------------------------------------------- products
+
+static void copy_integer_row(const LinearParams& p, const void* row, float* to) {
+    with_element(p.dtype, [&](auto element) { round_groups<decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
+}
 
 // W numbers of a row of the output from `column` on. sums: of all segments; int32 where they are by row, x_scale its scale.
 template <class Out>
@@ -251,7 +286,7 @@ struct SegmentLines {
     QUIRE_INLINE_MEMBER I quad(int64_t unit, int i, int j) const {
         return quad_of<K>(subs + (K::SUB_LINES + unit * K::LINES) * LINE + j * stride, i);
     }
-    QUIRE_INLINE_MEMBER I sub_scale(int sub, int j) const { return sub_scale_of(subs + sub / 4 * LINE + j * stride, sub % 4); }
+    QUIRE_INLINE_MEMBER const char* sub_scales(int sub, int j) const { return subs + sub / 4 * LINE + j * stride; }  // sub % 4 of its line
     QUIRE_INLINE_MEMBER V scale(int j) const { return scales_of<K>(scales + j * stride, segment); }
     QUIRE_INLINE_MEMBER V offset(int j) const { return offsets_of<K>(p, scales + j * stride, segment); }
     QUIRE_INLINE_MEMBER U sub_minimums(int j) const { return (U)load((const float*)(subs + LINE + j * stride)); }
@@ -259,29 +294,56 @@ struct SegmentLines {
 
 // Rows of x that are multiplied together, from a segment on. What addresses them is held here: read out of the call anew after each
 // store, it would take as long as the products.
-template <class K>
 struct RowsOfX {
     const char *bytes, *scales, *sums;  // the first row's
-    int64_t stride, size;               // bytes from one row to the next, and of a segment
+    int64_t stride, size, sum_bytes;    // bytes from one row to the next; of a segment; of its sums
 
-    RowsOfX(const LinearCall& call, const Segments<K>& segments, int64_t row) : stride(call.x_stride * 4), size(segments.size) {
+    RowsOfX(const LinearCall& call, const Segments& segments, int64_t row)
+        : stride(call.x_stride * 4), size(segments.size * segments.width), sum_bytes(4 * segments.sum_lanes) {
         float* const first = (float*)call.x + row * call.x_stride;
         bytes = (const char*)first, scales = (const char*)segments.scales(first), sums = (const char*)segments.sums(first);
     }
 
-    void next(int64_t count = 1) { bytes += count * size, scales += count * 4, sums += count * 4 * K::SUMS; }
+    void next(int64_t count = 1) { bytes += count * size, scales += count * 4, sums += count * sum_bytes; }
 
     // Of row i: the q-th four inputs of the segment, its scale, its i-th sum.
     QUIRE_INLINE_MEMBER I quad(int i, int64_t q) const { return (I)broadcast((const float*)(bytes + i * stride) + q); }
+    // Of these, where a number has 16 bits, the first and the third one, or the others.
+    QUIRE_INLINE_MEMBER I halves(int i, int64_t q, int odd) const { return (I)broadcast((const float*)(bytes + i * stride) + 2 * q + odd); }
     QUIRE_INLINE_MEMBER V scale(int i) const { return broadcast((const float*)(scales + i * stride)); }
     QUIRE_INLINE_MEMBER const int32_t* sum(int i) const { return (const int32_t*)(sums + i * stride); }
-    // What takes the zero of the middle, 2 ** (bits - 1), from as many inputs as the sum is of.
-    QUIRE_INLINE_MEMBER I taken(int i, int which = 0) const {
-        return I{} - ((I)broadcast((const float*)sum(i) + which) << (K::BITS - 1));
+};
+
+// Brings lines of some strips into the cache: line k up to `turn` from `here` on, then from `after` on.
+template <int LINE>
+struct FetchSome {
+    const char *here, *after;
+    int64_t turn, stride;
+    int32_t kind;
+    int strips;
+
+    QUIRE_INLINE_MEMBER void operator()(int64_t k) const {
+        const char* const at = (k < turn ? here : after) + k * LINE;
+        for (int j = 0; j < strips; j++) fetch_line(at + j * stride, kind);
     }
 };
 
-// Multiplies items of up to MOST_ROWS rows and COLUMNS strips by vectors.
+static void finish_integers(const LinearItem& item, const float* sums) {
+    const LinearCall& call = *item.call;
+    const LinearParams& p = *call.params;
+    const Segments segments(p);
+    with_element(p.out_dtype, [&](auto element) {
+        using Out = decltype(element);
+        for (int i = 0; i < item.rows; i++) {
+            const float scale = *segments.scales((float*)call.x + (item.first_row + i) * call.x_stride);
+            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride;
+            for (int j = 0; j < item.strips; j++)
+                put_sums<Out>(p, load(sums + i * PANEL + j * W), scale, (item.first_strip + j) * W, out);
+        }
+    });
+}
+
+// Multiplies items of up to MOST_ROWS rows by vectors.
 template <class K, int MOST_ROWS>
 class IntegerVectors {
   public:
@@ -289,17 +351,22 @@ class IntegerVectors {
 
     // after: the weight of the next item, which is fetched once nothing is left of this one.
     void multiply(const LinearItem& item, const char* after) {
-        memset(sums, 0, (size_t)item.rows * PANEL * sizeof *sums);
         const Lines<K> lines(*item.call->params);
-        with_vectors(item.strips, [&]<int N>() { multiply<N>(item, lines, after); });
-        with_element(item.call->params->out_dtype, [&](auto element) { finish<decltype(element)>(item); });
+        each_part(item, after, [&]<int N>(const LinearItem& part, const char* next) {
+            memset(sums, 0, (size_t)part.rows * PANEL * sizeof *sums);
+            multiply<N>(part, lines, next);
+            finish_integers(part, sums);
+        });
     }
 
   private:
-    // Rows of a block, where there are several: what follows the few products of 32 inputs is done beside the next ones if there are
-    // registers for it.
-#ifdef QUIRE_BYTE_DOT
+    // Rows of a block, where there are several. What follows the few products of 32 inputs is done during the next ones if there are
+    // registers for it. Of 16 registers, 8 hold the sums of 4 rows and two strips; a weight of 5 or 6 bits takes so long to become
+    // bytes that more rows should share these.
+#if defined(QUIRE_BYTE_DOT)
     static constexpr int HEIGHT = K::BLOCKS ? 4 : ROWS;
+#elif defined(QUIRE_BYTE_PAIRS)
+    static constexpr int HEIGHT = COLUMNS == 2 && (K::BITS == 4 || K::BITS == 8) ? 4 : ROWS;
 #else
     static constexpr int HEIGHT = ROWS;
 #endif
@@ -314,136 +381,91 @@ class IntegerVectors {
         const int64_t count = lines.segments.count, stride = item.stride;
         if (blocks.blocks == 1) {
             const int64_t ahead = fetching.weights_ahead / LINE, turn = lines.all - ahead;
-            const FetchAhead<LINE> fetch{item.weight + ahead * LINE, after - turn * LINE, turn, stride, fetching.weights};
-            return add_stretch<N>(item, lines, 0, count, 0, item.rows, fetch);
+            const char *const here = item.weight + ahead * LINE, *const next = after - turn * LINE;
+            const FetchAhead<LINE> fetch{here, next, turn, stride, fetching.weights};
+            if (item.rows == 1) return add_stretch<1, N>(item, lines, 0, count, 0, fetch);
+            if (item.rows == 2) return add_stretch<2, N>(item, lines, 0, count, 0, fetch);
+            return add_block<N>(item, lines, 0, count, 0, item.rows, {here, next, turn, stride, fetching.weights, COLUMNS});
         }
         const int64_t near = NEAR / (COLUMNS * LINE * lines.each) & ~(int64_t)1, stretch = near ? near : 2;
-        const bool past = fetching.weights == FETCH_PAST && item.call->chunks == 1;
+        const int32_t kind = fetching.weights == FETCH_PAST && item.call->chunks == 1 ? FETCH_PAST : FETCH_FIRST;
         for (int64_t begin = 0; begin < count; begin += stretch) {
             const int64_t end = begin + stretch < count ? begin + stretch : count;
             const int64_t first = lines.at(begin), stop = lines.at(end);
             const char* const next = end < count ? item.weight + (stop - first) * LINE : after - first * LINE;
             for (int b = 0; b < blocks.blocks; b++) {
                 const char* const share = b < COLUMNS ? next + b * stride : next;
-                const auto run = [&](const auto& fetch) {
-                    add_stretch<N>(item, lines, begin, end, blocks.first(b), blocks.rows(b), fetch);
-                };
-                if (past) run(Fetch<LINE, 1, FETCH_PAST>{share, stride});
-                else run(Fetch<LINE, 1, FETCH_FIRST>{share, stride});
+                add_block<N>(item, lines, begin, end, blocks.first(b), blocks.rows(b), {share, share, 0, stride, kind, b < COLUMNS ? 1 : 0});
             }
         }
     }
 
-    // Adds what segments begin.. give for some rows and N strips to their sums.
-    template <int N, class F>
-    void add_stretch(const LinearItem& item, const Lines<K>& lines, int64_t begin, int64_t end, int row, int rows, const F& fetch) {
-        with_rows(rows, [&]<int R>() {
-            const LinearParams& p = *item.call->params;
-            RowsOfX<K> x(*item.call, lines.segments, item.first_row + row);
-            x.next(begin);
-            for (int64_t s = begin; s < end; s++, x.next()) {
-                const int64_t line = lines.at(s);
-                const auto fetch_here = [&](int64_t i) __attribute__((always_inline)) { fetch(line + i); };
-                add_rows<R, N>(p, x, SegmentLines<K>(item, lines, s), lines.units(s), sums + row * PANEL, fetch_here);
-                // In the order of memory: the hardware's own fetching is lost where it is left.
-                for (int64_t i = line + lines.each; i < lines.at(s + 1); i++) fetch(i);
+    template <int N>
+    void add_block(
+        const LinearItem& item, const Lines<K>& lines, int64_t begin, int64_t end, int row, int rows, const FetchSome<LINE>& fetch) {
+        with_several_rows(rows, [&]<int R>() { add_stretch<R, N>(item, lines, begin, end, row, fetch); });
+    }
+
+    // Adds what segments begin.. give for R rows and N strips to their sums.
+    template <int R, int N, class F>
+    void add_stretch(const LinearItem& item, const Lines<K>& lines, int64_t begin, int64_t end, int row, const F& fetch) {
+        // Sums of some products and sums of all of them may be more than there are registers.
+#ifdef QUIRE_BYTE_PAIRS
+        constexpr int AT_ONCE = K::BITS != 8 && R * N > 4 * COLUMNS ? N / 2 : N;
+#else
+        constexpr int AT_ONCE = K::SUB && R * N > 8 ? (N + 1) / 2 : N;
+#endif
+        const LinearParams& p = *item.call->params;
+        RowsOfX x(*item.call, lines.segments, item.first_row + row);
+        x.next(begin);
+        for (int64_t s = begin; s < end; s++, x.next()) {
+            const int64_t line = lines.at(s);
+            SegmentLines<K> segment(item, lines, s);
+            for (int at = 0; at < N; at += AT_ONCE, segment.skip(AT_ONCE)) {
+                const auto fetch_here = [&](int64_t i) __attribute__((always_inline)) {
+                    if (AT_ONCE == N || at == 0) fetch(line + i);
+                };
+                add_segment<R, AT_ONCE>(p, x, segment, lines.units(s), sums + row * PANEL + at * W, fetch_here);
             }
-        });
+            // In the order of memory: the hardware's own fetching is lost where it is left.
+            for (int64_t i = line + lines.each; i < lines.at(s + 1); i++) fetch(i);
+        }
     }
 
     // Adds what a segment gives for R rows and N strips to their sums. fetch(i) is called for each of its lines but those of scales.
     template <int R, int N, class F>
-    QUIRE_INLINE_MEMBER static void add_rows(
-        const LinearParams& p, const RowsOfX<K>& x, SegmentLines<K> segment, int64_t units, float* to, const F& fetch) {
-        // Sums of a sub-scale and sums of all of them are more than there are registers.
-        constexpr int AT_ONCE = K::SUB && R * COLUMNS > 8 ? COLUMNS / 2 : COLUMNS;
-        if constexpr (K::BLOCKS) return add_block<R, N>(p, x, segment, to, fetch);
-        add_segment<R, N < AT_ONCE ? N : AT_ONCE>(p, x, segment, units, to, fetch);
-        if constexpr (N > AT_ONCE) {
-            segment.skip(AT_ONCE);
-            add_segment<R, N - AT_ONCE>(p, x, segment, units, to + AT_ONCE * W, idle);
-        }
-    }
-
-    // The same of one block, whose few products are followed by as little as can be.
-    template <int R, int N, class F>
-    QUIRE_INLINE_MEMBER static void add_block(
-        const LinearParams& p, const RowsOfX<K>& x, const SegmentLines<K>& segment, float* to, const F& fetch) {
-        constexpr int UNITS = BLOCK / K::INPUTS;
-        const bool minimums = p.minimums;
-        I sum[R][N];
-        QUIRE_UNROLL for (int i = 0; i < R; i++) {
-            const I taken = minimums ? I{} : x.taken(i);
-            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = taken;
-        }
-        QUIRE_UNROLL for (int unit = 0; unit < UNITS; unit++) {
-            add_unit<R, N>(sum, x, unit, segment);
-            QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(unit * K::LINES + l);
-        }
-        QUIRE_UNROLL for (int i = 0; i < R; i++) {
-            const V x_scale = x.scale(i);
-            QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                float* const at = to + i * PANEL + j * W;
-                store(at, fma(__builtin_convertvector(sum[i][j], V), x_scale * segment.scale(j), load(at)));
-            }
-        }
-        if (!minimums) return;
-        QUIRE_UNROLL for (int i = 0; i < R; i++) {
-            const V low = splat((float)*x.sum(i)), x_scale = x.scale(i);
-            QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                float* const at = to + i * PANEL + j * W;
-                store(at, fma(low, x_scale * segment.offset(j), load(at)));
-            }
-        }
-    }
-
-    // The same of one segment.
-    template <int R, int N, class F>
     QUIRE_INLINE_MEMBER static void add_segment(
-        const LinearParams& p, const RowsOfX<K>& x, const SegmentLines<K>& segment, int64_t units, float* to, const F& fetch) {
-        constexpr bool minimums = K::SUB == 32;
-        const bool zeros = !K::SUB && p.zeros, by_output = !K::SUB && p.scales, as_integers = !K::SUB && by_row(p);
+        const LinearParams& p, const RowsOfX& x, const SegmentLines<K>& segment, int64_t units, float* to, const F& fetch) {
+        // Of values, which then are not taken from the middle of their range.
+        const bool offsets = K::SUB == 32 || (K::SUB == 0 && (K::HALVES ? p.minimums : p.zeros));
+        const bool by_output = !K::HALVES && p.scales, as_integers = !K::HALVES && by_row(p);
         I sum[R][N];
-        int64_t fetched = 0;
-        QUIRE_UNROLL for (int l = 0; l < K::SUB_LINES; l++) fetch(fetched++);
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const I first = K::SUB ? I{} : start(x, i, offsets);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = first;
+        }
+        QUIRE_UNROLL for (int l = 0; l < K::SUB_LINES; l++) fetch(l);
         if constexpr (K::SUB) {
-            QUIRE_UNROLL for (int i = 0; i < R; i++) QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{};
-            constexpr int UNITS = K::SUB / K::INPUTS, SUBS = ACTIVATION_GROUP / K::SUB;
-            const auto add_sub = [&](int sub) __attribute__((always_inline)) {
-                I part[R][N];
-                QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                    const I taken = K::BITS == 6 ? x.taken(i, sub) : I{};
-                    QUIRE_UNROLL for (int j = 0; j < N; j++) part[i][j] = taken;
-                }
-                for (int unit = sub * UNITS; unit < (sub + 1) * UNITS; unit++) {
-                    add_unit<R, N>(part, x, unit, segment);
-                    QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(fetched++);
-                }
-                QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                    const I scale = segment.sub_scale(sub, j);
-                    QUIRE_UNROLL for (int i = 0; i < R; i++) sum[i][j] = sum[i][j] + part[i][j] * scale;
-                }
-            };
+            constexpr int SUBS = ACTIVATION_GROUP / K::SUB;
             // Of one row, the memory's rate needs all of it unrolled; of more, registers would not suffice.
             if constexpr (R == 1) {
-                QUIRE_UNROLL for (int sub = 0; sub < SUBS; sub++) add_sub(sub);
+                QUIRE_UNROLL for (int sub = 0; sub < SUBS; sub++) add_sub<R, N>(sum, x, segment, sub, fetch);
             } else {
-                for (int sub = 0; sub < SUBS; sub++) add_sub(sub);
+                for (int sub = 0; sub < SUBS; sub++) add_sub<R, N>(sum, x, segment, sub, fetch);
             }
+        } else if constexpr (K::BLOCKS) {
+            add_plain<R, N, BLOCK / K::INPUTS>(sum, x, segment, 0, fetch);
         } else {
-            QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const I taken = zeros ? I{} : x.taken(i);
-                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = taken;
-            }
-            for (int64_t unit = 0; unit < units; unit++) {
-                add_unit<R, N>(sum, x, unit, segment);
-                QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(fetched++);
-            }
+            constexpr int AT_ONCE = K::BITS == 8 ? (R > 2 ? 2 : 4) : FITTING;
+            int64_t unit = 0;
+            for (; unit + AT_ONCE <= units; unit += AT_ONCE) add_plain<R, N, AT_ONCE>(sum, x, segment, unit, fetch);
+            if constexpr (AT_ONCE > 1)
+                for (; unit < units; unit++) add_plain<R, N, 1>(sum, x, segment, unit, fetch);
         }
         QUIRE_UNROLL for (int j = 0; j < N; j++) {
             V of_group = {}, offset = {};
             if (!by_output) of_group = segment.scale(j);
-            if (zeros || minimums) offset = segment.offset(j);
+            if (offsets) offset = segment.offset(j);
             U sub_minimums = {};
             if constexpr (K::SUB == 32) sub_minimums = segment.sub_minimums(j);
             QUIRE_UNROLL for (int i = 0; i < R; i++) {
@@ -455,55 +477,165 @@ class IntegerVectors {
                 const V scale = x.scale(i);
                 V total = __builtin_convertvector(sum[i][j], V), low = {};
                 if constexpr (K::SUB == 32) low = __builtin_convertvector(low_sums(x.sum(i), sub_minimums), V);
-                else if (zeros) low = splat((float)*x.sum(i));
-                if (zeros) total = total - offset * low;  // exact: whole numbers
+                else if (offsets) low = splat((float)*x.sum(i));
+                if (!K::HALVES && offsets) total = total - offset * low;  // exact: whole numbers
                 V result = fma(total, by_output ? scale : scale * of_group, load(at));
-                if (minimums) result = fma(low, scale * offset, result);
+                if (K::HALVES && offsets) result = fma(low, scale * offset, result);
                 store(at, result);
             }
         }
     }
 
-    // Adds the products of one unit.
-    template <int R, int N>
-    QUIRE_INLINE_MEMBER static void add_unit(I (&sum)[R][N], const RowsOfX<K>& x, int64_t unit, const SegmentLines<K>& segment) {
-        QUIRE_UNROLL for (int i = 0; i < K::QUADS; i++) {
-            I column[N];
-            QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = segment.quad(unit, i, j);
-            QUIRE_UNROLL for (int row = 0; row < R; row++) {
-                const I bytes = x.quad(row, unit * K::QUADS + i);
-                QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                    if constexpr (K::BITS == 8) sum[row][j] = dot_bytes(sum[row][j], column[j], bytes);
-                    else sum[row][j] = dot_small(sum[row][j], column[j], bytes);
-                }
+    // What the sums of row i begin with, so that values are taken from the middle of their range unless they have an offset.
+    QUIRE_INLINE_MEMBER static I start(const RowsOfX& x, int i, bool offsets) {
+        constexpr int MIDDLE = 1 << (K::BITS - 1), GIVEN = K::BITS == 8 ? BYTE_MIDDLE : MIDDLE;  // what is multiplied for the middle
+        const I sum = (I)broadcast((const float*)x.sum(i));
+        return offsets ? sum * (MIDDLE - GIVEN) : sum * -GIVEN;
+    }
+
+    // Fetches the lines of a unit: one of each cache line. first: the unit that is added first.
+    template <class F>
+    QUIRE_INLINE_MEMBER static void fetch_unit(int64_t unit, int64_t first, const F& fetch) {
+        QUIRE_UNROLL for (int l = 0; l < K::LINES; l++)
+            if (((unit - first) * K::LINES + l) % PER_LINE<LINE> == 0) fetch(K::SUB_LINES + unit * K::LINES + l);
+    }
+
+#ifdef QUIRE_BYTE_PAIRS
+    // Products of two bytes each are added up in 16 bits while they fit, those of so many quads, and then multiplied with a factor. Of
+    // bytes of a weight they would not: these are widened.
+    static constexpr int BYTE_MIDDLE = 128, FITTING_QUADS = K::BITS == 4 ? 8 : K::BITS == 5 ? 4 : K::BITS == 6 ? 2 : 1;
+    static constexpr int FITTING = FITTING_QUADS < K::QUADS ? 1 : FITTING_QUADS / K::QUADS;  // units that are added at a time
+
+    // Of each strip's columns, pairs of the same number.
+    template <int N>
+    struct Factors {
+        I of[N];
+    };
+
+    // Adds the products of the inputs that share a sub-scale, times this.
+    template <int R, int N, class F>
+    QUIRE_INLINE_MEMBER static void add_sub(I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int sub, const F& fetch) {
+        constexpr int UNITS = K::SUB / K::INPUTS;
+        Factors<N> scales;
+        QUIRE_UNROLL for (int j = 0; j < N; j++) scales.of[j] = doubled_byte((I)load((const float*)segment.sub_scales(sub, j)), sub % 4);
+        add_units<R, N, UNITS>(sum, x, segment, sub * UNITS, scales, fetch);
+        if constexpr (K::BITS == 6) {  // less the middle, 32 times a sum of 16 inputs, which fits 16 bits
+            QUIRE_UNROLL for (int j = 0; j < N; j++) {
+                const I middle = (I)((H)scales.of[j] << 5) & 0xffff;
+                QUIRE_UNROLL for (int i = 0; i < R; i++)
+                    sum[i][j] = sum[i][j] - dot_halves(I{}, (I)broadcast((const float*)x.sum(i) + sub), middle);
             }
         }
     }
 
-    template <class Out>
-    void finish(const LinearItem& item) {
-        const LinearCall& call = *item.call;
-        const LinearParams& p = *call.params;
-        const Segments<K> segments(p);
-        for (int i = 0; i < item.rows; i++) {
-            const float scale = *segments.scales((float*)call.x + (item.first_row + i) * call.x_stride);
-            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride;
-            for (int j = 0; j < item.strips; j++)
-                put_sums<Out>(p, load(sums + i * PANEL + j * W), scale, (item.first_strip + j) * W, out);
+    // The same of units without sub-scales.
+    template <int R, int N, int UNITS, class F>
+    QUIRE_INLINE_MEMBER static void add_plain(
+        I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int64_t first, const F& fetch) {
+        Factors<N> ones;
+        QUIRE_UNROLL for (int j = 0; j < N; j++) ones.of[j] = I{} + 0x10001;
+        add_units<R, N, UNITS>(sum, x, segment, first, ones, fetch);
+    }
+
+    template <int R, int N, int UNITS, class F>
+    QUIRE_INLINE_MEMBER static void add_units(
+        I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int64_t first, const Factors<N>& factors, const F& fetch) {
+        H part[R][N];
+        const auto clear = [&]() __attribute__((always_inline)) {
+            QUIRE_UNROLL for (int i = 0; i < R; i++) QUIRE_UNROLL for (int j = 0; j < N; j++) part[i][j] = H{};
+        };
+        const auto flush = [&]() __attribute__((always_inline)) {
+            QUIRE_UNROLL for (int i = 0; i < R; i++)
+                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = dot_halves(sum[i][j], (I)part[i][j], factors.of[j]);
+        };
+        clear();
+        QUIRE_UNROLL for (int64_t unit = first; unit < first + UNITS; unit++) {
+            QUIRE_UNROLL for (int q = 0; q < K::QUADS; q++) {
+                I column[N];
+                QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = segment.quad(unit, q, j);
+                if constexpr (K::BITS == 8) {
+                    add_bytes<R, N>(sum, x, unit, column);
+                } else {
+                    QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                        const I bytes = x.quad(i, unit * K::QUADS + q);
+                        QUIRE_UNROLL for (int j = 0; j < N; j++) part[i][j] = part[i][j] + pair_products(column[j], bytes);
+                    }
+                    if constexpr (FITTING_QUADS < K::QUADS)
+                        if ((q + 1) % FITTING_QUADS == 0) flush(), clear();
+                }
+            }
+            fetch_unit(unit, first, fetch);
+        }
+        if constexpr (K::BITS != 8 && FITTING_QUADS >= K::QUADS) flush();
+    }
+
+    // Adds the products of a quad of bytes.
+    template <int R, int N>
+    QUIRE_INLINE_MEMBER static void add_bytes(I (&sum)[R][N], const RowsOfX& x, int64_t q, const I (&column)[N]) {
+#ifdef QUIRE_TILES  // these want x as bytes
+        QUIRE_UNROLL for (int i = 0; i < R; i++)
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = dot_bytes(sum[i][j], column[j], x.quad(i, q));
+#else
+        QUIRE_UNROLL for (int odd = 0; odd < 2; odd++) {
+            I weights[N];
+            QUIRE_UNROLL for (int j = 0; j < N; j++) weights[j] = odd ? odd_bytes(column[j]) : even_bytes(column[j]);
+            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                const I own = x.halves(i, q, odd);
+                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = dot_halves(sum[i][j], weights[j], own);
+            }
+        }
+#endif
+    }
+#else
+    static constexpr int FITTING = 1;
+
+    // Adds the products of the inputs that share a sub-scale, times this.
+    template <int R, int N, class F>
+    QUIRE_INLINE_MEMBER static void add_sub(I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int sub, const F& fetch) {
+        constexpr int UNITS = K::SUB / K::INPUTS;
+        I part[R][N];
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const I middle = K::BITS == 6 ? (I)broadcast((const float*)x.sum(i) + sub) << 5 : I{};
+            QUIRE_UNROLL for (int j = 0; j < N; j++) part[i][j] = -middle;
+        }
+        add_plain<R, N, UNITS>(part, x, segment, sub * UNITS, fetch);
+        QUIRE_UNROLL for (int j = 0; j < N; j++) {
+            const I scale = sub_scale_of(segment.sub_scales(sub, j), sub % 4);
+            QUIRE_UNROLL for (int i = 0; i < R; i++) sum[i][j] = sum[i][j] + part[i][j] * scale;
         }
     }
+
+    // The same of units without sub-scales.
+    template <int R, int N, int UNITS, class F>
+    QUIRE_INLINE_MEMBER static void add_plain(
+        I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int64_t first, const F& fetch) {
+        QUIRE_UNROLL for (int64_t unit = first; unit < first + UNITS; unit++) {
+            QUIRE_UNROLL for (int q = 0; q < K::QUADS; q++) {
+                I column[N];
+                QUIRE_UNROLL for (int j = 0; j < N; j++) {
+                    column[j] = segment.quad(unit, q, j);
+                    if constexpr (K::BITS == 8) column[j] = byte_operand(column[j]);
+                }
+                QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                    const I bytes = x.quad(i, unit * K::QUADS + q);
+                    QUIRE_UNROLL for (int j = 0; j < N; j++) {
+                        if constexpr (K::BITS == 8) sum[i][j] = dot_bytes(sum[i][j], column[j], bytes);
+                        else sum[i][j] = dot_small(sum[i][j], column[j], bytes);
+                    }
+                }
+            }
+            fetch_unit(unit, first, fetch);
+        }
+    }
+#endif
 };
 
 template <class K>
 struct LinearIntegers {
     static constexpr int LINE = Lines<K>::BYTES;
     static constexpr int CHUNK = 96;  // rows of x that an item has at most
-    static constexpr int PANEL_STRIPS = COLUMNS;
-    static constexpr int64_t PANEL_BYTES = 512 << 10;
-    static constexpr int UNIT = 1;
-    static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
 
-    LinearItems<LinearIntegers> items;
+    LinearItems items;
     IntegerVectors<K, CHUNK> vectors;
 
     LinearIntegers(LinearWork& all, int64_t thread) : items(all, thread) {}
@@ -564,7 +696,7 @@ static void put_values(const uint8_t* values, int64_t count, int64_t i, char* li
 // One strip, of `rows` rows, all of whose parts begin at their first one.
 template <class K>
 static void pack_integers(const LinearParams& p, const Lines<K>& lines, const IntegerParts& parts, int64_t rows, char* to) {
-    const Segments<K>& segments = lines.segments;
+    const Segments& segments = lines.segments;
     const int64_t groups = (p.in_size + p.group - 1) / p.group;
     constexpr int LINE = Lines<K>::BYTES;
     memset(to, 0, (size_t)(lines.all * LINE));
@@ -649,8 +781,8 @@ static int value_of(const char* lines, int64_t k, int64_t i) {
 }
 
 // One row of the weight: numbers, in the order of the inputs.
-template <class K, class E>
-static void unpack_row(const LinearParams& p, int64_t row, typename E::T* to) {
+template <class K>
+static void unpack_row(const LinearParams& p, int64_t row, float* to) {
     const Lines<K> lines(p);
     constexpr int LINE = Lines<K>::BYTES;
     const char* strip = (const char*)p.weight + row / W * lines.all * LINE;
@@ -670,7 +802,7 @@ static void unpack_row(const LinearParams& p, int64_t row, typename E::T* to) {
             float number = ((float)value_of<K>(at + K::SUB_LINES * LINE, k, i) - (p.minimums ? 0.0f : offset)) * of_value;
             if (p.minimums) number = number + minimum;
             const int64_t input = s * lines.segments.size + k;
-            put_part<E>(to + (p.order ? p.order[input] : input), broadcast(&number), 1);
+            to[p.order ? p.order[input] : input] = number;
         }
     }
 }

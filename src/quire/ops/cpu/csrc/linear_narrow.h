@@ -10,8 +10,9 @@
 // block), or four times W exponents (e2m1, a group is a quarter of a block).
 #pragma once
 
-#include "linear.h"
 #include "linear_vectors.h"
+
+#include <type_traits>
 
 namespace {
 
@@ -28,14 +29,15 @@ struct Narrow : Base {
     static constexpr float UNIT = BITS == 8 && Base::PAIR == 1 ? 256.0f : 1.0f;  // of widened numbers, see widen
     static int64_t lanes(int64_t numbers) { return Base::lanes((numbers + 7) / 8 * 8); }  // whole lines
 };
-template <class Base, int N>
-constexpr bool NARROW<Narrow<Base, N>> = true;
 
-// The kind of a weight whose rows are of kind F.
-template <class F, class G>
-static void with_narrow(const LinearParams& p, const G& g) {
-    if (p.bits == 4) g.template operator()<Narrow<F, 4>>();
-    else g.template operator()<Narrow<F, 8>>();
+// The kind of a weight, by that of the rows: whatever vectors do not multiply in pairs is fp32 once it was widened.
+template <class F>
+static void with_narrow(const LinearParams& p, const F& f) {
+    with_kind(p.dtype, [&]<class K>() {
+        using Base = std::conditional_t<K::PAIR == 2, K, Fp32>;
+        if (p.bits == 4) f.template operator()<Narrow<Base, 4>>();
+        else f.template operator()<Narrow<Base, 8>>();
+    });
 }
 
 // The lines of a strip.
@@ -155,19 +157,14 @@ QUIRE_INLINE V group_scales(const char* line, int group) {
 
 template <class K>
 struct LinearNarrow {
-    using E = typename K::E;
     using Lines = NarrowLines<K>;
     static constexpr int LINE = Lines::BYTES;
     static constexpr int CHUNK = K::TILED ? 192 : 96;  // rows of x that an item has at most
-    static constexpr int PANEL_STRIPS = COLUMNS;
-    static constexpr int64_t PANEL_BYTES = 512 << 10;
-    static constexpr int UNIT = 1;
-    static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
 
     static constexpr int BLOCK_LANES = NARROW_BLOCK / K::PAIR, GROUP_LANES = K::GROUP / K::PAIR;
     static constexpr int GROUP_LINES = K::GROUP / K::INPUTS;
 
-    LinearItems<LinearNarrow> items;
+    LinearItems items;
     const Fetching fetching = quire_fetching;
     alignas(64) float sums[CHUNK * PANEL];
     alignas(64) float wide[COLUMNS * BLOCK_LANES * W];  // a block of each strip, widened, while several blocks of rows pass by
@@ -179,11 +176,12 @@ struct LinearNarrow {
         LinearItem item, after;
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
-            if (!more) after.weight = item.weight;  // which is in the cache
-            start_sums(item, sums);
-            multiply(item, after.weight);
-            if (item.call->params->out_dtype == DTYPE_F32) finish_sums<F32>(item, sums);
-            else finish_sums<E>(item, sums);
+            // Of the last item the weight is fetched once more, which is in the cache.
+            each_part(item, more ? after.weight : item.weight, [&]<int N>(const LinearItem& own, const char* next) {
+                start_sums(own, sums);
+                multiply<N>(own, next);
+                finish_sums(own, sums);
+            });
         }
     }
 
@@ -193,7 +191,8 @@ struct LinearNarrow {
         __attribute__((always_inline)) V operator()(int64_t k, int j) const { return load(data + (j * BLOCK_LANES + k) * W); }
     };
 
-    // after: the weight of the next item, which is fetched once nothing is left of this one.
+    // after: what is fetched once nothing is left of this part.
+    template <int N>
     void multiply(const LinearItem& item, const char* after) {
         const LinearCall& call = *item.call;
         const Lines lines(*call.params);
@@ -202,24 +201,26 @@ struct LinearNarrow {
         for (int64_t b = 0; b < lines.blocks; b++) {
             const float* x = call.x + item.first_row * call.x_stride + b * BLOCK_LANES;
             const int64_t line = b * Lines::EACH, count = lines.numbers(b);
-            with_vectors(item.strips, [&]<int N>() {
-                if constexpr (!K::TILED) {
-                    if (item.rows <= ROWS)
-                        return with_rows(item.rows, [&]<int R>() { stream<R, N>(item, x, line, count, fetch); });
+            if constexpr (!K::TILED) {
+                if (item.rows <= ROWS) {
+                    with_rows(item.rows, [&]<int R>() { stream<R, N>(item, x, line, count, fetch); });
+                    continue;
                 }
-                widen_block<N>(item, line, count, fetch);
+            }
+            widen_block<N>(item, line, count, fetch);
+            const int lanes = (int)count * K::LANES;
 #ifdef QUIRE_TILES
-                if constexpr (K::TILED) return multiply_tiles<N>(item, x, line, (int)count * K::LANES);
+            if constexpr (K::TILED) multiply_tiles<N>(item, x, line, lanes);
 #endif
-                if constexpr (!K::TILED) {
-                    const RowBlocks blocks(item.rows);
-                    for (int i = 0; i < blocks.blocks; i++) {
-                        with_rows(blocks.rows(i), [&]<int R>() {
-                            add_rows<R, N>(item, x + blocks.first(i) * call.x_stride, blocks.first(i), line, (int)count * K::LANES);
-                        });
-                    }
+            if constexpr (!K::TILED) {
+                const RowBlocks blocks(item.rows);
+                for (int i = 0; i < blocks.blocks; i++) {
+                    const int first = blocks.first(i);
+                    with_several_rows(blocks.rows(i), [&]<int R>() {
+                        add_rows<R, N>(item, x + first * call.x_stride, first, line, lanes);
+                    });
                 }
-            });
+            }
         }
     }
 
@@ -240,20 +241,15 @@ struct LinearNarrow {
                     V lanes[K::LANES];
                     widen<K>(weight + j * stride + l * LINE, lanes);
                     QUIRE_UNROLL for (int k = 0; k < K::LANES; k++)
-                        QUIRE_UNROLL for (int i = 0; i < R; i++) sum[i][j] = product(sum[i][j], broadcast(at + i * lda + k), lanes[k]);
+                        QUIRE_UNROLL for (int i = 0; i < R; i++) sum[i][j] = K::M::mac(sum[i][j], broadcast(at + i * lda + k), lanes[k]);
                 }
-                fetch(line + 1 + l);
+                if (l % PER_LINE<LINE> == 0) fetch(line + 1 + l);
             }
             QUIRE_UNROLL for (int j = 0; j < N; j++) {
                 const V scale = group_scales<K>(scales + j * stride, group);
                 QUIRE_UNROLL for (int i = 0; i < R; i++) add_scaled(sums + i * PANEL + j * W, sum[i][j], scale);
             }
         }
-    }
-
-    QUIRE_INLINE_MEMBER static V product(V sum, V x, V weight) {
-        if constexpr (K::TILED) return sum;
-        else return K::M::mac(sum, x, weight);
     }
 
     QUIRE_INLINE_MEMBER static void add_scaled(float* to, V sum, V scale) { store(to, fma(sum * K::UNIT, scale, load(to))); }
@@ -267,7 +263,7 @@ struct LinearNarrow {
                 widen<K>(weight + j * item.stride + l * LINE, lanes);
                 QUIRE_UNROLL for (int k = 0; k < K::LANES; k++) store(wide + (j * BLOCK_LANES + l * K::LANES + k) * W, lanes[k]);
             }
-            fetch(line + 1 + l);
+            if (l % PER_LINE<LINE> == 0) fetch(line + 1 + l);
         }
     }
 

@@ -28,10 +28,8 @@ class FetchPair {
 struct LinearTiles {
     static constexpr int LINE = 64;
     static constexpr int CHUNK = 512;
-    static constexpr int PANEL_STRIPS = 16;
-    static constexpr int64_t PANEL_BYTES = 512 << 10;
+    static constexpr int PANEL_STRIPS = 16, FEW_STRIPS = 4;
     static constexpr int UNIT = 2;  // strips whose rows of results make a cache line
-    static int64_t panel_strips(int64_t rows) { return rows > 32 ? PANEL_STRIPS : 4; }
 
     // Room for the sums of all of an item's rows, which wait there for more: 32 rows and two strips make a block.
     static void* waiting() {
@@ -43,7 +41,7 @@ struct LinearTiles {
     // Tiles of two strips that stay in the first cache while a chunk's rows pass by; a few more cost less than sums that wait.
     static constexpr int64_t DEPTH = 12, WHOLE = 20;
 
-    LinearItems<LinearTiles> items;
+    LinearItems items;
     const Fetching fetching = quire_fetching;
     const int64_t ahead = fetching.weights_ahead / BYTES;  // tiles of each strip that are fetched before they are loaded
     alignas(64) float results[4][16][16];

@@ -4,27 +4,13 @@
 
 #include "fetching.h"
 #include "linear.h"
+#include "strips.h"
 
 namespace {
 
-constexpr int64_t NEAR = 24 << 10;  // bytes of the weight that stay in the first cache while a chunk's rows pass by
-
-// The strips of one kind of number.
-template <class K>
-struct Strips {
-    using T = typename K::E::T;
-    static constexpr int VECTOR = W * (K::PAIR == 2 ? 4 : (int)sizeof(T));  // bytes
-    static constexpr int NEAR_LANES = (int)(NEAR / (COLUMNS * VECTOR));
-
-    const char* data;
-    int64_t stride;  // bytes from one strip to the next
-
-    __attribute__((always_inline)) V operator()(int64_t k, int j) const {
-        const char* at = data + j * stride + k * VECTOR;
-        if constexpr (K::PAIR == 2) return load((const float*)at);
-        else return K::E::get((const T*)at);
-    }
-};
+// Vectors of VECTOR bytes that a cache line has: one of so many is fetched.
+template <int VECTOR>
+constexpr int PER_LINE = VECTOR < 64 ? 64 / VECTOR : 1;
 
 // Brings COUNT strips into the cache, a vector of each for each lane that is multiplied.
 template <int VECTOR, int COUNT, int KIND>
@@ -51,7 +37,7 @@ struct FetchAhead {
 };
 
 // Sums of an item's rows, [rows, PANEL], that begin with the bias.
-static void start_sums(const LinearItem& item, float* sums) {
+static inline void start_sums(const LinearItem& item, float* sums) {
     const LinearParams& p = *item.call->params;
     for (int64_t c = 0; c < item.strips * W; c += W) {
         const int64_t left = p.out_size - item.first_strip * W - c;
@@ -61,30 +47,27 @@ static void start_sums(const LinearItem& item, float* sums) {
 }
 
 // What they are at the end to the results.
-template <class Out>
-static void finish_sums(const LinearItem& item, const float* sums) {
+static inline void finish_sums(const LinearItem& item, const float* sums) {
     const LinearParams& p = *item.call->params;
     const int64_t column = item.first_strip * W;
     const int64_t columns = p.out_size - column < item.strips * W ? p.out_size - column : item.strips * W;
-    for (int i = 0; i < item.rows; i++) {
-        typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride + column;
-        for (int64_t c = 0; c < columns; c += W)
-            put_part<Out>(out + c, load(sums + i * PANEL + c), columns - c < W ? (int)(columns - c) : W);
-    }
+    with_element(p.out_dtype, [&](auto element) {
+        using Out = decltype(element);
+        for (int i = 0; i < item.rows; i++) {
+            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride + column;
+            for (int64_t c = 0; c < columns; c += W)
+                put_part<Out>(out + c, load(sums + i * PANEL + c), columns - c < W ? (int)(columns - c) : W);
+        }
+    });
 }
 
 template <class K>
 struct LinearVectors {
-    using E = typename K::E;
     using S = Strips<K>;
     static constexpr int LINE = S::VECTOR;
     static constexpr int CHUNK = 96;  // rows of x that an item has at most
-    static constexpr int PANEL_STRIPS = COLUMNS;
-    static constexpr int64_t PANEL_BYTES = 512 << 10;  // of the weight, that stay in the second cache together with the rows
-    static constexpr int UNIT = 1;                     // strips that are not parted
-    static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
 
-    LinearItems<LinearVectors> items;
+    LinearItems items;
     const Fetching fetching = quire_fetching;
     alignas(64) float sums[CHUNK * PANEL];
 
@@ -94,18 +77,20 @@ struct LinearVectors {
         LinearItem item, after;
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
-            if (!more) after.weight = item.weight;  // which is in the cache
-            start_sums(item, sums);
-            const int64_t lanes = item.call->lanes;
-            for (int64_t begin = 0; begin < lanes; begin += S::NEAR_LANES)
-                multiply(item, begin, begin + S::NEAR_LANES < lanes ? begin + S::NEAR_LANES : lanes, after.weight);
-            if (item.call->params->out_dtype == DTYPE_F32) finish_sums<F32>(item, sums);
-            else finish_sums<E>(item, sums);
+            // Of the last item the weight is fetched once more, which is in the cache.
+            each_part(item, more ? after.weight : item.weight, [&]<int N>(const LinearItem& part, const char* next) {
+                start_sums(part, sums);
+                const int64_t lanes = part.call->lanes;
+                for (int64_t begin = 0; begin < lanes; begin += S::NEAR_LANES)
+                    multiply<N>(part, begin, begin + S::NEAR_LANES < lanes ? begin + S::NEAR_LANES : lanes, next);
+                finish_sums(part, sums);
+            });
         }
     }
 
   private:
-    // after: the weight of the next item, which is fetched meanwhile once nothing is left of this one.
+    // after: what is fetched meanwhile once nothing is left of this part.
+    template <int N>
     void multiply(const LinearItem& item, int64_t begin, int64_t end, const char* after) {
         const RowBlocks blocks(item.rows);
         const LinearCall& call = *item.call;
@@ -116,26 +101,31 @@ struct LinearVectors {
         const int64_t ahead = blocks.blocks == 1 ? fetching.weights_ahead / S::VECTOR : end - begin;
         const int64_t turn = call.lanes - ahead;
         const char *here = item.weight + ahead * S::VECTOR, *next = after - turn * S::VECTOR;
-        for (int b = 0; b < blocks.blocks; b++) {
-            const float* a = x + blocks.first(b) * lda;
-            float* c = sums + blocks.first(b) * PANEL;
-            with_vectors(item.strips, [&]<int N>() {
-                with_rows(blocks.rows(b), [&]<int R>() {
-                    const auto run = [&](const auto& fetch) {
-                        micro_kernel<typename K::M, R, N, Sums::ADDED>(a, lda, weight, c, PANEL, begin, end, fetch);
-                    };
-                    if (blocks.blocks == 1) return run(FetchAhead<S::VECTOR>{here, next, turn, stride, fetching.weights});
-                    const auto share = [&]<int COUNT, int KIND>() {
-                        const char* from = begin < turn ? here : next;
-                        run(Fetch<S::VECTOR, COUNT, KIND>{b * COUNT < COLUMNS ? from + b * COUNT * stride : from, stride});
-                    };
-                    const bool past = fetching.weights == FETCH_PAST;
-                    if (blocks.blocks < COLUMNS) past ? share.template operator()<2, FETCH_PAST>() : share.template operator()<2, FETCH_FIRST>();
-                    else if (past && call.chunks == 1) share.template operator()<1, FETCH_PAST>();
-                    else share.template operator()<1, FETCH_FIRST>();
-                });
-            });
+        const auto add = [&]<int R>(int first, const auto& fetch) __attribute__((always_inline)) {
+            const auto fetch_lines = [&](int64_t k) __attribute__((always_inline)) {
+                if (k % PER_LINE<S::VECTOR> == 0) fetch(k);
+            };
+            micro_kernel<typename K::M, R, N, Sums::ADDED>(
+                x + first * lda, lda, weight, sums + first * PANEL, PANEL, begin, end, fetch_lines);
+        };
+        if (blocks.blocks == 1) {
+            const FetchAhead<S::VECTOR> fetch{here, next, turn, stride, fetching.weights};
+            return with_rows(item.rows, [&]<int R>() { add.template operator()<R>(0, fetch); });
         }
+        const char* const from = begin < turn ? here : next;
+        const auto share = [&]<int COUNT, int KIND>() {
+            for (int b = 0; b < blocks.blocks; b++) {
+                const Fetch<S::VECTOR, COUNT, KIND> fetch{b * COUNT < COLUMNS ? from + b * COUNT * stride : from, stride};
+                with_several_rows(blocks.rows(b), [&]<int R>() { add.template operator()<R>(blocks.first(b), fetch); });
+            }
+        };
+        const bool past = fetching.weights == FETCH_PAST;
+        if constexpr (COLUMNS > 2) {
+            if (blocks.blocks < COLUMNS)
+                return past ? share.template operator()<2, FETCH_PAST>() : share.template operator()<2, FETCH_FIRST>();
+        }
+        if (past && call.chunks == 1) share.template operator()<1, FETCH_PAST>();
+        else share.template operator()<1, FETCH_FIRST>();
     }
 };
 

@@ -6,7 +6,9 @@
 
 #include <vector>
 
-#include "linear.h"
+#include "isa.h"
+#include "parallel.h"
+#include "strips.h"
 
 namespace {
 
@@ -53,6 +55,7 @@ struct LoraRows {
 };
 
 inline int64_t whole_vectors(int64_t numbers) { return (numbers + W - 1) / W * W; }
+inline int64_t whole_panels(int64_t numbers) { return (numbers + PANEL - 1) / PANEL * PANEL; }
 
 template <class K>
 struct Lora {
@@ -64,7 +67,7 @@ struct Lora {
     const LoraRows& rows;
 
     // fp32 numbers of room for a row: as lanes, shrunk, and that as lanes.
-    static int64_t room(int64_t in, int64_t rank) { return K::lanes(in) + 2 * whole_vectors(rank); }
+    static int64_t room(int64_t in, int64_t rank) { return K::lanes(in) + whole_panels(rank) + whole_vectors(rank); }
 
     void run(ParallelFor parallel_for) const {
         const int64_t work = (int64_t)rows.rows.size() * p.in_size * W;  // of a rank of W
@@ -78,13 +81,13 @@ struct Lora {
         if (!slot.a) return;  // the adapter leaves this linear alone
         const int count = item.count;
         const int32_t* own = rows.rows.data() + item.first;
-        const int64_t lanes = K::lanes(p.in_size), apart = whole_vectors(slot.rank);
+        const int64_t lanes = K::lanes(p.in_size), apart = whole_panels(slot.rank);
         float* x = p.room + item.first * room(p.in_size, p.most_rank);
         float* shrunk = x + count * lanes;
         float* ready = shrunk + count * apart;
         for (int i = 0; i < count; i++) pack_row<K>((const T*)p.x + own[i] * p.x_stride, p.in_size, x + i * lanes);
         for (int64_t c = 0; c < apart; c += PANEL)
-            multiply(x, lanes, (const char*)slot.a, p.in_size, apart, c, count, shrunk + c, apart);
+            multiply(x, lanes, (const char*)slot.a, p.in_size, slot.rank, c, count, shrunk + c, apart);
         for (int64_t i = 0; i < slot.num_parts; i++) expand(slot.parts[i], own, count, shrunk, apart, (T*)x, ready);
     }
 
@@ -111,19 +114,20 @@ struct Lora {
         }
     }
 
-    // One panel of columns, from c on, of `count` rows by a weight [columns, in] in strips.
+    // One panel of columns, from c on, of `count` rows by a weight [columns, in] in strips. Where a panel has no second half, the first
+    // one is multiplied twice.
     static void multiply(
         const float* x, int64_t lanes, const char* weight, int64_t in, int64_t columns, int64_t c, int count, float* to, int64_t apart) {
-        const int64_t stride = K::lanes(in) * S::VECTOR, left = (columns - c + W - 1) / W;
-        const S strips{weight + c / W * stride, stride};
+        const int64_t stride = K::lanes(in) * S::VECTOR, strips = (columns - c + W - 1) / W;
         const RowBlocks blocks(count);
-        for (int b = 0; b < blocks.blocks; b++)
-            with_vectors(left < COLUMNS ? (int)left : COLUMNS, [&]<int N>() {
+        for (int j = 0; j < COLUMNS && j < strips; j += 2) {
+            const S pair{weight + (c / W + j) * stride, j + 1 < strips ? stride : 0};
+            for (int b = 0; b < blocks.blocks; b++)
                 with_rows(blocks.rows(b), [&]<int R>() {
-                    micro_kernel<typename K::M, R, N, Sums::REPLACED>(
-                        x + blocks.first(b) * lanes, lanes, strips, to + blocks.first(b) * apart, apart, 0, (int)lanes, idle);
+                    micro_kernel<typename K::M, R, 2, Sums::REPLACED>(
+                        x + blocks.first(b) * lanes, lanes, pair, to + blocks.first(b) * apart + j * W, apart, 0, (int)lanes, idle);
                 });
-            });
+        }
     }
 };
 

@@ -66,6 +66,18 @@ QUIRE_INLINE void with_rows(int rows, const F& f) {
     }
 }
 
+// The same of one of several blocks, none of which has fewer than 3 rows: see RowBlocks.
+template <class F>
+QUIRE_INLINE void with_several_rows(int rows, const F& f) {
+    static_assert(ROWS == 6);
+    switch (rows) {
+        case 3: return f.template operator()<3>();
+        case 4: return f.template operator()<4>();
+        case 5: return f.template operator()<5>();
+        default: return f.template operator()<6>();
+    }
+}
+
 // Call f.template operator()<N>() for that many vectors.
 template <class F>
 QUIRE_INLINE void with_vectors(int vectors, const F& f) {

@@ -9,6 +9,7 @@ typedef void (*ParallelBody)(int64_t begin, int64_t end, void* context);
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context);
 
 constexpr int64_t GRAIN = 32768;  // numbers that are worth a thread
+constexpr int64_t FORK = 1 << 16;  // multiply-adds that are worth a second one
 
 static inline int64_t rows_a_thread(int64_t dim) { return dim >= GRAIN ? 1 : (GRAIN + dim - 1) / (dim ? dim : 1); }
 

@@ -6,6 +6,7 @@
 
 #include <chrono>
 
+#include "entries.h"
 #include "experts.h"
 #include "gather.h"
 #include "team.h"
@@ -72,18 +73,12 @@ struct Program {
     }
 
     void run(const Op& op, const ActivationParams& activation) const {
-        with_element(p.dtype, [&](auto element) {
-            activate_rows<decltype(element)>(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation);
-        });
+        activate_rows(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation, p.dtype);
     }
 
     bool run(const Op& op, const ExpertsParams& e) const {
-        bool done = false;
-        with_kind(p.dtype, [&]<class F>() {
-            done = Experts<F>{parallel_for, e, rows, p.threads}.run(
-                at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out));
-        });
-        return done;
+        return Experts{parallel_for, e, rows, p.threads, p.dtype}.run(
+            at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out));
     }
 
     bool run(const Op& op, const GatherParams& gather) const {
@@ -164,7 +159,7 @@ struct Program {
 
 // Returns the operator that found a position beyond its table, a row beyond the last one, or that a rank of the group is lost, or -1.
 // What stands before it has been done.
-extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(program, QUIRE_ISA)(ParallelFor parallel_for, const ProgramParams* params) {
+ENTRY_OF(int64_t, program)(ParallelFor parallel_for, const ProgramParams* params) {
     using Clock = std::chrono::steady_clock;
     int64_t failed = 0;  // unless it is run
     Team::run(parallel_for, params->threads, [&](ParallelFor team_for) {

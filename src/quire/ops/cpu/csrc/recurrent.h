@@ -8,8 +8,8 @@
 
 #include <cstdlib>
 
-#include "matmul.h"
-#include "small.h"
+#include "kinds.h"
+#include "rows.h"
 
 namespace {
 
@@ -178,15 +178,15 @@ struct Strip {
 };
 
 // Some columns of one head of one sequence.
-template <class E, Rule RULE>
+template <Rule RULE>
 struct Recurrence {
-    using T = typename E::T;
     static constexpr bool DELTA = RULE == Rule::DELTA;
     static constexpr int PRODUCTS = DELTA ? 2 : 1;  // rows that are multiplied with the state: key and query, or query
 
     const RecurrentStep& step;
     const RecurrentSizes& sizes;
     const RecurrenceParams& p;
+    const int32_t dtype;  // of x, the gates and the output
     const int64_t head, key_head;
     const int panel, panels;  // first one, how many
     const bool writes_keys, writes_decays;
@@ -201,8 +201,8 @@ struct Recurrence {
     // Of row t with the rows j: -e^(G_t - G_j) k_j·k_t, and e^(G_t - G_j) k_j·q_t.
     alignas(64) float with_keys[PIECE][PIECE], with_queries[PIECE][PIECE];
 
-    Recurrence(const RecurrentStep& step, const RecurrenceParams& p, int64_t head, int panel, int panels)
-        : step(step), sizes(step.sizes), p(p), head(head), key_head(head / (step.sizes.heads / step.sizes.k_heads)), panel(panel),
+    Recurrence(const RecurrentStep& step, const RecurrenceParams& p, int32_t dtype, int64_t head, int panel, int panels)
+        : step(step), sizes(step.sizes), p(p), dtype(dtype), head(head), key_head(head / (step.sizes.heads / step.sizes.k_heads)), panel(panel),
           panels(panels), writes_keys(panel == 0 && head % (step.sizes.heads / step.sizes.k_heads) == 0), writes_decays(panel == 0),
           dim(step.sizes.dim_k), wide((step.sizes.dim_k + W - 1) / W * W) {
         float* at = Room::of(room());
@@ -218,23 +218,18 @@ struct Recurrence {
     int64_t column(int i) const { return (int64_t)(panel + i) * PANEL; }
     int64_t left(int i) const { return sizes.dim_v - column(i); }
     bool whole(int i) const { return left(i) >= PANEL; }
-    static int vectors(int64_t left) { return left >= PANEL ? COLUMNS : (int)((left + W - 1) / W); }
 
     float* key_record(int32_t record) const { return p.cache.keys + record * p.cache.keys_record + key_head * PIECE * dim; }
     float* decay_record(int32_t record) const { return p.cache.decays + record * p.cache.decays_record + head * PIECE; }
     float* update_record(int32_t record) const { return p.cache.updates + record * p.cache.updates_record + head * PIECE * sizes.dim_v; }
     float* state_record(int32_t record) const { return p.cache.state + record * p.cache.state_record + head * dim * sizes.dim_v; }
 
-    // Where the inputs of a row stand.
-    const T* query(int64_t row) const {
-        return (const T*)p.x + row * p.x_stride + (DELTA ? 0 : sizes.heads * sizes.dim_v + sizes.k_heads * dim) + key_head * dim;
+    // Where the inputs of a row are, in numbers of x.
+    int64_t query(int64_t row) const {
+        return row * p.x_stride + (DELTA ? 0 : sizes.heads * sizes.dim_v + sizes.k_heads * dim) + key_head * dim;
     }
-    const T* key(int64_t row) const {
-        return (const T*)p.x + row * p.x_stride + (DELTA ? sizes.k_heads * dim : sizes.heads * sizes.dim_v) + key_head * dim;
-    }
-    const T* value(int64_t row) const {
-        return (const T*)p.x + row * p.x_stride + (DELTA ? 2 * sizes.k_heads * dim : 0) + head * sizes.dim_v;
-    }
+    int64_t key(int64_t row) const { return row * p.x_stride + (DELTA ? sizes.k_heads * dim : sizes.heads * sizes.dim_v) + key_head * dim; }
+    int64_t value(int64_t row) const { return row * p.x_stride + (DELTA ? 2 * sizes.k_heads * dim : 0) + head * sizes.dim_v; }
 
     // Fetch what a task of this head and sequence begins with, a part at a time: the rows of the piece, the state before it.
     void fetch_for(const Stretch& seq, int64_t of_head) {
@@ -265,7 +260,7 @@ struct Recurrence {
             for (int t = low; t < high; t++) weights(t, low, known);
             if (goes_on) scale_keys(low, known);
             for (int i = 0; i < panels; i++) {
-                with_vectors(vectors(left(i)), [&]<int N>() {
+                with_width((int)left(i), [&]<int N>() {
                     const Strip updates = updates_of(record, low, i);
                     recall<N>(state[i], low, high);
                     if constexpr (DELTA) solve<N>(state[i], i, row, low, high, updates);
@@ -303,8 +298,10 @@ struct Recurrence {
 
     void get_columns(const float* from, int rows, const Strip& to, int i) const {
         for (int r = 0; r < rows; r++)
-            for (int64_t c = 0; c < left(i); c += W)
-                store(to.data + r * to.stride + c, load_lanes(from + r * sizes.dim_v + c, (int)sizeof(float) * part(left(i), c)));
+            for (int64_t c = 0; c < PANEL; c += W) {
+                const V numbers = c < left(i) ? load_lanes(from + r * sizes.dim_v + c, (int)sizeof(float) * part(left(i), c)) : V{};
+                store(to.data + r * to.stride + c, numbers);
+            }
     }
 
     void put_columns(const Strip& from, int low, int high, float* to, int i) const {
@@ -327,6 +324,15 @@ struct Recurrence {
 
     void report(int64_t row) const { __atomic_store_n(step.nonfinite + row, 1, __ATOMIC_RELAXED); }
 
+    float number_at(const void* numbers, int64_t i) const {
+        float found = 0.0f;
+        with_element(dtype, [&](auto element) {
+            using E = decltype(element);
+            found = get_part<E>((const typename E::T*)numbers + i, 1)[0];
+        });
+        return found;
+    }
+
     // G and beta of the rows low..high - 1; `row` is the step's row of the piece's first.
     void gates(int64_t row, int low, int high, int32_t record) {
         float* g = decays;
@@ -336,9 +342,9 @@ struct Recurrence {
             const int n = part(high, begin);
             V time = V{}, b = V{};
             for (int i = 0; i < n; i++) {
-                const T* gate = (const T*)p.gates + (row + begin + i) * p.gates_stride;
-                time[i] = get_part<E>(gate + (DELTA ? sizes.heads : 0) + head, 1)[0];
-                if constexpr (DELTA) b[i] = get_part<E>(gate + head, 1)[0];
+                const int64_t gate = (row + begin + i) * p.gates_stride + head;
+                time[i] = number_at(p.gates, gate + (DELTA ? sizes.heads : 0));
+                if constexpr (DELTA) b[i] = number_at(p.gates, gate);
             }
             V delta = softplus(time + bias);
             if constexpr (!DELTA) {  // NaN stays
@@ -369,11 +375,14 @@ struct Recurrence {
     }
 
     // To fp32, and for the delta rule to length 1; times `scale`.
-    void widen(const T* from, float* to, float scale) {
-        for (int64_t c = 0; c < wide; c += W) {
-            fetch_lines(W / 4);
-            store(to + c, get_part<E>(from + c, part(dim, c)));
-        }
+    void widen(int64_t from, float* to, float scale) {
+        with_element(dtype, [&](auto element) {
+            using E = decltype(element);
+            for (int64_t c = 0; c < wide; c += W) {
+                fetch_lines(W / 4);
+                store(to + c, get_part<E>((const typename E::T*)p.x + from + c, part(dim, c)));
+            }
+        });
         if constexpr (!DELTA) return;
         const float squares = sum_over(wide, [&](int64_t c) { const V v = load(to + c); return v * v; });
         const float factor = 1.0f / __builtin_sqrtf(squares + NORM_EPS) * scale;
@@ -456,8 +465,7 @@ struct Recurrence {
             with_rows(blocks.rows(i), [&]<int R>() {
                 const float* a = x + blocks.first(i) * lda;
                 float* c = out + blocks.first(i) * PANEL;
-                if (fetched < ranges) micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
-                else micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, idle);
+                micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
             });
     }
 
@@ -473,14 +481,23 @@ struct Recurrence {
         for (int v = 0; v < N; v++) to[v] = load(from + v * W) * factor;
     }
 
+    // The value of a row, zero after the last column.
     template <int N>
-    QUIRE_INLINE_MEMBER void get_value(int i, int64_t row, V* to) const {
-        const T* from = value(row) + column(i);
-        if (left(i) >= N * W) {
-            QUIRE_UNROLL for (int v = 0; v < N; v++) to[v] = E::get(from + v * W);
-            return;
-        }
-        for (int v = 0; v < N; v++) to[v] = get_part<E>(from + v * W, part(left(i), v * W));
+    __attribute__((noinline)) void get_value(int i, int64_t row, V* to) const {
+        with_element(dtype, [&](auto element) {
+            using E = decltype(element);
+            const auto* from = (const typename E::T*)p.x + value(row) + column(i);
+            for (int v = 0; v < N; v++) to[v] = left(i) > v * W ? get_part<E>(from + v * W, part(left(i), v * W)) : V{};
+        });
+    }
+
+    template <int N>
+    __attribute__((noinline)) void put_output(int i, int64_t row, const V* sums) const {
+        with_element(dtype, [&](auto element) {
+            using E = decltype(element);
+            auto* to = (typename E::T*)p.out + row * p.out_stride + head * sizes.dim_v + column(i);
+            for (int v = 0; v < N && v * W < left(i); v++) put_part<E>(to + v * W, sums[v], part(left(i), v * W));
+        });
     }
 
     template <int N>
@@ -550,8 +567,7 @@ struct Recurrence {
                     get_value<N>(i, row + t + r, x);
                     for (int v = 0; v < N; v++) sums[r][v] = fma(splat(p.skip[head]), x[v], sums[r][v]);
                 }
-                T* to = (T*)p.out + (row + t + r) * p.out_stride + head * sizes.dim_v + column(i);
-                for (int v = 0; v < N; v++) put_part<E>(to + v * W, sums[r][v], part(left(i), v * W));
+                put_output<N>(i, row + t + r, sums[r]);
             }
         });
     }
@@ -587,8 +603,8 @@ struct Recurrence {
     static constexpr int MAX_PANELS = 1024 / PANEL;
 };
 
-template <class E, Rule RULE>
-static void recur(ParallelFor parallel_for, const RecurrentStep& step, const RecurrenceParams& p) {
+template <Rule RULE>
+static void recur(ParallelFor parallel_for, const RecurrentStep& step, const RecurrenceParams& p, int32_t dtype) {
     const RecurrentSizes& sizes = step.sizes;
     if (step.num_seqs == 0) return;
     // Columns are divided where there are few heads: each part computes the keys' products again.
@@ -602,7 +618,7 @@ static void recur(ParallelFor parallel_for, const RecurrentStep& step, const Rec
         const int64_t head = i / step.num_seqs / parts;
         const int at = (int)(i / step.num_seqs % parts), first = panels * at / parts, end = panels * (at + 1) / parts;
         if (seq.count == 0) return;
-        Recurrence<E, RULE> task(step, p, head, first, end - first);
+        Recurrence<RULE> task(step, p, dtype, head, first, end - first);
         const int64_t next = i + 1;
         if (next < tasks) task.fetch_for(Stretch(step, next % step.num_seqs), next / step.num_seqs / parts);
         task.run(seq);

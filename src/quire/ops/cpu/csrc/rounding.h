@@ -32,22 +32,6 @@ static Rounding rounding_of(float largest, bool finite) {
     return largest < SMALLEST ? Rounding{} : Rounding{largest / LARGEST_INT8, LARGEST_INT8 / largest};
 }
 
-// The same of up to W groups of numbers. Magnitudes are compared as integers, of which infinity and NaN are the largest.
-static void roundings_of(const float* numbers, int64_t groups, int64_t size, Rounding* to) {
-    V rows[W] = {};
-    for (int64_t g = 0; g < groups; g++) {
-        V top = {};
-        for (int64_t c = 0; c < size; c += W) top = larger_bits((V)((U)load(numbers + g * size + c) & 0x7fffffffu), top);
-        rows[g] = top;
-    }
-    const V largest = reduce_rows(rows, [](V a, V b) { return larger_bits(a, b); });
-    const auto finite = (I)largest < 0x7f800000, none = largest < SMALLEST;
-    const V scale = none ? V{} : largest / LARGEST_INT8, factor = none ? V{} : LARGEST_INT8 / largest;
-    alignas(64) float scales[W], factors[W];
-    store(scales, finite ? scale : splat(__builtin_nanf(""))), store(factors, finite ? factor : V{});
-    for (int64_t g = 0; g < groups; g++) to[g] = {scales[g], factors[g]};
-}
-
 template <class E>
 static void round_numbers(const typename E::T* row, int64_t numbers, const Rounding& rounding, int8_t* to) {
     if (rounding.factor == 0.0f) {

@@ -88,14 +88,17 @@ QUIRE_INLINE V join_upper(B low, B high) { return (V)_mm256_unpackhi_epi8((__m25
 // acc + the products of each lane's two int16 numbers.
 QUIRE_INLINE I dot_halves(I acc, I a, I b) { return acc + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 
-// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_small: those of u below 128.
-QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // widened: sums of two products do not fit 16 bits
-    const __m256i x = (__m256i)s, low = _mm256_and_si256((__m256i)u, _mm256_set1_epi16(0xff)), high = _mm256_srli_epi16((__m256i)u, 8);
-    const __m256i even = _mm256_madd_epi16(low, _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    return acc + (I)even + (I)_mm256_madd_epi16(high, _mm256_srai_epi16(x, 8));
-}
-QUIRE_INLINE I dot_small(I acc, I u, I s) {
-    return acc + (I)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)u, (__m256i)s), _mm256_set1_epi16(1));
+// There is no instruction for four bytes. Sums of the products of each two bytes, those of u unsigned, those of s signed; they must
+// fit 16 bits.
+#define QUIRE_BYTE_PAIRS 1
+QUIRE_INLINE H pair_products(I u, I s) { return (H)_mm256_maddubs_epi16((__m256i)u, (__m256i)s); }
+// Of each lane, bytes 0 and 2, or 1 and 3, widened to 16 bits without a sign.
+QUIRE_INLINE I even_bytes(I u) { return (I)_mm256_and_si256((__m256i)u, _mm256_set1_epi16(0xff)); }
+QUIRE_INLINE I odd_bytes(I u) { return (I)_mm256_srli_epi16((__m256i)u, 8); }
+// Of each lane, byte i (0..3) in both halves, widened with its sign.
+QUIRE_INLINE I doubled_byte(I line, int i) {
+    const __m256i places = _mm256_set1_epi32((int)(0x00800080u | (uint32_t)i * 0x01000100u));  // 0x80: a zero
+    return (I)_mm256_srai_epi16(_mm256_shuffle_epi8((__m256i)line, _mm256_add_epi8(places, _mm256_set_epi8(12, 0, 12, 0, 8, 0, 8, 0, 4, 0, 4, 0, 0, 0, 0, 0, 12, 0, 12, 0, 8, 0, 8, 0, 4, 0, 4, 0, 0, 0, 0, 0))), 8);
 }
 
 }  // namespace

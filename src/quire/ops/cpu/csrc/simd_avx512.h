@@ -112,22 +112,34 @@ QUIRE_INLINE V join_upper(B low, B high) { return (V)_mm512_unpackhi_epi8((__m51
 // acc + the products of each lane's two int16 numbers.
 QUIRE_INLINE I dot_halves(I acc, I a, I b) { return acc + (I)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 
-// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_small: those of u below 128.
 #if defined(__AVX512VNNI__)
 #ifndef QUIRE_TILES  // which are emulated without VNNI, with the same bits
 #define QUIRE_BYTE_DOT 1
 #endif
+// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_small: those of u below 128.
+constexpr int BYTE_MIDDLE = 128;  // what dot_bytes is given for 128
+QUIRE_INLINE I byte_operand(I weight) { return weight; }
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s); }
 QUIRE_INLINE I dot_small(I acc, I u, I s) { return dot_bytes(acc, u, s); }
 #else
-QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // widened: sums of two products do not fit 16 bits
-    const __m512i x = (__m512i)s, low = _mm512_and_si512((__m512i)u, _mm512_set1_epi16(0xff)), high = _mm512_srli_epi16((__m512i)u, 8);
-    const __m512i even = _mm512_madd_epi16(low, _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-    return acc + (I)even + (I)_mm512_madd_epi16(high, _mm512_srai_epi16(x, 8));
+// There is no instruction for four bytes. Sums of the products of each two bytes, those of u unsigned, those of s signed; they must
+// fit 16 bits.
+#define QUIRE_BYTE_PAIRS 1
+QUIRE_INLINE H pair_products(I u, I s) { return (H)_mm512_maddubs_epi16((__m512i)u, (__m512i)s); }
+// Of each lane, bytes 0 and 2, or 1 and 3, widened to 16 bits without a sign.
+QUIRE_INLINE I even_bytes(I u) { return (I)_mm512_and_si512((__m512i)u, _mm512_set1_epi16(0xff)); }
+QUIRE_INLINE I odd_bytes(I u) { return (I)_mm512_srli_epi16((__m512i)u, 8); }
+// Of each lane, byte i (0..3) in both halves, widened with its sign.
+QUIRE_INLINE I doubled_byte(I line, int i) {
+    const U moved = (U)line << (24 - 8 * i) & 0xff000000u;
+    return (I)_mm512_srai_epi16((__m512i)(moved | moved >> 16), 8);
 }
-QUIRE_INLINE I dot_small(I acc, I u, I s) {
-    return acc + (I)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)u, (__m512i)s), _mm512_set1_epi16(1));
+#ifdef QUIRE_TILES
+QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // as VNNI has it, for tiles that are emulated
+    const H bytes = (H)s;
+    return dot_halves(dot_halves(acc, even_bytes(u), (I)((H)(bytes << 8) >> 8)), odd_bytes(u), (I)(bytes >> 8));
 }
+#endif
 #endif
 
 // 16 numbers rounded to bf16; those below the smallest normal one become zero. pair_bf16: 32 numbers, in order.

@@ -93,14 +93,16 @@ QUIRE_INLINE I dot_signed(I acc, I a, I b) {
 #endif
 }
 
-// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_small: those of u below 128.
+// The same of bytes of a weight, which become operands, and 128 what BYTE_MIDDLE is. dot_small: operands below 128, which are what
+// they were.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int BYTE_MIDDLE = 128;
+QUIRE_INLINE I byte_operand(I weight) { return weight; }
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) { return (I)vusdotq_s32((int32x4_t)acc, (uint8x16_t)u, (int8x16_t)s); }
 #else
-QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // 128 times the sum of s is put back; many vectors of u share it
-    const I taken = dot_signed(I{}, (I)vdupq_n_s8(1), s) << 7;
-    return dot_signed(acc + taken, (I)((U)u ^ 0x80808080u), s);
-}
+constexpr int BYTE_MIDDLE = 0;
+QUIRE_INLINE I byte_operand(I weight) { return (I)((U)weight ^ 0x80808080u); }
+QUIRE_INLINE I dot_bytes(I acc, I operand, I s) { return dot_signed(acc, operand, s); }
 #endif
 QUIRE_INLINE I dot_small(I acc, I u, I s) { return dot_signed(acc, u, s); }
 

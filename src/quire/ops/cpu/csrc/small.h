@@ -1,34 +1,9 @@
 // The small operators of a decoder. Rows are computed one by one, in fp32, in an order that only their length decides.
 #pragma once
 
-#include "elements.h"
-#include "parallel.h"
-#include "params.h"
-#include "vmath.h"
+#include "rows.h"
 
 namespace {
-
-// Rows of a tensor [outer, inner, dim] with a unit last stride.
-template <class T>
-struct Rows {
-    T* data;
-    int64_t outer_stride, inner, inner_stride;
-    T* operator[](int64_t i) const { return data + i / inner * outer_stride + i % inner * inner_stride; }
-};
-
-// Sum of f(vector index) over a row: four sums in turn, added pairwise.
-template <class F>
-QUIRE_INLINE float sum_over(int64_t dim, const F& f) {
-    V sum[4] = {};
-    int lane = 0;
-    for (int64_t c = 0; c < dim; c += W, lane = (lane + 1) & 3) sum[lane] = sum[lane] + f(c);
-    return reduce_add((sum[0] + sum[2]) + (sum[1] + sum[3]));
-}
-
-QUIRE_INLINE int part(int64_t dim, int64_t at) { return dim - at < W ? (int)(dim - at) : W; }
-
-// Zero in the lanes after the row's end.
-QUIRE_INLINE V only(V x, int lanes) { return iota() < (float)lanes ? x : V{}; }
 
 // What is normalised: x, or the residual once it has taken in x.
 template <class E>
@@ -78,9 +53,6 @@ static void rope_row(typename E::T* x, const float* cos, const float* sin, int64
         put_part<E>(x + half + c, b * cosine + a * sine, n);
     }
 }
-
-// x / (1 + e^-x). The exponential may overflow: the quotient is then 0, as it should be.
-QUIRE_INLINE V silu(V x) { return x / (1.0f + exp_any(-x)); }
 
 // x * Phi(x) with the tail of the normal distribution after Abramowitz & Stegun 7.1.26.
 QUIRE_INLINE V gelu_erf(V x) {
@@ -144,27 +116,14 @@ static void activate_row(const typename E::T* x, typename E::T* out, const Activ
     }
 }
 
-template <class E>
 static void activate_rows(
-    ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, const ActivationParams& a) {
-    using T = typename E::T;
-    parallel(parallel_for, rows, rows_a_thread(a.dim),
-             [&](int64_t i) { activate_row<E>((const T*)x + i * x_stride, (T*)out + i * out_stride, a); });
-}
-
-// out = f(out, x), number by number.
-template <class E, class F>
-static void combine_rows(
-    ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, int64_t dim,
-    const F& f) {
-    using T = typename E::T;
-    parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
-        const T* from = (const T*)x + i * x_stride;
-        T* to = (T*)out + i * out_stride;
-        for (int64_t c = 0; c < dim; c += W) {
-            const int n = part(dim, c);
-            put_part<E>(to + c, f(get_part<E>(to + c, n), get_part<E>(from + c, n)), n);
-        }
+    ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, const ActivationParams& a,
+    int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        parallel(parallel_for, rows, rows_a_thread(a.dim),
+                 [&](int64_t i) { activate_row<E>((const T*)x + i * x_stride, (T*)out + i * out_stride, a); });
     });
 }
 

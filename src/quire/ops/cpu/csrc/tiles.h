@@ -132,7 +132,7 @@ class HardwareTiles {
 using Tiles = HardwareTiles;
 
 // Whether the processor's sums are those of the documentation: of numbers of many sizes, some of them denormal, and of bytes.
-static bool adds_as_documented() {
+static inline bool adds_as_documented() {
     alignas(64) uint16_t a[16][32], b[16][32];
     alignas(64) float sums[2][3][16][16];
     uint32_t state = 12345;

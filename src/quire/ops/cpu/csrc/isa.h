@@ -1,0 +1,11 @@
+// The names of one instruction set's functions. Each source file that includes this is compiled once for each set, with QUIRE_ISA
+// defined as its name. Functions that other files call have that name in theirs; all others are internal to their file, so that no
+// function of one set can be taken for another's.
+#pragma once
+
+#include "params.h"
+
+#define QUIRE_NAME_(name, isa) quire_##name##_##isa
+#define QUIRE_NAME(name, isa) QUIRE_NAME_(name, isa)
+#define ENTRY_OF(type, name) extern "C" QUIRE_EXPORT type QUIRE_NAME(name, QUIRE_ISA)
+#define ENTRY(name) ENTRY_OF(void, name)
