@@ -134,6 +134,7 @@ def test_a_loss(fleet: Any) -> None:
     [resumed] = [one for one in kept.named("llm_request") if is_below(one, second)]
     assert resumed.attributes["quire.delivered_tokens"] == delivered
     assert resumed.attributes["gen_ai.usage.output_tokens"] == 40 - delivered
+    until(lambda: flush(front, *servers) or len(kept.named("llm_request")) == 2)  # the lost one computes its step first
     [begun] = [one for one in kept.named("llm_request") if is_below(one, first)]
     assert begun.attributes["gen_ai.response.finish_reasons"] == ("abort",)
 
