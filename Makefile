@@ -126,6 +126,7 @@ $(RUNS): $(BUILT_FROM)  # in three steps, since pip is silent while it unpacks; 
 
 $(INSTALLED): $(RUNS) bench/pyproject.toml
 	$(BIN)/python $(INSTALL) --constraint constraints.txt 'quire[dev]' --editable './bench[all]'
+	$(BIN)/python $(INSTALL) --verbose --no-deps --config-settings cmake.define.QUIRE_ISAS=tests --editable .
 	touch $@
 
 $(LOWEST): $(BUILT_FROM) bench/pyproject.toml tools/lowest.py | $(INSTALLED)

@@ -1,4 +1,4 @@
-// Prints the instruction sets that this machine runs, for CMakeLists.txt.
+// Prints the instruction sets that this machine runs, for CMakeLists.txt: the plainest first, the best last.
 
 #include <cstdio>
 
@@ -11,10 +11,10 @@
 int main() {
 #if defined(__x86_64__)
     if (quire_runs_avx2()) puts("avx2");
+    if (quire_runs_amx_emulated()) puts("amx_emulated");
     if (quire_runs_avx512()) puts("avx512");
     if (quire_runs_avx512_bf16()) puts("avx512_bf16");
     if (quire_amx_refusal() == NOT_COMPILED) puts("amx");
-    if (quire_runs_amx_emulated()) puts("amx_emulated");
 #else
     if (quire_runs_neon()) puts("neon");
     if (quire_runs_neon_dot()) puts("neon_dot");

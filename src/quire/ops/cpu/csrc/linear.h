@@ -116,9 +116,8 @@ class LinearItems {
     int share, left;            // from which it takes; how many there are, this one included, that may have items left
 };
 
-// Calls f.template operator()<N>(part, next) for parts of an item's strips, N at a time. next: the weight of what comes then; after:
-// that of the next item. Where a panel has two strips, one that is left is multiplied twice: its stride is 0, and its second sums are
-// not read.
+// Calls f.template operator()<N>(part, next) for parts of an item's strips, COLUMNS or 2 at a time. One that is left is multiplied
+// twice: its stride is 0, and its second sums are not read. next: the weight of what comes then; after: that of the next item.
 template <class F>
 static inline void each_part(LinearItem rest, const char* after, const F& f) {
     const auto run = [&]<int N>(int strips) {
@@ -130,8 +129,7 @@ static inline void each_part(LinearItem rest, const char* after, const F& f) {
     };
     if constexpr (COLUMNS == 4)
         while (rest.strips >= 4) run.template operator()<4>(4);
-    while (rest.strips >= 2) run.template operator()<2>(2);
-    if (rest.strips) run.template operator()<COLUMNS == 4 ? 1 : 2>(1);
+    while (rest.strips > 0) run.template operator()<2>(rest.strips < 2 ? 1 : 2);
 }
 
 }  // namespace
