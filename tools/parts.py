@@ -49,7 +49,14 @@ SUITE = (
     *("src/quire/prompts.py", "src/quire/request.py", "src/quire/text.py"),
     *("src/quire/bits/*", "src/quire/cache/*", "src/quire/cli/*", "src/quire/engine/*", "src/quire/integrations/*"),
     *("src/quire/models/*", "src/quire/ops/*", "src/quire/parallel/*", "src/quire/simulate/*", "src/quire/terminal/*"),
-    *("tools/check_message.py", "tools/emulate.py", "tools/inspector_*.py", "tools/lowest.py", "tools/ngram.py"),
+    *(
+        "tools/check_build.py",
+        "tools/check_message.py",
+        "tools/emulate.py",
+        "tools/inspector_*.py",
+        "tools/lowest.py",
+        "tools/ngram.py",
+    ),
     *("tools/parts.py", "tools/release.py", "tools/train_tiny.py"),
 )
 
