@@ -117,6 +117,7 @@ def test_errors_are_relative() -> None:
     assert found.as_dict()["errors"] == {"throughput": pytest.approx(-0.1), "hit_rate": 0.0}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "WARM_UP", 2)

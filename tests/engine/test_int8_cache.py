@@ -20,6 +20,7 @@ from quire.ops.cpu import native
 from quire.ops.reference import ReferenceBackend
 from quire.ops.rounding import quantised_rows
 from quire.request import Request
+from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, probed_logits, save
 
 NATIVE = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -36,7 +37,7 @@ def texts(directory: Path, **options: Any) -> list[list[int]]:
 
 @NATIVE
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["quire", "transformers"])
+@pytest.mark.parametrize("implementation", ["quire", of_long_runs("transformers")])
 def test_sharing_guessing_and_preemption_change_no_token(tmp_path: Path, implementation: str) -> None:
     save(tmp_path)
     plain = texts(

@@ -101,6 +101,7 @@ def test_numbers_of_threads_agree(options: dict[str, Any]) -> None:
         assert probe(llm.decoder, llm.backend, llm.config) == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_process_agrees() -> None:
     llm = LLM(num_blocks=64)

@@ -85,6 +85,7 @@ def test_its_end_is_reported(server: ServerProcess, ended: list[int]) -> None:
         server.get("/health")
 
 
+@pytest.mark.long
 def test_one_that_hangs_is_killed(server: ServerProcess) -> None:
     os.kill(pid_of(server), signal.SIGSTOP)
     server.stop(0.5)

@@ -19,6 +19,7 @@ pytestmark = [
 OPTIONS = {"num_blocks": 256, "max_num_seqs": 8}
 
 
+@pytest.mark.long
 def test_streams_go_on_elsewhere_when_a_rank_dies() -> None:
     """With the same bits: a replica of one process is of the same class."""
 

@@ -600,6 +600,7 @@ with TestClient(parts.app()) as client:
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_refusals_do_not_depend_on_asserts() -> None:
     command = [sys.executable, "-O", "-c", UNDER_O]

@@ -88,6 +88,7 @@ EVENTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 3), st.booleans(), st.lists(st.sampled_from(EVENTS), max_size=4))

@@ -65,6 +65,7 @@ def test_leaps_give_what_steps_give(
     assert found[0].finished + found[0].refused == 25
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**30), st.sampled_from([400, 4000]), st.sampled_from([2.0, 20.0]))

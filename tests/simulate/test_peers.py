@@ -122,6 +122,7 @@ def test_cells_that_scale_give_their_replicas_names_of_their_own(tmp_path: Path)
     assert sum(map(len, names)) > 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 3), st.booleans(), st.sampled_from([FAST, SLOW / 5, SLOW]),
