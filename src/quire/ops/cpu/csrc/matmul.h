@@ -78,17 +78,6 @@ QUIRE_INLINE void with_several_rows(int rows, const F& f) {
     }
 }
 
-// Call f.template operator()<N>() for that many vectors.
-template <class F>
-QUIRE_INLINE void with_vectors(int vectors, const F& f) {
-    if constexpr (COLUMNS == 4) {
-        if (vectors == 4) return f.template operator()<4>();
-        if (vectors == 3) return f.template operator()<3>();
-    }
-    if (vectors == 2) return f.template operator()<2>();
-    return f.template operator()<1>();
-}
-
 // Rows `first`.. of a split of `total` rows into blocks of nearly equal height, `most` at most.
 struct RowBlocks {
     int blocks, height, taller;
