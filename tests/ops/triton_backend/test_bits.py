@@ -19,7 +19,7 @@ from quire.errors import BadValue, Unsupported
 from quire.ops.triton import partition, worklist
 from tests.marks import of_long_runs
 from tests.ops import dense
-from tests.ops.conftest import DEVICES
+from tests.ops.conftest import DEVICES, INTERPRETED
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", [of_long_runs(kind) if kind == "plain" else kind for kind in CASES])
+# In the interpreter neither the dtype nor the size of a head changes the order of anything.
+USUAL = ("windowed", "odd groups") if INTERPRETED else CASES
+
+
+@pytest.mark.parametrize("kind", [kind if kind in USUAL else of_long_runs(kind) for kind in CASES])
 def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, kind):
     """Positions on both sides of a chunk of 1,024 keys, where a context is cut."""
     caches = make(True, **CASES[kind])
