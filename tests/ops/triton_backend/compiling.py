@@ -1,6 +1,6 @@
 """The Triton backend's kernels, compiled for one chip without one: `python -m ... sm90` prints a line for each.
 
-With `--all` it compiles every head dimension and dtype of attention, else one of each kind; `pytest --long` does all.
+With `--all` it compiles every head dimension, dtype and tile, else the first of each; `pytest --long` does all.
 A process of its own a chip: triton keeps some of what it finds out about the first one. No GPU and no driver is needed;
 what the compiler made is read off its own resource report and the disassembly.
 """
@@ -37,9 +37,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16|integers .+")  # the kernels whose instructions are of interest
+COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16|integers \S+ (128x64|32x16)")  # whose instructions are of interest
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
-SOME_HEAD_DIMS = (64, 128, 256)
 SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset", "dt_low", "dt_high")
 UNALIGNED = (
     *SCALARS,
@@ -127,14 +126,14 @@ def attend(
     return Kernel(name, attend_kernel, pointers, constants, options)
 
 
-def attention_kernels(chip: str, everything: bool) -> Iterator[Kernel]:
+def attention_kernels(chip: str) -> Iterator[Kernel]:
     kinds: tuple[Kind, ...] = ("few", "many", "exact")
     for kind in kinds:
-        for head_dim in HEAD_DIMS if everything else SOME_HEAD_DIMS:
+        for head_dim in HEAD_DIMS:
             yield attend(chip, kind, head_dim)
-        for head_dim in (64, 128, 256) if everything else (64,):
+        for head_dim in (64, 128, 256):
             yield attend(chip, kind, head_dim, torch.float32)
-        for head_dim in (64, 128) if everything else (64,):
+        for head_dim in (64, 128):
             yield attend(chip, kind, head_dim, everything=True)
         yield attend(chip, kind, 80, finite=True)
         if chip != "gfx942":
@@ -298,6 +297,15 @@ def recurrence_kernels(step: dict[str, str]) -> Iterator[Kernel]:
         yield Kernel(name, recurrent.recur_columns, pointers, constants, options)
 
 
+def first_of_each(kernels: list[Kernel]) -> list[Kernel]:
+    """Those of another name or kind than all before."""
+    found: dict[str, Kernel] = {}
+    for kernel in kernels:
+        name, kind, *_ = [*kernel.name.split(), ""]
+        found.setdefault(name + kind * kind.isalpha(), kernel)
+    return list(found.values())
+
+
 # ----------------------------------------------------------------------------------------------- compiling them
 
 
@@ -373,5 +381,6 @@ def _amd_instructions(code: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     target, everything = sys.argv[1], sys.argv[2:] == ["--all"]
-    for kernel in (*attention_kernels(target, everything), *other_kernels(target)):
+    kernels = [*attention_kernels(target), *other_kernels(target)]
+    for kernel in kernels if everything else first_of_each(kernels):
         print(json.dumps(asdict(compiled(kernel, target))), flush=True)

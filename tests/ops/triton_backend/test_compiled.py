@@ -1,7 +1,7 @@
 """What the compiler makes of the kernels, for every chip that the tiles were chosen for. No GPU is needed.
 
-With --long, for all four chips, of every head dimension and dtype. Else, a chip taking half a minute, for one of them,
-and of one head dimension and dtype for each kind of code (`compiling` lists them).
+With --long, for all four chips, of every head dimension, dtype and tile. Else, a chip taking minutes, for one of them,
+and of the first of each kernel (`compiling` lists them).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from quire.ops.triton.tiles import RESIDENT
-from tests.ops.triton_backend.compiling import HEAD_DIMS, SOME_HEAD_DIMS
+from tests.ops.triton_backend.compiling import HEAD_DIMS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
@@ -91,10 +91,11 @@ def test_sm90(long: bool) -> None:
             if dim <= (256 if name == "many" else 128):  # Hopper's own matrix instruction, and no other
                 assert kernel["instructions"]["HGMMA"] > 0, kernel
                 assert kernel["instructions"]["HMMA"] == 0, kernel
-    assert all(found[f"linear {rows} bf16"]["instructions"]["HGMMA"] > 0 for rows in (64, 128, 256))
-    for name in ("int4", "int8", "Q4_0", "Q4_K", "Q6_K"):  # the same of integers, where rows are many
-        assert found[f"integers {name} 128x64"]["instructions"]["IGMMA"] > 0
-        assert found[f"integers {name} 32x16"]["instructions"]["IMMA"] > 0
+    for name, kernel in found.items():
+        if name.startswith("linear") and name.endswith("bf16"):
+            assert kernel["instructions"]["HGMMA"] > 0, name
+        elif name.startswith("integers") and name.endswith((" 128x64", " 32x16")):  # rows are many, or few
+            assert kernel["instructions"]["IGMMA" if name.endswith("128x64") else "IMMA"] > 0, name
 
 
 def test_sm100(long: bool) -> None:
@@ -123,21 +124,20 @@ def check(chip: str, everything: bool) -> Kernels:
             assert kernel["spills"] <= MOST_SPILLS.get((chip, name), 0), kernel
         assert kernel["shared"] <= SHARED[chip], kernel
     for kind in ("few", "many", "exact"):
-        assert tuple(attention(found, kind)) == (HEAD_DIMS if everything else SOME_HEAD_DIMS)
-        for dim in (64, 128, 256):
+        assert tuple(attention(found, kind)) == (HEAD_DIMS if everything else HEAD_DIMS[:1])
+        for dim in {64, 128, 256} & attention(found, kind).keys():
             code = attention(found, kind)[dim]["instructions"]
             if chip == "gfx942":
                 assert code["LDG.128"] > 0, (kind, dim)
             else:  # every load of keys and values brings 16 bytes, past the registers
                 assert code["LDGSTS.128"] == code["LDGSTS"] > 0, (kind, dim, code)
-    for dim in (64, 128, 256):
-        kernel = attention(found, "few")[dim]
+    for dim, kernel in attention(found, "few").items():
+        if dim not in (64, 128, 256):
+            continue
         # Keys, besides those of the tile that is computed with.
         in_flight = max(count * int(shape.partition("x")[0]) for shape, count in kernel["buffers"].items())
         assert in_flight >= (64 if chip != "gfx942" or dim != 256 else 16), kernel
-    for dim in (64, 128):
-        kernel = attention(found, "few")[dim]
-        if chip in PROCESSOR_SHARED:  # as many at a time as the plan counts on
+        if dim <= 128 and chip in PROCESSOR_SHARED:  # as many at a time as the plan counts on
             registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["warps"]
             assert registers * RESIDENT[chip] <= PROCESSOR_REGISTERS, kernel
             # The system takes 1 KiB of each program.

@@ -27,8 +27,11 @@ from quire.ops.triton.quantised import (
     rounded_rows,
 )
 from quire.ops.triton.tiles import processors_of
+from tests.marks import spread
 from tests.ops.conftest import DEVICES
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight
+
+pytestmark = pytest.mark.slow
 
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 ALL = [*KINDS, *BLOCKS]
@@ -71,16 +74,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("tile", "dtype", "out_size", "in_size", "rows"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("kind", ALL)
-def test_the_bits_of_the_specification(kind, tile, dtype, out_size, in_size, rows):
+@pytest.mark.parametrize(("kind", "case"), spread(3, ALL, CASES))
+def test_the_bits_of_the_specification(kind, case):
+    tile, dtype, out_size, in_size, rows = CASES[case]
     weight, bias = weight_of(kind, out_size, in_size, dtype), bias_of(out_size, dtype)
     x = rows_of(rows, weight)
     got = integer_linear(x, PackedWeight.of(weight), bias.float(), dtype, tile)
     check(got, QuantisedLinear(weight, bias, dtype)(x))
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", spread(2, ALL))
 def test_linears_and_heads(kind):
     weight = weight_of(kind, 20, 260)
     bias = bias_of(20, torch.bfloat16)
