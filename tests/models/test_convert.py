@@ -29,6 +29,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
          "num_key_value_heads": 1}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "quantization", "changes"),
     [

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from quire.errors import ModelError
 from quire.models.gguf.file import GgufFile
+from tests.marks import quick
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.gguf.hostile import read
 from tests.models.gguf.writer import ARCHITECTURES, write_gguf
@@ -95,7 +96,7 @@ def logits(model: Path, max_tokens: int = 1, **options: Any) -> torch.Tensor:
     return torch.stack([probe.found[key] for key in sorted(probe.found)])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, 8))
 def test_the_same_logits_as_from_safetensors(tmp_path: Path, name: str) -> None:
     """To the bit where numbers are stored as they were."""
     kind, changes = MODELS[name]
@@ -144,7 +145,7 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", quick(QUANTISED, 2))
 def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: str) -> None:
     """Against the same model with what its tensors mean."""
     kind, changes = QUANTISED[name]
@@ -170,6 +171,7 @@ def test_mxfp4_where_columns_are_in_another_order(tmp_path: Path) -> None:
 HOSTILE: list[Any] = [0, 2**31, "x", True, -1.5, float("nan"), [1, 2, 3], ["a"], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["granitehybrid", "deepseek2, one projection of q, yarn", "gemma4, shared keys"])
 def test_metadata_of_another_value_or_type(tmp_path: Path, name: str) -> None:
     """Of each key in turn: the file is read, or refused by a sentence."""

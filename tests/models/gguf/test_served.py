@@ -36,6 +36,7 @@ def expected(gguf_file: Path) -> str:
     return output.outputs[0].text
 
 
+@pytest.mark.slow
 def test_a_server_answers_as_the_file_does_offline(gguf_file: Path, expected: str, forks: Spawner) -> None:
     body = {"messages": PROMPT, "temperature": 0, "max_tokens": GREEDY.max_tokens}
     with running(forks, str(gguf_file), "--num-blocks", "16") as server:
@@ -54,6 +55,7 @@ def test_a_file_without_a_vocabulary_takes_tokens(tmp_path: Path, word: str) -> 
         assert len(llm.generate([[3, 5, 7]], GREEDY)[0].outputs[0].token_ids) == GREEDY.max_tokens
 
 
+@pytest.mark.slow
 def test_a_file_of_a_repository(
     gguf_file: Path, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,13 @@ from quire.config import engine_config
 from quire.errors import ConfigError, ModelError
 from quire.models import load_model
 from quire.ops import load
+from tests.marks import spread
 from tests.models.checkpoints import save
 from tests.models.quantisation import writers
 from tests.models.quantisation.test_formats import CASES, awq_config, divergence, gptq_config, logits
 from tests.models.quantisation.writers import SIZES, Written, drawn, write
+
+pytestmark = pytest.mark.slow
 
 THEIRS = {"model_impl": "transformers"}
 
@@ -33,8 +36,7 @@ def test_every_format(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(found, logits(made.directory), rtol=1e-3, atol=1e-1)  # roundings of x may flip
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["Qwen2", "GPT2", "Olmo"])
+@pytest.mark.parametrize(("kind", "tied"), spread(2, ["Qwen2", "GPT2", "Olmo"], [True, False]))
 def test_families(tmp_path: Path, kind: str, tied: bool) -> None:
     """Biases, a Conv1D, and one that has no decoder here."""
     generator = np.random.default_rng(3)

@@ -17,6 +17,7 @@ from quire.models.weights import Checkpoint, Weights
 from quire.ops import load
 from quire.ops.quantised import QuantisedWeight, quantised
 from quire_bench.engine import loading
+from tests.marks import of_long_runs
 from tests.models.checkpoints import save
 from tests.models.quantisation import writers
 from tests.models.quantisation.test_formats import CASES, divergence, gptq_config, logits
@@ -98,7 +99,7 @@ def test_activations_that_stay(tmp_path: Path, quantization: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", of_long_runs("int4")])
 def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path, quantization: str) -> None:
     """And what stays is little more than the integers: the heap keeps some MiB, whatever the size of the model.
 

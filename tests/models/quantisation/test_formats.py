@@ -16,6 +16,7 @@ from quire.models.quantisation.policy import read_scheme
 from quire.models.weights import Checkpoint
 from quire.ops import load
 from quire.ops.quantised import QuantisedWeight
+from tests.marks import quick, spread
 from tests.models.checkpoints import engine, probed_logits
 from tests.models.quantisation import writers
 from tests.models.quantisation.writers import Written, drawn, write
@@ -170,7 +171,7 @@ def divergence(found: Tensor, expected: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, 5))
 def test_the_integers_are_those_of_the_file(tmp_path: Path, case: str) -> None:
     config, one = CASES[case]
     made = write(tmp_path, config, one(len(case)), intermediate_size=160 if "smaller" in case else 384)
@@ -190,7 +191,7 @@ def test_the_integers_are_those_of_the_file(tmp_path: Path, case: str) -> None:
         assert ("zeros" in case or "awq" in case) == (found.zeros is not None)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, 3))
 def test_the_model_is_that_of_its_numbers(tmp_path: Path, case: str) -> None:
     """But for the rounding of activations, whose size the case without it shows."""
     config, one = CASES[case]
@@ -201,7 +202,7 @@ def test_the_model_is_that_of_its_numbers(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Mixtral", "Phi3", "GPTNeoX", "Bloom", "GPT2"])
+@pytest.mark.parametrize("kind", quick(["Mixtral", "Qwen2", "Phi3", "GPTNeoX", "Bloom", "GPT2"], 1))
 def test_families(tmp_path: Path, kind: str) -> None:
     """Biases, experts, and families that stack or reorder what the checkpoint has."""
     generator = np.random.default_rng(3)
@@ -225,8 +226,11 @@ def test_families(tmp_path: Path, kind: str) -> None:
 LATENT_SIZES = {"hidden_size": 96, "moe_intermediate_size": 64, "q_lora_rank": 32, "num_attention_heads": 6}
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq v1, zeros", "gptq, act-order", "packed", "bytes"])
-@pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    spread(2, ["DeepseekV2", "DeepseekV3"], ["awq", "gptq v1, zeros", "gptq, act-order", "packed", "bytes"]),
+)
 def test_a_latent_is_made_of_the_numbers_that_the_integers_mean(tmp_path: Path, kind: str, case: str) -> None:
     """What makes keys and values of it becomes part of the query and the output: these linears stay numbers."""
     config, one = CASES[case]

@@ -16,6 +16,7 @@ from quire.config import engine_config
 from quire.errors import ConfigError, ModelError
 from quire.models import expected_weight_bytes, load_model, read_json
 from quire.ops import load
+from tests.marks import quick
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.quantisation.test_formats import logits
 
@@ -90,7 +91,7 @@ def published(directory: Path, case: str, kind: str = "Llama", **changes: Any) -
     return packed, plain
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, 2))
 def test_the_model_is_that_of_its_numbers(tmp_path: Path, case: str) -> None:
     packed, plain = published(tmp_path, case)
     expected = logits(plain)
