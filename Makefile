@@ -22,18 +22,8 @@ test: $(INSTALLED)  ## the whole test suite, or some of it: TESTS="tests/ops tes
 test-fast: $(INSTALLED)  ## the inner loop: what takes long is left out (the marker `slow`)
 	$(BIN)/python $(SUITE) -m "not slow"
 
-test-long: $(INSTALLED)  ## the random runs, the compiled kernels and what has one result in many ways, with all repetitions
-	$(BIN)/python $(SUITE) --long --timeout 3600 \
-	  tests/cache/test_machine.py \
-	  tests/engine/test_cache_bits.py tests/engine/test_differential.py tests/engine/test_engine.py tests/engine/test_failures.py tests/engine/test_loops.py tests/engine/test_loops_runs.py \
-	  tests/engine/test_nonfinite.py tests/engine/test_random_runs.py tests/engine/test_reproducible.py tests/engine/test_sampler.py tests/engine/test_soak.py \
-	  tests/engine/test_speculation.py tests/engine/test_tasks.py \
-	  tests/fleet/test_chaos.py \
-	  tests/models/test_families.py tests/models/test_lora.py tests/models/test_native.py tests/models/test_random_configs.py tests/models/test_sweep.py \
-	  tests/ops/test_cache.py tests/ops/test_cascade.py tests/ops/test_conformance.py tests/ops/test_int8_cache.py tests/ops/test_public.py \
-	  tests/ops/test_recurrent.py tests/ops/test_registered.py tests/ops/test_small_operators.py \
-	  tests/ops/cpu/test_bits.py tests/ops/cpu/test_quantised.py tests/ops/triton_backend/test_bits.py tests/ops/triton_backend/test_compiled.py \
-	  tests/test_docs.py tests/test_embedded.py tests/test_walkthroughs.py tests/test_wheel.py
+test-long: $(INSTALLED)  ## everything with all repetitions: the random runs, the compiled kernels, what has one result in many ways
+	$(BIN)/python $(SUITE) --long --timeout 3600
 
 test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
 	.venv-lowest/bin/python $(SUITE)
