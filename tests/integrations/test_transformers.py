@@ -454,6 +454,7 @@ class TestRefusedModels:
         with pytest.raises(Unsupported, match="picks an attention class of its own by the name"):
             tf.AutoModelForCausalLM.from_config(config, attn_implementation="quire")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
     def test_a_model_that_is_compiled(self, options: dict) -> None:
         compiled = torch.compile(build(FAMILIES["llama"](), "quire"), backend="eager", **options)

@@ -141,6 +141,7 @@ def test_shares_of_what_experts_see(backend: str, k: int) -> None:
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_with_the_frameworks_own_product(backend: str, shape: tuple[int, int, int, int]) -> None:
@@ -169,6 +170,7 @@ def test_half_types_stay_close(dtype: torch.dtype) -> None:
 
 
 @needs_native
+@pytest.mark.slow
 @pytest.mark.parametrize("renormalised", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
@@ -258,6 +260,7 @@ ACTIVATIONS = {
 
 
 @needs_native
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)

@@ -106,6 +106,7 @@ def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: py
     assert asked == [(8, 16), (4, 16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("product", ["as it is", "widened", "row by row"])
 def test_a_tied_weight_gives_rows_and_logits(

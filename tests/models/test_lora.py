@@ -348,6 +348,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], type[QuireErr
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_no_adapter_of_the_model(tmp_path: Path, adapters: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each with a sentence that says what it is about; nothing is loaded."""
     llm = LLM(enable_lora=True, num_blocks=64)

@@ -33,6 +33,7 @@ def test_each_family_is_drawn() -> None:
     assert {drawn(seed).kind for seed in SEEDS} == KINDS.keys()
 
 
+@pytest.mark.slow
 def test_a_difference_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """With norms that are read wrongly, and in few words: without the keys that do not matter."""
     sizes = {key: value for key, value in TINY.items() if not key.endswith("_id")} | {"num_hidden_layers": 1}

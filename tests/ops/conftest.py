@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _more_of_the_same(items: list[pytest.Item]) -> set[pytest.Item]:
     """Cases of a test on one backend in which no values of its parameters meet that do not meet in the others.
 
-    On what is slow to run, or differs little from another backend, each value is in one case.
+    On what is slow to run, or differs little from another backend, each value is in one case. Where two values meet for
+    the first time, it is slow if each has been in a case before.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -87,12 +88,16 @@ def _more_of_the_same(items: list[pytest.Item]) -> set[pytest.Item]:
             tests.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
     more: set[pytest.Item] = set()
     for (test, backend), cases in tests.items():
+        each = meetings({item: _values(item) for item in cases}, 1)
         if backend == "gather" and test.partition("::")[0].endswith(WITHOUT_ATTENTION):
             more.update(cases)
         elif " on " in backend or backend in ("gather", *INTERPRETED):
-            more |= set(cases) - meetings({item: _values(item) for item in cases}, 1)
+            more |= set(cases) - each
         else:
-            more |= set(cases) - meetings({item: _marked(item) for item in cases}, 2)
+            pairs = meetings({item: _marked(item) for item in cases}, 2)
+            more |= set(cases) - each - pairs
+            for item in pairs - each:
+                item.add_marker(SLOW)
     return more
 
 
@@ -148,7 +153,9 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
     return ops.load(name, DEVICES[reasons.index(None)])
 
 
-OTHERS = [pytest.param(name, marks=SLOW if name in INTERPRETED else ()) for name in ops.BACKENDS if name != "cpu"]
+OTHERS = [
+    pytest.param(name, marks=SLOW if name in ("gather", *INTERPRETED) else ()) for name in ops.BACKENDS if name != "cpu"
+]
 
 
 @pytest.fixture(params=[*OTHERS, *NATIVE])

@@ -59,6 +59,7 @@ def test_the_rule_of_rounding():
     assert [x.tolist() for x in quantised_rows(torch.zeros(2, 0))] == [[[], []], [0.0, 0.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write_kv_rounds_as_the_rule_says(backend, device, layout):
     """Every bit of integers and scales, for numbers of all sizes, and rows that are not finite among them."""

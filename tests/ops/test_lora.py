@@ -81,6 +81,7 @@ def expected(x: Tensor, out: Tensor, slots: Tensor, by_slot: dict[int, list[Lora
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKES)
 def test_rows_get_their_own_adapters(name: str) -> None:
     """All shapes, dtypes and mixtures; rows of none keep their bits, and NaN stays in its row."""

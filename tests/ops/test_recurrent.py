@@ -104,6 +104,7 @@ def test_against_the_plain_recurrence(backend, device, sizes, rule):
                 check(out, exact_recurrence(layer, convolved, gates), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_all", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sizes", quick(SIZES[:3], 1, 1), ids=str)
@@ -158,6 +159,7 @@ def test_a_state_is_read_by_several(backend, device):
         check_same(backend, [out[40 * i : 40 * i + 40]], [alone[0][1][PIECE:]])
 
 
+@pytest.mark.slow
 def test_strong_and_weak_decay_and_large_numbers(backend, device):
     count = 40 if is_interpreted(backend) else 100
     for rule in RULES:

@@ -17,6 +17,7 @@ from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.side_stream import SideStream, Swapper
+from tests.marks import quick
 
 GROUPS = (CacheGroup((0, 2, 3), heads=Heads(2, 1, 4)), CacheGroup((1, 4), 8, Heads(4, 2, 8)))
 
@@ -172,7 +173,7 @@ def steps(
     return read
 
 
-@pytest.mark.parametrize("device", range(40), indirect=True)
+@pytest.mark.parametrize("device", quick(range(40), 5, usual=20), indirect=True)
 def test_whatever_order_streams_run_in_the_results_are_those_of_one_after_the_other(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

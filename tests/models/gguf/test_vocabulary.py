@@ -127,6 +127,7 @@ def test_larger_vocabularies_of_lfm2_cut_otherwise() -> None:
         build(changed("llama-bpe", pre="lfm2", tokens=tokens, token_type=np.ones(70_000, np.int32)))
 
 
+@pytest.mark.slow
 def test_another_tokenizer(tmp_path: Path) -> None:
     """As an option: its texts, its template, the model's weights."""
     original("gpt-2").save(str(tmp_path / "tokenizer.json"))

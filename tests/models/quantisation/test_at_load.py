@@ -17,7 +17,7 @@ from quire.models.weights import Checkpoint, Weights
 from quire.ops import load
 from quire.ops.quantised import QuantisedWeight, quantised
 from quire_bench.engine import loading
-from tests.marks import of_long_runs
+from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import save
 from tests.models.quantisation import writers
 from tests.models.quantisation.test_formats import CASES, divergence, gptq_config, logits
@@ -32,9 +32,11 @@ def weights_of(directory: Path, **options: Any) -> Weights:
     return Weights(checkpoint, sources, choice.config, torch.bfloat16, "cpu", quantisation)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("head", [None, "int8", "int4", "none"])
-@pytest.mark.parametrize("quantization", ["int4", "int8", None])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantization", "head", "tied"),
+    spread(2, ["int4", "int8", None], [None, "int8", "int4", "none"], [True, False]),
+)
 def test_what_is_rounded(tmp_path: Path, quantization: str | None, head: str | None, tied: bool) -> None:
     """All linears but routers, and the output projection as it is asked for; norms and embeddings stay."""
     save(tmp_path, "Mixtral", **SIZES, tie_word_embeddings=tied, dtype=torch.bfloat16)
@@ -69,8 +71,10 @@ def test_what_is_rounded(tmp_path: Path, quantization: str | None, head: str | N
         assert found.activation_group == 128
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mixtral", "GPT2", "Bloom"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "quantization"), spread(2, ["Llama", "Qwen2", "Mixtral", "GPT2", "Bloom"], ["int8", "int4"])
+)
 def test_the_loss_is_small(tmp_path: Path, kind: str, quantization: str) -> None:
     """Of int8 against the checkpoint; of int4, too coarse for random numbers, against its own."""
     save(tmp_path, kind, **(SIZES if kind in ("Llama", "Qwen2", "Mixtral") else {}))

@@ -243,6 +243,7 @@ def test_a_latent_is_made_of_the_numbers_that_the_integers_mean(tmp_path: Path, 
     assert 0 < divergence(logits(made.directory), expected) < 0.1  # a router may choose anew
 
 
+@pytest.mark.slow
 def test_parts_may_differ(tmp_path: Path) -> None:
     """Left out, of other bits, of other groups, by each format's own way to say so."""
     generator = np.random.default_rng(5)
@@ -314,6 +315,7 @@ def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
     torch.testing.assert_close(unrounded, logits(made.dequantised), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -108,6 +108,7 @@ def test_the_model_is_that_of_its_numbers(tmp_path: Path, case: str) -> None:
     assert expected_weight_bytes(packed) == model.weight_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -123,6 +124,7 @@ def test_families(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_rows_keep_their_bits(tmp_path: Path) -> None:
     """In bf16, by the native kernels: alone, in a batch, and in chunks."""
     packed, _ = published(tmp_path, "channel")

@@ -100,6 +100,7 @@ def joined(operator: Operator) -> bool:
     return isinstance(operator, Project) and isinstance(operator.linear, JoinedLinear)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("isa", "case", "dtype"), RUNS, ids=str, indirect=["isa"])
 def test_every_bit_is_that_of_the_parts_one_by_one(
     checkpoint_of: Callable[[str], Path], case: str, dtype: torch.dtype

@@ -176,6 +176,7 @@ BROKEN: list[tuple[Callable[[Path], Path], str, Change, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "kind", "change", "match"), BROKEN)
 def test_a_broken_file(tmp_path: Path, make: Callable[[Path], Path], kind: str, change: Change, match: str) -> None:
     directory = make(tmp_path)

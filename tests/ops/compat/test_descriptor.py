@@ -185,6 +185,7 @@ def test_strided_tensors(backend, device, nhd):
     call.check(16**-0.5)
 
 
+@pytest.mark.slow
 def test_a_run_allocates_no_tensor():
     """On the native backend, whose work needs no memory but the plan's. Scalars of the checks of lengths aside."""
     if reason := ops.unavailable("cpu"):

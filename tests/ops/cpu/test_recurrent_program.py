@@ -93,6 +93,7 @@ def run(executor: EagerExecutor | NativeExecutor, caches: Caches, steps: list[tu
     return torch.cat(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["delta", "ssd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -49,6 +49,7 @@ def test_against_float64(tile, dtype, with_bias, rows, size, columns):
     check_close("linear", got.cpu().double(), want, rounding + 16 * torch.finfo(torch.float32).eps * terms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_others(tile, dtype):
@@ -63,6 +64,7 @@ needs_descriptions = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_descriptions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "size", "columns"), [(1, 8, 8), (300, 72, 136), (257, 64, 130), (3, 200, 5)])

@@ -272,6 +272,7 @@ def test_a_step_that_would_need_more_parts_than_there_is_room_for_is_not_cut(mon
     assert lists.num_parts == 0
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_the_step_before_does_not_show():
     """One partitioner, and a new one for each step: rows come and go, and contexts grow by a token a step."""
     for seed in range(12):
