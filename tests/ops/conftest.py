@@ -91,7 +91,7 @@ def _more_of_the_same(items: list[pytest.Item]) -> set[pytest.Item]:
         each = meetings({item: _values(item) for item in cases}, 1)
         if backend == "gather" and test.partition("::")[0].endswith(WITHOUT_ATTENTION):
             more.update(cases)
-        elif " on " in backend or backend in ("gather", *INTERPRETED):
+        elif " on " in backend or backend in ("gather", *INTERPRETED) or (INTERPRETED and "triton_backend" in test):
             more |= set(cases) - each
         else:
             pairs = meetings({item: _marked(item) for item in cases}, 2)

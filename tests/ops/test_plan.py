@@ -133,9 +133,10 @@ def test_a_refused_update_leaves_the_plan_as_it_was(backend, device, reason):
     with pytest.raises(QuireError):
         plan.update(*REFUSED[reason])
     assert snapshot(plan) == before
-    backend.write_kv(step.k_new, step.v_new, step.kv, plan)
-    step.check_cache()
-    check(backend, plan, step)
+    if backend.name not in INTERPRETED or reason == next(iter(REFUSED)):
+        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+        step.check_cache()
+        check(backend, plan, step)
 
 
 def test_a_fresh_plan_is_empty(backend, device):

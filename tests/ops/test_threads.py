@@ -94,7 +94,8 @@ def test_an_update_meanwhile(backend, device):
     """A call sees one update or another, never half of one; where its rows do not fit that one, it raises."""
     spec, kv = spec_for(device), cache_for(device)
     plan = backend.make_plan(spec, 64, 64, 80)
-    steps = [step([300, 40, 500, 9]), step([20, 1200, 3, 64], first=7), step([60] * 48)]
+    longest = 90 if backend.name in INTERPRETED else 1200
+    steps = [step([300, 40, 50, 9]), step([20, longest, 3, 64], first=7), step([60] * 48)]
     q, wanted = torch.randn(4, HEADS, DIM, device=device), []
     for metadata in steps[:2]:
         plan.update(*metadata)

@@ -88,10 +88,10 @@ def seen(partitioner: Partitioner, lists: Lists, tables: np.ndarray, num_tokens:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worth", [0, partition.WORTH_SHARING])
-def test_every_key_once(monkeypatch, worth):
+def test_every_key_once(monkeypatch, worth, long):
     monkeypatch.setattr(partition, "WORTH_SHARING", worth)
     shared = cut = 0
-    for seed in SEEDS:
+    for seed in SEEDS if long else SEEDS[:200]:
         partitioner, starts, lens, tables = draw(seed)
         spec, num_tokens = partitioner.spec, int(starts[-1])
         lists = partitioner.cut(starts, lens, tables)
@@ -117,7 +117,7 @@ def test_every_key_once(monkeypatch, worth):
         shared += any(len(set(np.searchsorted(starts, lists.rows[f : f + c, 0], "right"))) > 1
             for _, f, c, *_ in lists.many.tolist())  # fmt: skip
         cut += len(lists.merges) > 0
-    assert cut > 50
+    assert cut > 20
     assert (shared > 10) == (worth == 0)
 
 

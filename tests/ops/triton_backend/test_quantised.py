@@ -27,7 +27,7 @@ from quire.ops.triton.quantised import (
     rounded_rows,
 )
 from quire.ops.triton.tiles import processors_of
-from tests.marks import spread
+from tests.marks import of_long_runs, spread
 from tests.ops.conftest import DEVICES
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight
 
@@ -127,7 +127,7 @@ def test_a_kind_of_weight_is_compared_once(monkeypatch):
     assert warned == ["the kernel of 4-bit weights gives wrong sums here; torch's slow operators serve them"]
 
 
-@pytest.mark.parametrize("kind", ["int4-32", "sub6"])
+@pytest.mark.parametrize("kind", ["int4-32", of_long_runs("sub6")])
 def test_what_is_compared(kind):
     weight = weight_of(kind, 70, 260)
     assert IS_RIGHT(weight)
