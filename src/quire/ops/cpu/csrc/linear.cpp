@@ -118,14 +118,14 @@ ENTRY_OF(int64_t, packed_bytes)(ParallelFor, const LinearParams* p) {
 // fp32 numbers that the copy of a row takes.
 ENTRY_OF(int64_t, row_lanes)(ParallelFor, const LinearParams* p) { return linear_kind(*p).x_lanes(*p); }
 
-// How far rows of so many numbers should lie apart to be read fast where they lie.
+// The distance, in numbers, at which rows of `numbers` numbers are read fast in place.
 ENTRY_OF(int64_t, row_stride)(ParallelFor, int64_t numbers, int32_t dtype) {
     int64_t stride = 0;
     with_kind(dtype, [&]<class K>() { stride = row_lanes<K>(numbers) * K::PAIR; });
     return stride;
 }
 
-// fp32 numbers of room for what linear copies of so many rows of x that lie so many numbers apart.
+// fp32 numbers of room for the rows of x that linear copies. stride: from row to row, in numbers.
 ENTRY_OF(int64_t, copy_size)(ParallelFor, const LinearParams* p, int64_t rows, int64_t stride) {
     const LinearKind& kind = linear_kind(*p);
     if (kind.in_place(*p, rows, stride)) return kind.tiled && rows > 32 ? 16 * kind.x_lanes(*p) : 0;

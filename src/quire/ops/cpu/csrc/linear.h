@@ -51,7 +51,7 @@ struct LinearKind {
     int unit;                      // strips that are not parted
     int64_t (*strip_lines)(const LinearParams& p);
     int64_t (*x_lanes)(const LinearParams& p);  // of a row of x that was copied
-    // Whether rows that lie so many numbers apart are the lanes that the kernel reads.
+    // Whether the kernel reads rows where they are, `stride` numbers apart, as its lanes.
     bool (*in_place)(const LinearParams& p, int64_t rows, int64_t stride);
     void (*copy_row)(const LinearParams& p, const void* row, float* to);  // as lanes
     void (*work)(LinearWork& all, int64_t thread);

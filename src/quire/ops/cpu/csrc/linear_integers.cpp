@@ -1,6 +1,6 @@
 // Weights of integers, as entry points and as kinds of linear.h.
 
-#include "linear_integers.h"
+#include "linear_integers_pack.h"
 #ifdef QUIRE_TILES
 #include "linear_integer_tiles.h"
 #endif

@@ -8,7 +8,7 @@
 
 namespace {
 
-// Vectors of VECTOR bytes that a cache line has: one of so many is fetched.
+// Vectors of VECTOR bytes in a cache line. One of them is fetched.
 template <int VECTOR>
 constexpr int PER_LINE = VECTOR < 64 ? 64 / VECTOR : 1;
 

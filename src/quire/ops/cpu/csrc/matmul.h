@@ -52,21 +52,7 @@ static void micro_kernel(
         }
 }
 
-// Call f.template operator()<R>() for a block of that many rows.
-template <class F>
-QUIRE_INLINE void with_rows(int rows, const F& f) {
-    static_assert(ROWS == 6);
-    switch (rows) {
-        case 1: return f.template operator()<1>();
-        case 2: return f.template operator()<2>();
-        case 3: return f.template operator()<3>();
-        case 4: return f.template operator()<4>();
-        case 5: return f.template operator()<5>();
-        default: return f.template operator()<6>();
-    }
-}
-
-// The same of one of several blocks, none of which has fewer than 3 rows: see RowBlocks.
+// Call f.template operator()<R>() for one of several blocks, none of which has fewer than 3 rows: see RowBlocks.
 template <class F>
 QUIRE_INLINE void with_several_rows(int rows, const F& f) {
     static_assert(ROWS == 6);
@@ -76,6 +62,14 @@ QUIRE_INLINE void with_several_rows(int rows, const F& f) {
         case 5: return f.template operator()<5>();
         default: return f.template operator()<6>();
     }
+}
+
+// The same for a block of any number of rows.
+template <class F>
+QUIRE_INLINE void with_rows(int rows, const F& f) {
+    if (rows == 1) return f.template operator()<1>();
+    if (rows == 2) return f.template operator()<2>();
+    with_several_rows(rows, f);
 }
 
 // Rows `first`.. of a split of `total` rows into blocks of nearly equal height, `most` at most.

@@ -97,8 +97,9 @@ QUIRE_INLINE I even_bytes(I u) { return (I)_mm256_and_si256((__m256i)u, _mm256_s
 QUIRE_INLINE I odd_bytes(I u) { return (I)_mm256_srli_epi16((__m256i)u, 8); }
 // Of each lane, byte i (0..3) in both halves, widened with its sign.
 QUIRE_INLINE I doubled_byte(I line, int i) {
-    const __m256i places = _mm256_set1_epi32((int)(0x00800080u | (uint32_t)i * 0x01000100u));  // 0x80: a zero
-    return (I)_mm256_srai_epi16(_mm256_shuffle_epi8((__m256i)line, _mm256_add_epi8(places, _mm256_set_epi8(12, 0, 12, 0, 8, 0, 8, 0, 4, 0, 4, 0, 0, 0, 0, 0, 12, 0, 12, 0, 8, 0, 8, 0, 4, 0, 4, 0, 0, 0, 0, 0))), 8);
+    const I first = {0, 4, 8, 12, 0, 4, 8, 12};  // byte of a lane, within its half
+    const I places = first * 0x01000100 + (i * 0x01000100 | 0x00800080);  // 0x80: a zero
+    return (I)_mm256_srai_epi16(_mm256_shuffle_epi8((__m256i)line, (__m256i)places), 8);
 }
 
 }  // namespace
