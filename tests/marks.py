@@ -46,7 +46,9 @@ def spread(one_in: int, *axes: Iterable[Any]) -> list[Any]:
 def meetings(cases: Mapping[Case, Mapping[str, object]], together: int) -> set[Case]:
     """Return cases, with a value for each parameter, in which all values meet that meet in any of the cases.
 
-    together: so many parameters at a time.
+    Args:
+        cases: the values of each case's parameters, by name.
+        together: the number of parameters whose values are to meet.
     """
     met = {
         case: set(combinations(sorted(values.items()), min(together, len(values)))) for case, values in cases.items()

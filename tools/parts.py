@@ -73,7 +73,7 @@ def touched(paths: Iterable[str]) -> list[str]:
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns is the path's."""
+    """Return whether a path matches one of the patterns."""
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 

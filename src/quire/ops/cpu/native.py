@@ -470,12 +470,12 @@ def built(path: Path) -> tuple[str, ...]:
 
 @cache
 def runnable(path: Path) -> tuple[str, ...]:
-    """Return those of them that this machine runs, the best first. Asked of the library once."""
+    """Return the instruction sets of the library that this machine runs, the best first. Asked of the library once."""
     return tuple(isa for isa in built(path) if _runs(path, isa))
 
 
 def _runs(path: Path, isa: str) -> bool:
-    """Whether this machine runs an instruction set, even if the library lacks its kernels."""
+    """Return whether this machine runs an instruction set, even if the library lacks its kernels."""
     runs = getattr(ctypes.CDLL(str(path)), f"quire_runs_{isa}", None)
     return runs is not None and bool(runs())
 
