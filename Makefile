@@ -7,6 +7,8 @@ LOWEST := .venv-lowest/installed
 SUITE := -m pytest --numprocesses auto --dist worksteal --durations 25
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 INSTALL := -m pip install --disable-pip-version-check --no-compile
+# Without bytecode each of the suite's processes would compile torch, transformers and Quire for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs docs-version bench bench-peers bench-long clients formats wheel sanitize sanitize-threads emulate clean
 
