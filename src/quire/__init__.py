@@ -2,7 +2,7 @@
 
     from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams, ops
 
-Names are imported when they are first used, so that `import quire` costs nothing.
+Each name is imported at first use, so that `import quire` is fast.
 """
 
 from __future__ import annotations

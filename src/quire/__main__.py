@@ -1,4 +1,4 @@
-"""`python -m quire` is `quire`."""
+"""Entry point of `python -m quire`, which is the same as `quire`."""
 
 from quire.cli import main
 

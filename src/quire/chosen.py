@@ -1,4 +1,4 @@
-"""What was chosen for a model that is loaded, and why: what commands say at their start."""
+"""Startup summary: the settings chosen for a loaded model, and why. Commands print it at their start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.ops.exchange import TorchExchange
 
 
 def chosen(llm: LLM) -> dict[str, str]:
-    """Each thing that was chosen, in words, by its name."""
+    """Return a description of each setting that was chosen, by its name."""
     return {
         "model": llm.decoder.origin,
         "backend": _backend(llm),
@@ -72,5 +72,5 @@ def _cache(llm: LLM) -> str:
 
 
 def _longest(llm: LLM) -> str:
-    why = "what the model was made for" if llm.config.max_model_len is None else "as asked for"
+    why = "the model's own limit" if llm.config.max_model_len is None else "as asked for"
     return f"{llm.engine.scheduler.max_model_len:,} tokens ({why})"

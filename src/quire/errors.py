@@ -1,8 +1,8 @@
-"""Every exception that Quire raises on purpose. A leaf: all rooms may import it.
+"""Every exception that Quire raises on purpose. Imports no other module of Quire, so that all may import it.
 
-All are `ValueError`s: something that the caller gave cannot be honoured, and the message names what, where and the
-value, and what would be right. Those of the operators carry a `status` besides, the word by which a caller of a C
-interface would know them. Below them stand the checks of numbers and names that several rooms share.
+All are `ValueError`s: the caller gave an argument that cannot be honoured. The message names the argument, the place,
+the value and a valid alternative. The errors of the operators also carry a `status`, the name of the error for callers
+of a C interface. The end of the module has checks of numbers and names that several packages share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from typing import ClassVar
 
 
 class QuireError(ValueError):
-    """Base of all of them."""
+    """Base class of all errors that Quire raises on purpose.
+
+    Example:
+        ```python
+        from quire import SamplingParams
+        from quire.errors import QuireError
+
+        try:
+            SamplingParams(temperature=-1.0)
+        except QuireError as error:
+            print(error)
+        ```
+    """
 
 
 class BadShape(QuireError):
@@ -32,7 +44,7 @@ class BadDtype(QuireError):
 
 
 class BadStride(QuireError):
-    """A tensor is laid out in memory in a way that cannot serve.
+    """A tensor's memory layout is not supported.
 
     Its last dimension is not contiguous, or it is written and shares memory with itself or with another argument.
     """
@@ -47,7 +59,7 @@ class BadValue(QuireError):
 
 
 class Unsupported(QuireError):
-    """The case is valid, but this backend, device or model family does not serve it."""
+    """The request is valid, but this backend, device or model family does not support it."""
 
     status: ClassVar[str] = "UNSUPPORTED"
 
@@ -57,10 +69,12 @@ class ConfigError(QuireError):
 
 
 class RequestError(QuireError):
-    """A request or its sampling parameters are invalid, or it can never fit; it was not accepted.
+    """A request or its sampling parameters are invalid, or the request can never fit. It was not accepted.
 
-    `field` is what is wrong with it, where that is one thing and the message comes from the engine: "prompt",
-    "priority", or a field of SamplingParams or BeamSearchParams.
+    Args:
+        message: the text of the error.
+        field: the invalid part of the request: "prompt", "priority", or a field of SamplingParams or BeamSearchParams.
+            None if it is not a single one, or if the message does not come from the engine.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -73,11 +87,15 @@ class ModelError(QuireError):
 
 
 class OutOfBlocks(QuireError):
-    """More KV blocks were asked for than are free. The scheduler asks first; a caller of BlockPool may see it."""
+    """More KV blocks were requested than are free. The scheduler checks first; direct callers of BlockPool may see it."""
 
 
 class EngineStopped(QuireError):
-    """The engine computes nothing any more: it was closed, or it has failed. What waited for it ends with this."""
+    """The engine was closed or has failed. Calls that wait for it end with this error.
+
+    Args:
+        why: the reason, which the message reports.
+    """
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the engine has stopped: {why}")
@@ -85,19 +103,19 @@ class EngineStopped(QuireError):
 
 
 class GroupLost(QuireError):
-    """A rank of a tensor-parallel group has died or hangs, so the group computes nothing any more."""
+    """A rank of a tensor-parallel group has died or hangs, so the group cannot compute any more."""
 
 
 class NoReplica(QuireError):
-    """No replica of the fleet can take a request now; the request itself may be right, and can be sent again."""
+    """No replica of the fleet can accept a request now. The request may be valid and can be sent again."""
 
 
 class MissingPackage(QuireError, ModuleNotFoundError):
     """A package that a part of Quire needs is not installed: Quire was installed without its dependencies.
 
     Args:
-        part: the package of Quire that imports them.
-        modules: those that cannot be imported. `name` is the first of them.
+        part: the package of Quire that imports the modules.
+        *modules: the modules that cannot be imported. The attribute `name` is the first of them.
     """
 
     def __init__(self, part: str, *modules: str) -> None:
@@ -109,7 +127,7 @@ class MissingPackage(QuireError, ModuleNotFoundError):
 
 
 def check_installed(part: str, *modules: str) -> None:
-    """Raise MissingPackage unless all of these modules can be imported. Takes the arguments of that error."""
+    """Raise MissingPackage unless all of these modules can be imported. The arguments are those of that error."""
     if missing := [module for module in modules if find_spec(module) is None]:
         raise MissingPackage(part, *missing)
 
@@ -125,7 +143,7 @@ def check_integer(error: type[QuireError], name: str, value: object, lower: int,
 
 
 def are_counts(*values: object) -> bool:
-    """Whether all of them are plain integers that are not negative: most are, and that is soon seen."""
+    """Return whether all values are plain non-negative integers. A fast path, since most are."""
     for value in values:  # noqa: SIM110 (a generator takes twice as long)
         if type(value) is not int or value < 0:
             return False
@@ -133,7 +151,7 @@ def are_counts(*values: object) -> bool:
 
 
 def are_times(*values: object) -> bool:
-    """Whether all of them are floats, finite and not negative: most are, and that is soon seen."""
+    """Return whether all values are finite non-negative floats. A fast path, since most are."""
     for value in values:  # noqa: SIM110 (a generator takes twice as long)
         if type(value) is not float or not 0.0 <= value < math.inf:
             return False
@@ -156,9 +174,9 @@ def check_number(error: type[QuireError], name: str, value: object, lower: float
 def check_known(
     error: type[QuireError], lacks: str, given: Iterable[str], known: Collection[str], refused: Mapping[str, str]
 ) -> None:
-    """Raise `error` for a name that is not known: with what is said of it in `refused`, or with what was perhaps meant.
+    """Raise `error` for a name that is not in `known`, with its text in `refused` or else the most similar known name.
 
-    lacks: the sentence's beginning, before the name.
+    `lacks` is the beginning of the message, before the name.
     """
     for name in given:
         if name not in known:

@@ -1,4 +1,4 @@
-"""What it costs to import torch and all that is built on it, and to read a model's weights, cut."""
+"""Faster imports and model loading: a context without the garbage collector."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's garbage collector, if it is on.
+    """Disable Python's garbage collector within the context, if it is enabled.
 
-    An import makes hundreds of thousands of objects and no garbage, and reading a model hardly any. Looking through all
-    objects again and again takes a tenth of an import's time.
+    Importing torch and its dependents creates hundreds of thousands of objects and no garbage, and reading a model
+    creates hardly any. The collector's repeated scans of all objects take a tenth of an import's time.
     """
     if not gc.isenabled():
         yield

@@ -1,4 +1,4 @@
-"""Filling in: the prompt by which a model is asked for what stands between two texts, where it was taught that."""
+"""Fill-in-the-middle: the prompt that asks a model for the text between two others, if it was trained for that."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.text import Tokenizer
 
 
 class Form(NamedTuple):
-    """Tokens that a family's models were taught with: one, the text before, one, the text after, one."""
+    """The special tokens that a family's models were trained with: prefix, text, suffix, text, middle."""
 
-    prefix: str  # before the text before
-    suffix: str  # before the text after
-    middle: str  # after it, and the model goes on
-    ends: tuple[str, ...]  # what ends the middle besides the model's own end
+    prefix: str  # precedes the text before the gap
+    suffix: str  # precedes the text after the gap
+    middle: str  # ends the prompt; the model continues with the missing text
+    ends: tuple[str, ...]  # tokens that end the middle, in addition to the model's own end-of-sequence tokens
 
 
 FORMS = (
@@ -29,7 +29,7 @@ FORMS = (
     # Code Llama
     Form("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),
 )
-ANCHOR = "☺"  # a letter that no token has together with others
+ANCHOR = "☺"  # a character that no token contains together with others
 
 
 class Infill(NamedTuple):
@@ -40,15 +40,16 @@ class Infill(NamedTuple):
 
 
 def infill(tokenizer: Tokenizer, before: list[int], after: str) -> Infill:
-    """The prompt for what stands between tokens and a text. Raises RequestError where the tokenizer has no such tokens.
+    """Return the prompt that asks for the text between `before` and `after`.
 
-    before: may begin with the special tokens that the model expects before a prompt.
+    `before` may begin with the special tokens that the model expects before a prompt. Raises RequestError if the
+    tokenizer has no tokens for infilling.
     """
     form = next((one for one in FORMS if all(tokenizer.token_id(text) is not None for text in one[:3])), None)
     if form is None:
         known = ", ".join(one.middle for one in FORMS)
         raise RequestError(
-            f"suffix is given, and this model was not taught to fill in: its tokenizer has no token for the middle "
+            f"suffix is given, and this model was not trained to fill in: its tokenizer has no token for the middle "
             f"({known}); leave suffix out",
             "suffix",
         )
@@ -61,7 +62,7 @@ def infill(tokenizer: Tokenizer, before: list[int], after: str) -> Infill:
 
 
 def _inner(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text that does not stand at the beginning, where some tokenizers put a space before it."""
+    """Tokenize a text that is not at the beginning of a prompt, where some tokenizers would add a space before it."""
     anchor = tokenizer.encode(ANCHOR, add_special_tokens=False)
     whole = tokenizer.encode(ANCHOR + text, add_special_tokens=False)
     if whole[: len(anchor)] == anchor:

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar over `total` steps: a function that advances it by one. Nothing where standard error is no terminal."""
+    """Show a bar over `total` steps and yield a function that advances it by one.
+
+    Nothing is shown if standard error is not a terminal.
+    """
     if not sys.stderr.isatty():
         yield lambda: None
         return

@@ -61,7 +61,7 @@ def test_it_says_what_was_chosen_and_why_and_drains_at_sigterm(forks: Spawner) -
         assert re.search(
             r"cache +60 blocks of 16 tokens, \d+ MiB \(as asked for\); too few for 1,024 tokens, which take 64:", shown
         )
-        assert re.search(r"longest +[\d,]+ tokens \(what the model was made for\)", shown)
+        assert re.search(r"longest +[\d,]+ tokens \(the model's own limit\)", shown)
         assert "4 sequences at a time" in shown
         answers: list[object] = []
         asked = threading.Thread(
