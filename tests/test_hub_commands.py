@@ -127,7 +127,7 @@ def test_one_gguf_file_of_a_repository_is_pulled(cache: Path) -> None:
         (["pull", "someone/notes"], "has no config.json and no GGUF file"),
         (["pull", "a b"], "'a b' is not the name of a Hugging Face repository, which is OWNER/NAME"),
         (["rm", "someone/tinny"], "'someone/tinny' is not in the hub's cache; did you mean 'someone/tiny'?"),
-        (["rm", "other"], "'other' is not in the hub's cache; quire list shows what is there"),
+        (["rm", "other"], "'other' is not in the hub's cache; quire list shows its models"),
         (["rm", "someone/tiny", "--revision", "v9"], "has no revision 'v9' in the hub's cache"),
     ],
 )

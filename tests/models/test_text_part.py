@@ -172,7 +172,7 @@ def test_the_files_say_whether_the_embedding_is_tied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"logit_scale": 2.0}, "keys that are not known of a gemma3: logit_scale=2.0. What concerns its text belongs"),
+        ({"logit_scale": 2.0}, "keys that are not known of a gemma3: logit_scale=2.0. Keys of its text part belong"),
         ({"text_config": None}, "text_config is None; a gemma3 has an object there"),
         ({"text_config": 5}, "text_config is 5; a gemma3 has an object there"),
     ],

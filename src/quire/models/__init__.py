@@ -1,7 +1,7 @@
-"""Weights to logits: finds a checkpoint, picks who computes it, and loads it.
+"""Model loading: find a checkpoint, select its implementation, and load the weights.
 
-A checkpoint whose config a family understands to the last key runs on Quire's own decoder. For every other one there is
-transformers' modelling code with Quire's attention in it, if a trial shows that this computes the same.
+A checkpoint runs on Quire's own decoder if a family understands every key of its config. Any other checkpoint runs on
+transformers' modelling code with Quire's attention, if a trial shows that the two compute the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from quire.progress import progress_bar
 if TYPE_CHECKING:
     from quire.models.adapter.load import Found
 
-# What a config.json calls its architecture -> the module that reads it.
+# Architecture in config.json -> the module that reads it.
 FAMILIES = {
     "BambaForCausalLM": "quire.models.families.bamba",
     "BloomForCausalLM": "quire.models.families.bloom",
@@ -101,23 +101,23 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-SHOWN_WHILE_READ = 2**29  # bytes of weights from which on a terminal shows how far they are read
+SHOWN_WHILE_READ = 2**29  # bytes of weights from which a progress bar is shown
 
 
 class Family(Protocol):
-    """A module that reads one family's checkpoints."""
+    """A module that reads the checkpoints of one model family."""
 
     def decoder_config(self, raw: Mapping[str, Any]) -> DecoderConfig:
-        """The decoder that a config.json describes. Raises ModelError for what is not understood."""
+        """Return the decoder that a config.json describes. Raises ModelError for keys or values it does not know."""
 
     def weight_sources(self, config: DecoderConfig, names: frozenset[str]) -> Sources:
-        """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+        """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
 
 
 def check_device(device: str) -> str:
-    """The device with its index, where it is a GPU: "cuda" alone would be another one in another thread.
+    """Return the device, with its index if it is a GPU: the current device of "cuda" differs between threads.
 
-    Raises Unsupported unless weights can be put there.
+    Raises Unsupported if the device is unknown or this machine does not have it.
     """
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
@@ -129,18 +129,18 @@ def check_device(device: str) -> str:
 
 
 def read_config(where: Where) -> tuple[DecoderConfig, torch.dtype]:
-    """What a model, or the model of a config.json, is, and the dtype of its weights.
+    """Return the decoder config and the weights' dtype of a model, or of a config.json.
 
-    Raises ModelError where it is not understood.
+    Raises ModelError if no family supports it.
     """
     raw, family = _config_and_family(where)
     return family.decoder_config(raw), _dtype("auto", raw)
 
 
 def expected_weight_bytes(where: Where) -> WeightBytes:
-    """Bytes that the weights of such a model would take, by its configuration alone.
+    """Return the bytes that a model's weights take, computed from its configuration alone.
 
-    Raises ModelError where it is not understood.
+    Raises ModelError if no family supports it.
     """
     raw, family = _config_and_family(where)
     decoder = family.decoder_config(raw)
@@ -148,7 +148,7 @@ def expected_weight_bytes(where: Where) -> WeightBytes:
 
 
 def _config_and_family(where: Where) -> tuple[Mapping[str, Any], Family]:
-    """Of a model, or of a config.json."""
+    """Return the raw config and the family of a model, or of a config.json."""
     if isinstance(where, Path) and where.suffix == ".json":
         raw, _ = _described(read_json(where))
         return raw, _family_of(raw, where)
@@ -158,9 +158,9 @@ def _config_and_family(where: Where) -> tuple[Mapping[str, Any], Family]:
 
 
 def _described(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart | None]:
-    """Return what a config.json says of what is served, and of which part that is.
+    """Return the config of the served part of a model, and that part; None: the whole model is served.
 
-    Raises ModelError for counts and names that nothing can be made of.
+    Raises ModelError for counts, names and RoPE factors that are invalid.
     """
     check_counts(config)
     raw, part = text_part(config)
@@ -173,17 +173,17 @@ def _described(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart |
 
 
 class Own(NamedTuple):
-    """A model of Quire's decoder."""
+    """A model that runs on Quire's own decoder."""
 
-    raw: Mapping[str, Any]  # its config.json
-    part: TextPart | None  # of its checkpoint that it is; None: all
+    raw: Mapping[str, Any]  # config.json
+    part: TextPart | None  # the served part of the checkpoint; None: all of it
     family: Family
     config: DecoderConfig
     scheme: Scheme | None  # of quantised weights
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that are not quantised, and of the cache, unless an option says otherwise."""
+        """The default dtype of the cache and of the weights that are not quantised."""
         return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
@@ -191,17 +191,17 @@ class Own(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """A model of transformers' code."""
+    """A model that runs on transformers' code."""
 
-    raw: Mapping[str, Any]  # its config.json
-    part: TextPart | None  # of its checkpoint that it is; None: all
+    raw: Mapping[str, Any]  # config.json
+    part: TextPart | None  # the served part of the checkpoint; None: all of it
     found: Found
-    reason: str  # why it is not of Quire's decoder
+    reason: str  # why Quire's own decoder does not run it
     scheme: Scheme | None  # of quantised weights
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that are not quantised, and of the cache, unless an option says otherwise."""
+        """The default dtype of the cache and of the weights that are not quantised."""
         return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
@@ -213,15 +213,15 @@ def _of_part(part: TextPart | None) -> str:
 
 
 def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
-    """Who computes a model.
+    """Select the implementation that runs a model.
 
-    model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
+    model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, if no implementation can.
     """
     files = files_of(where)
     raw, part = _described(files.config())
     _refuse_cross_encoders(raw, files.path)
     if part is not None and raw.get("tie_word_embeddings") is None and files.weight_files(part):
-        # What a missing key means differs between the whole, its text part, and the release that wrote them.
+        # The default of this key differs between the whole model, its text part, and releases of transformers.
         raw = {**raw, "tie_word_embeddings": "lm_head.weight" not in files.tensors(part).names}
     scheme = read_scheme(raw)
     reason = "model_impl is 'transformers'"
@@ -233,7 +233,7 @@ def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
             if model_impl == "quire":
                 raise
             reason = str(error)
-    from quire.models.adapter.load import find  # two seconds to import, which Quire's decoder does not take
+    from quire.models.adapter.load import find  # the import takes 2 s and Quire's own decoder does not need it
 
     try:
         return Adapted(raw, part, find(raw), reason, scheme)
@@ -242,10 +242,10 @@ def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
 
 
 def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: Exchange | None = None) -> Model:
-    """A model with its weights on the device.
+    """Load a model with its weights on the device.
 
-    exchange: of the tensor-parallel group of which this is a rank, which gets its part; None: all of it.
-    Raises ModelError for a checkpoint that cannot be served, ConfigError for options that do not suit it.
+    exchange: the communication of the tensor-parallel group; this rank loads its part. None: load the whole model.
+    Raises ModelError for a checkpoint that cannot be served, ConfigError for options that it does not support.
     """
     files = files_of(where)
     choice = choose(files, config.model_impl)
@@ -273,7 +273,7 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: E
 
 
 def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None:
-    """Raise ConfigError where so many processes as the config has cannot compute this model together."""
+    """Raise ConfigError if this model does not support the tensor_parallel_size of the config."""
     choice = choose(where, config.model_impl)
     refused = {
         "its layers are transformers' own": isinstance(choice, Adapted),
@@ -293,7 +293,7 @@ def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None
 
 
 def _read_ahead(path: Path) -> None:
-    """Let the system read a file while what was read before is packed, where it takes such advice."""
+    """Ask the system to read a file in the background while earlier weights are packed, if it takes such advice."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -302,7 +302,7 @@ def _read_ahead(path: Path) -> None:
 def _shown(
     weights: Weights, files: Files, part: TextPart | None, rank: int
 ) -> AbstractContextManager[Callable[[], None]]:
-    """A progress bar over the weights, on rank 0, if reading them takes a while."""
+    """Return a progress bar over the weights for rank 0, if there are SHOWN_WHILE_READ bytes to read."""
     size = sum(path.stat().st_size for path in files.weight_files(part))
     return progress_bar("weights", len(weights)) if size >= SHOWN_WHILE_READ and not rank else nullcontext(lambda: None)
 
@@ -339,7 +339,7 @@ def _adapted(
 
 
 def lora_limits(config: EngineConfig) -> LoraLimits | None:
-    """Of the adapters that the engine is to serve; None: it serves none."""
+    """Return the limits of LoRA adapters; None if LoRA is disabled."""
     return LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
@@ -355,7 +355,7 @@ def _refuse_cross_encoders(raw: Mapping[str, Any], directory: Path) -> None:
         if name.endswith("ForSequenceClassification"):
             raise ModelError(
                 f"{directory} is a {name}, a cross-encoder or classifier, whose head scores a text; models here "
-                f"generate and embed. Texts are compared by embeddings, or by what a causal reranker answers"
+                f"generate and embed. Compare texts by their embeddings, or by the answers of a causal reranker"
             )
 
 
@@ -369,7 +369,7 @@ def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
 
 
 def longest_sequence(decoder: DecoderConfig) -> int:
-    """The longest sequence that the positions of all layers were made for."""
+    """Return the longest sequence, in tokens, that the positions of all layers support."""
     longest = decoder.max_position_embeddings
     return min((longest_rotated(rope, longest) for rope in decoder.ropes if rope is not None), default=longest)
 
@@ -385,10 +385,10 @@ def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], files: Files, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a text: those of its generation_config.json, else of its config.json."""
+    """Return the tokens that end generation: those of generation_config.json, else those of config.json."""
     found = files.generation().get("eos_token_id")
     ids = raw.get("eos_token_id") if found is None else found
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int for token in listed):
         raise ModelError(f"{files.path}: eos_token_id is {shown(ids)}; it must be a token's number, or a list of these")
-    return frozenset(token for token in listed if 0 <= token < vocab_size)  # others can never be drawn
+    return frozenset(token for token in listed if 0 <= token < vocab_size)  # others can never be sampled

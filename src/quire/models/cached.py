@@ -1,4 +1,4 @@
-"""What stands in the hub's cache: models that were downloaded."""
+"""Models in the hub's cache: list and remove downloaded models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quire.models.hub import GGUF, missing_files
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
 
-FOLDER = "models--"  # what the folder of a model's repository begins with; slashes are written as two dashes
-SHORT = 8  # characters of a commit that tell it from others
+FOLDER = "models--"  # prefix of the folder of a model's repository; a slash in the name is written as two dashes
+SHORT = 8  # characters of an abbreviated commit
 
 
 @dataclass(frozen=True)
 class CachedModel:
-    """One revision of a repository, as far as it is in the cache."""
+    """One revision of a repository in the cache, complete or not."""
 
     name: str
     commit: str
@@ -29,11 +29,11 @@ class CachedModel:
     size: int  # bytes
     modified: float  # s since 1970
     gguf_files: tuple[str, ...]
-    missing: tuple[str, ...]  # files without which it cannot be served
+    missing: tuple[str, ...]  # files that are needed to serve it and are not in the cache
 
 
 def cached_names() -> list[str]:
-    """The names of the models' repositories in the cache, by its folders alone: no file is looked at."""
+    """Return the names of the models' repositories in the cache. Only folders are listed, no file is read."""
     from huggingface_hub import constants
 
     folders = sorted(Path(constants.HF_HUB_CACHE).glob(f"{FOLDER}*"))
@@ -41,7 +41,7 @@ def cached_names() -> list[str]:
 
 
 def cached_models() -> tuple[list[CachedModel], list[str]]:
-    """All revisions of all models in the cache, by name, and what of the cache could not be read."""
+    """Return all revisions of all models in the cache, sorted by name, and warnings about unreadable entries."""
     found = _scanned()
     if found is None:
         return [], []
@@ -55,12 +55,12 @@ def cached_models() -> tuple[list[CachedModel], list[str]]:
 
 
 class Removal:
-    """What is about to be removed from the cache."""
+    """A set of models to remove from the cache."""
 
     def __init__(self, names: Sequence[str], revision: str | None = None) -> None:
-        """revision: a commit, or the beginning of one, or a branch; None: all of each.
+        """Look up the models. revision: a commit, the beginning of one, or a branch; None: all revisions.
 
-        Raises ModelError for a repository or a revision that is not there.
+        Raises ModelError for a repository or a revision that is not in the cache.
         """
         models, _ = cached_models()
         self.models: list[CachedModel] = []
@@ -68,7 +68,7 @@ class Removal:
             own = [model for model in models if model.name == name]
             if not own:
                 close = difflib.get_close_matches(name, {model.name for model in models}, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "quire list shows what is there"
+                hint = f"did you mean {close[0]!r}?" if close else "quire list shows its models"
                 raise ModelError(f"{name!r} is not in the hub's cache; {hint}")
             if revision is not None and not (own := [one for one in own if _is_called(one, revision)]):
                 raise ModelError(f"{name!r} has no revision {revision!r} in the hub's cache; quire list shows them")
@@ -77,10 +77,10 @@ class Removal:
         if found is None:
             raise ModelError("the hub's cache is gone")
         self._strategy: Any = found.delete_revisions(*{model.commit for model in self.models})
-        self.nbytes: int = self._strategy.expected_freed_size  # that nothing else in the cache uses
+        self.nbytes: int = self._strategy.expected_freed_size  # without files that other revisions share
 
     def run(self) -> None:
-        """Remove it."""
+        """Remove the models."""
         self._strategy.execute()
 
 

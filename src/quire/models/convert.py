@@ -1,6 +1,6 @@
-"""Writing a checkpoint whose weights are rounded, in the layout of compressed-tensors, which other engines read too.
+"""Writing a quantised checkpoint in the layout of compressed-tensors, which other engines also read.
 
-Its integers and scales are those that rounding at load makes. Words are packed as the format says, for no machine.
+Its integers and scales equal those of quantisation at load. Words are packed as the format specifies, not for a CPU.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from quire.models.weights import INDEX, Checkpoint, RoundedPart, Weights
 from quire.ops.quantised import GROUPS, QuantisedWeight
 from quire.progress import progress_bar
 
-SHARD = 2**31  # bytes of a file, and so of what is in memory; a larger tensor has a file of its own
+SHARD = 2**31  # bytes of a file, which also bounds the memory; a larger tensor has a separate file
 WEIGHTS = frozenset(".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx".split())  # files not to be copied
 WIDEST = 8  # bytes of a number of weight_shape
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written."""
+    """The result of a conversion."""
 
     nbytes: int
     rounded: int  # tensors
 
 
 def convert(directory: Path, out: Path, quantization: str) -> Written:
-    """Write the model of a directory to another one, its linears rounded as the option `quantization` does at load.
+    """Write the model of a directory to another one, with its linears rounded as the option `quantization` does.
 
-    The output projection and routers stay as they are. Raises ConfigError for an `out` that is not empty or too
-    small a disk, ModelError for a model that is quantised already, or that compressed-tensors has no layout for.
+    The output projection and routers are not rounded. Raises ConfigError if `out` is not empty or the disk is too
+    small, ModelError for a model that is quantised already, or that compressed-tensors has no layout for.
     """
     if quantization not in ROUNDINGS:
         raise ConfigError(f"quantization is {quantization!r}; it must be one of {', '.join(ROUNDINGS)}")
@@ -52,19 +52,19 @@ def convert(directory: Path, out: Path, quantization: str) -> Written:
     try:
         files = _write_weights(model, out)
         _copy_others(directory, out)
-        # Last, so that what is not complete is no model.
+        # config.json is written last, so that an incomplete directory is not mistaken for a model.
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         raw["quantization_config"] = model.scheme()
         (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     except BaseException:
-        for path in out.iterdir():  # all of it is ours
+        for path in out.iterdir():  # `out` was empty, so all of its files were written here
             path.unlink()
         raise
     return Written(sum(path.stat().st_size for path in files), len(model.rounded))
 
 
 class _Source:
-    """A checkpoint, and what becomes of its tensors."""
+    """A checkpoint, and the form in which each of its tensors is written."""
 
     def __init__(self, directory: Path, quantization: str) -> None:
         if not directory.is_dir():
@@ -93,7 +93,7 @@ class _Source:
         self.rounded = {name: rounded[ours] for name, ours in self._own.items()}
 
     def nbytes(self, name: str) -> int:
-        """Of what is written of a tensor."""
+        """Return the bytes that a tensor takes in the written files."""
         if name not in self.rounded:
             return self.tensors[name].nbytes
         about = self.rounded[name]
@@ -102,13 +102,13 @@ class _Source:
         return about.out_size * (words + scales) * 4 + 2 * WIDEST
 
     def written(self, name: str) -> dict[str, Tensor]:
-        """What is written of a tensor."""
+        """Return the tensors that are written for a tensor."""
         if name in self.rounded:
             return packed(name.removesuffix(".weight"), self._weights.rounded(self._own[name], self.rounded[name]))
         return {name: self.tensors[name].clone(memory_format=torch.contiguous_format)}  # two may share memory
 
     def scheme(self) -> dict[str, Any]:
-        """The config.json's quantization_config."""
+        """Return the quantization_config of config.json."""
         kinds: dict[tuple[int, int], list[str]] = {}
         for name, about in self.rounded.items():
             size = about.rounding.group(about.in_size)
@@ -116,7 +116,7 @@ class _Source:
             kinds.setdefault((about.rounding.bits, group), []).append(name.removesuffix(".weight"))
         groups = {}
         for i, ((bits, size), names) in enumerate(sorted(kinds.items(), reverse=True)):
-            # A class comes before names where engines join linears, so there is one only where all are alike.
+            # Engines that fuse linears match a class before names, so use the class only if all are alike.
             groups[f"group_{i}"] = _group(bits, size, ["Linear"] if len(kinds) == 1 else names)
         kept = [name for name in self.names if name not in self.rounded and name.endswith(".weight")]
         linears = {name.removesuffix(".weight") for name in kept if self.tensors[name].dim() == 2}
@@ -131,7 +131,7 @@ class _Source:
 
 
 def packed(module: str, weight: QuantisedWeight) -> dict[str, Tensor]:
-    """The tensors of a linear: words of consecutive inputs, the first in the lowest bits."""
+    """Return the tensors of a linear: words of consecutive inputs, the first in the lowest bits."""
     numbers = torch.nn.functional.pad(weight.values, (0, -weight.in_size % (32 // weight.bits)))
     if weight.bits == 4:
         numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
@@ -143,7 +143,7 @@ def packed(module: str, weight: QuantisedWeight) -> dict[str, Tensor]:
 
 
 def _group(bits: int, size: int, targets: list[str]) -> dict[str, Any]:
-    """Linears that are stored alike. size: inputs that share a scale, 0: all."""
+    """Return the config group of linears with one format. size: inputs that share a scale, 0: all."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -179,7 +179,7 @@ def _check_room(out: Path, needed: int) -> None:
 
 
 def _write_weights(model: _Source, out: Path) -> list[Path]:
-    """The files that were written, one after the other."""
+    """Write the weights one file after the other. Return the files."""
     shards = _shards((name, model.nbytes(name)) for name in model.names)
     paths: list[Path] = []
     places: dict[str, str] = {}
@@ -200,7 +200,7 @@ def _write_weights(model: _Source, out: Path) -> list[Path]:
 
 
 def _shards(sizes: Iterable[tuple[str, int]]) -> list[list[str]]:
-    """Names, cut where SHARD bytes are full."""
+    """Split names into files of up to SHARD bytes."""
     shards: list[list[str]] = []
     taken = SHARD
     for name, size in sizes:
@@ -213,7 +213,7 @@ def _shards(sizes: Iterable[tuple[str, int]]) -> list[list[str]]:
 
 
 def _copy_others(directory: Path, out: Path) -> None:
-    """Tokenizer, generation_config.json, licence: all files but weights and config.json."""
+    """Copy all files but weights and config.json: tokenizer, generation_config.json, licence."""
     for path in sorted(directory.iterdir()):
         weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != "config.json":

@@ -1,4 +1,4 @@
-"""What a model is read from: a directory of files, or one GGUF file. Both are asked for the same things."""
+"""The sources that a model is read from: a directory of files, or one GGUF file, behind one interface."""
 
 from __future__ import annotations
 
@@ -23,59 +23,59 @@ TEMPLATE = "chat_template.jinja"
 
 
 class Files(Protocol):
-    """A model's files. Each method raises ModelError for what is there and cannot be read."""
+    """A model's files. Each method raises ModelError if a file exists and cannot be read."""
 
     @property
     def path(self) -> Path:
-        """The directory, or the file."""
+        """The directory, or the GGUF file."""
 
     def config(self) -> Mapping[str, Any]:
-        """What the model is, as a config.json says it."""
+        """Return the model's configuration in the form of a config.json."""
 
     def generation(self) -> Mapping[str, Any]:
-        """How its makers want tokens chosen, as a generation_config.json says it; empty where they do not say."""
+        """Return the model's sampling defaults in the form of a generation_config.json; may be empty."""
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it has one; a model without takes and gives token ids."""
+        """True if the model has a tokenizer. Without one it reads and returns token ids."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """Its tokenizer, read anew."""
+        """Read the tokenizer from the files. Each call returns a new object; None: the model has no tokenizer."""
 
     def tokenizer_settings(self) -> Mapping[str, Any]:
-        """Special tokens and more, as a tokenizer_config.json has them; may be empty."""
+        """Return special tokens and other settings in the form of a tokenizer_config.json; may be empty."""
 
     def template(self) -> tuple[str, str] | None:
-        """Its chat template: where it stands, for errors, and its text; None: it has none."""
+        """Return the location of the chat template, for error messages, and its text; None: there is no template."""
 
     def weight_files(self, part: TextPart | None = None) -> list[Path]:
-        """The files that hold the weights, or those that hold a part; none where there is a description alone."""
+        """Return the files of the weights, or of a part of the weights; empty if there is only a description."""
 
     def tensors(self, part: TextPart | None = None) -> Tensors:
-        """The weights, or those of a part under the names that it has alone."""
+        """Return the weights, or those of a part under the names of a standalone model."""
 
 
 class Directory:
-    """A directory as transformers saves a model."""
+    """A directory in the layout of transformers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def config(self) -> Mapping[str, Any]:
-        """config.json's contents."""
+        """Read config.json."""
         return read_json(self.path / CONFIG)
 
     def generation(self) -> Mapping[str, Any]:
-        """generation_config.json's."""
+        """Read generation_config.json; empty if it does not exist."""
         return self._optional(GENERATION)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer.json."""
+        """True if there is a tokenizer.json."""
         return (self.path / TOKENIZER).exists()
 
     def tokenizer(self) -> Tokenizer | None:
-        """tokenizer.json's."""
+        """Read tokenizer.json; None if it does not exist."""
         if not self.has_tokenizer:
             return None
         path = self.path / TOKENIZER
@@ -85,11 +85,11 @@ class Directory:
             raise ModelError(f"{path} cannot be read: {error}") from error
 
     def tokenizer_settings(self) -> Mapping[str, Any]:
-        """tokenizer_config.json's contents."""
+        """Read tokenizer_config.json; empty if it does not exist."""
         return self._optional(SETTINGS)
 
     def template(self) -> tuple[str, str] | None:
-        """A file's, or the one of tokenizer_config.json."""
+        """Return the template of chat_template.jinja, else the one of tokenizer_config.json."""
         own = self.path / TEMPLATE
         if own.exists():
             return str(own), read_template(own, ModelError)
@@ -97,11 +97,11 @@ class Directory:
         return None if found is None else (f"chat_template of {self.path / SETTINGS}", found)
 
     def weight_files(self, part: TextPart | None = None) -> list[Path]:
-        """Those of one form of the weights."""
+        """Return the files of one form of the weights, see `weights.weight_files`."""
         return weight_files(self.path, part)
 
     def tensors(self, part: TextPart | None = None) -> Checkpoint:
-        """What these hold."""
+        """Open these files."""
         return Checkpoint(self.path, part)
 
     def _optional(self, name: str) -> Mapping[str, Any]:
@@ -109,11 +109,11 @@ class Directory:
         return read_json(path) if path.exists() else {}
 
 
-Where: TypeAlias = Path | Files  # a model's place, or what is read from it
+Where: TypeAlias = Path | Files  # a model's path, or its files
 
 
 def files_of(where: Where) -> Files:
-    """What a model is read from. Raises ModelError for a GGUF file that is none."""
+    """Return the files of a model. Raises ModelError for a path of a file that is not a GGUF file."""
     if not isinstance(where, Path):
         return where
     return GgufModel(where) if where.is_file() else Directory(where)

@@ -1,4 +1,4 @@
-"""generation_config.json: how a checkpoint's authors want tokens chosen where a request does not say."""
+"""generation_config.json: the default sampling parameters of a checkpoint's authors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quire.models.files import GENERATION, Where, files_of
 from quire.models.weights import read_json
 from quire.request import SamplingParams
 
-NOTHING = ("none", "vllm")  # the second is vLLM's word for it
-# Theirs -> ours. The rest of such a file, do_sample included, is left to transformers, as vLLM leaves it.
+NOTHING = ("none", "vllm")  # the second is vLLM's name for it
+# Theirs -> ours. Like vLLM, Quire ignores the other keys of the file, do_sample included.
 FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -23,10 +23,10 @@ FIELDS = {
 
 
 def read_default_sampling(source: str, where: Where) -> dict[str, Any]:
-    """Fields of SamplingParams that a request has where it does not give them.
+    """Return the default values of the fields of SamplingParams that a request does not set.
 
-    source: "auto" (what the model's files say, if they do), "none", or a directory with a generation_config.json.
-    Raises ConfigError for a directory without one, ModelError for a value that no request could have.
+    source: "auto" (from the model's files, if present), "none", or a directory with a generation_config.json.
+    Raises ConfigError for a directory without one, ModelError for a value that SamplingParams rejects.
     """
     if source in NOTHING:
         return {}

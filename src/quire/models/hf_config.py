@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json so that no key that matters is overlooked."""
+"""Reading a Hugging Face config.json without overlooking any key that matters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.errors import ModelError
 
 Kind = TypeVar("Kind")
 
-# Keys that say nothing about what the model computes at inference: bookkeeping, training, generation defaults.
+# Keys that do not affect the model's computation at inference: bookkeeping, training, generation defaults.
 IMMATERIAL = frozenset(
     """
     _attn_implementation_autoset _name_or_path _num_labels add_cross_attention architectures attention_dropout
@@ -30,26 +30,26 @@ IMMATERIAL = frozenset(
     """.split()
 )
 
-SCHEMES = ("quantization_config", "compression_config")  # how weights are stored: quire.models.quantisation reads it
+SCHEMES = ("quantization_config", "compression_config")  # weight formats: quire.models.quantisation reads them
 
-LARGEST = 2**31 - 1  # of an integer: products of three still fit what computes with them
-SMALLEST_NUMBER, LARGEST_NUMBER = 2.0**-126, 2.0**127  # what fp32 holds with all its digits
-# Counts for each of which something is made when a config is read, here or by transformers.
+LARGEST = 2**31 - 1  # of an integer: products of three do not overflow where they are computed
+SMALLEST_NUMBER, LARGEST_NUMBER = 2.0**-126, 2.0**127  # normal numbers of fp32
+# Limits of counts for which Quire or transformers creates that number of objects when a config is read.
 MOST = {"layer": 2**12, "head": 2**16, "expert": 2**16}
 COUNTS = re.compile(r"(?:\w*_)?(layer|head|expert)s?")
 
-SHOWN_KEYS = 32  # of those that are not understood, in an error
+SHOWN_KEYS = 32  # unknown keys that an error lists
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxdict, _SHOWN.maxstring, _SHOWN.maxlong = 4, 32, 32, 200, 50
 
 
 def shown(value: object) -> str:
-    """Return the value as errors show it: as `repr`, and short however large a file makes it."""
+    """Return the `repr` of a value for an error message, shortened if the value is large."""
     return _SHOWN.repr(value)
 
 
 def check_counts(raw: Mapping[str, Any]) -> None:
-    """Raise ModelError for a config.json with more layers, heads or experts than any model has, at whatever depth."""
+    """Raise ModelError for a config.json with more layers, heads or experts than MOST, at any depth."""
     found: list[Any] = [raw]
     while found:
         part = found.pop()
@@ -61,12 +61,12 @@ def check_counts(raw: Mapping[str, Any]) -> None:
 
 
 def architectures(raw: Mapping[str, Any]) -> list[str]:
-    """Return what a config.json calls its architecture; empty where it does not say. Raises ModelError for others."""
+    """Return a config.json's architectures; may be empty. Raises ModelError if it is not a list of strings."""
     return ConfigReader(raw, "").texts("architectures")
 
 
 def model_type(raw: Mapping[str, Any]) -> str | None:
-    """Return a config.json's model_type; None where it has none. Raises ModelError for what is no text."""
+    """Return a config.json's model_type; None if it is missing. Raises ModelError if it is not a string."""
     found = raw.get("model_type")
     if found is not None and not isinstance(found, str):
         raise ModelError(f"config.json: model_type is {shown(found)}; it must be a text")
@@ -77,21 +77,21 @@ NUMBER = f"a positive number in {SMALLEST_NUMBER:.3g}..{LARGEST_NUMBER:.3g}"
 
 
 def is_number(value: object, least: float = SMALLEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:
-    """Return whether it is a number in least..most. No arithmetic with a few numbers as fp32 has them fails."""
+    """Return whether a value is a number in least..most. By default, fp32 arithmetic with a few of them is safe."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
 class ConfigReader:
-    """Hands out the keys of a config and remembers which; `finish` complains about those that nobody asked for."""
+    """A reader of a config that records which keys were read; `finish` rejects the others."""
 
     def __init__(self, raw: Mapping[str, Any], family: str, kind: str = "family", place: str = "config.json") -> None:
-        """family: the reader's name; kind, place: what errors call that, and what is read."""
+        """Read a config. family: the reader's name; kind, place: names of the reader and the config in errors."""
         self._raw = {key: value for key, value in raw.items() if key not in SCHEMES}
         self.family, self._reader, self._place = family, f"{kind} {family!r}", place
         self._understood: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or the default where the key is missing or null."""
+        """Return the value, or the default if the key is missing or null."""
         self._understood.add(key)
         value = self._raw.get(key)
         return default if value is None else value
@@ -101,74 +101,74 @@ class ConfigReader:
         return key in self._raw
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there without a value, which is not the same as a missing one to all."""
+        """Return whether the key is present and null. Some families distinguish that from a missing key."""
         return key in self._raw and self._raw[key] is None
 
     def error(self, key: str, wanted: str, value: object) -> ModelError:
-        """That a value is wrong; wanted: what it must be."""
+        """Return the error for an invalid value. wanted: the valid values."""
         return ModelError(f"{self._place}: {key} is {shown(value)}; it must be {wanted}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer. Raises ModelError where it is missing without a default, or something else."""
+        """Return a positive integer. Raises ModelError for any other value, or a missing one without a default."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
             raise self.error(key, f"a positive integer, at most {LARGEST}", value)
         return value
 
     def count(self, key: str, default: int) -> int:
-        """An integer from 0 on. Raises ModelError where it is something else."""
+        """Return an integer from 0 on. Raises ModelError for any other value."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
             raise self.error(key, f"an integer from 0 on, at most {LARGEST}", value)
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A positive number. Raises ModelError where it is something else."""
+        """Return a positive number. Raises ModelError for any other value."""
         value = self.get(key, default)
         if not is_number(value):
             raise self.error(key, NUMBER, value)
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A positive number; None where it is missing or null. Raises ModelError where it is something else."""
+        """Return a positive number; None if it is missing or null. Raises ModelError for any other value."""
         return None if self.get(key) is None else self.number(key, 1.0)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; a null is false, as to transformers. Raises ModelError where it is something else."""
+        """Return a bool; null is False, as in transformers. Raises ModelError for any other value."""
         value = self.get(key, False if self.is_null(key) else default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false", value)
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """An object, empty where it is missing. Raises ModelError where it is something else."""
+        """Return an object, empty if it is missing. Raises ModelError for any other value."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "an object", value)
         return dict(value)
 
     def texts(self, key: str, default: list[str] | None = None) -> list[str]:
-        """A list of texts, by default an empty one. Raises ModelError where it is something else."""
+        """Return a list of strings, by default an empty one. Raises ModelError for any other value."""
         value = self.get(key, default or [])
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise self.error(key, "a list of texts", value)
         return value
 
     def layers(self, key: str, default: list[int]) -> list[int]:
-        """Numbers of layers; some may not be there, as in a shortened copy. Raises ModelError for something else."""
+        """Return layer indices. Some may not exist, as in a truncated model. Raises ModelError for any other value."""
         value = self.get(key, default)
         if not isinstance(value, list) or not all(type(one) is int for one in value):
             raise self.error(key, "a list of layers' numbers", value)
         return value
 
     def window(self, key: str, default: int | None = None) -> int | None:
-        """A positive integer; None where the key is null. A missing key means the default."""
+        """Return a positive integer; None if the key is null, the default if it is missing."""
         if self.get(key) is None:
             return None if self.is_null(key) else default
         return self.integer(key)
 
     def heads(self, key: str, hidden_size: int) -> int:
-        """A number of heads that divides hidden_size."""
+        """Return a number of heads. Raises ModelError if it does not divide hidden_size."""
         num_heads = self.integer(key)
         if hidden_size % num_heads:
             raise ModelError(
@@ -177,11 +177,11 @@ class ConfigReader:
         return num_heads
 
     def windows(self, layer_types: list[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
-        """Each layer's window, by the names that transformers gives the kinds of layers."""
+        """Return each layer's window, by transformers' names of the layer types."""
         return tuple(self.of_layers({"full_attention": None, "sliding_attention": window}, layer_types, num_layers))
 
     def of_layers(self, kinds: Mapping[str, Kind], layer_types: list[str], num_layers: int) -> list[Kind]:
-        """What each layer is, by the names of the kinds of layers. Raises ModelError for any other name."""
+        """Return the kind of each layer, by the names in `layer_types`. Raises ModelError for any other name."""
         if len(layer_types) != num_layers or not all(kind in kinds for kind in layer_types):
             wanted = f"a list with {' or '.join(kinds)} for each of {num_layers} layers"
             raise self.error("layer_types", wanted, layer_types)
@@ -195,7 +195,7 @@ class ConfigReader:
             raise ModelError(f"{self._place}: {key} is {shown(value)}; {self._reader} serves {served} only")
 
     def finish(self) -> None:
-        """Raise ModelError if a key was set that nobody asked for: it may change what the model computes."""
+        """Raise ModelError if the config sets a key that was never read: it may change the model's output."""
         unknown = {
             key: value
             for key, value in self._raw.items()

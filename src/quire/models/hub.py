@@ -1,4 +1,4 @@
-"""Where a checkpoint stands: in a directory, or in the hub's cache, which is filled from the hub."""
+"""Locating checkpoints: in a directory, or in the hub's cache, with a download if needed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ EMBEDDED = Path(__file__).parent.parent / "embedded"
 DESCRIPTION = ("*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
                "chat_template.jinja")  # fmt: skip
 WEIGHTS = ("*.safetensors",)
-NOT_THESE = ("*/*", "consolidated*")  # the same weights in other forms
+NOT_THESE = ("*/*", "consolidated*")  # files with the same weights in other forms
 LOOKS_LIKE_A_PATH = re.compile(r"[/~.\\]|.*[/\\].*[/\\]")
 GGUF = ".gguf"
 ONE_OF_SEVERAL = re.compile(r"(.*)-([0-9]+)-of-([0-9]+)(\..*)")
-MOST_MISSING = 1000  # a name may say that it is one of any number
+MOST_MISSING = 1000  # the number of files comes from a file's name, which may state any number
 SHOWN = 3  # missing files that an error names
 
 
 def locate(model: str | None, gguf_file: str | None = None) -> Path:
-    """Where a model is: the embedded one (None), a directory, a GGUF file, or a repository in the hub's cache.
+    """Return the path of a model: the embedded one (None), a directory, a GGUF file, or a repository in the cache.
 
-    gguf_file: a GGUF file's name in the directory or the repository; None: it is no GGUF file, or given as `model`.
+    gguf_file: the name of a GGUF file in the directory or the repository; None: no GGUF file, or `model` is its path.
 
-    A repository of which the cache lacks files is downloaded, unless the hub library is set to be offline; what is
-    there of it already is not downloaded again. Raises ModelError where there is none of these.
+    Files of a repository that the cache lacks are downloaded, unless the hub library is in offline mode. Raises
+    ModelError if the model is not found, or cannot be downloaded.
     """
     if gguf_file is not None:
         return _locate_gguf(model, gguf_file)
@@ -46,9 +46,9 @@ def locate(model: str | None, gguf_file: str | None = None) -> Path:
 
 
 def locate_description(model: str | None, gguf_file: str | None = None) -> Path:
-    """As `locate`, but of a repository that is not in the cache only what describes it: no weights are downloaded.
+    """Return the path of a model as `locate` does, but download only its description, without weights.
 
-    A GGUF file describes itself, so all of it is.
+    A GGUF file contains its description, so the whole file is downloaded.
     """
     if gguf_file is not None:
         return _locate_gguf(model, gguf_file)
@@ -63,7 +63,7 @@ def locate_description(model: str | None, gguf_file: str | None = None) -> Path:
 
 
 def _locate_gguf(model: str | None, name: str) -> Path:
-    """A GGUF file in a directory or a repository, with those that belong to it."""
+    """Return the path of a GGUF file in a directory or a repository. Download it and its other parts if needed."""
     if model is None:
         raise ModelError(f"gguf_file is {name!r}, and no model is given; it is a file of a directory or a repository")
     if not name.endswith(GGUF):
@@ -82,7 +82,7 @@ def _locate_gguf(model: str | None, name: str) -> Path:
 
 
 def missing_files(directory: Path) -> list[str]:
-    """Return the files that an interrupted download lacks, as the others show: at most MOST_MISSING."""
+    """Return the files that an interrupted download lacks, inferred from the others: at most MOST_MISSING."""
     if not (directory / "config.json").exists():
         return ["config.json"]
     if (files := read_index(directory)) is not None:
@@ -99,7 +99,7 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def _local(model: str) -> Path | None:
-    """The directory or GGUF file of a model that is no repository. Raises ModelError for a path with neither."""
+    """Return a model's local directory or GGUF file; None for a repository. Raises ModelError for an invalid path."""
     path = Path(model).expanduser()
     if model and (path.is_dir() or (path.is_file() and path.suffix == GGUF)):
         return path
@@ -125,11 +125,11 @@ def _cached(model: str) -> Path | None:
 
 
 def pull(model: str, revision: str | None = None, gguf_file: str | None = None) -> Path:
-    """Download a repository's model into the hub's cache, as far as it is not there, and return where it is.
+    """Download the missing files of a repository's model into the hub's cache. Return its path.
 
-    revision: a branch, tag or commit; None: main. gguf_file: take that file alone, with those that belong to it.
-    Raises ModelError where the hub has no such repository, revision or file, where the repository holds GGUF files
-    alone and none is named, and where it cannot be reached.
+    revision: a branch, tag or commit; None: main. gguf_file: download this GGUF file alone, with its other parts.
+    Raises ModelError if the hub has no such repository, revision or file, if the repository has only GGUF files and
+    gguf_file is not given, or if the hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -149,7 +149,7 @@ def pull(model: str, revision: str | None = None, gguf_file: str | None = None) 
 
 
 def _parts_of(gguf_file: str) -> str:
-    """What the names of a GGUF file look like that may be in several parts."""
+    """Return the name pattern of all parts of a GGUF file, which may be split into several files."""
     match = ONE_OF_SEVERAL.fullmatch(gguf_file)
     return gguf_file if match is None else f"{match[1]}-*-of-{match[3]}{GGUF}"
 
@@ -161,7 +161,7 @@ def _downloaded(
     excluded: Sequence[str] = NOT_THESE,
     revision: str | None = None,
 ) -> Path:
-    """The repository's files, after the hub was asked for those that are not there. lacking: of these, for an error."""
+    """Download the missing files of a repository and return its directory. lacking: names for the error message."""
     from huggingface_hub import snapshot_download
 
     more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
@@ -178,7 +178,7 @@ def _downloaded(
 
 @contextmanager
 def _bars_at_terminals() -> Iterator[None]:
-    """Within it the hub's library draws its progress bars only where standard error is a terminal."""
+    """Disable the progress bars of the hub's library within this context, unless standard error is a terminal."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():
@@ -193,14 +193,14 @@ def _bars_at_terminals() -> Iterator[None]:
 
 @contextmanager
 def _asking(model: str, state: str) -> Iterator[None]:
-    """Within it the hub is asked; whatever goes wrong is a ModelError. state: what is said where it is not reached."""
+    """Convert any error of a request to the hub to a ModelError. state: the text if the hub cannot be reached."""
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         yield
     except GatedRepoError as error:
         raise ModelError(
-            f"{model!r} is a repository that wants to know its users: ask at https://huggingface.co/{model}, then run "
+            f"{model!r} is a gated repository: request access at https://huggingface.co/{model}, then run "
             f"`hf auth login`"
         ) from error
     except RepositoryNotFoundError as error:
@@ -212,7 +212,7 @@ def _asking(model: str, state: str) -> Iterator[None]:
         raise ModelError(f"{model!r} has no such revision; give one of its branches, tags or commits") from error
     except HFValidationError as error:
         raise ModelError(f"{model!r} is not the name of a Hugging Face repository, which is OWNER/NAME") from error
-    except Exception as error:  # a network's ways to fail are many
+    except Exception as error:  # a network fails with many types of errors
         cause = error
         while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
             cause = cause.__cause__

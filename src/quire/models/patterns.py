@@ -1,8 +1,8 @@
-"""Regular expressions from files of strangers, matched in bounded time.
+"""Regular expressions from untrusted files, matched in bounded time.
 
-Adapters and checkpoints name modules by regular expressions. For some expressions a matcher that tries one way after
-the other tries exponentially many. The package `regex` takes Python's expressions, and a time after which it gives up.
-It writes counted repeats out when it compiles, so these are bounded, and has syntax of its own, which `re` refuses.
+Adapters and checkpoints name modules by regular expressions. A backtracking matcher takes exponential time for some of
+them. The package `regex` accepts Python's expressions and has a timeout. It expands counted repeats when it compiles,
+so their number is limited here. It also has additional syntax, so each pattern must compile with `re` first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import regex
 from quire.errors import ModelError
 from quire.models.hf_config import shown
 
-MOST_SECONDS = 5.0  # of this thread, for all patterns of a file and all names, beyond FREE_SECONDS for each match
+MOST_SECONDS = 5.0  # thread time for all patterns of a file and all names, in addition to FREE_SECONDS per match
 FREE_SECONDS = 20e-6  # patterns of real files take a quarter of it
 LONGEST = 2**14  # characters of a pattern
 MOST_REPEATS = 10_000  # product of all counts of a pattern
@@ -24,10 +24,10 @@ COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 class Patterns:
-    """The patterns of one file, which share the time that they may take."""
+    """The patterns of one file, which share one time limit."""
 
     def __init__(self, where: str) -> None:
-        """where: the file or its part, for errors."""
+        """Start with the full time limit. where: the file or its part, for error messages."""
         self.where = where
         self._left = MOST_SECONDS
 
@@ -35,13 +35,13 @@ class Patterns:
         """Return a pattern between a prefix and a suffix.
 
         Args:
-            key: Where it is in the file.
+            key: The key in the file, for error messages.
             text: A regular expression.
-            prefix: A regular expression that comes before it.
-            suffix: One that comes after it.
+            prefix: A regular expression that precedes it.
+            suffix: A regular expression that follows it.
 
         Raises:
-            ModelError: It is no regular expression, or too long.
+            ModelError: If the text is not a regular expression, too long, or has too many counted repeats.
         """
         place = f"{self.where}: {key} has {shown(text)}"
         if len(text) > LONGEST:
@@ -56,9 +56,9 @@ class Patterns:
             raise ModelError(f"{place}, which is no pattern: {error}") from error
 
     def begins(self, compiled: regex.Pattern[str], name: str) -> bool:
-        """Return whether a name begins with what a pattern of the file matches.
+        """Return whether a pattern of the file matches the beginning of a name.
 
-        Raises ModelError when the patterns of the file have taken too much time.
+        Raises ModelError if the patterns of the file have used up their time.
         """
         start = time.thread_time()
         try:
@@ -78,5 +78,5 @@ class Pattern:
         self._patterns, self._compiled = patterns, compiled
 
     def begins(self, name: str) -> bool:
-        """Return whether a name begins with what the pattern matches, as `re.match` does. Raises ModelError."""
+        """Return whether the pattern matches the beginning of a name, as `re.match` does. Raises ModelError."""
         return self._patterns.begins(self._compiled, name)

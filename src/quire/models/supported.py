@@ -1,4 +1,4 @@
-"""Which models are served how: what the test suite's sweep over transformers found."""
+"""The list of supported models: the result of the test suite's sweep over transformers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ HOW = ("own decoder", "adapter", "adapter, one sequence at a time", "refused")
 
 
 class Supported(NamedTuple):
-    """What became of a type of model."""
+    """The support of a model type."""
 
     name: str  # its model_type
-    how: str  # who computes it, in HOW
+    how: str  # the implementation, in HOW
     reason: str  # why it is refused
 
 
 class Repository(NamedTuple):
-    """What becomes of a published checkpoint."""
+    """The support of a published checkpoint."""
 
     maker: str
     name: str  # of the repository
-    how: str  # who computes it, in HOW, and whether it is the text part of more
-    forms: str  # in which its weights may be quantised
+    how: str  # the implementation, in HOW, and whether only the text part is served
+    forms: str  # the supported quantised formats of its weights
     reason: str  # why it is refused
 
 
 class Sweep(NamedTuple):
-    """Published checkpoints, and all types of one release."""
+    """Published checkpoints, and all model types of one release of transformers."""
 
     transformers: str  # the release
     repositories: list[Repository]
@@ -38,7 +38,7 @@ class Sweep(NamedTuple):
 
 
 def read() -> Sweep:
-    """What the sweep wrote."""
+    """Read the file that the sweep wrote."""
     content = json.loads(PATH.read_text(encoding="utf-8"))
     repositories = [Repository(*row) for row in content["repositories"]]
     return Sweep(content["transformers"], repositories, [Supported(*row) for row in content["types"]])

@@ -1,4 +1,4 @@
-"""Where checkpoints keep their chat templates."""
+"""Reading the chat templates of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SOURCE = 2**20  # bytes
 
 
 def default_template(settings: Mapping[str, Any]) -> str | None:
-    """A tokenizer_config.json's template: a text, or of a list of named ones the one called "default"."""
+    """Return the template of a tokenizer_config.json: a string, or the one named "default" in a list."""
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = (entry for entry in found if isinstance(entry, Mapping) and entry.get("name") == "default")
@@ -21,7 +21,7 @@ def default_template(settings: Mapping[str, Any]) -> str | None:
 
 
 def read_template(path: Path, error: type[QuireError]) -> str:
-    """A file's chat template. Raises that error where it is unreadable or too long."""
+    """Read a chat template from a file. Raises `error` if it is unreadable or longer than MAX_SOURCE."""
     try:
         data = path.read_bytes()
         if len(data) > MAX_SOURCE:

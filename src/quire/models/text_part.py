@@ -1,7 +1,7 @@
-"""The text part of a checkpoint of several sides: its config.json and its tensors as if it were a model of its own.
+"""The text part of a multimodal checkpoint: its config.json and its tensors in the form of a standalone model.
 
-What sees or hears is left alone: its keys are passed over, its tensors are never read, and a file with nothing else is
-not even opened. Without an image the other sides add nothing, so the text part alone gives the logits of the whole.
+The vision and audio parts are ignored: their keys are skipped, their tensors are never read, and a file that holds
+nothing else is not opened. Without an image they add nothing, so the text part alone computes the logits of the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from quire.errors import ModelError
 from quire.models.hf_config import IMMATERIAL, SCHEMES, SHOWN_KEYS, model_type, shown
 
-# Types of models whose text part is known to compute the same alone: `python -m tests.models.sweep` compares each.
+# Model types whose text part alone is known to compute the same logits: `python -m tests.models.sweep` compares each.
 WHOLES = frozenset(
     """
     deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
@@ -23,7 +23,7 @@ WHOLES = frozenset(
     qwen3_5_moe qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava vipllava
     """.split()
 )
-# Types of text parts that are an ordinary type but for positions in an image: in a text all of a token's are the same.
+# Types of text parts that equal an ordinary type but for image positions: in text, all positions of a token are equal.
 ORDINARY = {
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -31,16 +31,16 @@ ORDINARY = {
     "qwen3_5_text": "qwen3_5_text",
     "qwen3_vl_text": "qwen3",
 }
-# What a missing key means to these, where it is not what it means to the ordinary type.
+# Their default values of missing keys that differ from those of the ordinary type.
 QWEN2_VL = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 DEFAULTS: dict[str | None, Mapping[str, Any]] = {
     "qwen2_5_vl_text": QWEN2_VL,
     "qwen2_vl_text": QWEN2_VL,
     "qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000},
 }
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text's keys among their own
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text part's keys at the top level
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of a rope
-# What a text part would call its architecture if it were published alone, by type.
+# Architecture of a standalone model, by the type of the text part.
 ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -56,15 +56,15 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Keys of the whole that also hold for its text part, where they are given.
+# Keys of the whole that also apply to its text part, if present.
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", *SCHEMES)
-# Keys of the whole that speak of its other sides.
+# Keys of the whole that configure its other modalities.
 OTHER_SIDES = re.compile(
     r"\w*(image|video|vision|visual|audio|speech|speaker|projector|projection|alignment|adapter|boi|eoi|boa|eoa|mm_|"
     r"spatial|patch|pixel|downsample|merge|insert_layer|grid|tile|frame|qformer|perceiver|_config$)\w*|scale_factor"
     r"|_pad_token_id|num_channels"
 )
-# How tensors of the text part begin in the files -> in a model of its own, the first that fits.
+# Prefix of the text part's tensors in the files -> in a standalone model. The first match applies.
 PREFIXES = (
     ("model.language_model.lm_head.", "lm_head."),
     ("model.language_model.model.", "model."),
@@ -75,7 +75,7 @@ PREFIXES = (
     ("language_model.", "model."),
 )
 LONGEST_NAME = 1000  # characters
-# How tensors of the other sides begin.
+# Prefixes of the tensors of other modalities.
 UNREAD = re.compile(
     r"(model\.)?(\w*(vision|visual|video|audio|image|projector|perceiver|qformer|merger)\w*|vit|connector|aligner|vqmodel|"
     r"generation_\w+|high_res_\w+)(\.|$)"
@@ -84,14 +84,14 @@ UNREAD = re.compile(
 
 @dataclass(frozen=True)
 class TextPart:
-    """Where it stands in its checkpoint."""
+    """The text part of a model, with the names of its tensors."""
 
-    whole: str  # the type of the whole
+    whole: str  # the type of the whole model
 
     def name(self, tensor: str) -> str | None:
-        """Return a tensor's name in a model of its own; None: it is not of the text part.
+        """Return a tensor's name in a standalone model; None: it does not belong to the text part.
 
-        Raises ModelError for a name that is longer than any.
+        Raises ModelError for a name longer than LONGEST_NAME.
         """
         _check_length("a tensor", tensor)
         for theirs, ours in PREFIXES:
@@ -104,10 +104,10 @@ class TextPart:
 
 
 def text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart | None]:
-    """The config.json of what is served of a model, and where that stands; None: it is the whole.
+    """Return the config.json of the served part of a model, and that part; None: the whole model is served.
 
-    raw: the model's config.json. Raises ModelError for a key of the whole that neither speaks of its other sides nor
-    is known to say nothing: the text may not be what it is alone.
+    raw: the model's config.json. Raises ModelError for an unknown key of the whole, one that neither configures
+    another modality nor is known to be immaterial: it may change the logits of a text.
     """
     whole = model_type(raw)
     if whole is None or whole not in WHOLES:
@@ -127,13 +127,13 @@ def text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], TextPart | Non
 
 
 def _check_length(what: str, name: str) -> None:
-    """Raise ModelError for a name that is too long for the patterns here, whose time grows with its square."""
+    """Raise ModelError for a name that is too long: the patterns here take quadratic time."""
     if len(name) > LONGEST_NAME:
         raise ModelError(f"{what} has a name of {len(name)} characters; it must have at most {LONGEST_NAME}")
 
 
 def _check_keys(raw: Mapping[str, Any], text: Mapping[str, Any], whole: str) -> None:
-    """Raise ModelError for a key of the whole of which nothing is known."""
+    """Raise ModelError for an unknown key of the whole."""
     unknown = {
         key: value
         for key, value in raw.items()
@@ -141,18 +141,18 @@ def _check_keys(raw: Mapping[str, Any], text: Mapping[str, Any], whole: str) -> 
         and key not in IMMATERIAL
         and key not in SHARED
         and not OTHER_SIDES.fullmatch(key)
-        and value != text.get(key)  # some say it twice
+        and value != text.get(key)  # some configs repeat the text part's keys
     }
     if unknown:
         listed = ", ".join(f"{key}={shown(value)}" for key, value in sorted(unknown.items())[:SHOWN_KEYS])
         raise ModelError(
-            f"config.json has keys that are not known of a {whole}: {listed}. What concerns its text belongs into "
+            f"config.json has keys that are not known of a {whole}: {listed}. Keys of its text part belong in "
             "text_config"
         )
 
 
 def _alone(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json that a text part would have if it were a model of its own."""
+    """Return the config.json of the text part as a standalone model."""
     kind = model_type(text)
     alone = {**DEFAULTS.get(kind, {}), **text, **{key: raw[key] for key in SHARED if raw.get(key) is not None}}
     if kind in ORDINARY:
@@ -165,7 +165,7 @@ def _alone(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ordinary_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope of positions in an image, as it is for text."""
+    """Convert the RoPE parameters of image positions to those of text."""
     kept = {key: value for key, value in rope.items() if key not in IMAGE_POSITIONS}
     return {
         key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()
