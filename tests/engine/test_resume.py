@@ -258,8 +258,8 @@ def test_bad_delivered_tokens_are_refused(num_checked: int) -> None:
     cases: list[tuple[list[int], str]] = [
         ([5, vocabulary, 5], rf"delivered\[1\] is {vocabulary}; token ids"),
         ([5, -1], r"delivered\[1\] is -1; token ids"),
-        ([5] * COUNT, f"goes on after {COUNT} delivered tokens, and ends at {COUNT}"),
-        ([5] * (COUNT + 3), f"goes on after {COUNT + 3} delivered tokens, and ends at {COUNT}"),
+        ([5] * COUNT, f"continues after {COUNT} delivered tokens, and ends at {COUNT}"),
+        ([5] * (COUNT + 3), f"continues after {COUNT + 3} delivered tokens, and ends at {COUNT}"),
     ]
     for delivered, words in cases:
         output, [request] = made(llm, "bad", "greedy", delivered, num_checked)

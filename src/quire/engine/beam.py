@@ -1,7 +1,7 @@
-"""Beam search over one prompt: which beams live on, and which hypotheses are done.
+"""Beam search over one prompt: selects the beams that stay alive and the hypotheses that are finished.
 
-Tokens and scores only: whoever drives it computes the log-probabilities and forks the cache. The rules are those of
-transformers' `generate(num_beams=W, num_return_sequences=W, do_sample=False, early_stopping=False)`. The idea is
+It works on tokens and scores only; its driver computes the log-probabilities and forks the cache. The rules are those
+of transformers' `generate(num_beams=W, num_return_sequences=W, do_sample=False, early_stopping=False)`. The idea is
 Lowerre's (The HARPY Speech Recognition System, 1976); the length penalty is a power of the length.
 """
 
@@ -17,8 +17,8 @@ from quire.errors import BadValue, RequestError, check_integer, check_known, che
 from quire.request import MAX_SEED, FinishReason, TokenLogprobs
 
 MAX_BEAM_WIDTH = 256  # a step ranks 2 * width**2 candidates or more: one request must not stall the others
-MAX_LENGTH_PENALTY = 10.0  # its power of any length stays far inside the range of floats
-# vLLM's names that are no fields here: what is said of each.
+MAX_LENGTH_PENALTY = 10.0  # its power of any length stays well inside the range of floats
+# vLLM's names that are not fields here, with the reason given to the user.
 NOT_SEARCH = MappingProxyType(
     {
         "include_stop_str_in_output": "no stop string ends a beam",
@@ -29,16 +29,19 @@ NOT_SEARCH = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How to search. Names and defaults are vLLM's. Validated on construction: RequestError names the field."""
+    """Parameters of a beam search, with vLLM's names and defaults.
 
-    beam_width: int  # beams that live at a time, and hypotheses that are kept
+    Validated on construction: RequestError names the field.
+    """
+
+    beam_width: int  # live beams at a time, and hypotheses to keep
     max_tokens: int = 16
-    ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
+    ignore_eos: bool = False  # continue past the model's end-of-sequence tokens
     length_penalty: float = 1.0  # score = cumulative logprob / length**length_penalty: above 0 favours long hypotheses
-    logprobs: int | None = None  # report that many most probable tokens at each position; 0: the chosen one only
+    logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen one only
 
     def __new__(cls, **given: Any) -> BeamSearchParams:
-        """Refuse what is no field, as __init__ would, with a sentence."""
+        """Reject unknown fields, as __init__ would, but with an error message that explains them."""
         check_known(RequestError, "BeamSearchParams has no field", given, cls.__dataclass_fields__, NOT_SEARCH)
         return super().__new__(cls)
 
@@ -58,18 +61,18 @@ class Beam:
 
     tokens: tuple[int, ...]  # the generated ones
     cumulative_logprob: float  # natural log, the sum over them
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of them, where asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of them, if requested
 
 
 @dataclass(frozen=True)
 class Hypothesis:
     """A continuation of the prompt that has ended."""
 
-    tokens: tuple[int, ...]  # the generated ones, with the end-of-sequence token where that ended it
+    tokens: tuple[int, ...]  # the generated ones, including a final end-of-sequence token
     cumulative_logprob: float  # natural log, the sum over them
     score: float  # cumulative_logprob / len(tokens)**length_penalty
     finish_reason: FinishReason  # STOP or LENGTH
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of the tokens, where asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of the tokens, if requested
 
 
 class BeamSearch:
@@ -78,19 +81,19 @@ class BeamSearch:
     Each step ranks all continuations of all live beams by cumulative logprob. Of the `num_candidates` best ones, those
     that end become hypotheses if they are among the first beam_width, and the first beam_width of the others live on.
     The beam_width hypotheses of the highest score are kept. The search is done at max_tokens, or once that many are
-    kept and the best live beam, scored at the length it has now, does not beat the worst of them.
+    kept and the best live beam, scored at its current length, does not beat the worst of them.
     """
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, eos: frozenset[int]) -> None:
         """Start with one empty beam.
 
         Args:
-            params: What the user asked for; its max_tokens is not looked at.
-            max_tokens: Tokens to generate at most: the user's wish, or fewer if the engine serves no longer sequence.
-            eos: The tokens that end a hypothesis, unless params say to ignore them.
+            params: The user's parameters; their max_tokens is ignored.
+            max_tokens: Most tokens to generate: the user's limit, or fewer if the engine's longest sequence is shorter.
+            eos: The tokens that end a hypothesis, unless params.ignore_eos is set.
         """
         check_integer(RequestError, "max_tokens", max_tokens, 1)
-        self.beams = [Beam((), 0.0)]  # the live ones, best first
+        self.beams = [Beam((), 0.0)]  # best first
         self._width = params.beam_width
         self._num_logprobs = params.logprobs
         self._length_penalty = params.length_penalty
@@ -100,16 +103,16 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Next tokens wanted of each live beam: enough for beam_width to go on even if every beam's EOS tokens lead."""
+        """Number of next tokens per live beam: enough for beam_width to continue even if all EOS tokens rank first."""
         return max(2, 1 + len(self._eos)) * self._width
 
     @property
     def done(self) -> bool:
-        """Whether no beam lives any more."""
+        """True if no beam is alive."""
         return not self.beams
 
     def results(self) -> list[Hypothesis]:
-        """The hypotheses that ended so far, best first; at most beam_width."""
+        """Return the hypotheses that have ended so far, best first; at most beam_width."""
         return list(self._hypotheses)
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int]]:
@@ -118,16 +121,15 @@ class BeamSearch:
         Equal continuations rank by token, then by beam; of equal hypotheses the earlier one ranks first.
 
         Args:
-            candidates: For each live beam its `num_candidates` most probable next tokens or more, best first, with
-                their natural log-probabilities, or all tokens if there are fewer; those of -inf are impossible and
-                left out.
+            candidates: For each live beam, its most probable next tokens with their natural log-probabilities, best
+                first: at least `num_candidates`, or all tokens if there are fewer. Those of -inf are skipped.
 
         Returns:
-            For each new live beam, best first: the index of its parent among the old ones, and its token. Fewer than
+            The new live beams, best first: the index of the parent among the old ones, and the token. Fewer than
             beam_width if there are no more possible tokens; none when done.
 
         Raises:
-            BadValue: Not one entry for each live beam, or a log-probability is NaN.
+            BadValue: The number of entries differs from that of the live beams, or a log-probability is NaN.
         """
         if len(candidates) != len(self.beams):
             raise BadValue(f"candidates has {len(candidates)} entries; {len(self.beams)} beams are live")
@@ -153,7 +155,9 @@ class BeamSearch:
         return live
 
     def _best(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int, float]]:
-        """The `num_candidates` best continuations of all beams: parent, place among its own, cumulative logprob."""
+        """Return the `num_candidates` best continuations of all beams: parent, index in its candidates, cumulative
+        logprob.
+        """
         continuations = []
         for parent, (beam, pairs) in enumerate(zip(self.beams, candidates, strict=True)):
             for place, (token, logprob) in enumerate(pairs):
@@ -165,14 +169,14 @@ class BeamSearch:
         return [(parent, place, -negated) for negated, _, parent, place in best]
 
     def _reported(self, candidates: Sequence[tuple[int, float]], place: int) -> tuple[TokenLogprobs, ...]:
-        """What is reported of a beam's candidate at that place, if anything."""
+        """Return the logprobs to report for the candidate at index `place`, if requested."""
         if self._num_logprobs is None:
             return ()
         token, logprob = candidates[place]
         return (TokenLogprobs(token, logprob, place + 1, tuple(candidates[: self._num_logprobs])),)
 
     def _can_improve(self, best: Beam) -> bool:
-        """Whether the best live beam, scored as it is now, would be among the results."""
+        """Return whether the best live beam, at its current score, would be among the results."""
         if len(self._hypotheses) < self._width:
             return True
         return self._score(best.cumulative_logprob, len(best.tokens)) > self._hypotheses[-1].score

@@ -1,4 +1,4 @@
-"""Beam search on an engine: each beam is a request whose tokens are chosen here, and whose forks share its blocks."""
+"""Beam search on an engine: each beam is a request whose tokens the search chooses, and its forks share its blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quire.request import Event, FinishReason, Group, Request, SamplingParams
 
 
 class BeamDriver:
-    """One prompt's search on an engine: give it the events of its requests until it is `done`.
+    """Runs one prompt's search on an engine: pass it the events of its requests until it is `done`.
 
-    The search has beam_width requests at most, siblings that each hold one live beam. A beam with several
-    continuations keeps the first and is forked for the others; a beam without any gives its request to one of those.
+    The search has at most beam_width requests, siblings that each carry one live beam. A beam with several
+    continuations keeps the first and is forked for the others. A beam without one gives its request to one of those.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class BeamDriver:
         cache_salt: str = "",
         lora: str | None = None,
     ) -> None:
-        """Prepare the search; `start` queues it. Raises RequestError where no token has room after the prompt."""
+        """Prepare the search; `start` queues it. Raises RequestError if the prompt leaves no room for a token."""
         self.error: str | None = None
         self._engine = engine
         room = engine.scheduler.max_model_len - len(prompt)
@@ -50,35 +50,35 @@ class BeamDriver:
             for i in range(params.beam_width)
         ]
         self.request = group.members[0]  # the one that computes the prompt
-        self._beams, self._spare = group.members[:1], group.members[1:]  # one request a live beam, and those without
-        self._found: dict[str, Sequence[tuple[int, float]]] = {}  # a beam's candidates for its next token
+        self._beams, self._spare = group.members[:1], group.members[1:]  # one request per live beam, and the unused
+        self._found: dict[str, Sequence[tuple[int, float]]] = {}  # the candidates for each beam's next token
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended, or failed with an `error`."""
+        """True if the search has ended, or failed with an `error`."""
         return self._search.done or self.error is not None
 
     @property
     def request_ids(self) -> list[str]:
-        """The requests whose events it takes."""
+        """The ids of the requests whose events the search takes."""
         return [request.id for request in (*self._beams, *self._spare)]
 
     def results(self) -> list[Hypothesis]:
-        """The hypotheses that have ended, best first."""
+        """Return the finished hypotheses, best first."""
         return self._search.results()
 
     def check(self) -> None:
-        """Raise RequestError if the search could never run here."""
+        """Raise RequestError if the search could never run on this engine."""
         self._engine.check(self._beams[0])
 
     def start(self) -> None:
-        """Queue the prompt. Raises RequestError, queueing nothing, if it could never run."""
+        """Queue the prompt. Raises RequestError, and queues nothing, if it could never run."""
         self._engine.add(self._beams[0])
 
     def take(self, event: Event) -> None:
-        """Take in an event of one of its requests. When the last beam has reported, all of them go on.
+        """Process an event of one of the search's requests. When the last beam has reported, all beams advance.
 
-        A search that is done, or has failed, gives all blocks back with the engine's next step.
+        A search that is done, or has failed, frees all blocks in the engine's next step.
         """
         if self.done:
             return
@@ -92,7 +92,7 @@ class BeamDriver:
             self.stop()
 
     def stop(self) -> None:
-        """Give all blocks back, with the engine's next step."""
+        """Free all blocks in the engine's next step."""
         for request_id in self.request_ids:
             self._engine.finish(request_id, FinishReason.ABORT)
 
@@ -112,6 +112,6 @@ class BeamDriver:
             else:
                 kept.append((heir, token))
             beams.append(heir)
-        for heir, token in kept:  # only now: they were parents until here
+        for heir, token in kept:  # only now: until here they were parents of forks
             self._engine.extend(heir, token)
         self._beams = beams

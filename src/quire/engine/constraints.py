@@ -1,4 +1,4 @@
-"""Constraints: from what sampling parameters say of tokens to the form that every step uses."""
+"""Convert the token constraints of sampling parameters to the form that every step uses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from quire.request import Constraints, Request, SamplingParams
 def constraints_of(
     sampling: SamplingParams, bad_sequences: Sequence[Sequence[int]], vocab_size: int
 ) -> Constraints | None:
-    """Which tokens may be drawn at any time. None: nothing is said of it. Requests that ask for the same may share it.
+    """Return the constraints on the tokens that may be drawn, or None if nothing is constrained.
 
-    bad_sequences: the tokens of each bad word. Raises RequestError for token ids that are not the vocabulary's.
+    Requests with equal parameters may share them. bad_sequences: the tokens of each bad word. Raises RequestError for
+    token ids outside the vocabulary.
     """
     if not (sampling.logit_bias or sampling.allowed_token_ids is not None or bad_sequences):
         return None
@@ -47,13 +48,15 @@ def constraints_of(
 
 
 def banned_now(request: Request, num_ahead: int) -> Iterator[int]:
-    """Tokens that a request must not draw next, or so many tokens after that, in any order. Some may come twice."""
+    """Yield the tokens that a request must not draw `num_ahead` tokens after its next one, unordered, maybe with
+    duplicates.
+    """
     if request.num_generated + num_ahead < request.sampling.min_tokens:
         yield from request.ending_tokens
     constraints = request.constraints
     if constraints is not None:
         yield from constraints.banned
-        if constraints.endings and request.num_generated:  # then nothing is drawn ahead, see Request.looks_back
+        if constraints.endings and request.num_generated:  # then nothing is drawn ahead, see `Request.looks_back`
             for before, last in constraints.endings.get(request.tokens[-1], ()):
                 if len(before) <= request.num_generated and request.tokens[-len(before) :] == before:
                     yield last

@@ -1,4 +1,4 @@
-"""What a step of the engine would cost a model on a device: bytes and operations over the device's rates."""
+"""Cost model of a step: its bytes and operations over the device's rates."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from quire.models.model import Model, WeightBytes
 
 @dataclass(frozen=True)
 class Device:
-    """What a machine does in a second, as far as a model can have it."""
+    """The rates of a machine, as far as a model can achieve them."""
 
     name: str
-    bytes_per_second: float  # read from the memory where weights and cache lie
+    bytes_per_second: float  # read from the memory of the weights and the cache
     flops_per_second: float
     link_bytes_per_second: float  # between that memory and the host's
 
 
-# The CPU is two Zen 5 cores as measured, with bfloat16; of the GPU's data sheet, 90 % and 70 % are within reach.
+# The CPU: two Zen 5 cores, measured with bfloat16. The GPU: 90 % and 70 % of its data sheet, which are achievable.
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         "cpu": Device("cpu", 42e9, 0.8e12, 21e9),  # a swap there reads and writes the same memory
@@ -40,41 +40,41 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 
 
-MANY = 24  # steps: from here on it is faster to compute them at once
-STATE_BYTES = 4  # of a number of a state, which is fp32
+MANY = 24  # steps: from here on, computing them all at once is faster
+STATE_BYTES = 4  # of one number of a state, in fp32
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model has to read and to multiply."""
+    """The bytes that a model has to read and the operations that it has to do."""
 
     groups: tuple[AnyGroup, ...]
     max_model_len: int  # tokens of the longest sequence
-    layer_params: int  # every token is multiplied by each of them; those of experts are apart
-    head_params: int  # of the output projection: only rows that draw a token are
-    number_bytes: int  # of an element of K and V, and of what a convolution keeps
+    layer_params: int  # multiplied with every token; without those of experts
+    head_params: int  # of the output projection: only for rows that draw a token
+    number_bytes: int  # of an element of K and V, and of a convolution's inputs
     weights: WeightBytes
     expert_params: int = 0  # of all experts of all layers
-    expert_share: float = 0.0  # of a layer's experts, those that a token goes through
+    expert_share: float = 0.0  # share of a layer's experts that a token uses
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Bytes of weights that a step of so many tokens reads, which choose their experts as if by chance."""
+        """Return the bytes of weights read by a step of `num_tokens` tokens, if they choose their experts at random."""
         read = 1 - (1 - self.expert_share) ** num_tokens
         return self.weights.layers + self.weights.head + self.weights.experts * read
 
     def linear_flops(self, num_tokens: int, num_drawn: int) -> float:
-        """Operations of a step's linears, so many of its tokens drawing the next one."""
+        """Return the operations of a step's linears if `num_drawn` of its tokens draw the next one."""
         a_token = self.layer_params + self.expert_params * self.expert_share
         return 2 * (num_tokens * a_token + num_drawn * self.head_params)
 
     def kv_bytes(self, group: CacheGroup) -> int:
-        """Bytes of one token's K and V in the group's layers."""
+        """Return the bytes of one token's K and V in the group's layers."""
         heads = group.heads
         stored = (2 if heads.latent is None else 1) * heads.num_kv_heads * heads.head_dim
         return len(group.layers) * stored * self.number_bytes
 
     def state_bytes(self, group: StateGroup | RowGroup) -> int:
-        """Bytes of one block of the group's layers: of a state, or of the rows of a piece."""
+        """Return the bytes of one block of the group's layers: of a state, or of the rows of a piece."""
         of = group.sizes
         if isinstance(group, StateGroup):
             numbers, inputs = of.num_heads * of.dim_k * of.dim_v, (of.taps - 1) * of.width
@@ -84,29 +84,26 @@ class ModelCost:
         return len(group.layers) * (numbers * STATE_BYTES + inputs * self.number_bytes)
 
     def state_flops(self, group: StateGroup) -> int:
-        """Operations of one token in the group's layers.
+        """Return the operations of one token in the group's layers.
 
-        Its key and query on the state and on the piece's rows, half of them on average, and its share of the next
-        state.
+        They are its key and query with the state and with the piece's rows, half of them on average, and its share of
+        the next state.
         """
         of = group.sizes
         a_head = 6 * of.dim_k * of.dim_v + 2 * group.piece * (of.dim_k + of.dim_v)
         return len(group.layers) * (of.num_heads * a_head + 2 * of.width * of.taps)
 
     def block_bytes(self, group: AnyGroup, block_size: int) -> int:
-        """Bytes of one block of the group's layers."""
+        """Return the bytes of one block of the group's layers."""
         return block_size * self.kv_bytes(group) if isinstance(group, CacheGroup) else self.state_bytes(group)
 
     def attention_flops(self, group: CacheGroup) -> int:
-        """Operations of one query token and one key in the group's layers: a dot product and a weighted sum."""
+        """Return the operations of a query token and a key in the group's layers: a dot product and a weighted sum."""
         return 4 * len(group.layers) * group.heads.num_heads * group.heads.head_dim
 
 
 def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes | None = None) -> ModelCost:
-    """What a model of that config has to read and to multiply, with a cache of that dtype.
-
-    weights: None: all are of that dtype.
-    """
+    """Return the cost of a model of that config, with a cache of that dtype. weights: None: all have that dtype."""
     params: Counter[str] = Counter()
     for name, shape in weight_shapes(config).items():
         params[weight_use(config, name)] += math.prod(shape)
@@ -126,7 +123,7 @@ def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes |
 
 
 def cost_of(model: Model) -> ModelCost:
-    """What a loaded model has to read and to multiply; of one whose layers are not ours, as if none were quantised."""
+    """Return the cost of a loaded model. Weights of layers that are not Quire's count as not quantized."""
     shape = model.config
     if isinstance(shape, DecoderConfig):
         return model_cost(shape, model.dtype, model.weight_bytes)
@@ -141,12 +138,12 @@ def cost_of(model: Model) -> ModelCost:
 
 
 def assumed_prompt_token(model: ModelCost) -> float:
-    """Seconds that a token of a prompt takes, until steps have shown it."""
+    """Return the assumed seconds per prompt token, used until steps have been measured."""
     return model.linear_flops(1, 0) / DEVICES["cpu"].flops_per_second
 
 
 class StepWork(NamedTuple):
-    """What a step reads and multiplies."""
+    """The reads and operations of a step."""
 
     num_tokens: int  # rows of the linears
     num_drawn: int  # of these, rows that draw a token
@@ -155,18 +152,18 @@ class StepWork(NamedTuple):
     cache_bytes: float  # keys, values and states, read and written
     linear_flops: float
     attention_flops: float
-    moved_bytes: float  # to the host and back
-    num_begun: int = 0  # requests whose first tokens it computes
-    context_flops: float = 0.0  # of those of attention, the ones with keys that earlier steps computed
-    num_decoding: int = 0  # sequences that get one token after another
+    moved_bytes: float  # to and from the host
+    num_begun: int = 0  # requests whose first tokens this step computes
+    context_flops: float = 0.0  # part of attention_flops with keys that earlier steps computed
+    num_decoding: int = 0  # sequences that decode, one token per step
 
 
 class CostModel:
-    """Seconds of a step: what it reads over the memory's rate, or what it multiplies over the arithmetic units'.
+    """Predicts the seconds of a step: bytes read over the memory's rate, or operations over the arithmetic units' rate.
 
-    Every step reads all weights, of experts those that somebody chose; every request its keys and values. Left out is
-    what is the same for every plan, such as launching kernels, and what sharing could save, such as reading a common
-    prefix once.
+    Every step reads all weights, of experts those that a token chose; every request reads its keys and values. Costs
+    that are the same for every plan, such as kernel launches, and savings by sharing, such as reading a common prefix
+    once, are left out.
     """
 
     def __init__(self, model: ModelCost, device: Device, block_size: int) -> None:
@@ -176,23 +173,24 @@ class CostModel:
         attention = [group for group in model.groups if isinstance(group, CacheGroup)]
         self.kv_bytes = sum(map(model.kv_bytes, attention))
         self.pair_flops = sum(map(model.attention_flops, attention))
-        self._decode: dict[int, tuple[float, float]] = {}  # by sequences: bytes of weights and operations of linears
+        self._decode: dict[int, tuple[float, float]] = {}  # by num_sequences: weight bytes, operations of linears
 
     def seconds(self, plan: Plan, num_drawn: int, num_decoding: int = 0, keys: int = 0) -> float:
-        """How long a step takes in which that many requests draw a token. To be asked before its commit.
+        """Return the seconds of a step in which `num_drawn` requests draw a token. Must be called before its commit.
 
-        num_decoding: of these, the ones that get a token besides the plan's items. keys: that those see.
+        num_decoding: those of them that get a token in addition to the plan's items. keys: the keys that these attend
+        to.
         """
         return self.time_of(self.work_of(plan, num_drawn, num_decoding, keys))
 
     def time_of(self, work: StepWork) -> float:
-        """Seconds of a step with that much work."""
+        """Return the seconds of a step with that much work."""
         size, flops = work.weight_bytes + work.cache_bytes, work.linear_flops + work.attention_flops
         seconds = max(size / self.device.bytes_per_second, flops / self.device.flops_per_second)
         return seconds + work.moved_bytes / self.device.link_bytes_per_second
 
     def work_of(self, plan: Plan, num_drawn: int, num_decoding: int = 0, keys: int = 0) -> StepWork:
-        """What a step reads and multiplies; as `seconds`. With num_decoding, for layers that attend to all tokens."""
+        """Return the work of a step, see `seconds`. num_decoding: only if the layers attend to all tokens."""
         model, num_tokens = self.model, plan.num_tokens + num_decoding
         size: float = 2 * self._moved(plan.copies)
         flops = with_context = 0
@@ -221,14 +219,14 @@ class CostModel:
         )
 
     def decode_seconds(self, num_sequences: int, keys: int) -> float:
-        """How long a step takes in which so many sequences decode, which see so many keys; as `seconds` of its plan.
+        """Return the seconds of a step in which `num_sequences` sequences decode and attend to `keys` keys in total.
 
-        Only for models all of whose layers attend to all tokens.
+        Equals `seconds` of its plan. Only for models whose layers all attend to all tokens.
         """
         return float(self.decoder(num_sequences)(keys))
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
-        """The same for each number of keys. many: for arrays of such numbers instead, with the same results."""
+        """Return `decode_seconds` as a function of keys. many: of an array of them, with the same results."""
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         kv_bytes, pair_flops, device = self.kv_bytes, self.pair_flops, self.device
         longer = np.maximum if many else max
@@ -240,7 +238,7 @@ class CostModel:
         return seconds
 
     def decode_ends(self, num_sequences: int, keys: int, now: float, steps: int) -> list[float]:
-        """When steps end that begin now, in each of which so many sequences decode. keys: that they see before."""
+        """Return the end times of `steps` decode steps that begin at `now`. keys: attended to before them."""
         if steps < MANY:
             seconds, ends = self.decoder(num_sequences), []
             for _ in range(steps):
@@ -253,7 +251,7 @@ class CostModel:
         return np.add.accumulate(durations).tolist()  # type: ignore[no-any-return]
 
     def decode_work(self, num_sequences: int) -> tuple[float, float]:
-        """Bytes of weights and operations of linears of a step in which so many sequences decode."""
+        """Return the bytes of weights and the operations of linears of a step that decodes `num_sequences` sequences."""
         if num_sequences not in self._decode:
             self._decode[num_sequences] = (
                 self.model.weight_bytes(num_sequences),
@@ -263,7 +261,7 @@ class CostModel:
 
     @property
     def seconds_a_prompt_token(self) -> float:
-        """Of a long prompt, its attention left out."""
+        """Seconds per token of a long prompt, without attention."""
         return self.model.linear_flops(1, 0) / self.device.flops_per_second
 
     def _moved(self, moves: Sequence[Move]) -> int:
@@ -271,7 +269,7 @@ class CostModel:
 
 
 def measured_read_rate(size: int = 2**28) -> float:
-    """Bytes a second that this machine's cores read from memory: the best of a few sums over that many bytes."""
+    """Measure the bytes per second that this machine reads from memory: the best of a few sums over `size` bytes."""
     numbers, seconds = torch.ones(size // 4), []
     for _ in range(5):
         start = time.perf_counter()
@@ -281,13 +279,13 @@ def measured_read_rate(size: int = 2**28) -> float:
 
 
 def _begins(item: PlanItem) -> bool:
-    """Whether a request's first tokens are computed. Of a prompt that is cached, that is the last one."""
+    """Return whether the item computes a request's first tokens; of a fully cached prompt, that is its last one."""
     request = item.request
     return not request.num_generated and item.start <= min(request.cache.num_cached, request.num_prompt - 1)
 
 
 def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
-    """Keys that a step reads, each once for every request, and pairs of a query token and a key that it sees."""
+    """Return the keys that a step reads, once per request, and its pairs of a query token and an attended key."""
     keys = pairs = 0
     if window is None:
         for item in items:
@@ -303,14 +301,15 @@ def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
 
 
 def with_earlier(items: Sequence[PlanItem], window: int | None) -> int:
-    """Pairs of a query token and a key that an earlier step computed. Those of a sliding window are not counted."""
+    """Return the pairs of a query token and a key that an earlier step computed; 0 for a sliding window."""
     return 0 if window is not None else sum([item.num_rows * item.start for item in items])
 
 
 def recalled(items: Sequence[PlanItem], group: StateGroup | RowGroup) -> float:
-    """Blocks of the group that a step reads and writes.
+    """Return the number of the group's blocks that a step reads and writes.
 
-    A state where a request begins and one where it ends another piece, and the rows of the piece in between.
+    A state is read where a request's tokens begin and written where they complete a piece; the piece's rows between
+    count too.
     """
     piece, blocks = group.piece, 0.0
     for item in items:
@@ -323,6 +322,6 @@ def recalled(items: Sequence[PlanItem], group: StateGroup | RowGroup) -> float:
 
 
 def _seen(num_tokens: int, window: int) -> int:
-    """Keys that the first tokens of a sequence see, all together."""
+    """Return the number of keys that the first `num_tokens` tokens of a sequence attend to, summed over the tokens."""
     whole = min(num_tokens, window)
     return whole * (whole + 1) // 2 + (num_tokens - whole) * window

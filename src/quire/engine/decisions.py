@@ -1,4 +1,4 @@
-"""What the scheduler decides, as arithmetic on requests and counts. Nothing here knows a block manager."""
+"""The scheduler's decisions as arithmetic on requests and counts, independent of the block manager."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from quire.request import Request
 
 
 class Hold(str, Enum):
-    """Why the first of the waiting requests does not run."""
+    """The reason why the first waiting request does not run."""
 
-    SEATS = "seats"  # max_num_seqs requests run
+    SEATS = "seats"  # max_num_seqs requests are running
     BLOCKS = "blocks"  # there are not enough free blocks
-    SWAPPED = "swapped"  # requests whose blocks are on the host come back first, when there are blocks
-    BUDGET = "budget"  # the step's tokens are taken, or what it needs is just being computed by another request
+    SWAPPED = "swapped"  # requests swapped out to the host resume first, once blocks are free
+    BUDGET = "budget"  # the step's tokens are used up, or another request is computing blocks that this one could reuse
 
 
 def num_new_tokens(num_missing: int, budget: int, num_singles: int) -> int:
-    """Tokens that a running request computes in this step; 0 or less: the budget has none for it.
+    """Return the tokens that a running request computes in this step; 0 or less if the budget has none for it.
 
-    budget: tokens that the step has left. num_singles: running requests that need a single token and have not got it
-    yet; they get it before a long prompt takes the rest.
+    budget: tokens left in the step. num_singles: running requests that need a single token and have not been planned
+    yet; they are served before a long prompt takes the rest.
     """
     return 1 if num_missing == 1 else min(num_missing, budget - num_singles)
 
 
 def share_budget(going: Sequence[tuple[Request, int, int]], budget: int) -> list[PlanItem]:
-    """What each of these running requests computes in a step. going: with the first token and the number of tokens."""
+    """Return the items of these running requests in a step. going: each with its first token and number of tokens."""
     singles = sum([missing == 1 for _, _, missing in going])
     items = []
     for request, start, missing in going:
@@ -45,18 +45,18 @@ def share_budget(going: Sequence[tuple[Request, int, int]], budget: int) -> list
 
 
 def needs_token(request: Request) -> bool:
-    """Whether what comes after the token that the request is drawing depends on that token, beyond being computed.
+    """Return whether the next step needs the value of the token that the request is drawing, not only its K and V.
 
-    Its next draw may; and where siblings wait to be forked, they come then.
+    Its next draw may depend on it, and its siblings are forked only after it.
     """
     waits_to_fork = request.group is not None and request.num_generated == 0
     return request.looks_back or waits_to_fork
 
 
 def who_gives_way(request: Request, running: RankedList) -> list[Request]:
-    """Whom to preempt so that the running request can grow: the last one with its siblings.
+    """Return the requests to preempt so that the running request can grow: the last one with its siblings.
 
-    Siblings give way together, but not to one another: then it is the last of them alone.
+    Siblings are preempted together, but not for one another: then only the last of them is.
     """
     last = running[-1]
     if last is request or (request.group is not None and last.group is request.group):
@@ -65,7 +65,7 @@ def who_gives_way(request: Request, running: RankedList) -> list[Request]:
 
 
 def free_seats(running: Iterable[Request], max_num_seqs: int) -> int:
-    """Seats that no request has or may yet claim: a beam search may claim one for each of its beams."""
+    """Return the slots that are unused and unreserved. A beam search reserves one for each of its beams."""
     taken = 0
     searches = {}
     for request in running:
@@ -77,20 +77,20 @@ def free_seats(running: Iterable[Request], max_num_seqs: int) -> int:
 
 
 def seats_wanted(request: Request, running: RankedList) -> int:
-    """Seats that a waiting request takes of those that are free: all of a beam search's at once."""
+    """Return the free slots that a waiting request needs: for a beam search, those of all beams at once."""
     if not request.driven or request.group is None:
         return 1
     return 0 if any(running.siblings_of(request)) else len(request.group.members)
 
 
 def may_pass(request: Request, swapped: Sequence[Request]) -> bool:
-    """Whether a waiting request may be admitted although others are swapped out.
+    """Return whether a waiting request may be admitted although others are swapped out.
 
-    Only one that ranks before them and was admitted before: its turn has come back.
+    That is so only if it was admitted before and ranks before them.
     """
     return not swapped or not (request.is_new or request.schedule.rank > swapped[0].schedule.rank)
 
 
 def fits(needed: Sequence[int], free: Sequence[int]) -> bool:
-    """Whether the blocks that are needed are free, in every cache group."""
+    """Return whether the needed blocks are free, in every cache group."""
     return all(map(le, needed, free))

@@ -1,4 +1,4 @@
-"""What is said of requests that end with an error."""
+"""Error messages of requests that end with an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from quire.request import Request, Task
 
 
 def cannot_draw(request: Request) -> RequestError | None:
-    """Why none of the tokens that the request may draw can be drawn. None: it may draw any, or draws none."""
+    """Return the error of a request none of whose allowed tokens can be drawn.
+
+    Return None if it may draw any token, or draws none.
+    """
     at = f"at position {len(request.tokens)}"
     if request.guide is not None:
         return RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
@@ -18,15 +21,15 @@ def cannot_draw(request: Request) -> RequestError | None:
 
 
 def no_number(request: Request) -> str:
-    """What the model gave no finite number for."""
+    """Return the message for a request whose model output is not finite."""
     lacks = {Task.LOGLIKELIHOOD: "logit within the prompt", Task.EMBED: "hidden state after the prompt"}
     return f"the model gave no finite {lacks.get(request.task, f'logit at position {len(request.tokens)}')}"
 
 
 def difference(request: Request, drawn: int) -> str:
-    """Another token was drawn than the one that was delivered, which is the request's last one."""
+    """Return the message for a drawn token that differs from the delivered one, which is the request's last token."""
     at = len(request.tokens) - 1
     return (
         f"the token at position {at} was delivered as {request.tokens[at]} before the request was interrupted, and is "
-        f"{drawn} here: what goes on here would not be the same answer"
+        f"{drawn} here: a continuation from here would differ from the original answer"
     )

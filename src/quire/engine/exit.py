@@ -1,7 +1,7 @@
-"""The interpreter's exit, which must not come within a step.
+"""Keep the interpreter's exit from interrupting a step.
 
-It stops daemon threads wherever they next want its lock: in the middle of a step that is machine code of PyTorch, which
-takes this for a fatal error and aborts the process (before Python 3.14).
+At exit, the interpreter stops daemon threads wherever they next request its lock. If that is inside PyTorch's machine
+code, PyTorch takes it for a fatal error and aborts the process (before Python 3.14).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LONGEST_WAIT = 60.0  # seconds, for a step that may never end
 
 
 class _Entrance:
-    """Each step goes through it."""
+    """A gate that each step passes."""
 
     lock = RLock()
 
@@ -24,14 +24,14 @@ _guards: WeakSet[StepGuard] = WeakSet()
 
 
 class StepGuard:
-    """Held during each step of an engine: the exit waits for it, and no daemon thread gets it after that."""
+    """A lock held during each step of an engine: the exit waits for it, and no daemon thread acquires it afterwards."""
 
     def __init__(self) -> None:
-        self._lock = RLock()  # not a Lock: what runs at the exit, on its thread, may still compute steps
+        self._lock = RLock()  # not a Lock: exit handlers may still compute steps on their thread
         _guards.add(self)
 
     def __enter__(self) -> None:
-        with _Entrance.lock:  # else a thread that computes one step after the other would leave the exit no turn
+        with _Entrance.lock:  # else a thread that computes step after step would starve the exit
             pass
         self._lock.acquire()
 
@@ -39,12 +39,12 @@ class StepGuard:
         self._lock.release()
 
     def close(self) -> None:
-        """Wait for the step that is being computed, and let no other thread begin one."""
+        """Wait for the current step, and keep other threads from beginning one."""
         self._lock.acquire(timeout=LONGEST_WAIT)
 
 
 def _renew() -> None:
-    """In a forked child: the threads that may have held a lock exist in the parent only."""
+    """Replace the locks in a forked child, because the threads that may hold them exist only in the parent."""
     _Entrance.lock = RLock()
     for guard in list(_guards):
         guard._lock = RLock()

@@ -1,4 +1,4 @@
-"""Which requests are too large to ever run."""
+"""Reject requests that are too large to ever run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.request import Request, Task
 
 
 def check_size(request: Request, longest: int, manager: BlockManager, max_model_len: int, max_num_seqs: int) -> None:
-    """Raise RequestError, with the numbers, if the request would not fit were it alone. longest: see Scheduler."""
+    """Raise RequestError, with the numbers, if the request would not fit even alone. longest: see Scheduler."""
     if request.num_prompt < 1:
         raise RequestError(f"request {request.id} has an empty prompt; it needs at least one token", "prompt")
     is_drawn = request.task is Task.GENERATE  # the last token: it is never computed, and takes no slot
@@ -21,13 +21,13 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
         )
     if is_drawn and (known := len(request.tokens) + len(request.to_check)) >= longest:
         raise RequestError(
-            f"request {request.id} goes on after {known - request.num_prompt} delivered tokens, and ends at "
+            f"request {request.id} continues after {known - request.num_prompt} delivered tokens, and ends at "
             f"{longest - request.num_prompt}; it must have fewer"
         )
     stored = longest - is_drawn
     most = [manager.most_blocks(stored, stored, g) for g in range(len(manager.groups))]
     what = ""
-    if request.driven and request.group is not None:  # its siblings go on side by side, or not at all
+    if request.driven and request.group is not None:  # its siblings advance together or not at all
         width = len(request.group.members)
         if width > max_num_seqs:
             raise RequestError(
@@ -37,7 +37,7 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
             )
         what = f" for each of {width} beams"
         whole = request.num_prompt // manager.block_size
-        # Of states, the one that only a prompt takes; blocks that leave a window are not shared to the end.
+        # Of the states, only the prompt's is shared. Blocks that leave a window are not shared to the end.
         shared = [
             whole if type(g) is CacheGroup and g.window is None else type(g) is StateGroup for g in manager.groups
         ]

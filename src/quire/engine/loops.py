@@ -1,7 +1,7 @@
-"""The two ways to go from step to step: one after the other, or overlapped.
+"""The two ways to run steps: sequential or overlapped.
 
-A step is planned, computed by the device and committed. A device that computes by itself, as a GPU does, is idle while
-the host plans and commits, unless the next step has been given to it by then.
+A step is planned, computed by the device and committed. An asynchronous device such as a GPU is idle while the host
+plans and commits, unless the next step has already been launched.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ log = logging.getLogger("quire")
 
 
 class StepRunner(Protocol):
-    """What an engine needs of a runner. Steps are computed in the order in which they are launched."""
+    """The interface of a runner that an engine needs. Steps are computed in the order in which they are launched."""
 
     def run(self, batch: Batch) -> StepOutput:
         """Compute one step."""
 
     def launch(self, batch: Batch) -> Launched:
-        """Begin one step. The one before it may still be computed; what that draws can be among its tokens."""
+        """Launch one step. The one before it may still be computing; tokens that it draws can be inputs of this one."""
 
     def is_lost(self) -> bool:
-        """Whether no further step can be computed. Asked when one has failed."""
+        """Return whether no further step can be computed. Called when a step has failed."""
 
 
 class Parts(Protocol):
-    """What a loop drives: an engine's parts."""
+    """The parts of an engine that a loop drives."""
 
     scheduler: Scheduler
     runner: StepRunner
     under_way: Plan | None
 
     def flatten(self, plan: Plan) -> Batch:
-        """The plan as tensors."""
+        """Return the plan as tensors."""
 
 
 class Loop(Protocol):
-    """From step to step."""
+    """Runs an engine step by step."""
 
     def step(self, parts: Parts) -> list[Event]:
-        """The events of the next step. An exception of it ends its requests, nothing else, see `Engine.step`."""
+        """Return the events of the next step. An exception of the step ends only its requests, see `Engine.step`."""
 
 
 class SequentialLoop:
-    """Plan, compute, commit, then the next step: the host waits for the device, and the device for the host."""
+    """Finishes each step before it plans the next: the host waits for the device, and the device for the host."""
 
     def step(self, parts: Parts) -> list[Event]:
-        """As `Loop.step`."""
+        """Run one step, see `Loop.step`."""
         plan = parts.scheduler.plan()
         parts.under_way = plan
         try:
@@ -67,7 +67,7 @@ class SequentialLoop:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step that was launched, or failed in that."""
+    """A step that was launched, or whose launch failed."""
 
     plan: Plan
     wait: Launched
@@ -75,25 +75,25 @@ class _Flight:
 
 
 class OverlappedLoop:
-    """While the device computes step n, the host plans and launches step n + 1; then it commits n, while n + 1 runs.
+    """Plans and launches step n + 1 while the device computes step n, then commits n while n + 1 runs.
 
-    A call of `step` returns the events of one step, and leaves the next one under way where the scheduler could plan it
-    ahead. So what the caller does between two calls, such as making text, is done while the device computes. Where the
-    next plan needs what the step finds, the loop goes on as the sequential one does.
+    A call of `step` returns the events of one step and leaves the next one running if the scheduler could plan it
+    ahead. The caller's work between two calls, such as detokenization, thus overlaps with the device's. If the next
+    plan needs the results of the current step, the loop falls back to the sequential order.
 
-    Step n + 1 has a row for each request that may go on. Where step n, or the caller after it, ends the request, that
-    row is computed in vain, and its commit passes it over. Blocks that are freed meanwhile may be given away at once:
-    the device computes one step after the other, so their owner writes to them later.
+    Step n + 1 has a row for each request that may continue. If step n, or the caller after it, ends the request, that
+    row is computed in vain, and its commit skips it. Blocks that are freed meanwhile may be reallocated at once: the
+    device computes steps in order, so their new owner writes to them later.
     """
 
     def __init__(self) -> None:
-        self._ahead: _Flight | None = None  # launched by the last call
+        self._ahead: _Flight | None = None  # launched by the previous call
 
     def step(self, parts: Parts) -> list[Event]:
-        """As `Loop.step`."""
+        """Run one step, see `Loop.step`."""
         self._drop_unneeded(parts)  # the caller may have ended its requests
         flight = self._ahead or _launched(parts, parts.scheduler.plan())
-        self._ahead = flight  # until the next one is planned: if that raises, nothing is lost
+        self._ahead = flight  # kept in case planning the next one raises
         plan = parts.under_way = flight.plan
         following = parts.scheduler.plan_ahead(plan) if flight.is_launched else None
         self._ahead = None
@@ -108,21 +108,21 @@ class OverlappedLoop:
         try:
             events = parts.scheduler.commit(plan, output)
         except BaseException:
-            if self._ahead is not None and self._ahead.is_launched:  # it took this step's tokens for granted
+            if self._ahead is not None and self._ahead.is_launched:  # its inputs assume this step's tokens
                 self._ahead = parts.under_way = None
             raise
         self._drop_unneeded(parts)
         return events
 
     def _drop_unneeded(self, parts: Parts) -> None:
-        """Do not wait for a step that no request needs. One that failed is kept, so that its error is reported."""
+        """Drop a launched step that no request needs. A failed launch is kept, so that its error is reported."""
         ahead = self._ahead
         if ahead is not None and ahead.is_launched and not parts.scheduler.is_needed(ahead.plan):
             self._ahead = parts.under_way = None
 
 
 def _launched(parts: Parts, plan: Plan) -> _Flight:
-    """Launch a step. What that raises is raised when it is waited for: the step before is to be committed first."""
+    """Launch a step. Defer an exception until the step is waited for, because the step before is committed first."""
     if plan.is_empty:
         return _Flight(plan, lambda: StepOutput({}))
     try:
@@ -139,7 +139,7 @@ def _raising(error: BaseException) -> Launched:
 
 
 def _failed(parts: Parts, plan: Plan, error: BaseException) -> list[Event]:
-    """End the requests of a step that raised. Called where that is handled; raises it if none can be served."""
+    """End the requests of a step that raised. Called in its except block; re-raises if the engine is unusable."""
     ended = parts.scheduler.fail(plan, error)
     if not isinstance(error, Exception) or parts.runner.is_lost():
         raise error

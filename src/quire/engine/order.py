@@ -1,8 +1,7 @@
-"""Who comes first: the order of service.
+"""Scheduling policies: the order in which requests are served.
 
-An order gives each request a rank, once, when it arrives; the lowest rank is served first and loses its
-blocks last. Every rank counts from the request's ordinal, so whatever handicap it has, only the requests of that many
-arrivals can overtake it: nobody waits for ever.
+An order gives each request a rank once, on arrival. The lowest rank is served first and loses its blocks last. Every
+rank counts from the request's ordinal, so only a bounded number of later arrivals can overtake a request: none starves.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ from quire.request import Request
 
 Order: TypeAlias = Callable[[Request], float]
 
-ARRIVALS_PER_PRIORITY = 65_536  # arrivals that one step of priority overtakes
-TOKENS_PER_ARRIVAL = 8  # of a prompt, each eight let one more later arrival pass
+ARRIVALS_PER_PRIORITY = 65_536  # later arrivals that one step of priority overtakes
+TOKENS_PER_ARRIVAL = 8  # of a prompt; each eight let one more later arrival overtake it
 
 
 def first_come_first_served(request: Request) -> float:
-    """By arrival."""
+    """Rank by arrival."""
     return request.schedule.ordinal
 
 
 def by_priority(request: Request) -> float:
-    """The lower priority value first, then by arrival."""
+    """Rank by priority, the lower value first, then by arrival."""
     return request.schedule.ordinal + ARRIVALS_PER_PRIORITY * request.priority
 
 
 def shortest_prompt_first(request: Request) -> float:
-    """The shorter prompt first, then by arrival."""
+    """Rank by the prompt's length, the shorter one first, then by arrival."""
     return request.schedule.ordinal + request.num_prompt // TOKENS_PER_ARRIVAL
 
 
 BLIND_TO_PRIORITY = (first_come_first_served, shortest_prompt_first)
 
-# Names as vLLM has them.
+# The names are vLLM's.
 ORDERS: Mapping[str, Order] = MappingProxyType(
     {"fcfs": first_come_first_served, "priority": by_priority, "shortest": shortest_prompt_first}
 )

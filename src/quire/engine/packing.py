@@ -1,4 +1,4 @@
-"""What rank 0 sends the others, as bytes: JSON, and the numbers of tensors after it. No code comes from them."""
+"""Serialize the messages of rank 0 to the other ranks: JSON, then the numbers of tensors. They never contain code."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from quire.cache.groups import StatePools
 
 
 class Pools(NamedTuple):
-    """Blocks of a cache."""
+    """Numbers of blocks of a cache."""
 
     num_blocks: int
     num_host_blocks: int
     states: StatePools
 
 
-HEAD = Struct("<Q")  # bytes of the JSON
-ALIGNED = 8  # bytes: a tensor begins at a multiple of them
+HEAD = Struct("<Q")  # length of the JSON in bytes
+ALIGNED = 8  # bytes: each tensor begins at a multiple
 DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.int32, torch.float32, torch.float64, torch.uint8)}
 KINDS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind
@@ -46,12 +46,12 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """What the other ranks need of a batch: they draw nothing."""
+    """Serialize the part of a batch that the other ranks need: they draw nothing."""
     return pack(replace(batch, sampling=cast(SamplingRows, None), logit_ids=[]))
 
 
 def pack(value: Batch | Pools) -> bytes:
-    """The value as bytes."""
+    """Serialize a value."""
     tensors: list[Tensor] = []
     tree = json.dumps(_plain(value, tensors)).encode()
     tree += b" " * (-(HEAD.size + len(tree)) % ALIGNED)
@@ -63,7 +63,7 @@ def pack(value: Batch | Pools) -> bytes:
 
 
 def unpack(message: bytes) -> Any:
-    """The value of which that was made."""
+    """Return the value that `pack` serialized."""
     data = bytearray(message)
     [size] = HEAD.unpack_from(data)
     at = HEAD.size + size
@@ -91,7 +91,7 @@ def unpack(message: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
-    """The value as JSON has it. Appends its tensors, in the order in which they will be met again."""
+    """Convert a value to JSON's types. Appends its tensors, in the order in which `unpack` reads them."""
     if isinstance(value, Tensor):
         tensors.append(value.contiguous())
         return {str(value.dtype): list(value.shape)}

@@ -1,7 +1,7 @@
-"""Random numbers that are a function of (seed, position, sample), and of nothing else.
+"""Random numbers that depend on (seed, position, sample) only.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based generator: drawing
-the number for one position needs no state of earlier draws, so a preempted request draws the same numbers again.
+the number of a position needs no state of earlier draws, so a preempted request draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHIFT = np.uint64(32)
 
 
 def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The four 32-bit words for each counter [R, 4] and key [R, 2], all words held in uint64: [R, 4]."""
+    """Return the four 32-bit words for each counter [R, 4] and key [R, 2], all words stored in uint64: [R, 4]."""
     c0, c1, c2, c3 = counter.T
     k0, k1 = key.T
     for _ in range(ROUNDS):
@@ -30,7 +30,7 @@ def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.u
 def uniforms(
     seeds: NDArray[np.uint64], positions: NDArray[np.uint64], samples: NDArray[np.uint64]
 ) -> NDArray[np.float64]:
-    """A number in [0, 1) with 53 random bits for each seed, position and sample index, all [R]."""
+    """Return a number in [0, 1) with 53 random bits for each seed, position and sample index, all [R]."""
     zeros = np.zeros_like(seeds)
     words = philox(
         np.stack([positions, samples, zeros, zeros], axis=1), np.stack([seeds & LOW, seeds >> SHIFT], axis=1)

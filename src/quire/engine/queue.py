@@ -1,4 +1,4 @@
-"""Requests by rank: those that wait, and lists of the others."""
+"""Requests by rank: the waiting queue, and sorted lists of the others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RANK = attrgetter("schedule.rank")
 
 
 class WaitingQueue:
-    """Requests in the order of their ranks. Coming and going cost the logarithm of their number at most."""
+    """Waiting requests in the order of their ranks. Adding and removing take at most logarithmic time."""
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}  # by ordinal
-        self._heap: list[tuple[float, int, int]] = []  # the ranks of all these, once each, and of some that have left
+        self._heap: list[tuple[float, int, int]] = []  # rank of each of these once, and of some that have left
         self._in_heap: set[int] = set()  # ordinals
 
     def __len__(self) -> int:
@@ -32,18 +32,18 @@ class WaitingQueue:
         return self._requests.get(request.schedule.ordinal) is request
 
     def add(self, request: Request) -> None:
-        """Let the request wait."""
+        """Add the request."""
         self._requests[request.schedule.ordinal] = request
         if request.schedule.ordinal not in self._in_heap:
             self._in_heap.add(request.schedule.ordinal)
             heapq.heappush(self._heap, request.schedule.rank)
 
     def remove(self, request: Request) -> None:
-        """Take the request out, if it waits."""
+        """Remove the request, if it is waiting."""
         self._requests.pop(request.schedule.ordinal, None)
 
     def first(self) -> Request | None:
-        """The request of the lowest rank; None: none waits."""
+        """Return the request of the lowest rank, or None if none is waiting."""
         while self._heap:
             request = self._requests.get(self._heap[0][-1])
             if request is not None:
@@ -52,38 +52,38 @@ class WaitingQueue:
         return None
 
     def pop(self) -> None:
-        """Take the first request out."""
+        """Remove the first request."""
         ordinal = heapq.heappop(self._heap)[-1]
         self._in_heap.remove(ordinal)
         del self._requests[ordinal]
 
 
 class RankedList(list[Request]):
-    """Requests sorted by rank. Siblings stand side by side."""
+    """Requests sorted by rank, with siblings next to each other."""
 
     def add(self, request: Request) -> None:
         """Insert the request by its rank."""
         insort(self, request, key=RANK)
 
     def take_out(self, request: Request) -> None:
-        """Take the request out. Raises BadValue if it is not there."""
+        """Remove the request. Raises BadValue if it is not in the list."""
         at = bisect_left(self, request.schedule.rank, key=RANK)
         if at == len(self) or self[at] is not request:
             raise BadValue(f"request {request.id} is not in the list that its blocks imply")
         del self[at]
 
     def siblings_of(self, request: Request) -> Iterator[Request]:
-        """The request's siblings in the list, itself included; none of one that has no group."""
+        """Yield the request's siblings in the list, itself included; nothing if it has no group."""
         if request.group is not None:
             start = bisect_left(self, (*request.schedule.rank[:2], -1), key=RANK)
             yield from takewhile(lambda other: other.group is request.group, islice(self, start, None))
 
     def first_unit(self) -> list[Request]:
-        """The first request with its siblings."""
+        """Return the first request with its siblings."""
         return _unit(self)
 
     def last_unit(self) -> list[Request]:
-        """The last request with its siblings."""
+        """Return the last request with its siblings."""
         return _unit(reversed(self))[::-1]
 
 

@@ -1,8 +1,8 @@
 """Runners of a tensor-parallel group: rank 0 leads, the others follow it step by step.
 
-Scheduler, sampler and text are on rank 0 alone. It sends each step's batch to the others, and all ranks move blocks and
-compute their parts of the model, whose exchanges keep them together. An exception in the middle of a step leaves ranks
-waiting for one another, so it ends the group.
+Scheduler, sampler and text processing run on rank 0 only. It sends each step's batch to the others. All ranks move
+blocks and compute their shards of the model, synchronized by its collectives. An exception in the middle of a step
+would leave ranks waiting for one another, so it ends the group.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quire.ops.exchange import Exchange
 from quire.ops.program import Plan
 from quire.ops.recurrent import RecurrentSpec
 
-END = b""  # in place of a step
+END = b""  # sent instead of a step
 
 
 class _RankRunner(Runner):
-    """What is the same in all ranks."""
+    """The code that all ranks share."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class _RankRunner(Runner):
         self.exchange = cast(Exchange, model.exchange)
 
     def nonfinite(self, plans: Sequence[Plan], count: int) -> Tensor:
-        """The rows of whose K or V any rank has written a number that is not finite."""
+        """Return a mask of the rows for which any rank has written a K or V that is not finite."""
         own = super().nonfinite(plans, count)
         return self.exchange.gather(own).amax(0)
 
 
 class LeadingRunner(_RankRunner):
-    """Rank 0's."""
+    """The runner of rank 0."""
 
     def launch(self, batch: Batch) -> Launched:
-        """As a runner alone, with the other ranks."""
+        """Launch a step on all ranks, see `Runner.launch`."""
         try:
             self.exchange.send(pack_batch(batch))
             return super().launch(batch)
@@ -62,20 +62,20 @@ class LeadingRunner(_RankRunner):
             raise
 
     def is_lost(self) -> bool:
-        """Whether the group can compute nothing any more."""
+        """Return whether the group can no longer compute anything."""
         return self.exchange.lost is not None
 
     def end(self) -> None:
-        """Let the other ranks end in order."""
+        """Make the other ranks end normally."""
         if self.exchange.lost is None:
             self.exchange.send(END)
 
 
 class FollowingRunner(_RankRunner):
-    """Any other rank's. It computes the logits of its part of the vocabulary, and draws nothing."""
+    """The runner of any other rank. It computes the logits of its shard of the vocabulary, and draws no token."""
 
     def follow(self) -> None:
-        """Do what rank 0 does, until it ends."""
+        """Compute the steps of rank 0 until it ends."""
         while message := self.exchange.receive():
             self.run(unpack(message))
 
@@ -92,4 +92,4 @@ class FollowingRunner(_RankRunner):
 
 
 def _nothing(output: StepOutput) -> None:
-    """There is nothing to report: rank 0 does that."""
+    """Report nothing, since rank 0 reports."""

@@ -1,4 +1,4 @@
-"""Sharing in flight: who is just computing what others could then take from the cache."""
+"""Sharing in flight: blocks that running requests are computing and that waiting requests could then reuse."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from quire.request import Request
 
 
 class ComingBlocks:
-    """The blocks that requests fill next, and the states that they are about to leave to others.
+    """The blocks that requests fill next, and the states that they will soon leave to others.
 
-    Found anew in each step, so nothing outlives a request that ends.
+    Rebuilt in each step, so no entry outlives its request.
     """
 
     def __init__(self, manager: BlockManager, requests: Iterable[Request]) -> None:
@@ -23,17 +23,17 @@ class ComingBlocks:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Take in the next block of a running request, and the state that it leaves where prefixes part.
+        """Add the next block of a running request, and the state that it leaves where prefixes diverge.
 
-        Left out is one that the cache has already, an open one, whose tokens are not all known, and one that will not
-        be published, as something before it is not finite.
+        Skipped are a block that is already cached, a block whose tokens are not all known, and a block that will not be
+        published because something before it is not finite.
         """
         if request.cache.nonfinite_at is not None:
             return
         manager, size = self._manager, self._manager.block_size
         if not request.cache.block_ids or not manager.lookup.shares(request):
             return
-        # Where a state was missing, it computes anew what the cache has of keys and values.
+        # Where a state was missing, cached keys and values are computed again.
         index = max(request.cache.num_computed, request.cache.reach) // size
         if (index + 1) * size <= len(request.tokens):
             self._add(request, index, manager.attention_groups)
@@ -41,13 +41,13 @@ class ComingBlocks:
             self._add(request, parted_at // size - 1, manager.state_groups)
 
     def _add(self, request: Request, index: int, groups: Iterable[int]) -> None:
-        """Take in the request's full block of that index, unless it stands in all of these groups."""
+        """Add the full block at `index` of the request, unless it is already indexed in all of these groups."""
         digest = self._manager.lookup.digest(request, index)
         if any(digest not in self._manager.indexes[g] for g in groups):
             self._digests.setdefault(index, set()).add(digest)
 
     def help(self, request: Request) -> bool:
-        """Whether one of these is a block of the waiting request, which could then be taken from the cache."""
+        """Return whether the waiting request could reuse one of these blocks from the cache."""
         reusable = self._manager.lookup.num_reusable(request)
         return any(
             index < reusable and self._manager.lookup.digest(request, index) in digests
@@ -56,7 +56,7 @@ class ComingBlocks:
 
 
 def unforked(request: Request, waiting: WaitingQueue) -> Iterator[Request]:
-    """The siblings that wait to be forked from a request whose prompt is being computed."""
+    """Return the siblings that wait to be forked from a request whose prompt is being computed."""
     group = request.group
     if group is None or request.driven or request.num_generated > 0:
         return iter(())
