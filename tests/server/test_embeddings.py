@@ -149,7 +149,7 @@ def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[
             "messages",
             "this model serves sequences of up to 1024",
         ),
-        ({"input": "a", "input_type": "query"}, "input_type", "a text is embedded as it is"),
+        ({"input": "a", "input_type": "query"}, "input_type", "a text is embedded unchanged"),
         ({"input": "a" * 9000, "truncate": "NONE"}, "input", "this model serves sequences of up to 1024"),
         ({"input": {"text": "a"}}, "input", "input cannot be read"),
         ({"input": ["a", 1]}, "input", "input cannot be read"),

@@ -114,7 +114,7 @@ def test_what_asks_for_nothing_is_absent(server: Serving, path: str, fields: dic
         ("service_tier", "priority", "tier"),
         ("store", True, "stored"),
         ("modalities", ["text", "audio"], "only text"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "none of the functions"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "not a function of tools"),
         ("tool_choice", 5, "'none', 'auto'"),
         ("function_call", {"name": "f"}, "functions"),
     ],

@@ -232,14 +232,14 @@ def test_fields_reach_the_chat() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", r"input\[0\].call_id is missing"),
         ({"input": [5]}, "input", r"input\[0\] is 5"),
         ({"tools": [{"type": "web_search"}]}, "tools", r"tools\[0\].type is 'web_search'"),
-        ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "none of the functions"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not a function"),
         (
             {
                 "tools": [CLOCK],
                 "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "clok"}]},
             },
             "tool_choice",
-            "allows 'clok', which is none of the functions",
+            "allows 'clok', which is not a function of tools",
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"background": True}, "background", "nothing is stored"),

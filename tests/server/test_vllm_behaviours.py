@@ -502,7 +502,7 @@ REFUSED = [
     Refused("entrypoints/openai/chat_completion/test_chat_stop_token_ids_validation.py::test_chat_stop_token_ids_invalid",
             CHAT, {"stop_token_ids": [99999]}, "99999"),
     Refused(F + "named_tool_use[unknown]", CHAT,
-            TOOLS | {"tool_choice": {"type": "function", "function": {"name": "nowhere"}}}, "none of the functions"),
+            TOOLS | {"tool_choice": {"type": "function", "function": {"name": "nowhere"}}}, "not a function of tools"),
     Refused(F + "required_tool_use_without_tools", CHAT, {"tool_choice": "required"}, "without tools"),
     Refused(F + "invalid_tool_choice", CHAT, TOOLS | {"tool_choice": "sometimes"}, "'none', 'auto', 'required'"),
     Refused("entrypoints/openai/chat_completion/test_thinking_token_budget_validation.py", CHAT,
@@ -512,11 +512,11 @@ REFUSED = [
     Refused("entrypoints/openai/basic/test_chat_echo.py: top logprobs, without logprobs", CHAT,
             {"top_logprobs": 2}, "without logprobs"),
     Refused("entrypoints/openai/chat_completion/test_serving_chat.py: continue final message", CHAT,
-            {"continue_final_message": True, "add_generation_prompt": True}, "leave one of both out"),
+            {"continue_final_message": True, "add_generation_prompt": True}, "leave one of them out"),
 ]  # fmt: skip
 NOT_HERE = [
     NotHere(C + "completion_truncation_side_controls_prompt_truncation", COMPLETIONS,
-            {"truncate_prompt_tokens": 2, "truncation_side": "right"}, "the end of a prompt is what is kept"),
+            {"truncate_prompt_tokens": 2, "truncation_side": "right"}, "keeps the end of a prompt"),
     NotHere(E + "user_message_accepts_image", CHAT,
             message(content=[{"type": "image_url", "image_url": {"url": "http://localhost/a.png"}}]), "text"),
     NotHere("entrypoints/openai/chat_completion/test_audio.py: single chat session audio", CHAT,

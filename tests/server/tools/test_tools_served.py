@@ -302,7 +302,7 @@ def named(name: Any, **more: Any) -> dict[str, Any]:
         ),
         ({"tools": [CLOCK], "tool_choice": "always"}, "tool_choice", "'required'"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice", "none of the functions"),
+        ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice", "not a function"),
         ({"tool_choice": "required"}, "tool_choice", "without tools"),
         ({"tools": [CLOCK], "tool_choice": "required", "regex": "a"}, "regex", "leave one of them out"),
         ({"tools": [CLOCK], "tool_choice": "required", "min_tokens": 3}, "min_tokens", "tools"),

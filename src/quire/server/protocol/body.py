@@ -1,4 +1,4 @@
-"""What the bodies of all routes have in common: bounds, kinds of fields, and what is said of those not served."""
+"""Shared parts of all request bodies: bounds, field types, and the messages for unsupported fields."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from pydantic_core.core_schema import no_info_before_validator_function
 
 from quire.request import MAX_PRIORITY
 
-MAX_N = 128  # samples of a prompt, as OpenAI has it
+MAX_N = 128  # samples of a prompt; OpenAI's limit
 MAX_PROMPTS = 1024  # in one request
 MAX_PROMPT = 2**21  # characters or tokens
-MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # editors send a word of each kind of line that may follow
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # editors send a keyword for each kind of line that may follow
 MAX_STOP_TOKENS = 256
 MAX_TOKEN = 2**31 - 1
 MAX_NAME = 256
 MAX_MESSAGES = 4096
 MAX_GRAMMAR = 2**16
-MAX_FIELDS = 100  # of an object; none has as many
+MAX_FIELDS = 100  # of an object; no object of the API has this many
 
 
 def _check_some_are_kept(count: int) -> int:
@@ -43,7 +43,7 @@ def _check_some_are_kept(count: int) -> int:
 
 
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
-# fail_fast: one error is reported, so a million of them need not be found.
+# fail_fast: only one error is reported, so there is no need to collect a million of them.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True)]
 Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
@@ -55,14 +55,15 @@ Inputs = Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_
 StopText = Annotated[str, StringConstraints(max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Kept = Annotated[int, Field(ge=-1, le=MAX_TOKEN), AfterValidator(_check_some_are_kept)]  # the last tokens of a text
+# The number of last tokens of a text that truncation keeps.
+Kept = Annotated[int, Field(ge=-1, le=MAX_TOKEN), AfterValidator(_check_some_are_kept)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
 Grammar = Annotated[str, StringConstraints(max_length=MAX_GRAMMAR)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 FLAG = WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})
 Off = Annotated[bool, BeforeValidator(lambda value: False if value is None else value), FLAG]
 On = Annotated[bool, BeforeValidator(lambda value: True if value is None else value), FLAG]
-# Of fields that must ask for nothing: Body.NOT_SERVED says why, the OpenAPI document says it to programs.
+# The OpenAPI schemas of fields that may only have an empty value. Body.NOT_SERVED has the reasons.
 NO_TEXT = {"type": "string", "maxLength": 0}
 NO_LIST = {"type": "array", "maxItems": 0}
 NO_OBJECT = {"type": "object", "maxProperties": 0}
@@ -71,7 +72,7 @@ NoText = Annotated[str, WithJsonSchema(NO_TEXT)]
 NoList = Annotated[list[Any], WithJsonSchema(NO_LIST)]
 NoObject = Annotated[dict[str, Any], WithJsonSchema(NO_OBJECT)]
 NoFlag = Annotated[bool, WithJsonSchema({"const": False})]
-# Values that such a field may have besides, since they ask for what is done anyway.
+# Other values that such a field may have, because they request the default behavior.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "guided_decoding_backend": ("auto", "guidance"),
@@ -87,15 +88,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-# How an item of a history is read: as a dictionary, since there may be very many, and an object of each takes its time.
-# What it says of itself besides, such as its id and status, is for other servers, and is left out.
+# The configuration of the items of a history. They are read as dictionaries, because there may be very many and an
+# object for each is slow. Further fields of an item, such as its id and status, are for other servers and are dropped.
 HISTORY = ConfigDict(extra="ignore", strict=True)
 
 
 def tag_of(value: Any) -> str | None:
-    """Which of several kinds of objects a value is, by its "type", as a Discriminator wants it.
+    """Return the kind of an object, from its "type", for a Discriminator.
 
-    In brackets, since the path of an error has it, where no field is called so.
+    It is in angle brackets: an error's path contains it, and no field has such a name.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else None
@@ -103,12 +104,12 @@ def tag_of(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class OrText:
-    """Annotates a list of parts for which a text may stand."""
+    """Annotation of a list of parts that may also be given as a string."""
 
-    make: Callable[[str], dict[str, Any]]  # the one part that a text is
+    make: Callable[[str], dict[str, Any]]  # makes the only part from the string
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """What is validated: the list."""
+        """Return the schema that validates the list."""
 
         def parts(value: Any) -> Any:
             return [self.make(value)] if isinstance(value, str) else value
@@ -116,51 +117,51 @@ class OrText:
         return no_info_before_validator_function(parts, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """What the OpenAPI document says."""
+        """Return the schema for the OpenAPI document."""
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
 def neutral(name: str, nothing: dict[str, Any]) -> WithJsonSchema:
-    """What the OpenAPI document says of a field that may be neutral, or nothing."""
+    """Return the OpenAPI schema of a field that must have a neutral value or match `nothing`."""
     return WithJsonSchema({"anyOf": [{"enum": list(NEUTRAL[name])}, nothing]})
 
 
 def bound_fields(value: Any) -> None:
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
-        raise ValueError(f"it has {len(value)} fields, of which most cannot be known here")
+        raise ValueError(f"it has {len(value)} fields, more than any object here can have")
 
 
 class Body(BaseModel):
-    """A request's body, or an object in it: no value is bent into shape.
+    """A request's body, or an object in it. Validation is strict: no value is converted.
 
-    UnknownFields takes out the fields that it does not have, before a route sees it.
+    UnknownFields removes fields that the class does not have, before a route sees the body.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
-    # Why, by the names of fields that must ask for nothing: be null or empty, or as NEUTRAL has it.
+    # Unsupported fields and the reasons: their values must be null, empty or listed in NEUTRAL.
     NOT_SERVED: ClassVar[dict[str, str]] = {}
-    # What other protocols call a field that changes the text, and which one it is here.
+    # Names that other protocols use for a field that changes the text, and the name of the field here.
     ALSO_CALLED: ClassVar[dict[str, str]] = {}
-    NOTES: ClassVar[tuple[str, ...]] = ()  # fields that are taken and have no effect
+    NOTES: ClassVar[tuple[str, ...]] = ()  # fields that are accepted and have no effect
 
     @model_validator(mode="before")
     @classmethod
     def check_fields(cls, value: Any) -> Any:
-        """Without a bound, each unknown field would make an error of its own, for seconds."""
+        """Bound the number of fields. Otherwise each unknown field would produce a separate error, for seconds."""
         bound_fields(value)
         return value
 
     @field_validator("*", mode="after")
     @classmethod
     def refuse_what_is_not_served(cls, value: Any, info: Any) -> Any:
-        """An option that cannot be honoured is refused, not ignored."""
+        """Refuse an option that cannot be honoured, instead of ignoring it."""
         name = info.field_name
         if value and name in cls.NOT_SERVED and value not in NEUTRAL.get(name, ()):
             raise ValueError(f"{cls.NOT_SERVED[name]}; leave it out")
         return value
 
     def drop_notes(self) -> None:
-        """Forget what is of no consequence."""
+        """Reset the fields that have no effect."""
         for name in self.NOTES:
             setattr(self, name, None)

@@ -46,22 +46,22 @@ MAX_CALLS = 1024  # of a message
 
 
 def _nothing(value: Any) -> Any:
-    """An empty object asks for nothing."""
+    """Replace an empty object, which requests nothing, by None."""
     return None if value == {} else value
 
 
 class TextPart(TypedDict):
-    """A part of a message. As a dictionary, since there may be very many, and an object of each takes its time."""
+    """A part of a message. A dictionary, because there may be very many and building an object for each is slow."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     type: Literal["text"]
     text: Text
-    cache_control: NotRequired[Any]  # of no consequence: the prefix cache needs no breakpoints
+    cache_control: NotRequired[Any]  # ignored: the prefix cache needs no breakpoints
 
 
 class CalledFunction(Body):
-    """What an assistant's message has called."""
+    """The function that an assistant's message calls."""
 
     name: GivenName
     arguments: Text | dict[str, Any] | None = None  # JSON
@@ -73,7 +73,7 @@ class ToolCall(Body):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # as streams have it: of no consequence
+    index: int | None = None  # as in streams; ignored
 
     NOTES: ClassVar[tuple[str, ...]] = ("index",)
 
@@ -84,13 +84,13 @@ class Message(Body):
     role: Role
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Name | None = None
-    id: Name | None = None  # of no consequence
+    id: Name | None = None  # ignored
     reasoning_content: Text | None = None
-    reasoning: Text | None = None  # another name of it
+    reasoning: Text | None = None  # another name of reasoning_content
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
 
-    # An assistant's message as it was answered has these, and there they say nothing.
+    # Clients return an assistant's message as they received it: with these fields, empty.
     refusal: NoText | None = None
     annotations: NoList | None = None
     audio: NoObject | None = None
@@ -98,7 +98,7 @@ class Message(Body):
 
     NOTES: ClassVar[tuple[str, ...]] = ("id",)
     NOT_SERVED: ClassVar[dict[str, str]] = {
-        "refusal": "models here have no words for refusals; say it in content",
+        "refusal": "models here have no separate refusals; put the text into content",
         "annotations": "annotations are not served here",
         "audio": "only text is served here",
         "function_call": "functions are called by tool_calls here",
@@ -106,7 +106,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def check_tools(self) -> Message:
-        """A result belongs to a call, and only an assistant calls."""
+        """Check that a result names its call, and that only an assistant calls tools."""
         if self.role == "tool" and not self.tool_call_id:
             raise PydanticCustomError("tool_message", "tool_call_id is missing; it names the call that was answered")
         if self.tool_calls and self.role != "assistant":
@@ -116,7 +116,7 @@ class Message(Body):
     @field_validator("content", mode="before")
     @classmethod
     def bound_parts(cls, value: Any) -> Any:
-        """As for all other objects, and with a sentence about the first part that is no text."""
+        """Bound the fields of each part, and report the first part that is not text."""
         if isinstance(value, list):
             for i, part in enumerate(value):
                 bound_fields(part)
@@ -131,16 +131,16 @@ class FunctionTool(Body):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; None: there are none
-    strict: bool | None = None  # arguments follow the schema in any case
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: no parameters
+    strict: bool | None = None  # True: a grammar enforces the schema of the arguments
 
 
 class Tool(Body):
-    """A tool, of the one kind that there is."""
+    """A tool. Functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionTool
-    cache_control: dict[str, Any] | None = None  # of no consequence
+    cache_control: dict[str, Any] | None = None  # ignored
 
     NOTES: ClassVar[tuple[str, ...]] = ("cache_control",)
 
@@ -152,7 +152,7 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """The tool that is to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -163,26 +163,24 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 class Rendering(Body):
-    """How a chat template makes a prompt of messages. Names are vLLM's."""
+    """Options for rendering messages with the chat template, with vLLM's names."""
 
-    add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
+    add_generation_prompt: bool | None = None  # None: True unless the last message is continued
     continue_final_message: Off = False
-    chat_template_kwargs: dict[str, Any] | None = None  # what the template sees besides, such as enable_thinking
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template, such as enable_thinking
     tools: Tools | None = None
 
     def check_depths(self) -> None:
-        """Raise RequestError for what is too deeply nested to be written as JSON."""
+        """Raise RequestError for a value that is nested too deeply to be written as JSON."""
         check_depth(self.chat_template_kwargs or {}, "chat_template_kwargs")
         for i, tool in enumerate(self.tools or ()):
             check_depth(tool.function.parameters or {}, f"tools[{i}].function.parameters")
 
     def adds_prompt(self) -> bool:
-        """Whether the prompt ends where a new answer begins. Raises ApiError where a message is continued as well."""
+        """Return whether the prompt ends with the start of an answer. Raises ApiError if a message is continued too."""
         if self.continue_final_message and self.add_generation_prompt:
-            message = (
-                "continue_final_message goes on with the last message, so there is no room for a generation prompt"
-            )
-            raise ApiError(f"{message}; leave one of both out", param="continue_final_message")
+            message = "continue_final_message continues the last message, so there is no room for a generation prompt"
+            raise ApiError(f"{message}; leave one of them out", param="continue_final_message")
         return not self.continue_final_message and self.add_generation_prompt is not False
 
 
@@ -196,11 +194,11 @@ class ChatRequest(Sampling, Rendering):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     tool_choice: Annotated[Literal["", "none", "auto", "required"] | NamedTool | None, BeforeValidator(_nothing)] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Name | None = None  # the chat template's; "none" asks it for no thoughts
+    reasoning_effort: Name | None = None  # for the chat template; "none" turns reasoning off
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     include_reasoning: On = True
-    prompt_cache_key: Text | None = None  # of no consequence: there is one cache, which all requests go to
-    safety_identifier: Text | None = None  # of no consequence, like user
+    prompt_cache_key: Text | None = None  # ignored: all requests share one cache
+    safety_identifier: Text | None = None  # ignored, like user
 
     functions: NoList | None = None
     function_call: Annotated[str | dict[str, Any], neutral("function_call", NO_CHOICE)] | None = None
@@ -222,7 +220,7 @@ class ChatRequest(Sampling, Rendering):
         "audio": "only text is served here",
         "prediction": "predicted outputs are not served here",
         "modalities": "only text is served here",
-        "verbosity": "how much is said cannot be set here, except by max_completion_tokens",
+        "verbosity": "the length of an answer cannot be set here, except by max_completion_tokens",
         "prompt_cache_retention": "how long a prompt stays in the cache cannot be set here",
         "prompt_cache_options": "the prefix cache needs no breakpoints, and how long a prompt stays cannot be set here",
         "moderation": "texts are not moderated here",
@@ -232,19 +230,19 @@ class ChatRequest(Sampling, Rendering):
     @field_validator("web_search_options", mode="after")
     @classmethod
     def refuse_web_search(cls, value: Any) -> Any:
-        """An empty object asks for a search as well."""
+        """Refuse any value: an empty object requests a search as well."""
         if value is not None:
             raise ValueError(f"{cls.NOT_SERVED['web_search_options']}; leave it out")
         return value
 
     def check_together(self) -> None:
-        """As for completions, and what only a chat has."""
+        """Check the shared fields, and those that only a chat has. Raises ApiError or RequestError."""
         super().check_together()
         self.adds_prompt()
         self.check_depths()
         self._check_tools()
         if self.stream and self.prompt_logprobs is not None:
-            message = "prompt_logprobs does not go with stream: a chat's first piece is sent before the prompt has run"
+            message = "prompt_logprobs does not go with stream: a chat's first chunk is sent before the prompt has run"
             raise ApiError(message, param="prompt_logprobs")
         if self.top_logprobs and not self.logprobs:
             message = f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true"
@@ -269,45 +267,48 @@ class ChatRequest(Sampling, Rendering):
                 raise ApiError(message, param=f"{path}.parameters")
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            message = f"tool_choice names {choice.function.name!r}, which is none of the functions of tools"
+            message = f"tool_choice names {choice.function.name!r}, which is not a function of tools"
             raise ApiError(message, param="tool_choice")
         if choice == "required" and not names:
             raise ApiError("tool_choice is 'required' without tools; give some", param="tool_choice")
         if self.must_call() and (field := super().grammar_field()) is not None:
-            message = f"{field} says what the text is, and tool_choice that there is none; leave one of them out"
+            message = f"{field} constrains the text, but tool_choice allows only calls; leave one of them out"
             raise ApiError(message, param=field)
         if self.is_strict() and (field := super().grammar_field()) not in (None, "response_format"):
-            message = f"{field} says what the text is, and strict what a call in it is; leave one of them out"
+            message = f"{field} constrains the text, and strict the calls in it; leave one of them out"
             raise ApiError(message, param=field)
         if self.use_beam_search and (names or self.thinking_token_budget is not None):
             field = "tools" if names else "thinking_token_budget"
             raise ApiError(f"{field} does not go with use_beam_search; leave one of them out", param=field)
 
     def may_call(self) -> bool:
-        """Whether the answer may have calls."""
+        """Return whether the answer may have calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def must_call(self) -> bool:
-        """Whether the answer has nothing but calls."""
+        """Return whether the answer must consist of calls only."""
         return bool(self.tools) and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool))
 
     def is_strict(self) -> bool:
-        """Whether a function is called with arguments of its schema only."""
+        """Return whether the arguments of calls must follow their schemas."""
         return self.may_call() and any(tool.function.strict for tool in self.tools or ())
 
     def has_calls_of_a_grammar(self) -> bool:
-        """Whether a grammar says what calls are: where one must come, be right, or be the only one."""
+        """Return whether a grammar constrains the calls: one is required, strict, or the only one allowed."""
         if self.must_call() or self.is_strict():
             return True
         return self.may_call() and self.parallel_tool_calls is False and super().grammar_field() is None
 
     def structure_field(self) -> str | None:
-        """As for completions. Agents send a response_format along where a turn must be a call: it has no text."""
+        """Return the name of the field that constrains the text, if any. Raises ApiError if several do.
+
+        A response_format is ignored if the answer must be a call: agents send both, and there is no text to constrain.
+        """
         field = super().structure_field()
         return None if field == "response_format" and self.must_call() else field
 
     def grammar_field(self) -> str | None:
-        """As for completions; and tools may have one."""
+        """Return the name of the field that requires a grammar, if any: also tools or thinking_token_budget."""
         field = super().grammar_field()
         if field is None and self.has_calls_of_a_grammar():
             return "tools"

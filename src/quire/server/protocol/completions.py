@@ -15,7 +15,7 @@ class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
     prompt: Inputs
-    suffix: Text | None = None  # what stands after the text that is asked for
+    suffix: Text | None = None  # the text that follows the generated text
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 16
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
@@ -23,7 +23,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: On = True
 
     def check_together(self) -> None:
-        """As for chats, and what only a completion has."""
+        """Check the shared fields, and those that only a completion has. Raises ApiError."""
         super().check_together()
         if self.suffix and self.echo:
-            raise ApiError("echo does not go with suffix, whose text would stand between the two", param="echo")
+            raise ApiError("echo does not go with suffix: the generated text is between the two", param="echo")

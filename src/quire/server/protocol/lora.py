@@ -1,4 +1,4 @@
-"""The bodies of /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
+"""The bodies of /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class LoadLoraRequest(Body):
 
     lora_name: GivenName
     lora_path: Annotated[str, StringConstraints(min_length=1, max_length=MAX_PATH)]  # a directory of the server
-    load_inplace: Off = False  # instead of the one that has this name
+    load_inplace: Off = False  # replace a loaded adapter of this name
 
 
 class UnloadLoraRequest(Body):
     """The body of /v1/unload_lora_adapter."""
 
     lora_name: GivenName
-    lora_int_id: int | None = None  # vLLM's number of it; the name says which
+    lora_int_id: int | None = None  # vLLM's number of the adapter; ignored, the name identifies it
 
     NOTES: ClassVar[tuple[str, ...]] = ("lora_int_id",)

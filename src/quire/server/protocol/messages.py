@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and the chats that they ask for."""
+"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
 
 
 class TextBlock(TypedDict):
-    """A text."""
+    """A block of text."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -48,7 +48,7 @@ Texts = Annotated[
 
 
 class ToolUseBlock(TypedDict):
-    """A call, in a message of the assistant."""
+    """A tool call, in a message of the assistant."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -59,7 +59,7 @@ class ToolUseBlock(TypedDict):
 
 
 class ToolResultBlock(TypedDict):
-    """What a call has brought, in a message of the user."""
+    """The result of a tool call, in a message of the user."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -69,7 +69,7 @@ class ToolResultBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """What the assistant has thought."""
+    """The assistant's reasoning."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -78,7 +78,7 @@ class ThinkingBlock(TypedDict):
 
 
 class RedactedThinkingBlock(TypedDict):
-    """Thoughts of another server's, which nothing else can read: they are left out."""
+    """Encrypted reasoning from another server. Only that server can read it, so it is dropped."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -116,7 +116,7 @@ class InputTool(Body):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Any = None  # of no consequence, like the rest
+    cache_control: Any = None  # ignored, like the rest
     allowed_callers: Any = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
@@ -132,7 +132,7 @@ class InputTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model calls, and what."""
+    """The choice of tools: whether the model must, may or must not call one, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None  # of the tool
@@ -140,31 +140,31 @@ class ToolChoice(Body):
 
 
 class ThinkingConfig(Body):
-    """Whether the model thinks before it answers, and how long."""
+    """The switch for reasoning before the answer, and its token budget."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
-    display: Name | None = None  # of no consequence: thoughts are shown as they are
+    display: Name | None = None  # ignored: reasoning is shown unchanged
 
     NOTES: ClassVar[tuple[str, ...]] = ("display",)
 
 
 class OutputFormat(Body):
-    """What the text has to be."""
+    """The schema that the text must follow."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """How the answer is given."""
+    """Reasoning effort and format of the answer."""
 
     effort: Name | None = None  # the chat template's reasoning_effort
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(Body):
-    """The body of /v1/messages/count_tokens: what makes the prompt."""
+    """The body of /v1/messages/count_tokens: the fields that make the prompt."""
 
     model: Name | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -173,7 +173,7 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None  # of no consequence
+    cache_control: Any = None  # ignored
     speed: Annotated[Name, neutral("speed", NO_TEXT)] | None = None
     mcp_servers: NoList | None = None
 
@@ -190,9 +190,9 @@ class CountTokensRequest(Body):
     }
 
     def chat(self, *, can_think: bool) -> ChatRequest:
-        """The chat that this asks for. Raises RequestValidationError, with a chat's names, for what none may be.
+        """Return the equivalent chat request. Raises RequestValidationError, with a chat's names, if it is invalid.
 
-        can_think: whether the model is known to think; one that is not keeps to every budget.
+        can_think: whether the model is known to reason. One that does not stays within every budget.
         """
         thinking, choice, output = self.thinking, self.tool_choice, self.output_config or OutputConfig()
         asked: dict[str, Any] = {
@@ -217,7 +217,7 @@ class CountTokensRequest(Body):
         return model_of({name: one for name, one in (asked | self._drawn()).items() if one is not None}, ChatRequest)
 
     def _drawn(self) -> dict[str, Any]:
-        """How the answer's tokens are drawn, by a chat's names."""
+        """Return the sampling fields, by their names in a chat request."""
         return {}
 
     def _messages(self) -> list[InputMessage]:
@@ -235,14 +235,14 @@ class MessagesRequest(CountTokensRequest):
     temperature: Number | None = None
     top_k: int | None = None
     top_p: Number | None = None
-    metadata: dict[str, Any] | None = None  # of no consequence, like the rest
+    metadata: dict[str, Any] | None = None  # ignored, like the rest
     inference_geo: Name | None = None
     user_profile_id: Name | None = None
     workspace_id: Name | None = None
     diagnostics: Any = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: NoText | NoObject | None = None
-    context_management: Any = None  # nothing is dropped: the model sees all that is sent
+    context_management: Any = None  # nothing is dropped: the model sees the whole conversation
 
     NOTES = (
         *CountTokensRequest.NOTES,
@@ -264,12 +264,12 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _is_begun(last: InputMessage) -> bool:
-    """Whether a last message is the beginning of the answer."""
+    """Return whether the last message is the beginning of the answer."""
     return last.role == "assistant" and all(block["type"] != "tool_use" for block in last.content)
 
 
 def _said(message: InputMessage) -> list[dict[str, Any]]:
-    """A message as chats have it: the results of calls are messages of their own."""
+    """Convert a message to the messages of a chat request, where each tool result is a separate message."""
     said: dict[str, Any] = {"role": message.role}
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []

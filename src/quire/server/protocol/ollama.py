@@ -1,4 +1,4 @@
-"""The bodies of Ollama's /api/chat, /api/generate, /api/embed and /api/show, and what they ask for."""
+"""The bodies of Ollama's /api/chat, /api/generate, /api/embed and /api/show, and their conversion to OpenAI's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.server.protocol.body import (
 from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, ChatRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
 
-# Ollama's names of options: those of a chat.
+# Ollama's names of options, and the names of the same fields in a chat request.
 CALLED = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
@@ -37,7 +37,7 @@ CALLED = {
 
 
 class Options(Body):
-    """How tokens are drawn. Of no consequence is how Ollama would load and compute the model."""
+    """Sampling options. Options for loading and computing the model in Ollama are ignored."""
 
     num_predict: int | None = None  # below 0: as many as there is room for
     temperature: Number | None = None
@@ -50,7 +50,7 @@ class Options(Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
 
-    num_ctx: int | None = None  # of no consequence, like the rest: each sequence gets the memory that it needs
+    num_ctx: int | None = None  # ignored, like the rest: each sequence gets the memory that it needs
     num_batch: int | None = None
     num_gpu: int | None = None
     num_keep: int | None = None
@@ -102,7 +102,7 @@ class Options(Body):
     }
 
     def drawn(self) -> dict[str, Any]:
-        """The options by a chat's names."""
+        """Return the options by their names in a chat request."""
         found = {own: one for name, own in CALLED.items() if (one := getattr(self, name)) is not None}
         if found.get("max_tokens", 1) < 0:
             del found["max_tokens"]
@@ -110,7 +110,7 @@ class Options(Body):
 
 
 class Shared(Body):
-    """What chats and prompts have in common."""
+    """The fields shared by /api/chat and /api/generate."""
 
     model: Name | None = None
     stream: On = True
@@ -119,7 +119,7 @@ class Shared(Body):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: Off = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    keep_alive: Any = None  # of no consequence: the model stays, and a prompt that is too long is an error
+    keep_alive: Any = None  # ignored, like the next two: the model stays loaded, and a too long prompt is an error
     truncate: bool | None = None
     shift: bool | None = None
 
@@ -130,7 +130,10 @@ class Shared(Body):
     NOTES: ClassVar[tuple[str, ...]] = ("keep_alive", "truncate", "shift")
 
     def chat_of(self, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
-        """The chat that messages and the shared fields ask for. Raises RequestValidationError, with a chat's names."""
+        """Build a chat request from messages and the shared fields.
+
+        Raises RequestValidationError, with a chat's names.
+        """
         asked: dict[str, Any] = {
             "model": None if self.model is None else self.model.removesuffix(":latest"),
             "messages": messages,
@@ -140,7 +143,7 @@ class Shared(Body):
         }
         if self.format == "json":
             asked["response_format"] = {"type": "json_object"}
-        elif isinstance(self.format, dict):  # an empty schema is one: any JSON
+        elif isinstance(self.format, dict):  # an empty schema counts: it allows any JSON
             asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         if isinstance(self.think, str):
             asked["reasoning_effort"] = self.think
@@ -151,11 +154,11 @@ class Shared(Body):
 
 
 class PastFunction(Body):
-    """What was called."""
+    """The function that a past message called."""
 
     name: GivenName
     arguments: dict[str, Any]
-    description: Text | None = None  # of no consequence, like the next
+    description: Text | None = None  # ignored, like the next
     index: int | None = None
 
     NOTES: ClassVar[tuple[str, ...]] = ("description", "index")
@@ -193,7 +196,7 @@ class OfferedFunction(Body):
 
 
 class OfferedTool(Body):
-    """A tool, of the one kind that there is."""
+    """A tool. Functions are the only kind."""
 
     type: Literal["function"] | None = None
     function: OfferedFunction
@@ -206,7 +209,7 @@ class OllamaChatRequest(Shared):
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat that this asks for."""
+        """Return the equivalent chat request."""
         tools = [{"type": "function", "function": tool.function.model_dump()} for tool in self.tools or ()]
         return self.chat_of(_named(self.messages or []), tools=tools or None)
 
@@ -216,7 +219,7 @@ class GenerateRequest(Shared):
 
     prompt: Text | None = None
     system: Text | None = None
-    raw: Off = False  # the prompt is what the model continues
+    raw: Off = False  # True: the model continues the prompt itself, without a chat template
     context: NoList | None = None
     images: NoList | None = None
     suffix: NoText | None = None
@@ -230,7 +233,7 @@ class GenerateRequest(Shared):
     }
 
     def chat(self) -> ChatRequest:
-        """The chat that this asks for."""
+        """Return the equivalent chat request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.chat_of([*system, {"role": "user", "content": self.prompt or ""}])
 
@@ -240,16 +243,16 @@ class EmbedRequest(Body):
 
     model: Name | None = None
     input: Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
-    truncate: On = True  # a text that is too long loses its end
+    truncate: On = True  # cut the end of a text that is too long
     dimensions: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None  # 0: all
-    options: Options | None = None  # of no consequence, like the next: nothing is drawn
+    options: Options | None = None  # ignored, like the next: nothing is sampled
     keep_alive: Any = None
 
     ALSO_CALLED: ClassVar[dict[str, str]] = {"prompt": "input"}
     NOTES: ClassVar[tuple[str, ...]] = ("options", "keep_alive")
 
     def embedding(self) -> EmbeddingRequest:
-        """The embeddings that this asks for."""
+        """Return the equivalent request for embeddings."""
         asked = {
             "model": None if self.model is None else self.model.removesuffix(":latest"),
             "input": self.input,
@@ -263,15 +266,18 @@ class ShowRequest(Body):
     """The body of /api/show."""
 
     model: Name | None = None
-    name: Name | None = None  # an older name of the same
-    verbose: bool | None = None  # of no consequence, like the next
+    name: Name | None = None  # an older name of `model`
+    verbose: bool | None = None  # ignored, like the next
     system: Text | None = None
 
     NOTES: ClassVar[tuple[str, ...]] = ("verbose", "system")
 
 
 def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:
-    """Messages as chats have them: calls have ids, and a result says whose it is. Here results come in their order."""
+    """Convert messages to those of a chat request, where calls have ids and results name their call.
+
+    In Ollama's messages, results come in the order of the calls.
+    """
     found: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # ids and names
     for i, message in enumerate(messages):
@@ -293,9 +299,9 @@ def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:
 
 
 def _answered(open_calls: list[tuple[str, str]], result: PastMessage, place: int) -> str:
-    """The id of a result's call: the one that it names, or the first open one of its function, or of any.
+    """Return the id of a result's call: the id it names, else the first open call of its function, or of any.
 
-    That call is open no more.
+    The call is removed from the open calls.
     """
     given, name = result.tool_call_id, result.tool_name
     found = next((call for call in open_calls if (call[0] == given if given else name in (None, call[1]))), None)

@@ -24,13 +24,13 @@ Some = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fa
 
 
 class RerankRequest(Embedding):
-    """The body of /v1/rerank, as Jina, Cohere and vLLM have it."""
+    """The body of /v1/rerank, as in Jina, Cohere and vLLM."""
 
     query: Text
     documents: Annotated[list[Text | Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     top_n: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None  # None or 0: all
     return_documents: On = True
-    instruction: Text | None = None  # what the model is to look for, of one that is asked for yes or no
+    instruction: Text | None = None  # the criterion, for a model that answers yes or no
     max_tokens_per_doc: Any = None
     rank_fields: NoList | None = None
 
@@ -40,12 +40,12 @@ class RerankRequest(Embedding):
     }
 
     def texts(self) -> list[str]:
-        """The documents' texts."""
+        """Return the texts of the documents."""
         return [one if isinstance(one, str) else one["text"] for one in self.documents]
 
 
 class ScoreRequest(Embedding):
-    """The body of /v1/score, as vLLM has it: two names for each side of the pairs."""
+    """The body of /v1/score, as in vLLM: each side of the pairs has two names."""
 
     text_1: Text | Some | None = None
     text_2: Text | Some | None = None
@@ -54,7 +54,7 @@ class ScoreRequest(Embedding):
     instruction: Text | None = None
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The first texts and the second ones: as many, or one first text. Raises ApiError for what is no pairs."""
+        """Return the first and the second texts of the pairs: equally many, or a single first text. Raises ApiError."""
         named = ("queries", "documents") if self.text_1 is None and self.text_2 is None else ("text_1", "text_2")
         given = [getattr(self, name) for name in named]
         if None in given or (named[0] == "text_1" and not self.queries is self.documents is None):
@@ -62,7 +62,7 @@ class ScoreRequest(Embedding):
         firsts, seconds = ([one] if isinstance(one, str) else one for one in given)
         if len(firsts) not in (1, len(seconds)):
             message = (
-                f"{named[0]} has {len(firsts)} texts and {named[1]} has {len(seconds)}; give as many, or one as "
+                f"{named[0]} has {len(firsts)} texts and {named[1]} has {len(seconds)}; give equally many, or one as "
                 f"{named[0]}"
             )
             raise ApiError(message, param=named[0])

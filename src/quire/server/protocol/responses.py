@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and the chat that it asks for."""
+"""The body of /v1/responses, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from quire.server.protocol.sampling import StreamOptions
 
 MAX_INCLUDED = 64
 LOGPROBS = "message.output_text.logprobs"
-# What an answer may have besides. All but the logprobs belong to what is not served here, or need not be asked for.
+# Additional output. All but the logprobs belong to features that are not supported, or are always included.
 Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -54,7 +54,7 @@ COPIED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "pr
 
 
 class InputText(TypedDict):
-    """A text."""
+    """A part of text."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -63,7 +63,7 @@ class InputText(TypedDict):
 
 
 class Refusal(TypedDict):
-    """What another server's model has refused."""
+    """A refusal by a model of another server."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -100,7 +100,7 @@ class MessageItem(TypedDict):
 
 
 class CallItem(TypedDict):
-    """A call of the assistant's."""
+    """A tool call of the assistant."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -111,7 +111,7 @@ class CallItem(TypedDict):
 
 
 class CallOutputItem(TypedDict):
-    """What a call has brought."""
+    """The result of a tool call."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -121,7 +121,7 @@ class CallOutputItem(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What the assistant has thought."""
+    """The assistant's reasoning."""
 
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
@@ -131,7 +131,7 @@ class ReasoningItem(TypedDict):
 
 
 def _item_tag(value: Any) -> str | None:
-    """As tag_of; what has a role and no type is a message."""
+    """Return the kind of an item, as tag_of does. An item with a role and no type is a message."""
     is_bare = isinstance(value, dict) and value.get("type") is None and "role" in value
     return "<message>" if is_bare else tag_of(value)
 
@@ -155,7 +155,7 @@ class ResponseTool(Body):
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: Any = None  # of no consequence, like the rest
+    allowed_callers: Any = None  # ignored, like the rest
     defer_loading: bool | None = None
     output_schema: dict[str, Any] | None = None
 
@@ -163,7 +163,7 @@ class ResponseTool(Body):
 
 
 class ChosenTools(Body):
-    """The function that is to be called, or those that may be."""
+    """The function that must be called, or the functions that may be."""
 
     type: Literal["function", "allowed_tools"]
     name: Name | None = None
@@ -172,33 +172,33 @@ class ChosenTools(Body):
 
 
 class TextFormat(Body):
-    """What the text has to be."""
+    """The format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
     description: Text | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None  # a schema is always kept to
+    strict: bool | None = None  # ignored: a schema is always enforced
 
     NOTES: ClassVar[tuple[str, ...]] = ("description", "strict")
 
 
 class TextConfig(Body):
-    """How the text is written."""
+    """Options of the generated text."""
 
     format: TextFormat | None = None
     verbosity: Annotated[Name, neutral("verbosity", NO_TEXT)] | None = None
 
     NOT_SERVED: ClassVar[dict[str, str]] = {
-        "verbosity": "how much is said cannot be set here, except by max_output_tokens"
+        "verbosity": "the length of an answer cannot be set here, except by max_output_tokens"
     }
 
 
 class Reasoning(Body):
-    """How the model thinks."""
+    """Options of the model's reasoning."""
 
-    effort: Name | None = None  # the chat template's; "none" asks it for no thoughts
-    summary: Name | None = None  # of no consequence, like the rest: thoughts are shown as they are
+    effort: Name | None = None  # for the chat template; "none" turns reasoning off
+    summary: Name | None = None  # ignored, like the rest: reasoning is shown unchanged
     generate_summary: Name | None = None
     context: Name | None = None
     mode: Name | None = None
@@ -207,7 +207,7 @@ class Reasoning(Body):
 
 
 class ResponsesRequest(Body):
-    """The body of /v1/responses. The second part is vLLM's."""
+    """The body of /v1/responses. The second group of fields is vLLM's."""
 
     model: Name | None = None
     input: Annotated[
@@ -225,14 +225,14 @@ class ResponsesRequest(Body):
     temperature: Number | None = None
     top_p: Number | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # auto: the end of a prompt that is too long
+    truncation: Literal["auto", "disabled"] | None = None  # auto: keep the end of a prompt that is too long
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    metadata: dict[str, Any] | None = None  # what a client notes for itself: it comes back in the answer
-    store: bool | None = None  # of no consequence: nothing is stored, as the answer says
-    max_tool_calls: int | None = None  # of no consequence: it bounds the calls of tools that are not served
-    user: Text | None = None  # of no consequence, like the next two
+    metadata: dict[str, Any] | None = None  # notes of the client, returned in the answer
+    store: bool | None = None  # ignored: nothing is stored, as the answer reports
+    max_tool_calls: int | None = None  # ignored: it bounds the calls of built-in tools, which are not supported
+    user: Text | None = None  # ignored, like the next two
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
@@ -273,10 +273,10 @@ class ResponsesRequest(Body):
         name: ChatRequest.NOT_SERVED[name]
         for name in ("moderation", "prompt_cache_options", "prompt_cache_retention", "service_tier")
     } | {
-        "access_programs": "there are no programs here that give access to more",
+        "access_programs": "there are no access programs here",
         "background": "an answer is given while its client waits, and nothing is stored",
         "background_options": "an answer is given while its client waits, and nothing is stored",
-        "context_management": "conversations are not made shorter here; send what the model is to see",
+        "context_management": "conversations are not shortened here; send only the items that the model is to see",
         "conversation": "nothing is stored here; send the whole conversation as input",
         "image": "models are served for text alone",
         "previous_response_id": "nothing is stored here; send the whole conversation as input",
@@ -284,7 +284,7 @@ class ResponsesRequest(Body):
     }
 
     def chat(self) -> ChatRequest:
-        """The chat that this asks for. Raises RequestValidationError, with a chat's names, for what none may be."""
+        """Return the equivalent chat request. Raises RequestValidationError, with a chat's names, if it is invalid."""
         asked: dict[str, Any] = {name: getattr(self, name) for name in COPIED} | self._tools()
         asked["messages"] = _messages(self.instructions, self.input)
         asked["max_completion_tokens"] = self.max_output_tokens
@@ -311,7 +311,7 @@ class ResponsesRequest(Body):
             if choice.type == "allowed_tools":
                 names = [tool.get("name") for tool in choice.tools or ()]
                 if unknown := [name for name in names if name not in {tool.name for tool in tools}]:
-                    message = f"tool_choice allows {shown(unknown[0])}, which is none of the functions of tools"
+                    message = f"tool_choice allows {shown(unknown[0])}, which is not a function of tools"
                     raise ApiError(message, param="tool_choice")
                 tools, chosen = [tool for tool in tools if tool.name in names], choice.mode
         functions = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in tools]
@@ -319,7 +319,7 @@ class ResponsesRequest(Body):
 
 
 def _messages(instructions: str | None, items: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of a conversation. What the assistant thought, said and called in one go is one message."""
+    """Convert items to messages. Reasoning, text and tool calls of one turn of the assistant become one message."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -349,7 +349,7 @@ def _messages(instructions: str | None, items: Sequence[Any]) -> list[dict[str, 
 
 
 def _add(messages: list[dict[str, Any]], role: str, content: list[dict[str, str]]) -> None:
-    """Add a message. Instructions and what a developer says first are one: most templates take one of a system's."""
+    """Add a message. Merge a leading developer message into the instructions: most templates accept one of a system."""
     if role in ("system", "developer"):
         role = "system"
         if len(messages) == 1 and messages[0]["role"] == role and isinstance(messages[0]["content"], str):

@@ -1,4 +1,4 @@
-"""What the routes that generate text have in common."""
+"""Sampling fields shared by the routes that generate text."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ GRAMMAR_FIELDS = ("regex", "grammar", "guided_json", "guided_regex", "guided_cho
 
 
 class StreamOptions(Body):
-    """What a stream reports in addition to the text."""
+    """Options for the information that a stream reports in addition to the text."""
 
     include_usage: Off = False  # a last chunk with the number of tokens
-    continuous_usage_stats: Off = False  # with it, the numbers so far in every chunk, as vLLM has it
+    continuous_usage_stats: Off = False  # with include_usage, the counts so far in every chunk, as in vLLM
     include_obfuscation: NoFlag | None = None
 
     NOT_SERVED: ClassVar[dict[str, str]] = {"include_obfuscation": "chunks are not padded here"}
@@ -67,13 +67,13 @@ class JsonSchema(Body):
     name: Name | None = None
     description: Name | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # a schema is always kept to
+    strict: bool | None = None  # ignored: a schema is always enforced
 
     NOTES: ClassVar[tuple[str, ...]] = ("name", "description", "strict")
 
 
 class ResponseFormat(Body):
-    """What the text has to be. All that stands in it is to change the text, so what is unknown is refused."""
+    """The format of the generated text. Every field of it changes the text, so unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -82,20 +82,20 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def refuse_other_schemas(self) -> ResponseFormat:
-        """Only one type keeps to a schema."""
+        """Refuse a schema with any type but "json_schema", the only one that enforces a schema."""
         if self.json_schema is not None and self.type != "json_schema":
             raise ValueError(f"type {self.type!r} would ignore its json_schema; the type 'json_schema' keeps to it")
         return self
 
     def schema_given(self) -> dict[str, Any]:
-        """The schema of the type that has one. Raises ApiError where it is missing."""
+        """Return the schema of the type "json_schema". Raises ApiError if it is missing."""
         if self.json_schema is None:
             raise ApiError("response_format.json_schema is missing; it must hold the schema", param="response_format")
         return self.json_schema.schema_
 
 
 class StructuredOutputs(Body):
-    """What the text has to be, as vLLM has it; one of these. As in a ResponseFormat, what is unknown is refused."""
+    """vLLM's structured outputs: exactly one constraint. As in a ResponseFormat, unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -121,13 +121,13 @@ class StructuredOutputs(Body):
     }
 
     def asked(self) -> dict[str, Any]:
-        """The fields that say something."""
+        """Return the fields that are set, by name."""
         given = {name: getattr(self, "json_" if name == "json" else name) for name in STRUCTURES}
         return {name: value for name, value in given.items() if value is not None}
 
 
 class Sampling(Body):
-    """What completions and chat completions have in common. The second part is vLLM's."""
+    """The fields shared by completions and chat completions. The second group of fields is vLLM's."""
 
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = 1
@@ -141,7 +141,7 @@ class Sampling(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: Text | None = None  # of no consequence
+    user: Text | None = None  # ignored
 
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = 0
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = 0.0
@@ -149,7 +149,7 @@ class Sampling(Body):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 0
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: Off = False
-    ignore_eos: Off = False  # a grammar's end is no end of the model's own, so it ends the text nevertheless
+    ignore_eos: Off = False  # the end of a grammar still ends the text: the model did not choose it
     skip_special_tokens: On = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     priority: Priority | None = 0
@@ -171,8 +171,8 @@ class Sampling(Body):
     return_token_ids: Off = False
     spaces_between_special_tokens: Annotated[On, WithJsonSchema({"enum": [True, None]})] = True
 
-    # Fields of OpenAI's that are taken where they ask for nothing, since clients send them, and otherwise refused.
-    metadata: dict[str, Any] | None = None  # of no consequence, by definition: what a client notes for itself
+    # OpenAI fields that clients send: accepted with a value that requests nothing, otherwise refused.
+    metadata: dict[str, Any] | None = None  # ignored by definition: notes of the client
     store: NoFlag | None = None
     service_tier: Annotated[Name, neutral("service_tier", NO_TEXT)] | None = None
 
@@ -187,7 +187,7 @@ class Sampling(Body):
     @field_validator("logit_bias", mode="after")
     @classmethod
     def check_tokens(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        """JSON has no integers as keys, so they are texts here."""
+        """Check that each key is a token id as a decimal string: JSON has no integer keys."""
         for token in value or ():
             if not (token.isascii() and token.isdecimal()):
                 raise PydanticCustomError("no_token", "{token}", {"token": token})
@@ -196,27 +196,27 @@ class Sampling(Body):
     @field_validator("spaces_between_special_tokens", mode="after")
     @classmethod
     def check_spaces(cls, value: bool) -> bool:
-        """Nothing else is served."""
+        """Refuse any value but the default."""
         if not value:
             raise ValueError("special tokens are written as the tokenizer writes them; leave it out")
         return value
 
     def check_together(self) -> None:
-        """Raise ApiError for a field that is right by itself, but has no effect next to the others, or without one."""
+        """Raise ApiError for a field that is valid alone, but conflicts with another or has no effect without it."""
         if self.length_penalty not in (None, 1) and not self.use_beam_search:
-            message = f"length_penalty is {self.length_penalty:g} without use_beam_search; only there has it an effect"
+            message = f"length_penalty is {self.length_penalty:g} without use_beam_search; it has an effect only there"
             raise ApiError(message, param="length_penalty")
         if (field := self.grammar_field()) is not None and self.min_tokens:
-            message = f"min_tokens does not go with {field}, which says where the text ends; leave one of them out"
+            message = f"min_tokens does not go with {field}, which decides where the text ends; leave one of them out"
             raise ApiError(message, param="min_tokens")
 
     def grammar_field(self) -> str | None:
-        """The field that asks for a grammar, if one does. Raises ApiError where several do."""
+        """Return the name of the field that requires a grammar, if any. Raises ApiError if several do."""
         return self.structure_field()
 
     def structure_field(self) -> str | None:
-        """The field that says what the text has to be, if one does. Raises ApiError where several do."""
-        # An empty schema is one: any JSON. Empty texts are what forms send of fields that were left alone.
+        """Return the name of the field that constrains the text, if any. Raises ApiError if several do."""
+        # An empty schema counts: it allows any JSON. Empty strings do not: forms send them for untouched fields.
         given = [name for name in GRAMMAR_FIELDS if (one := getattr(self, name)) or isinstance(one, dict)]
         if self.structured_outputs is not None:
             given.insert(0, "structured_outputs")
@@ -228,7 +228,10 @@ class Sampling(Body):
         return given[0] if given else None
 
     def structure(self) -> StructuredOutputsParams | None:
-        """What the text has to be, whichever field says so. Raises ApiError for what cannot be, or for several."""
+        """Return the constraint on the text, from whichever field has it.
+
+        Raises ApiError if it is invalid or if several fields have one.
+        """
         name, form = self.structure_field(), self.response_format
         if name is None:
             return None

@@ -16,7 +16,7 @@ class TokenizeRequest(Rendering):
     model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None  # None: for a prompt; the chat template brings its own
+    add_special_tokens: bool | None = None  # None: only for a prompt; the chat template adds its own
     return_token_strs: Off = False
 
 

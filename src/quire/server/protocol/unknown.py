@@ -1,4 +1,4 @@
-"""Fields that a body has and its route does not know: refused, dropped, or dropped and reported."""
+"""Unknown fields of request bodies: they are refused, dropped, or dropped and reported."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from quire.server.protocol.sampling import Sampling
 
 log = logging.getLogger("quire.server")
 
-MAX_NAMES = 16  # of one request that are reported
-MAX_NAME = 64  # characters of one of them
+MAX_NAMES = 16  # reported names of one request
+MAX_NAME = 64  # characters of a reported name
 PLACE = re.compile(r"\[[0-9]+\]")
 MAX_LOGGED = 256  # names that are remembered as logged; later ones are not logged
-# Of names without case and underscores. Lower, and "cache_prompt" would be taken for "prompt".
+# The smallest similarity of names, without case and underscores. With less, "cache_prompt" would match "prompt".
 NEAR = 0.8
 
-# What clients note for themselves or for a proxy, and what asks for something that is done anyway.
+# Fields that clients use for their own notes or for a proxy, and fields that request the default behavior.
 BOOKKEEPING = frozenset(
     "background_tasks cache_prompt call_id chat_id client_id conversation_id id id_slot keep_alive litellm_call_id "
     "litellm_metadata litellm_session_id litellm_trace_id message_id model_item prompt_cache_key request_id "
     "safety_identifier session_id slot_id span_id tags thread_id trace_id user_id".split()
 )
-# What other servers, or other routes, call a field that changes the text, and which one it is here, ...
+# Names that other servers or routes use for a field that changes the text, and the name of that field here.
 ALSO_CALLED = {
     "beam_width": "n, with use_beam_search",
     "do_sample": "temperature (0 is greedy)",
@@ -61,7 +61,7 @@ ALSO_CALLED = {
     "stopping_strings": "stop",
     "temp": "temperature",
 }
-# ... or why there is none.
+# Fields of other servers that have no counterpart here, and the reasons.
 NOT_HERE = (
     dict.fromkeys(
         "dry_allowed_length dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp_exponent "
@@ -80,7 +80,8 @@ NOT_HERE = (
         "a beam search has n, max_tokens and length_penalty",
     )
     | dict.fromkeys(
-        ("context", "raw", "template"), "it is of Ollama's own routes; give the whole prompt, or all of the messages"
+        ("context", "raw", "template"),
+        "it belongs to Ollama's own routes; give the whole prompt or all of the messages",
     )
     | dict.fromkeys(
         ("audio_url", "image_data", "image_url", "images", "multi_modal_data", "videos"),
@@ -93,32 +94,32 @@ NOT_HERE = (
         "input_suffix": "/v1/completions fills in, between prompt and suffix",
         "n_keep": "no part of a prompt is dropped; one that is too long is an error",
         "negative_prompt": "the text is not steered away from another one here",
-        "options": "it is of Ollama's own routes; give temperature, top_p, seed and the others in the body itself",
+        "options": "it belongs to Ollama's own routes; give temperature, top_p, seed and the others in the body itself",
         "prompt_embeds": "a prompt is a text or token ids",
         "structural_tag": "the text can follow a schema, a regex or a grammar",
         "system": "give a message with the role 'system'",
-        "truncation_side": "the end of a prompt is what is kept by truncate_prompt_tokens",
+        "truncation_side": "truncate_prompt_tokens keeps the end of a prompt",
         "transforms": "no part of a prompt is dropped; one that is too long is an error",
     }
 )
 
 
 class UnknownField(ApiError):
-    """A body has a field that its route does not take; `param` is what the body calls it."""
+    """A body has a field that its route does not accept; `param` is the field's name in the body."""
 
 
 class UnknownFields:
-    """What becomes of fields that their objects do not have. It belongs to the event loop."""
+    """The policy for unknown fields. It belongs to the event loop."""
 
     def __init__(self, policy: str) -> None:
-        """policy: "report" drops those that nothing is known of, and says so; "refuse" answers them with an error."""
+        """Set the policy: "report" drops unknown fields and reports them; "refuse" answers them with an error."""
         self._refuses = policy == "refuse"
         self._logged: set[str] = set()
 
     def settle(self, request: HttpRequest, body: Body) -> None:
-        """Take such fields out of a body, and note in the request's state what is to be reported.
+        """Remove unknown fields from a body, and store the names to report in the request's state.
 
-        Raises UnknownField for one that is misspelt, or known to change the text.
+        Raises UnknownField for a field that is misspelt or known to change the text.
         """
         dropped: dict[str, None] = {}
         for path, owner, name in _unknown(body, ""):
@@ -142,19 +143,19 @@ class UnknownFields:
 
 
 def sentence(name: str, why: str | None) -> str:
-    """What is said of a field that is refused. name: with what leads there."""
+    """Return the error message for a refused field. `name` includes the path to the field."""
     return f"there is no field {cut(name)!r}" + ("" if why is None else f"; {why}")
 
 
 def near_miss(owner: type[Body], name: str) -> str | None:
-    """Which field of its object a name was perhaps meant to be, as a question."""
+    """Return a question that suggests a similar field of the object, or None."""
     known = {_plain(f.alias or n): f.alias or n for n, f in owner.model_fields.items() if n not in owner.NOT_SERVED}
     close = difflib.get_close_matches(_plain(name[:MAX_SHOWN]), known, n=1, cutoff=NEAR)
     return f"did you mean {known[close[0]]!r}?" if close else None
 
 
 def _why_not(owner: type[Body], path: str, name: str) -> str | None:
-    """Why a field is refused whatever the policy is; None: it is not."""
+    """Return the reason why a field is refused under every policy, or None if it is not."""
     if not path and name in owner.ALSO_CALLED:
         return f"use {owner.ALSO_CALLED[name]}"
     if not path and issubclass(owner, Sampling):
@@ -166,7 +167,7 @@ def _why_not(owner: type[Body], path: str, name: str) -> str | None:
 
 
 def _unknown(body: Body, path: str) -> Iterator[tuple[str, type[Body], str]]:
-    """The unknown fields of an object and of those in it: what leads there, its kind, the name. They are taken out."""
+    """Remove the unknown fields of an object and of those in it. Yield the path, the owner's class and the name."""
     extra = body.__pydantic_extra__
     if extra:
         names = list(extra)
@@ -185,12 +186,12 @@ def _unknown(body: Body, path: str) -> Iterator[tuple[str, type[Body], str]]:
 
 @cache
 def _fields_of_objects(kind: type[Body]) -> tuple[str, ...]:
-    """The fields that may have objects of the API."""
+    """Return the names of the fields that may contain `Body` objects."""
     return tuple(name for name, field in kind.model_fields.items() if model_in(field.annotation) is not None)
 
 
 def model_in(annotation: Any) -> type[Body] | None:
-    """The kind of object that a field may have."""
+    """Return the `Body` class in a field's annotation, or None."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return annotation
     return next((model for part in get_args(annotation) if (model := model_in(part)) is not None), None)
@@ -201,5 +202,5 @@ def _plain(name: str) -> str:
 
 
 def _written(name: str) -> str:
-    """A name as a header can carry it; the places of a list have one name."""
+    """Escape a name for a header. All indices of a list become one name."""
     return json.dumps(PLACE.sub("[]", name[:MAX_NAME]))[1:-1].replace("\x7f", "\\u007f")
