@@ -478,8 +478,8 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
     [
         ("--pipeline-parallel-size 2", "'2'); tensor_parallel_size divides a model"),
         ("-pp=2", "tensor_parallel_size divides a model"),
-        ("--gpu-memory-utilization 0.9", "kv_cache_memory says"),
-        ("--no-enable-chunked-prefill", "long prompts are always computed in pieces"),
+        ("--gpu-memory-utilization 0.9", "kv_cache_memory sets"),
+        ("--no-enable-chunked-prefill", "long prompts are always computed in chunks"),
         ("--enforce-eager --device cuda", "on a GPU steps are captured as graphs"),
         ("--revision abc", "download the revision"),
         ("--ssl-keyfile x", "leave it to a proxy"),

@@ -400,5 +400,5 @@ def test_chats_are_prompts_that_a_template_writes(llm: LLM) -> None:
     assert [one.prompt for one in both] == ["<user>def a("] * 2
     with pytest.raises(RequestError, match="must be a mapping with a role"):
         llm.chat([{"content": "a"}], chat_template=TEMPLATE)
-    with pytest.raises(RequestError, match="chat_template is no template"):
+    with pytest.raises(RequestError, match="chat_template is not a valid template"):
         llm.chat(said, chat_template="{% if %}")

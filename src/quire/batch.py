@@ -1,9 +1,9 @@
-"""Batch: a step's plan as tensors. The only thing that models and runners see of it.
+"""Batch: a step's plan as tensors. Models and runners see nothing else of the plan.
 
-Letters as in `quire.ops.spec`; P is the number of prompt positions whose logprobs are asked for, E of prompts that
-are embedded, K of entries in a sparse list, W of bytes with a bit for each token. All tensors lie on the host; those of
-T and S entries are views of buffers that the next step overwrites. What a model reads as tensors of its device, token
-ids and positions, the runner sends there.
+Letters are those of `quire.ops.spec`. In addition, P is the number of prompt positions whose logprobs are requested, E
+the number of prompts that are embedded, K the number of entries in a sparse list, and W the number of bytes that have
+one bit for each token. All tensors are on the host. Those of T and S entries are views of buffers that the next step
+overwrites. The runner copies token ids and positions to the device, since models read them there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Pairs(NamedTuple):
-    """Block ids: the contents of src[i] go to dst[i]. No block stands in both."""
+    """Block ids: the contents of src[i] are copied to dst[i]. No block is in both lists."""
 
     src: list[int]
     dst: list[int]
@@ -23,7 +23,7 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupMoves:
-    """Which of one cache group's blocks move before the step, in the order of the fields."""
+    """The moves of one cache group's blocks before the step, in the order of the fields."""
 
     swap_out: Pairs  # from the device to the host
     swap_in: Pairs  # from the host to the device
@@ -32,17 +32,17 @@ class GroupMoves:
 
 @dataclass(frozen=True)
 class GroupTables:
-    """Where the K and V of one cache group of attention lie."""
+    """The places of the K and V of one attention cache group."""
 
-    slots: torch.Tensor  # int64 [T], where each row's K and V are written; -1: they stand there already
+    slots: torch.Tensor  # int64 [T], slot to which each row's K and V are written; -1: they are cached
     block_tables: torch.Tensor  # int32 [S, M]
 
 
 @dataclass(frozen=True)
 class RecurrentTables:
-    """Where the states of layers that keep one lie. Entry j of a sequence is for the jth piece that the step touches.
+    """The places of the states of recurrent layers. Entry j of a sequence is for the jth piece that the step touches.
 
-    -1: there is none.
+    An entry of -1 means no place.
     """
 
     state_tables: torch.Tensor  # int32 [S, P], the state before the piece
@@ -51,30 +51,30 @@ class RecurrentTables:
 
 @dataclass(frozen=True)
 class Masks:
-    """Rows that may not draw every token. Row numbers ascend."""
+    """Rows that may draw only some of the tokens. Row numbers ascend."""
 
     rows: torch.Tensor  # int64 [K]
-    allowed: torch.Tensor  # uint8 [K, W], bit t % 8 of byte t // 8: token t may be drawn; those beyond may not
+    allowed: torch.Tensor  # uint8 [K, W], bit t % 8 of byte t // 8: token t may be drawn; tokens beyond W bytes may not
 
     def part(self, start: int, stop: int) -> Masks | None:
-        """Those among rows start:stop."""
+        """Return the masks of rows start:stop, None if these have none."""
         inside = slice(*torch.searchsorted(self.rows, torch.tensor([start, stop])).tolist())
         return Masks(self.rows[inside] - start, self.allowed[inside]) if inside.start < inside.stop else None
 
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """How each of the R rows draws its token. Row numbers in the sparse lists ascend."""
+    """Sampling parameters of each of the R rows. Row numbers in the sparse lists ascend."""
 
     temperature: torch.Tensor  # fp32 [R], 0 is greedy
     top_k: torch.Tensor  # int64 [R], V or more keeps all
     top_p: torch.Tensor  # fp32 [R]
     min_p: torch.Tensor  # fp32 [R]
     uniforms: torch.Tensor  # fp64 [R], in [0, 1): the rows' random numbers
-    num_logprobs: torch.Tensor  # int64 [R], -1: none asked for
-    penalty_rows: torch.Tensor  # int64 [K], row of each token that a penalty concerns
+    num_logprobs: torch.Tensor  # int64 [R], -1: not requested
+    penalty_rows: torch.Tensor  # int64 [K], row of each token that has a penalty
     penalty_tokens: torch.Tensor  # int64 [K]
-    penalty_counts: torch.Tensor  # fp32 [K], how often the token was generated; 0: it stands in the prompt only
+    penalty_counts: torch.Tensor  # fp32 [K], times the token was generated; 0: it is in the prompt only
     repetition: torch.Tensor  # fp32 [R], repetition penalty
     presence: torch.Tensor  # fp32 [R], presence penalty
     frequency: torch.Tensor  # fp32 [R], frequency penalty
@@ -86,7 +86,7 @@ class SamplingRows:
     masks: Masks | None = None  # of rows with a guide or allowed tokens; None where no row has any
 
     def part(self, start: int, stop: int) -> SamplingRows:
-        """Rows start:stop."""
+        """Return rows start:stop."""
         if start == 0 and stop >= len(self.temperature):
             return self
         dense = {
@@ -122,7 +122,7 @@ class SamplingRows:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Prompt positions whose logprobs are asked for: the logits of a row are about the token after it."""
+    """Prompt positions whose logprobs are requested. The logits of a row predict the token after it."""
 
     rows: torch.Tensor  # int64 [P], query rows
     tokens: torch.Tensor  # int64 [P], the token after each
@@ -131,14 +131,14 @@ class PromptRows:
 
 
 class EmbedRows(NamedTuple):
-    """Rows whose hidden states are asked for: those of the last tokens of prompts that are embedded."""
+    """Rows whose hidden states are requested: the last tokens of prompts that are embedded."""
 
     rows: torch.Tensor  # int64 [E], query rows, ascending
     request_ids: list[str]  # [E]
 
 
 class DrawnRows(NamedTuple):
-    """Rows whose tokens the step before draws: they are on the device and not yet known to the host."""
+    """Rows whose tokens the previous step draws: they are on the device, and the host does not know them yet."""
 
     rows: torch.Tensor  # int64 [K], query rows, ascending
     request_ids: list[str]  # [K]
@@ -146,7 +146,7 @@ class DrawnRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's work, flattened: all sequences' new tokens in one row of T."""
+    """The flattened work of one step: the new tokens of all sequences in one dimension of T."""
 
     token_ids: torch.Tensor  # int64 [T]; 0 in the rows of `drawn`
     drawn: DrawnRows
@@ -155,10 +155,10 @@ class Batch:
     context_lens: torch.Tensor  # int32 [S]
     moves: tuple[GroupMoves, ...]  # one a cache group
     groups: tuple[GroupTables, ...]  # one a cache group of attention
-    recurrent: tuple[RecurrentTables, ...]  # one for layers that keep a state; none where there are no such layers
-    logit_rows: torch.Tensor  # int64 [R], query rows whose next token is drawn
+    recurrent: tuple[RecurrentTables, ...]  # one for the recurrent layers; empty without such layers
+    logit_rows: torch.Tensor  # int64 [R], query rows whose next token is sampled
     logit_ids: list[str]  # [R], their requests
     sampling: SamplingRows
     prompt: PromptRows
     embed: EmbedRows
-    lora_slots: torch.Tensor | None = None  # int32 [T], each row's adapter, -1: none; None: no row has one
+    lora_slots: torch.Tensor | None = None  # int32 [T], each row's adapter slot, -1: no adapter; None: no row has one

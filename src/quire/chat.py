@@ -1,4 +1,4 @@
-"""Chats: the conversations of callers as chat templates take them, and a tokenizer that has the model's template."""
+"""Chats: conversations in the form that chat templates take, and a tokenizer with the model's template."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class ChatTokenizer(Tokenizer):
-    """A model's tokenizer with its chat template, which is rendered in a process of its own."""
+    """A model's tokenizer with its chat template, which is rendered in a separate process."""
 
     def __init__(self, where: Where) -> None:
-        """Read the tokenizer. Raises ModelError where it is unreadable. The template is read at first use."""
+        """Read the tokenizer. The template is read at first use. Raises ModelError if the tokenizer is unreadable."""
         self._files = files_of(where)
         super().__init__(self._files)
         self._renderers = make_renderers()
@@ -38,15 +38,30 @@ class ChatTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """Render a conversation as text.
 
-        messages: each with a role and a content, as OpenAI's clients write them. tools: functions that the model may
-        call. chat_template: a template's text, in place of the model's. chat_template_kwargs: what the template sees
-        besides. add_generation_prompt: end where the model's answer begins. continue_final_message: end where the last
-        message does, so that the model goes on with it.
+        Args:
+            messages: messages with a role and a content, in the form of OpenAI's API.
+            tools: functions that the model may call, in the form of OpenAI's API.
+            chat_template: the text of a template to use instead of the model's.
+            chat_template_kwargs: additional variables of the template.
+            add_generation_prompt: end the text where the model's answer begins.
+            continue_final_message: end the text where the last message ends, so that the model continues it.
 
-        Raises RequestError where there is no template or it does not take such messages, ModelError where the model's
-        is none.
+        Returns:
+            The text, special tokens included.
+
+        Raises:
+            RequestError: there is no template, or it does not support these messages.
+            ModelError: the model's template is invalid.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                print(llm.get_tokenizer().render([{"role": "user", "content": "hello"}]))
+            ```
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -67,12 +82,26 @@ class ChatTokenizer(Tokenizer):
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool = True, **rendering: Any
     ) -> list[int] | str:
-        """The tokens of a conversation, or its text with tokenize=False. rendering, errors: see `render`."""
+        """Render a conversation and tokenize it.
+
+        Args:
+            messages: messages with a role and a content, see `render`.
+            tokenize: return token ids; False returns the text.
+            **rendering: further arguments of `render`.
+
+        Returns:
+            The token ids, or the text with tokenize=False.
+
+        Raises:
+            RequestError: see `render`.
+            ModelError: see `render`.
+        """
         text = self.render(messages, **rendering)
-        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template writes those itself
+        # The template writes the special tokens.
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def close(self) -> None:
-        """End the processes that render."""
+        """Stop the processes that render."""
         self._renderers.close()
 
     def _own(self) -> ChatTemplate:
@@ -93,11 +122,11 @@ class ChatTokenizer(Tokenizer):
         try:
             return ChatTemplate(source, tokens, self._renderers)
         except Exception as error:  # Python's compiler fails in many ways
-            raise RequestError(f"chat_template is no template that can be used: {error}") from error
+            raise RequestError(f"chat_template is not a valid template: {error}") from error
 
 
 def plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates take it. Raises RequestError for what is none, and for parts that are not text."""
+    """Return a message as templates take it. Raises RequestError if it is invalid or has parts other than text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] is {message!r}; it must be a mapping with a role")
     content = message.get("content")
@@ -115,9 +144,11 @@ def plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_call(name: str, given: Any, call_id: str | None, wants_json: bool) -> dict[str, Any]:
-    """A call of the history. Most templates take its arguments as an object, and write its JSON themselves.
+    """Return a tool call of the history in the form that templates take.
 
-    given: its arguments, as an object or as JSON. wants_json: the template takes JSON. Raises RequestError.
+    `given` is the call's arguments, as an object or as JSON. Most templates take an object and write its JSON
+    themselves; `wants_json` means that this one takes JSON. Raises RequestError for arguments that are nested too
+    deeply.
     """
     if isinstance(given, dict):
         check_depth(given, "tool_calls.function.arguments")
@@ -125,7 +156,7 @@ def plain_call(name: str, given: Any, call_id: str | None, wants_json: bool) -> 
     else:
         arguments = given or "{}"
         if not wants_json:
-            with contextlib.suppress(ValueError, RecursionError):  # what a model has written wrongly, it should see so
+            with contextlib.suppress(ValueError, RecursionError):  # invalid JSON of a model is shown to it unchanged
                 if isinstance(found := json.loads(arguments), dict):
                     check_depth(found)
                     arguments = found
@@ -135,7 +166,7 @@ def plain_call(name: str, given: Any, call_id: str | None, wants_json: bool) -> 
 
 
 def plain_tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool: with parameters, which most templates ask for, and without what is not said to models."""
+    """Return a tool with parameters, which most templates require, and without `strict`, which models do not see."""
     said = {key: value for key, value in function.items() if key != "strict"}
     return {"type": "function", "function": said | {"parameters": said.get("parameters") or NO_PARAMETERS}}
 
@@ -155,6 +186,6 @@ def _plain_tool(i: int, tool: Any) -> dict[str, Any]:
 
 
 def find_chat_tokenizer(where: Where) -> ChatTokenizer | None:
-    """A model's tokenizer, or None where it has none: such a model takes and gives token ids."""
+    """Return a model's tokenizer, or None if it has none: such a model takes and returns token ids."""
     files = files_of(where)
     return ChatTokenizer(files) if files.has_tokenizer else None

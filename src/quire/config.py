@@ -1,6 +1,6 @@
-"""The engine's options. Frozen: what a run was started with is what it runs with.
+"""The engine's options. They are frozen, so that a run keeps the options that it was started with.
 
-Each field says all there is to know of its option: `quire --help` and the checks are made from it.
+The metadata of each field describes its option completely: `quire --help` and the checks are generated from it.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from quire.errors import ConfigError, check_integer, check_known, check_number
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
-MAX_SPECULATIVE_TOKENS = 7  # with the token before them, as many rows as take hardly longer than one
-MOST_TOKENS = 2048  # query tokens of a step
-EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
-OPTION = "option"  # where a field's metadata has its Option
+MAX_SPECULATIVE_TOKENS = 7  # with the token before them 8 rows, which take hardly longer than one
+MOST_TOKENS = 2048  # query tokens per step
+EMBEDDED_NAME = "quire-embedded"  # the name for clients of the model that comes with Quire
+OPTION = "option"  # key of the Option in a field's metadata
 
 
 @dataclass(frozen=True)
 class Option:
-    """What there is to know of a field of a config besides its type and default."""
+    """Description of a config field, in addition to its type and default."""
 
     help: str
-    lower: int | float | None = None  # the least value; an int for integers, a float for numbers; None: not checked
-    upper: int | float | None = None  # the greatest value; None: any
-    choices: tuple[str, ...] = ()  # the values that there are; (): checked elsewhere
-    aliases: tuple[str, ...] = ()  # further names on the command line
-    variable: str | None = None  # environment variable that gives it on the command line, texts with spaces between
+    lower: int | float | None = None  # smallest value; an int for integers, a float for numbers; None: not checked
+    upper: int | float | None = None  # largest value; None: no limit
+    choices: tuple[str, ...] = ()  # all valid values; (): checked elsewhere
+    aliases: tuple[str, ...] = ()  # other names on the command line
+    variable: str | None = None  # environment variable for the command line; several texts are separated by spaces
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """A dataclass field with its default and its Option."""
+    """Return a dataclass field with a default and an Option."""
     return field(default=default, metadata={OPTION: Option(help, **about)})
 
 
 def options_of(config: Any) -> Mapping[str, Option]:
-    """The Option of each field of a config that has one, by the field's name."""
+    """Return the Option of each field of a config that has one, by the field's name."""
     return {one.name: one.metadata[OPTION] for one in fields(config) if OPTION in one.metadata}
 
 
 def check_options(config: Any) -> None:
-    """Raise ConfigError for a value that is none of its option's. None is allowed where it is the default."""
+    """Raise ConfigError for a value that its option does not allow. None is allowed where it is the default."""
     for one in fields(config):
         about: Option | None = one.metadata.get(OPTION)
         name, value = one.name, getattr(config, one.name)
@@ -65,7 +65,22 @@ def check_options(config: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How much KV cache there is and how it is cut into blocks."""
+    """Size and layout of the KV cache: the options of `LLM` that concern it.
+
+    The fields' metadata describe the options, as `quire serve --help` prints them. All are keyword arguments of
+    `LLM` and `AsyncLLM`.
+
+    Raises:
+        ConfigError: an option has an invalid value, or needs another one that is missing.
+
+    Example:
+        ```python
+        from quire.config import CacheConfig, EngineConfig
+
+        config = EngineConfig(max_num_seqs=8, cache=CacheConfig(block_size=32, kv_cache_memory="64MiB"))
+        print(config.cache.block_size)
+        ```
+    """
 
     block_size: int = option(16, "Tokens per KV block.", lower=1, upper=256)
     num_blocks: int | None = option(
@@ -82,26 +97,26 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Dtype of the KV cache: auto (the one computed in), int8 (half of bf16), or on a GPU fp8.",
+        "Dtype of the KV cache: auto (the model's), int8 (half the size of bf16), or on a GPU fp8.",
         choices=("auto", "int8", "fp8"),
     )
     state_snapshot_interval: int = option(
-        512, "Of layers that keep a state: tokens from one state that is kept for reuse to the next.", lower=1
+        512, "Tokens between two states that are kept for reuse, in models with recurrent layers.", lower=1
     )
     # Without it, only samples of one prompt share blocks.
-    enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts that begin alike.")
+    enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts with the same prefix.")
     preemption: str = option(
         "recompute",
-        "When blocks run out, the last request's are dropped (recompute) or moved to the host (swap).",
+        "When blocks run out, drop those of the last request (recompute) or move them to the host (swap).",
         choices=("recompute", "swap"),
     )
     swap_space: int | float | str | None = option(
         None, "Host memory for swapped blocks: bytes or a share. Default: 4GiB."
     )
     kv_disk: str | None = option(
-        None, "Directory that keeps KV blocks for later and for the next start. Default: none. It reveals prompts."
+        None, "Directory that stores KV blocks across restarts. Default: none. Its files reveal prompts."
     )
-    kv_disk_space: int | float | str | None = option(None, "Disk space that these blocks may take. Default: 10GiB.")
+    kv_disk_space: int | float | str | None = option(None, "Disk space for the blocks in --kv-disk. Default: 10GiB.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -129,19 +144,34 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
+    """All options of an engine. Names and meanings are vLLM's where it has them.
+
+    The fields' metadata describe the options, as `quire serve --help` prints them. All are keyword arguments of
+    `LLM` and `AsyncLLM`, with those of `cache` next to them.
+
+    Raises:
+        ConfigError: an option has an invalid value.
+
+    Example:
+        ```python
+        from quire.config import engine_config
+
+        config = engine_config(max_num_seqs=8, block_size=32, kv_cache_memory="64MiB")
+        print(config.max_num_seqs, config.cache.block_size)
+        ```
+    """
 
     model: str | None = option(
         None, "Directory, GGUF file, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
     )
-    gguf_file: str | None = option(None, "The GGUF file to take of a directory or repository, by its name there.")
+    gguf_file: str | None = option(None, "Name of the GGUF file to load from a directory or repository.")
     tokenizer: str | None = option(
-        None, "Take the tokenizer and chat template of this directory, GGUF file or repository. Default: the model's."
+        None, "Directory, GGUF file or repository of the tokenizer and chat template. Default: the model's."
     )
     dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     quantization: str | None = option(
         None,
-        "Round a 16-bit checkpoint's weights at load: int4 (groups of 128 inputs) or int8 (a scale an output).",
+        "Round a 16-bit checkpoint's weights at load: int4 (groups of 128 inputs) or int8 (one scale per output).",
         choices=("int4", "int8"),
     )
     quantization_head: str | None = option(
@@ -151,66 +181,62 @@ class EngineConfig:
     )
     quantization_activations: str = option(
         "int8",
-        "int8: round what quantised weights are multiplied with; bf16: hold and multiply them in the model's dtype.",
+        "int8: round the inputs of quantised weights; bf16: store and multiply the weights in the model's dtype.",
         choices=("int8", "bf16"),
     )
     model_impl: str = option(
         "auto",
-        "quire: its decoder; transformers: its code with our attention; auto: what there is.",
+        "quire: Quire's decoder; transformers: its code with Quire's attention; auto: the first that supports it.",
         choices=("auto", "quire", "transformers"),
     )
     device: str = option("cpu", "Device to run on: cpu, cuda or cuda:N.")
-    tensor_parallel_size: int = option(
-        1, "Processes that compute the model together, each a part of it, on CPUs.", lower=1
-    )
+    tensor_parallel_size: int = option(1, "Number of processes that the model is divided among, on CPUs.", lower=1)
     attention_backend: str = option(
         "auto", "Attention backend: auto, or a name from `quire info`.", aliases=("--attention",)
     )
     generation_config: str = option(
         "auto",
-        "Where sampling defaults come from: auto (the checkpoint's generation_config.json), none, or a directory.",
+        "Source of sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory.",
     )
     prefetch: str | None = option(
-        None, "How a CPU fetches weights, and keys and values: as in t0:2560:t1. Default: what suits the core."
+        None, "How a CPU prefetches weights, and keys and values, as in t0:2560:t1. Default: chosen by the core."
     )
-    max_model_len: int | None = option(
-        None, "Longest sequence in tokens. Default: what the model was made for.", lower=1
-    )
-    max_num_seqs: int = option(256, "Most sequences that run at the same time.", lower=1)
+    max_model_len: int | None = option(None, "Longest sequence in tokens. Default: the model's own limit.", lower=1)
+    max_num_seqs: int = option(256, "Maximum number of sequences that run at the same time.", lower=1)
     max_num_batched_tokens: int | None = option(
         None,
-        "Most query tokens per step. Default: 2048; a server on a CPU computes fewer while sequences decode, as many "
-        "as take it half a second.",
+        "Maximum number of query tokens per step. Default: 2048; while sequences decode, a server on a CPU computes "
+        "only as many as take half a second.",
         lower=1,
     )
     scheduling_policy: str = option(
         "fcfs",
-        "Who comes first: fcfs, priority (lowest first) or shortest (prompt).",
+        "Order of requests: fcfs, priority (lowest first) or shortest (prompt).",
         choices=("fcfs", "priority", "shortest"),
     )
     async_scheduling: bool | None = option(
-        None, "Plan a step while the one before is computed. Default: where a GPU computes alone."
+        None, "Plan a step while the one before is computed. Default: on, if the device computes without the host."
     )
     num_speculative_tokens: int | None = option(
         None,
-        "Tokens that prompt lookup guesses at a time; 0 for none. Default: 3, on a GPU 0.",
+        "Draft tokens that prompt lookup proposes at a time; 0 turns it off. Default: 3, on a GPU 0.",
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
         aliases=("--spec-tokens",),
     )
-    enable_lora: bool = option(False, "Serve LoRA adapters. Implied where some are given.")
-    max_loras: int = option(16, "Most LoRA adapters that are loaded at the same time.", lower=1, upper=4096)
-    max_lora_rank: int = option(64, "Largest rank of a LoRA adapter.", lower=1, upper=1024)
+    enable_lora: bool = option(False, "Serve LoRA adapters. Implied if any are given.")
+    max_loras: int = option(16, "Maximum number of LoRA adapters loaded at the same time.", lower=1, upper=4096)
+    max_lora_rank: int = option(64, "Maximum rank of a LoRA adapter.", lower=1, upper=1024)
     seed: int = option(
         0, "Seed of the engine. Requests without a seed derive theirs from it.", lower=0, upper=2**63 - 1
     )
-    # On a CPU that always holds.
-    reproducible: bool = option(False, "Give a request the same bits in every batch on a GPU too.")
+    # Results on a CPU are always batch-invariant.
+    reproducible: bool = option(False, "Make results batch-invariant on a GPU too: the same bits in every batch.")
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     @property
     def most_tokens(self) -> int:
-        """Query tokens that a step may have."""
+        """Maximum number of query tokens per step."""
         return MOST_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
@@ -218,20 +244,20 @@ class EngineConfig:
 
 
 class Foreign(NamedTuple):
-    """An option of vLLM's that is none here."""
+    """An option of vLLM's that Quire does not have."""
 
-    harmless: tuple[Any, ...]  # values that ask for what holds anyway: they are taken, and change nothing
-    sentence: str  # what is said of any other value
-    is_secret: bool = False  # so that its value is not shown
+    harmless: tuple[Any, ...]  # values that describe Quire's behaviour: they are accepted and have no effect
+    sentence: str  # the reason why any other value is refused, and the alternative
+    is_secret: bool = False  # its value must not be shown
 
     def refusal(self, option: str, value: object) -> str:
-        """What is said of another value. option: what is not there."""
+        """Return the error message for a value that is refused. `option` names the missing option."""
         return f"there is no {option}{'' if self.is_secret else f' (it is {value!r})'}; {self.sentence}"
 
 
 ONE_DEVICE = "tensor_parallel_size divides a model among processes, and `quire fleet` serves several replicas of it"
 ONLY_TEXT = "models are served for text alone"
-# By the names of vLLM's Python interface; on the command line a dash stands for each underscore.
+# By the names of vLLM's Python interface; the command line has a dash in place of each underscore.
 FOREIGN: Mapping[str, Foreign] = MappingProxyType(
     dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), Foreign((1,), ONE_DEVICE))
     | dict.fromkeys(
@@ -246,32 +272,36 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         Foreign((None, True, False), "it must be True or False, and has no effect here"),
     )
     | {
-        "calculate_kv_scales": Foreign((None, False), "kv_cache_dtype='int8' takes its scales from what it holds"),
+        "calculate_kv_scales": Foreign(
+            (None, False), "kv_cache_dtype='int8' computes its scales from the stored values"
+        ),
         "chat_template": Foreign((None,), "`quire serve` takes --chat-template"),
         "compilation_config": Foreign((None, 0, {}), "steps are native calls, or CUDA graphs, and nothing is compiled"),
         "config_format": Foreign((None, "auto", "hf"), "a checkpoint has a config.json"),
-        "cpu_offload_gb": Foreign((None, 0), "weights lie where the model is computed, all of them"),
+        "cpu_offload_gb": Foreign((None, 0), "all weights are in the memory of the device that computes the model"),
         "disable_sliding_window": Foreign((None, False), "a model with windows is computed with its windows"),
         "download_dir": Foreign((None,), "downloads go to the hub's cache, which the variable HF_HOME moves"),
-        "enable_chunked_prefill": Foreign((None, True), "long prompts are always computed in pieces"),
+        "enable_chunked_prefill": Foreign((None, True), "long prompts are always computed in chunks"),
         "enable_sleep_mode": Foreign((None, False), "close() frees the memory, and a new LLM takes it again"),
         "gpu_memory_utilization": Foreign(
-            (None,), "kv_cache_memory says how much memory the KV cache takes: '8GiB', or a share as 0.5"
+            (None,), "kv_cache_memory sets the memory of the KV cache: '8GiB', or a share as 0.5"
         ),
-        "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is taken as it stands"),
+        "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is used unchanged"),
         "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN", is_secret=True),
         "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory"),
         "kv_transfer_config": Foreign(
             (None,), "kv_disk keeps blocks on a disk; `quire fleet` sends requests to the blocks"
         ),
-        "load_format": Foreign((None, "auto", "safetensors"), "the files say what they are"),
-        "logits_processors": Foreign((None, []), "SamplingParams say which tokens may be drawn"),
+        "load_format": Foreign((None, "auto", "safetensors"), "the files determine the format"),
+        "logits_processors": Foreign(
+            (None, []), "SamplingParams restrict the tokens: logit_bias, bad_words and others"
+        ),
         "max_logprobs": Foreign((None,), "LLM reports as many as are asked for; `quire serve` takes --max-logprobs"),
         "max_seq_len_to_capture": Foreign((None,), "CUDA graphs are made for all lengths up to max_model_len"),
         "num_gpu_blocks_override": Foreign((None,), "it is called num_blocks"),
-        "num_scheduler_steps": Foreign((None, 1), "a step is planned at a time; see async_scheduling"),
+        "num_scheduler_steps": Foreign((None, 1), "steps are planned one at a time; see async_scheduling"),
         "override_pooler_config": Foreign((None,), "an embedding is the last token's hidden state, of length 1"),
-        "quantization_param_path": Foreign((None,), "a checkpoint's scales stand in it"),
+        "quantization_param_path": Foreign((None,), "scales are read from the checkpoint"),
         "revision": Foreign((None, "main"), "download the revision, and give its directory as the model"),
         "code_revision": Foreign((None,), "no code of a checkpoint is run"),
         "rope_scaling": Foreign((None, {}), "angles are those of the checkpoint's config.json"),
@@ -279,12 +309,13 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "runner": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
         "served_model_name": Foreign((None,), "names are for clients: `quire serve` takes --served-model-name"),
         "skip_tokenizer_init": Foreign((None, False), "a tokenizer is read where the checkpoint has one"),
-        "speculative_config": Foreign((None,), "prompt lookup guesses num_speculative_tokens; there is no draft model"),
+        "speculative_config": Foreign((None,), "num_speculative_tokens is for prompt lookup; there is no draft model"),
         "task": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
         "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_revision": Foreign((None, "main"), "the tokenizer is the checkpoint's tokenizer.json"),
         "trust_remote_code": Foreign(
-            (None, False), "no code of a checkpoint is run; model_impl='transformers' takes transformers' own"
+            (None, False),
+            "no code of a checkpoint is run; model_impl='transformers' uses transformers' own",
         ),
         "use_v2_block_manager": Foreign((None, True), "there is one block manager"),
     }
@@ -292,13 +323,14 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
 
 
 def engine_config(**options: Any) -> EngineConfig:
-    """An EngineConfig from flat options, the cache's included. Raises ConfigError for an unknown one.
+    """Return an EngineConfig from flat options, the cache's included.
 
-    Those of vLLM's that ask for what holds anyway are taken.
+    Options of vLLM's are accepted and ignored if their values describe Quire's behaviour, such as
+    `pipeline_parallel_size=1`. Raises ConfigError for an unknown option or an invalid value.
     """
     cache_keys = {f.name for f in fields(CacheConfig)}
     known = cache_keys | {f.name for f in fields(EngineConfig)} - {"cache"}
-    if "dtype" in options:  # torch.bfloat16 is as good as "bfloat16"
+    if "dtype" in options:  # torch.bfloat16 is the same as "bfloat16"
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     if isinstance(options.get("kv_disk"), os.PathLike):
         options["kv_disk"] = os.fspath(options["kv_disk"])
@@ -315,23 +347,23 @@ def engine_config(**options: Any) -> EngineConfig:
 
 
 def parse_loras(texts: Sequence[str]) -> dict[str, str]:
-    """Directories of adapters by their names, from texts as NAME=PATH. Raises ConfigError for anything else."""
+    """Return the directories of adapters by name, from texts NAME=PATH. Raises ConfigError for anything else."""
     found: dict[str, str] = {}
     for text in texts:
         name, _, path = text.partition("=")
         if not name or not path:
             raise ConfigError(f"lora contains {text!r}; it must be NAME=PATH")
         if name in found:
-            raise ConfigError(f"lora contains the name {name!r} twice; each adapter needs a name of its own")
+            raise ConfigError(f"lora contains the name {name!r} twice; each adapter needs its own name")
         found[name] = path
     return found
 
 
 def parse_memory(amount: int | float | str, free: int | None, name: str = "kv_cache_memory") -> int:
-    """Bytes meant by "2GiB", "1.5 GB", 2147483648, or by a share ("50%", 0.5) of `free` bytes.
+    """Return the bytes of an amount such as "2GiB", "1.5 GB", 2147483648, or of a share ("50%", 0.5) of `free` bytes.
 
-    A bare number up to 1 is a share. Raises ConfigError, which calls the option `name`, for anything else, and for a
-    share of an unknown amount (None).
+    A bare number up to 1 is a share. Raises ConfigError, which names the option `name`, for anything else, and for a
+    share if `free is None`.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", str(amount).strip().lower())
     if match and not isinstance(amount, bool):

@@ -87,7 +87,7 @@ class ModelError(QuireError):
 
 
 class OutOfBlocks(QuireError):
-    """More KV blocks were requested than are free. The scheduler checks first; direct callers of BlockPool may see it."""
+    """More KV blocks were requested than are free. The scheduler checks first; callers of BlockPool may see it."""
 
 
 class EngineStopped(QuireError):
