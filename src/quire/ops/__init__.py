@@ -5,8 +5,8 @@
     backend.write_kv(k_new, v_new, kv, plan)
     out = backend.attention(q, kv, plan)
 
-`paged_prefill` and `paged_decode` do it in one call; `compat` has the interfaces that others gave to it. The contract
-stands in `spec.py`, its meaning in `reference.py`, and docs/operators.md shows all of it at work.
+`paged_prefill` and `paged_decode` do it in one call; `compat` has the interfaces of other libraries. `spec.py` states
+the contract, `reference.py` implements it in plain torch, and docs/operators.md shows every operator with an example.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checks of single tensors and of how they lie next to each other, for every operator.
+"""Checks of single tensors and of overlapping memory, for every operator.
 
-Only shapes, dtypes, devices and strides are looked at, which costs no pass over data.
+The checks read shapes, dtypes, devices and strides, and never the data.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def check_tensor(
     device: torch.device,
     any_strides: bool = False,
 ) -> None:
-    """Raise BadShape, BadDtype, BadStride or BadValue unless the tensor is as described, its last stride 1.
+    """Raise BadShape, BadDtype, BadStride or BadValue unless the tensor is as described and its last stride is 1.
 
-    any_strides: the last one may be another.
+    With `any_strides` the last stride may be any.
     """
     if tensor.shape != shape:
         raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
@@ -45,13 +45,13 @@ def check_tensor(
 
 
 def check_float(name: str, tensor: torch.Tensor) -> None:
-    """Raise BadDtype unless it is a dtype that rows and states may have."""
+    """Raise BadDtype unless the dtype is one of FLOATS."""
     if tensor.dtype not in FLOATS:
         raise BadDtype(f"{name} has dtype {tensor.dtype}; it must be one of {', '.join(map(str, FLOATS))}")
 
 
 def check_integers(name: str, tensor: torch.Tensor, dims: int) -> None:
-    """Raise BadDtype or BadShape unless it is an int32 or int64 tensor of that many dimensions."""
+    """Raise BadDtype or BadShape unless the tensor is int32 or int64 and has `dims` dimensions."""
     if not isinstance(tensor, torch.Tensor):
         raise BadDtype(f"{name} is a {type(tensor).__name__}; it must be an integer tensor")
     if tensor.dtype not in (torch.int32, torch.int64):
@@ -61,7 +61,7 @@ def check_integers(name: str, tensor: torch.Tensor, dims: int) -> None:
 
 
 def check_beside(x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise BadValue unless they lie on the device of x."""
+    """Raise BadValue unless all tensors are on the device of x."""
     for name, other in others.items():
         if other is not None and other.device != x.device:
             raise BadValue(f"{name} is on {other.device}; expected {x.device}")
@@ -71,7 +71,7 @@ def check_written(
     written: Mapping[str, torch.Tensor],  # by name
     read: Mapping[str, torch.Tensor | None],  # by name
 ) -> None:
-    """Raise BadStride where an element that is written stands for another one as well, of this tensor or another."""
+    """Raise BadStride if a written element shares memory with another element, of the same tensor or of another."""
     for name, tensor in written.items():
         if overlap.repeats(tensor):
             raise BadStride(
@@ -79,16 +79,16 @@ def check_written(
                 f"elements must not share memory"
             )
     if found := overlap.first_shared(written, read):
-        raise BadStride(f"{found[0]} shares memory with {found[1]}; it is written, so it needs memory of its own")
+        raise BadStride(f"{found[0]} shares memory with {found[1]}; it is written, so it needs separate memory")
 
 
 def begin_alike(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether each row of the one begins with the row of the other."""
+    """Return True if each row of k begins with the row of v, or the reverse, in the same memory."""
     return k.data_ptr() == v.data_ptr() and used_strides(k)[:-1] == used_strides(v)[:-1]
 
 
 def host_integers(name: str, tensor: torch.Tensor, dims: int) -> NDArray[np.integer]:
-    """A step's metadata as numpy's view of it. Raises BadDtype, BadShape, or BadValue where it is not on the host."""
+    """Return a numpy view of a step's metadata. Raises BadDtype, BadShape, or BadValue if it is not on the host."""
     check_integers(name, tensor, dims)
     if tensor.device.type != "cpu":
         raise BadValue(f"{name} is on {tensor.device}; metadata is read on the host, so give a CPU tensor")
@@ -97,14 +97,14 @@ def host_integers(name: str, tensor: torch.Tensor, dims: int) -> NDArray[np.inte
 
 
 def to_host(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
-    """An integer tensor on the host, where it lies or copied there. Raises BadDtype or BadShape."""
+    """Return the integer tensor, copied to the host if it is not there. Raises BadDtype or BadShape."""
     check_integers(name, tensor, dims)
     return tensor.cpu()
 
 
 @contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Errors that come from within name arguments as the caller knows them: names[theirs] for theirs."""
+    """Rename arguments in the messages of errors raised within: `internal=external` replaces one name by the other."""
     try:
         yield
     except QuireError as error:

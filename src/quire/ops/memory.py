@@ -1,4 +1,4 @@
-"""Host memory for what is large: a cache's blocks, a model's weights."""
+"""Host memory for large tensors: a cache's blocks, a model's weights."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 * 2**20  # bytes
-SMALL = 128 * 2**10  # bytes; a mapping takes whole pages and a call of the system
+SMALL = 128 * 2**10  # bytes; a mapping takes whole pages and a system call
 
 
 def in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, touched: int = 0) -> Tensor:
-    """Memory of zeros that starts at a huge page, its first `touched` bytes already given by the system.
+    """Return zeroed memory that starts at a huge page, and touch its first `touched` bytes so that they are resident.
 
-    Addresses in huge pages are found faster. Where the system offers none, its ordinary ones serve.
+    Huge pages need fewer TLB entries. If the system has none, ordinary pages are used.
     """
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
     memory = _mapping(size + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
     start = -whole.data_ptr() % HUGE_PAGE
     whole[start : start + min(size, touched)].zero_()
     return whole[start : start + size].view(dtype).view(shape)
 
 
 def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that goes back to the system as soon as no tensor holds it, unless it is SMALL.
+    """Return memory that the system gets back as soon as no tensor refers to it, unless it is smaller than SMALL.
 
-    The heap would keep it: what is freed there lies between things that stay, and fits little of what comes later.
+    The heap would keep it: a freed area lies between live allocations, and few later ones fit into it.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < SMALL:
@@ -47,5 +47,5 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _mapping(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, size)
-    # Private: what processes may share gets no huge pages by default.
+    # Private, since shared mappings get no huge pages by default.
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""Checks of a step's metadata (tables, lengths, slots): on the host, once a step, in one vectorised pass."""
+"""Checks of a step's metadata (tables, lengths, slots) on the host: once per step, in one vectorised pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.errors import BadShape, BadValue
 from quire.ops.checks import INT32_MAX, host_integers
 from quire.ops.spec import AttentionSpec
 
-MAX_CONTEXT = 2**31 - 1024  # tokens: kernels count keys in an int32, a tile beyond the last one included
+MAX_CONTEXT = 2**31 - 1024  # tokens: kernels count keys in an int32, up to a tile beyond the last one
 
 
 def step_sizes(
@@ -18,12 +18,12 @@ def step_sizes(
     context_lens: torch.Tensor,  # int32 [S], host
     block_tables: torch.Tensor,  # int32 [S, M], host
 ) -> tuple[int, int, int]:
-    """T, S and M of a step whose values are still to be checked. Raises BadShape, BadDtype or BadValue."""
+    """Return T, S and M of a step whose values are not checked yet. Raises BadShape, BadDtype or BadValue."""
     starts = host_integers("query_starts", query_starts, 1)
     lens = host_integers("context_lens", context_lens, 1)
     tables = host_integers("block_tables", block_tables, 2)
     num_tokens = max(0, int(starts[-1])) if len(starts) else 0
-    # Before room is made for so many.
+    # Checked before memory is allocated for that many tokens.
     if num_tokens > INT32_MAX:
         raise BadValue(f"query_starts[{len(starts) - 1}] is {num_tokens}; rows are numbered in an int32")
     for name, shape in (("context_lens", lens.shape), ("block_tables", tables.shape)):
@@ -34,7 +34,7 @@ def step_sizes(
 
 def check_metadata(
     spec: AttentionSpec,
-    room: tuple[int, int, int],  # most query tokens, sequences and blocks a sequence
+    room: tuple[int, int, int],  # largest number of query tokens, sequences, and blocks per sequence
     query_starts: torch.Tensor,  # int32 [S+1], host
     context_lens: torch.Tensor,  # int32 [S], host
     block_tables: torch.Tensor,  # int32 [S, M], host
@@ -64,7 +64,7 @@ def check_metadata(
 
 
 def check_query_starts(starts: NDArray[np.integer], max_tokens: int) -> int:
-    """T, where the starts ascend from 0 and the plan has room for it. Raises BadShape or BadValue."""
+    """Return T. Raises BadValue unless the starts ascend from 0, BadShape if T is larger than max_tokens."""
     if starts[0] != 0:
         raise BadValue(f"query_starts[0] is {starts[0]}; the first sequence's rows start at 0")
     falls = np.flatnonzero(starts[1:] < starts[:-1])
@@ -83,7 +83,7 @@ def _check_tables(
     lens: NDArray[np.integer],
     tables: NDArray[np.integer],
 ) -> None:
-    """Lengths that the tables can hold, and a valid id in every table entry that may be read."""
+    """Raise BadValue for a length that the table cannot hold, or an invalid id in a table entry that may be read."""
     width = tables.shape[1]
     longest = min(width * spec.block_size, MAX_CONTEXT)
     starts, lens = starts.astype(np.int64), lens.astype(np.int64)
@@ -95,7 +95,7 @@ def _check_tables(
             f"0..{longest} tokens"
         )
     if tables.size == 0 or (tables.min() >= 0 and tables.max() < spec.num_blocks):
-        return  # whichever entries are read
+        return  # all entries are valid, read or not
     end = -(-lens // spec.block_size)  # first entry that is not read
     begin = np.zeros_like(end)  # first entry that is read
     if spec.window is not None:
@@ -125,4 +125,4 @@ def _check_slots(spec: AttentionSpec, slots: NDArray[np.integer], num_tokens: in
     if twice.size:
         slot = written[twice[0]]
         t, u = np.flatnonzero(slots == slot)[:2]
-        raise BadValue(f"slots[{t}] and slots[{u}] are both {slot}; every row needs a slot of its own")
+        raise BadValue(f"slots[{t}] and slots[{u}] are both {slot}; every row needs its own slot")

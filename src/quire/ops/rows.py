@@ -1,4 +1,4 @@
-"""Strides as kernels take them. Rows of H numbers: those of [outer, inner, H], with a stride for each of the two."""
+"""Strides in the form that kernels take: rows of H numbers, [outer, inner, H], with one stride for outer and inner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 def as_rows(
     x: Tensor,  # [..., H]
 ) -> Tensor:
-    """x itself if its strides can be expressed so, else a contiguous copy."""
+    """Return x if an outer and an inner stride describe its rows, otherwise a contiguous copy."""
     strided = x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
     return x if strided else x.contiguous()
 
@@ -16,7 +16,7 @@ def as_rows(
 def row_strides(
     x: Tensor,  # [..., H], from `as_rows`
 ) -> tuple[int, int, int]:
-    """Outer stride, inner size, inner stride."""
+    """Return the outer stride, the inner size and the inner stride."""
     if x.dim() == 3:
         return x.stride(0), x.shape[1], x.stride(1)
     if x.dim() > 3:  # contiguous
@@ -27,10 +27,10 @@ def row_strides(
 def count_rows(
     x: Tensor,  # [..., H]
 ) -> int:
-    """The product of all sizes but the last."""
+    """Return the product of all sizes except the last one."""
     return x.shape[:-1].numel()
 
 
 def used_strides(x: Tensor) -> tuple[int, ...]:
-    """Its strides, 0 in a dimension of one element: what torch keeps there may lead out of all addresses."""
+    """Return the strides, 0 for dimensions of one element: torch may keep a value there that overflows an address."""
     return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True))

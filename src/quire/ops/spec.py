@@ -1,4 +1,4 @@
-"""What describes a call of attention: the specification, the paged cache, and what a backend serves of them.
+"""The description of an attention call: the specification, the paged cache, and the limits of a backend.
 
 Dimensions, used with these letters in every docstring of Quire:
 
@@ -10,34 +10,34 @@ Dimensions, used with these letters in every docstring of Quire:
 | Hq, Hkv | query heads, KV heads | M | blocks in the widest block table |
 | G | Hq / Hkv, the group size | L, V | layers, vocabulary |
 
-Query row r of sequence s stands at the absolute position `p = context_lens[s] - q_len[s] + r` and sees the keys
-`max(0, p - window + 1) .. p`, or all keys of its sequence when the attention is not causal. In chunks of C positions it
-sees none before the last multiple of C, `p // C * C`. Scores are formed in the
-order `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`, where
-the slopes are each head's or, [S, Hq], each sequence's and head's.
-Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row that sees nothing gives zeros and an LSE
-of -inf. Where the context is shorter than the query, the first rows stand before the sequence's start: causal ones see
-nothing. Keys below the window but in a block that is not wholly below it still belong to the sequence.
+Query row r of sequence s has the absolute position `p = context_lens[s] - q_len[s] + r` and sees the keys
+`max(0, p - window + 1) .. p`, or all keys of its sequence if the attention is not causal. With chunks of C positions
+it sees no key before the last multiple of C, `p // C * C`. Scores are computed in the order
+`q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`. Slopes are
+given per head or, [S, Hq], per sequence and head.
+Sums and the LSE are in fp32 for every dtype (float64 for float64). A row that sees no key gives zeros and an LSE of
+-inf. If the context is shorter than the query, the first rows have negative positions: causal ones see no key.
+Keys below the window, but in a block that is not entirely below it, still belong to the sequence.
 
-A cache of int8 holds rows of integers, each with a scale of its own for K and for V (`quire.ops.rounding` says how a
-row is rounded). A score is then formed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is weighed
-by `softmax weight * v_scale`, which is rounded to the dtype of q where weights are; their sum takes in no v_scale. A
-backend may multiply whole numbers of 16 bits in place of q and of these weights. Their unit is 1/32,512 of the largest
-number in a row of q (1/16,256 where heads are longer than 512), and 1/65,535 of a row's largest weight among 256 keys.
-Each is off by half a unit at most, and one number of q by one and a half.
+A cache of int8 holds rows of integers, each with one scale for K and one for V (`quire.ops.rounding` defines the
+rounding of a row). A score is then computed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is
+weighted by `softmax weight * v_scale`. That product is rounded to the dtype of q where weights are; the sum of the
+weights does not include v_scale. A backend may multiply 16-bit integers instead of q and these weights. Their unit is
+1/32,512 of the largest number in a row of q (1/16,256 for heads longer than 512), and 1/65,535 of a row's largest
+weight among 256 keys. Each is off by at most half a unit, except for one number of q, which may be off by 1.5 units.
 
-In a latent cache V is the first Dv numbers of K, which lie there once. In one of int8 these are rounded as a row of V,
-and the other D - Dv numbers of K as a row of their own: in DeepSeek's models they are rotated keys, whose numbers may
-be a hundred times as large. So a score begins with `q[:Dv]·v_int * v_scale + q[Dv:]·k_int[Dv:] * k_scale`, and one
-number of q of each part may be off by one and a half.
+In a latent cache V is the first Dv numbers of K, stored once. With int8 these are rounded as a row of V, and the other
+D - Dv numbers of K as a separate row: in DeepSeek's models they are rotated keys, whose numbers may be a hundred times
+as large. So a score begins with `q[:Dv]·v_int * v_scale + q[Dv:]·k_int[Dv:] * k_scale`, and one number of q in each
+part may be off by 1.5 units.
 
-What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
-other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.
+Keys that a row does not see are not multiplied: an infinite or NaN entry of the cache affects the rows that see it and
+no other. The result of a row that sees one is not finite, unless the key's score is -inf.
 
-Any size may be 0 where a spec does not say otherwise: what has no element is computed without one. What an operator
-writes (out, a residual, rope's q and k, the cache) must not share memory with itself or with another argument: that
-raises BadStride. Views of one tensor that interleave share none, as q and k cut out of one projection. In a graph of
-torch.compile, rope and add_rms_norm write to copies, and torch looks at what these are copied to.
+Any size may be 0 unless a spec documents otherwise; empty tensors give empty results. A tensor that an operator writes
+(out, a residual, rope's q and k, the cache) must not share memory with itself or with another argument: that raises
+BadStride. Interleaved views of one tensor share no element, for example q and k cut out of one projection. In a graph
+of torch.compile, rope and add_rms_norm write to copies, and torch checks the tensors that these are copied to.
 """
 
 from __future__ import annotations
@@ -57,9 +57,18 @@ MAX_BLOCK_SIZE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What stays the same from step to step for the layers of one cache group. Validated on construction.
+    """The properties of attention that are constant over all steps for the layers of one cache group.
 
-    Raises BadValue or BadDtype, naming the field.
+    The fields are validated on construction.
+
+    Raises:
+        BadValue, BadDtype: naming the field that no backend could serve.
+
+    Example:
+        >>> AttentionSpec(
+        ...     num_heads=8, num_kv_heads=2, head_dim=64, block_size=16, num_blocks=32, dtype=torch.float32
+        ... ).group_size
+        4
     """
 
     num_heads: int  # Hq, a multiple of num_kv_heads
@@ -71,32 +80,32 @@ class AttentionSpec:
     kv_dtype: torch.dtype | None = None  # of the cache: a floating-point dtype or int8; None: that of q
     head_dim_v: int | None = None  # Dv, 1..1024; None: D
     latent: bool = False  # V is the first Dv numbers of K; Dv < D, and with int8 a multiple of 4
-    causal: bool = True
-    window: int | None = None  # keys that a row sees, its own included; causal only
-    device: str = "cpu"
-    reproducible: bool = False  # a row's bits must not depend on its batch, nor on the chunk that it came in
+    causal: bool = True  # a row sees no key after its own position
+    window: int | None = None  # number of keys that a row sees, its own included; causal only; None: all
+    device: str = "cpu"  # a device of torch, for example "cuda"
+    reproducible: bool = False  # batch-invariant: a row's bits depend neither on its batch nor on its prefill chunk
 
     def __post_init__(self) -> None:
         _check_spec(self)
 
     @property
     def group_size(self) -> int:
-        """G: query heads that share one KV head."""
+        """G, the number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def dim_v(self) -> int:
-        """Dv, resolved."""
+        """Dv: `head_dim_v`, or D if that is `None`."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The dtype of the cache, resolved."""
+        """The dtype of the cache: `kv_dtype`, or the dtype of q if that is `None`."""
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def is_scaled(self) -> bool:
-        """Whether rows of the cache have scales."""
+        """True if rows of the cache have scales, that is for int8."""
         return self.cache_dtype == torch.int8
 
     @property
@@ -107,10 +116,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class PagedKV:
-    """One layer's share of the paged cache. Any strides as long as the last one is 1: HND and NHD views both serve.
-    Those of the scales, which a cache of int8 has and no other, may be any.
+    """One layer's part of the paged cache.
 
-    Slots that no sequence owns may hold anything, NaN included: no backend lets them reach a result.
+    K and V may have any strides as long as the last one is 1, so HND and NHD views are both accepted. Only a cache of
+    int8 has scales; they may have any strides. Slots that no sequence owns may hold any value, NaN included: they never
+    affect a result.
     """
 
     k: torch.Tensor  # [N, Hkv, B, D]
@@ -119,23 +129,23 @@ class PagedKV:
     v_scale: torch.Tensor | None = None  # fp32 [N, Hkv, B]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that there are, by name."""
+        """Return the tensors that are not None, by name ("kv.k", ...)."""
         named = {"kv.k": self.k, "kv.v": self.v, "kv.k_scale": self.k_scale, "kv.v_scale": self.v_scale}
         return {name: x for name, x in named.items() if x is not None}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend declares that it serves; every other case raises Unsupported."""
+    """The cases that a backend declares to serve. Every other case raises Unsupported."""
 
     kv_dtypes: Mapping[torch.dtype, frozenset[torch.dtype]]  # for each dtype of q, the dtypes its cache may have
     max_head_dim: int  # the largest D and Dv
-    reproducible: bool  # whether it serves plans that ask for it
-    case_budget: int  # random ragged cases that the conformance suite spends on this backend
+    reproducible: bool  # True if it serves batch-invariant plans, `AttentionSpec.reproducible`
+    case_budget: int  # number of random ragged cases that the conformance suite runs on this backend
 
 
 def check_supported(spec: AttentionSpec, name: str, limits: Limits) -> None:
-    """Raise Unsupported where backend `name` does not declare that it serves the spec."""
+    """Raise Unsupported unless backend `name` declares that it serves the spec."""
     if spec.dtype not in limits.kv_dtypes:
         served = ", ".join(sorted(map(str, limits.kv_dtypes)))
         raise Unsupported(f"backend {name!r} does not serve dtype {spec.dtype}; it serves {served}")
@@ -163,7 +173,7 @@ def check_kv(kv: PagedKV, spec: AttentionSpec) -> None:
     check_tensor("kv.v", kv.v, (*lead, spec.dim_v), spec.cache_dtype, device)
     if spec.latent and not begin_alike(kv.k, kv.v):
         raise BadStride(
-            f"kv.v has strides {kv.v.stride()} and memory of its own; spec.latent says that it is "
+            f"kv.v has strides {kv.v.stride()} and separate memory; with spec.latent=True it must be "
             f"kv.k[..., :{spec.dim_v}]"
         )
     for name, scale in (("kv.k_scale", kv.k_scale), ("kv.v_scale", kv.v_scale)):

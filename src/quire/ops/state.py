@@ -1,4 +1,4 @@
-"""Attention over a part of the keys, as a value: what it found, and how much it weighs."""
+"""Attention over a part of the keys as a value: its output and the weight of these keys."""
 
 from __future__ import annotations
 
@@ -16,25 +16,42 @@ from quire.ops.backend import load
 class AttentionState:
     """Attention over some keys: its output, and the logarithm of the sum of exponentials of its scores.
 
-    States over disjoint sets of keys merge into the state over their union. Quire's operators give natural logarithms;
-    FlashInfer's give them to base 2. Merged as if they were of one base, they are wrong by a few percent and nothing
-    shows it: so a state says its base, and refuses another's.
+    States over disjoint sets of keys merge into the state over their union. Quire's operators return natural
+    logarithms, FlashInfer's return logarithms to base 2. Merging the two as if they had one base would give results
+    that are wrong by a few percent, without an error. So a state knows its base and refuses to merge with another one.
 
-    Raises BadShape, BadDtype or BadValue.
+    Raises:
+        BadShape, BadDtype: if `out` and `lse` do not match.
+        BadValue: if they are on different devices, or for a base that is 1, below 1 or not finite.
+
+    Example:
+        >>> out, lse = torch.ones(3, 4, 64), torch.zeros(3, 4)
+        >>> a, b = AttentionState(out, lse), AttentionState(3 * out, lse)
+        >>> a.merge(b).out[0, 0, 0]
+        tensor(2.)
     """
 
     out: Tensor  # [T, Hq, Dv]
-    lse: Tensor  # fp32 [T, Hq] (float64 for a float64 output); -inf: the row has seen nothing
-    base: float = math.e
+    lse: Tensor  # fp32 [T, Hq] (float64 for a float64 output); -inf: the row has seen no key
+    base: float = math.e  # of the logarithm
 
     def __post_init__(self) -> None:
         validate.check_state("out", self.out, "lse", self.lse)
         _check_base(self.base)
 
     def merge(self, *others: AttentionState, backend: str = "auto") -> AttentionState:
-        """The state over the keys of all of them, merged from left to right.
+        """Merge this state with others over disjoint sets of keys, from left to right.
 
-        Raises BadValue where the bases differ, BadShape or BadDtype where the tensors do not match.
+        Args:
+            others: states of the same shapes, dtypes and base.
+            backend: name of the backend that merges, as in `load`.
+
+        Returns:
+            The state over the union of the keys, to the same base.
+
+        Raises:
+            BadValue: if the bases differ.
+            BadShape, BadDtype: if the tensors do not match.
         """
         for i, other in enumerate(others):
             if other.base != self.base:
@@ -50,7 +67,17 @@ class AttentionState:
         return AttentionState(out, lse).in_base(self.base)
 
     def in_base(self, base: float) -> AttentionState:
-        """The same state with its LSE to another base. Raises BadValue."""
+        """Convert the LSE to another base.
+
+        Args:
+            base: a number greater than 1.
+
+        Returns:
+            The same state with its LSE to `base`.
+
+        Raises:
+            BadValue: for a base that is 1, below 1 or not finite.
+        """
         if base == self.base:
             return self
         _check_base(base)
@@ -60,9 +87,10 @@ class AttentionState:
         self,
         bias: Tensor,  # [T, Hq]
     ) -> AttentionState:
-        """The state as if this had been added to all of a row's scores: its output is the same, its LSE is not.
+        """Return the state as if `bias` had been added to all scores of a row: the output is the same, the LSE is not.
 
-        Raises BadShape.
+        Raises:
+            BadShape: if `bias` does not have the shape of the LSE.
         """
         lse_shape = tuple(self.lse.shape)
         if tuple(bias.shape) != lse_shape:

@@ -1,4 +1,4 @@
-"""Moving blocks between a device's pools and the host's."""
+"""Copies of blocks between pools on the device and pools on the host."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Swap(Protocol):
     """Copies blocks between pools on the device and pools on the host, layer by layer."""
 
     def copy(self, pairs: Mapping[int, tuple[Tensor, Tensor]], src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] of each layer's source to block dst[i] of its target, or begin to.
+        """Copy block src[i] of each layer's source to block dst[i] of its target, or start to.
 
-        pairs: source and target [N, ...] of each layer, one of them on the device.
+        `pairs` has the source and the target [N, ...] of each layer; one of them is on the device.
         """
 
     def wait(self, layer: int) -> None:
-        """Let what the caller does next with the layer's blocks come after their copies."""
+        """Order later accesses of the caller to the layer's blocks after their copies."""
 
     def close(self) -> None:
-        """End all copies; the pools may go."""
+        """End all copies. The pools may be freed afterwards."""
 
 
 class HostSwap:
-    """Copies within the host's memory, done when `copy` returns."""
+    """Copies within the host's memory, complete when `copy` returns."""
 
     def copy(self, pairs: Mapping[int, tuple[Tensor, Tensor]], src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy the blocks."""
@@ -34,7 +34,7 @@ class HostSwap:
             target[torch.tensor(dst)] = source[torch.tensor(src)]
 
     def wait(self, layer: int) -> None:
-        """Nothing is under way."""
+        """Return at once: no copy is pending."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no copy is pending."""

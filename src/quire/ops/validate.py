@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention and of what goes with it, for every backend."""
+"""Checks of the arguments of attention and its related operators, for every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.ops.checks import INT32_MAX, begin_alike, check_float, check_tensor, 
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import PagedKV, check_kv
 
-MAX_SCALE = 2.0**120  # of scores: fp32 holds it, and its inverse, in units of log 2 too
+MAX_SCALE = 2.0**120  # of scores: fp32 represents it and its inverse, also in units of log 2
 
 
 def check_write(
@@ -22,9 +22,8 @@ def check_write(
 ) -> None:
     """Check the arguments of write_kv. Raises BadValue on a read-only plan.
 
-    K and V may share memory as those of a latent cache do: one begins with the other, in the cache and in the new rows.
-    In a cache with scales they may not unless the spec says that it is latent: a row's rounding depends on all of its
-    numbers.
+    K and V may share memory as in a latent cache: one begins with the other, in the cache and in the new rows. In a
+    cache with scales they may do so only if `spec.latent`, since the rounding of a row depends on all of its numbers.
     """
     spec = plan.spec
     check_kv(kv, spec)
@@ -83,7 +82,7 @@ def check_attention(
 
 
 def check_slopes(slopes: torch.Tensor, num_heads: int, num_seqs: int, device: torch.device) -> None:
-    """Check ALiBi's slopes: of each head, or of each sequence and head."""
+    """Check ALiBi's slopes: [Hq] or [S, Hq]."""
     shape = tuple(slopes.shape)
     if shape not in ((num_heads,), (num_seqs, num_heads)):
         raise BadShape(f"alibi_slopes has shape {shape}; expected ({num_heads},) or ({num_seqs}, {num_heads})")
@@ -152,4 +151,4 @@ def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
         twice = next(block for block in dst if list(dst).count(block) > 1)
         raise BadValue(f"dst names block {twice} twice; a block can be written only once")
     if both := set(src) & set(dst):
-        raise BadValue(f"block {min(both)} stands in src and in dst; the order of copies is not defined")
+        raise BadValue(f"block {min(both)} is in both src and dst; the order of copies is not defined")

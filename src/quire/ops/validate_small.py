@@ -1,4 +1,4 @@
-"""Every check of the small operators' arguments, for every backend."""
+"""Checks of the small operators' arguments, for every backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_residual(
     residual: torch.Tensor,  # [T, H], written
     weight: torch.Tensor,  # [H]
 ) -> None:
-    """Check what is added up before a norm."""
+    """Check the tensors that are added before a norm."""
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
     checks.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
@@ -23,7 +23,7 @@ def check_residual(
 
 
 def check_norm(x: torch.Tensor, eps: float, **weights: torch.Tensor | None) -> None:
-    """Check the arguments of a normalisation over the last dimension of x: weights have its size."""
+    """Check the arguments of a normalisation over the last dimension of x. Weights must have its size."""
     _check_rows("x", x)
     for name, weight in weights.items():
         if weight is not None and weight.shape != x.shape[-1:]:
@@ -76,7 +76,7 @@ def check_rope(
     cos: torch.Tensor,  # fp32 [P, D_rot / 2]
     sin: torch.Tensor,  # fp32 [P, D_rot / 2]
 ) -> None:
-    """Check rope's arguments but the values of the positions, for which there is `check_positions`."""
+    """Check rope's arguments, except for the values of the positions: `check_positions` checks these."""
     if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
         raise BadShape(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected [T, Hq, D] and [T, Hkv, D]")
     checks.check_float("q", q)
@@ -102,14 +102,14 @@ def check_positions(
     positions: torch.Tensor,  # int32 or int64 [T], host
     length: int,  # P
 ) -> None:
-    """Raise BadValue for a position that tables of that many do not hold."""
+    """Raise BadValue for a position outside 0..length - 1."""
     beyond = torch.nonzero((positions < 0) | (positions >= length)).flatten().tolist()
     if beyond:
         raise bad_position(positions, beyond[0], length)
 
 
 def bad_position(positions: torch.Tensor, t: int, length: int) -> BadValue:
-    """What is raised for positions[t], which tables of that many positions do not hold."""
+    """Return the error for positions[t] being outside 0..length - 1."""
     return BadValue(f"positions[{t}] is {int(positions[t])}; cos and sin hold the positions 0..{length - 1}")
 
 
