@@ -1,4 +1,4 @@
-"""One decoder for all families: what differs between them is configuration and the names of weights."""
+"""One decoder for all families: they differ in their configuration and the names of their weights."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from quire.ops.program import Plan
 
 
 class Decoder:
-    """Token ids to logits through a paged cache."""
+    """A decoder that computes logits from token ids and a paged KV cache."""
 
     origin = "own decoder"
-    quantisation: str | None = None  # set, with the next one, when the weights were loaded
+    quantisation: str | None = None  # set, like weight_bytes, after the weights are loaded
     weight_bytes = WeightBytes()
     rows_keep_bits = True
-    loras: Loras | None = None  # set when the weights were loaded
+    loras: Loras | None = None  # set after the weights are loaded
 
     @property
     def capturable(self) -> bool:
-        """Experts ask the host who chose whom."""
+        """True without experts: their routing is read on the host."""
         return not self.config.experts
 
     def __init__(
@@ -49,13 +49,13 @@ class Decoder:
         lora: LoraLimits | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device.
+        """Take the weights of `weight_shapes`: norms in fp32, the others of one dtype, all on one device.
 
         Linears and the embedding may be quantised; then this dtype is that of their inputs.
 
-        reproducible: a row's bits do not depend on the others; on a CPU they never do.
-        lora: of adapters, for which there are tables then; None: there are none.
-        exchange: of the tensor-parallel group whose rank this is, which computes its part; None: all of it.
+        reproducible: compute batch-invariantly; on a CPU this is always so.
+        lora: limits of LoRA adapters, for which tables are allocated; None: no adapters.
+        exchange: the communication of the tensor-parallel group; this rank computes its part. None: the whole model.
         """
         self.whole, self.exchange = config, exchange
         shard = None
@@ -77,7 +77,7 @@ class Decoder:
             self.embedding = linears.embedding(embedding)
             bias = tensor(weights["lm_head.bias"]) if config.head_bias else None
             self.lm_head = linears.head(matrix(weights["lm_head"]), bias)
-        del embedding  # else it would be held beside its packed form until all layers are read
+        del embedding  # else it would stay in memory next to its packed form until all layers are read
         if shard is not None:
             vocabulary = shard.columns(config.vocab_size)
             self.embedding = SharedEmbedding(self.embedding, vocabulary)
@@ -107,9 +107,9 @@ class Decoder:
         self.layers = backend.compile(program)
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
+        """Return hidden states after the final norm: [T, H]. Write the batch's K and V to the cache.
 
-        plans: one a cache group, updated for this batch.
+        plans: one per cache group, updated for this batch.
         rows: int64 [R], ascending. If given, the result is these rows, [R, H]: the others end with the last attention.
         """
         positions = batch.positions.to(self.device)
@@ -120,7 +120,7 @@ class Decoder:
         self,
         hidden: Tensor,  # [R, H]
     ) -> Tensor:
-        """Logits over the vocabulary: fp32 [R, V]."""
+        """Return logits over the vocabulary: fp32 [R, V]."""
         logits = self.lm_head(hidden).float()
         if self.config.logit_scale is not None:
             logits = logits * self.config.logit_scale
@@ -144,7 +144,7 @@ class Decoder:
 def _positions(
     mixer: AttentionConfig | LatentConfig | StateConfig,
 ) -> tuple[Mapping[str, Any] | Temperature | None, int]:
-    """How q and k know positions, and the head that this is of."""
+    """Return the position encoding of q and k, and the size of the head that it applies to."""
     if isinstance(mixer, StateConfig):
         return None, 0
     temperature = mixer.temperature if isinstance(mixer, AttentionConfig) else None

@@ -1,4 +1,4 @@
-"""What a decoder is, in Quire's own words: sizes, variations, and the shapes of its weights."""
+"""The configuration of a decoder, independent of its family: sizes, variants, and the shapes of its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.models.rope import Temperature
 from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
-MOST_EXPERTS = 2**16  # of all layers: each is named by itself
+MOST_EXPERTS = 2**16  # of all layers together, as each expert's weights have names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +24,20 @@ class AttentionConfig:
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
-    window: int | None = None  # keys that a row sees, its own included; None: all before it
+    window: int | None = None  # keys that a row attends to, its own included; None: all up to its own
     chunked: bool = False  # the window does not slide: it begins at the last multiple of its length
-    rope: Mapping[str, Any] | None = None  # parameters as rope.py reads them; None: no RoPE
+    rope: Mapping[str, Any] | None = None  # parameters in the format of rope.py; None: no RoPE
     temperature: Temperature | None = None  # of a layer without RoPE
     bias: bool = False  # of the projection to q, k and v
     output_bias: bool = False
-    gated: bool = False  # what is attended is multiplied by the sigmoid of a gate, projected with q
-    # What of q, and of k, is normalised before RoPE.
+    gated: bool = False  # the attention output is multiplied by the sigmoid of a gate, which is projected with q
+    # The normalisation of q and k before RoPE.
     qk_norm: Literal["head", "head, no weight", "all heads"] | None = None
     scale: float | None = None  # of q·k; None: 1 / sqrt(D)
     softcap: float | None = None  # of the scores
     sinks: bool = False  # each head has one more logit, without a value
     v_norm: bool = False  # each head of v is normalised, without a weight
-    v_is_k: bool = False  # v is what was projected for k
+    v_is_k: bool = False  # v is the projection of k
     kv_of: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
     def __post_init__(self) -> None:
@@ -50,17 +50,17 @@ class AttentionConfig:
 
     @property
     def heads(self) -> Heads:
-        """What the cache has to know of it."""
+        """The head counts and sizes that the cache needs."""
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def chunk(self) -> int | None:
-        """Length of the chunks whose rows see their own chunk alone; None: there are none."""
+        """The chunk length if rows attend only within their chunk; else None."""
         return self.window if self.chunked else None
 
     @property
     def rope_dim(self) -> int:
-        """The head that RoPE knows: D."""
+        """The head size that RoPE uses: D."""
         return self.head_dim
 
     @property
@@ -70,7 +70,7 @@ class AttentionConfig:
 
     @property
     def projected(self) -> tuple[int, ...]:
-        """Sizes of what is projected: q, with its gate where it has one, k and v, where the layer has them."""
+        """The output sizes of the projection: q, with its gate if gated, and k and v if the layer computes them."""
         q = 2 * self.q_size if self.gated else self.q_size
         if self.kv_of is not None:
             return (q,)
@@ -84,19 +84,19 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """A layer's attention to one latent row a token, which stands for the keys and values of all heads (DeepSeek-V2).
+    """Multi-head latent attention: one latent row per token replaces the keys and values of all heads (DeepSeek-V2).
 
-    A row of the cache is the normalised latent, and a part of the key that all heads share and that RoPE rotates. Each
-    head's query takes in the weight that would make its key of the latent; another one makes its value of what was
-    attended.
+    A row of the cache is the normalised latent, and the part of the key that RoPE rotates and all heads share. The
+    weight that projects the latent to a head's key is absorbed into the head's query. Another weight projects the
+    attention output to the head's value.
     """
 
     num_heads: int  # Hq
     latent: int
-    rope_dim: int  # of a head's key, what is rotated
-    plain_dim: int  # what is not
+    rope_dim: int  # rotated dimensions of a head's key
+    plain_dim: int  # dimensions of a head's key that are not rotated
     v_dim: int
-    q_rank: int | None  # the query is made of a normalised row of so many numbers; None: of the layer's input
+    q_rank: int | None  # size of the normalised row from which q is projected; None: from the layer's input
     rope: Mapping[str, Any]
     bias: bool  # of the projections to q's row, to the latent, and to the output
     scale: float  # of q·k
@@ -105,12 +105,12 @@ class LatentConfig:
 
     @property
     def heads(self) -> Heads:
-        """What the cache has to know of it."""
+        """The head counts and sizes that the cache needs."""
         return Heads(self.num_heads, 1, self.latent + self.rope_dim, self.latent)
 
     @property
     def q_size(self) -> int:
-        """Of the query before it takes in weights: each head has what is rotated first."""
+        """The size of the query before it absorbs weights. Each head begins with its rotated dimensions."""
         return self.num_heads * (self.rope_dim + self.plain_dim)
 
 
@@ -124,30 +124,30 @@ class MlpConfig:
 
     @property
     def in_rows(self) -> tuple[int, ...]:
-        """Rows of its first projection: gates and ups, or one of them."""
+        """The output sizes of the first projection: gate and up, or up alone."""
         return (self.size, self.size) if self.activation.gated else (self.size,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """MLPs of one kind, a few of which each row goes through. `Choice` says how these are found."""
+    """A mixture of experts: each row is routed to a few of them. See `Choice` for the routing."""
 
     count: int  # E
-    per_token: int  # k, that each row goes through
-    mlp: MlpConfig  # each of them
-    renormalised: bool  # a row's shares are those among its own experts, not among all
-    epsilon: float = 0.0  # added to the sum by which they are divided then
+    per_token: int  # k, experts per row
+    mlp: MlpConfig  # of each expert
+    renormalised: bool  # a row's routing weights are normalised over its chosen experts, not over all
+    epsilon: float = 0.0  # added to the divisor of that normalisation
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    weighed: Literal["results", "inputs"] = "results"  # what the shares multiply
-    scaled: bool = False  # a weight of each expert multiplies its share
-    corrected: bool = False  # a weight of each expert is added to its scores where experts are chosen
+    weighed: Literal["results", "inputs"] = "results"  # the factor that the routing weights multiply
+    scaled: bool = False  # a weight of each expert multiplies its routing weight
+    corrected: bool = False  # a weight of each expert is added to its score, for the selection only
     groups: int = 1
     groups_chosen: int = 1
     group_best: int = 2
-    factor: float = 1.0  # multiplies the shares
+    factor: float = 1.0  # multiplies the routing weights
     router_bias: bool = False
-    shared: MlpConfig | None = None  # all rows go through this one as well
-    shared_gate: bool = False  # and its result is multiplied by the sigmoid of a number of each row
+    shared: MlpConfig | None = None  # a shared expert that processes all rows
+    shared_gate: bool = False  # the result of the shared expert is multiplied by the sigmoid of a gate, one per row
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -156,16 +156,16 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: what mixes the tokens, and what each of them goes through then."""
+    """One layer: a mixer of tokens, followed by an MLP or experts."""
 
     mixer: AttentionConfig | LatentConfig | StateConfig
     mlp: MlpConfig | ExpertsConfig
-    experts: ExpertsConfig | None = None  # besides the MLP, each with norms of its own; the router has one, too
+    experts: ExpertsConfig | None = None  # in addition to the MLP, with separate norms, also one for the router
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:
-    """What each layer gets of a token besides the embedding: a row of a table of its own, mixed with a projection."""
+    """Per-layer embeddings: each layer adds a row of a separate table, mixed with a projection of the embedding."""
 
     vocab_size: int
     size: int  # of a layer's row
@@ -177,40 +177,41 @@ def layers_with(
     windows: Sequence[int | None],  # [L]
     ropes: Sequence[Mapping[str, Any] | None],  # [L]
 ) -> tuple[LayerConfig, ...]:
-    """Layers that differ in their windows and their RoPE alone."""
+    """Return layers that differ only in their windows and their RoPE."""
     pairs = zip(windows, ropes, strict=True)
     return tuple(LayerConfig(mixer=replace(attention, window=w, rope=rope), mlp=mlp) for w, rope in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The decoder: what its layers are, and what is the same in all of them. The defaults are Llama's."""
+    """A decoder: its layers, and the settings that all layers share. The defaults are Llama's."""
 
     vocab_size: int  # V
     hidden_size: int  # H
     max_position_embeddings: int
     tied_embeddings: bool  # the output projection is the embedding
     layers: tuple[LayerConfig, ...]  # [L]
-    # Positions, besides RoPE.
+    # Positions, in addition to RoPE.
     learned_positions: bool = False  # an embedding of each position is added to the token's
-    first_position: int = 0  # the row of their table that is that of position 0
+    first_position: int = 0  # the table's row of position 0
     alibi_slopes: tuple[float, ...] | None = None  # [Hq]
     # Normalisation.
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True  # of a layer norm
     norm_eps: float = 1e-6
     embedding_norm: bool = False  # the embeddings are normalised
-    input_norms: bool = True  # what a branch sees is normalised
+    input_norms: bool = True  # the input of each branch is normalised
     branch_norms: bool = False  # each branch is normalised before it is added to the residual
     # Branches.
-    # Whether the MLP sees what attention added, or the same residual; then also whether through the same norm.
+    # The MLP reads the residual after attention ("in turn") or before it ("parallel"); with "one norm", both branches
+    # share their norm.
     branches: Literal["in turn", "parallel", "parallel, one norm"] = "in turn"
-    branch_scale: float | None = None  # multiplies what a branch adds to the residual
-    layer_scales: bool = False  # each layer ends with a factor of the residual
+    branch_scale: float | None = None  # multiplies each branch before it is added to the residual
+    layer_scales: bool = False  # each layer ends by scaling the residual with a weight
     per_layer: PerLayerConfig | None = None
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
-    rounds_embedding_scale: bool = False  # to the weights' dtype first, as Gemma was trained
+    rounds_embedding_scale: bool = False  # round it to the weights' dtype first, as in Gemma's training
     head_bias: bool = False  # of the output projection
     logit_scale: float | None = None  # multiplies the logits
     logit_softcap: float | None = None
@@ -229,34 +230,34 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """The number of layers L."""
         return len(self.layers)
 
     @property
     def attention(self) -> list[AttentionConfig | LatentConfig]:
-        """That of the layers that have some."""
+        """The attention of each layer that has one."""
         return [layer.mixer for layer in self.layers if not isinstance(layer.mixer, StateConfig)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each attention's."""
+        """The window of each attention."""
         return tuple(attention.window for attention in self.attention)
 
     @property
     def ropes(self) -> tuple[Mapping[str, Any] | None, ...]:
-        """Each layer's: [L]; None where there is no attention, too."""
+        """The RoPE of each layer: [L]; None without RoPE or without attention."""
         mixers = [layer.mixer for layer in self.layers]
         return tuple(None if isinstance(mixer, StateConfig) else mixer.rope for mixer in mixers)
 
     @property
     def experts(self) -> list[ExpertsConfig]:
-        """Those of the layers that have some."""
+        """The experts of each layer that has some."""
         found = (layer.mlp if layer.experts is None else layer.experts for layer in self.layers)
         return [experts for experts in found if isinstance(experts, ExpertsConfig)]
 
     @property
     def groups(self) -> tuple[AnyGroup, ...]:
-        """The layers with memory of their own: by window and heads, then by what they keep."""
+        """The cache groups: attention layers by window and heads, then recurrent layers by their state's sizes."""
         mixers = [layer.mixer for layer in self.layers]
         attention = [
             None if isinstance(one, StateConfig) or shares_memory(one) else (one.heads, one.window) for one in mixers
@@ -266,9 +267,9 @@ class DecoderConfig:
 
     @property
     def layer_width(self) -> int:
-        """Numbers that a layer computes of a row at most, besides the residual, its norm and a branch.
+        """The most numbers that a layer computes per row, in addition to the residual, its norm and a branch.
 
-        Experts also gather rows and results, some of them in fp32. Each kind of layer has room of its own.
+        Experts also gather rows and results, some of them in fp32. Each kind of layer has separate buffers.
         """
         attention = {attention_width(one.heads) for one in self.attention}
         states = {state_width(layer.mixer.sizes) for layer in self.layers if isinstance(layer.mixer, StateConfig)}
@@ -280,29 +281,29 @@ class DecoderConfig:
 
     @cached_property
     def weights(self) -> dict[str, WeightShape]:
-        """Each weight by its name. q, k and v are one matrix, and so are the gate and up projections of an MLP."""
+        """The shape of each weight by name. q, k and v are one matrix, and so are the gate and up projections."""
         return dict(_weights(self))
 
 
 class WeightShape(NamedTuple):
-    """A weight's shape, and how many rows each of the parts has of which it may be stacked."""
+    """A weight's shape, and the number of rows of each part that it may be stacked from."""
 
     shape: tuple[int, ...]
     parts: tuple[int, ...]
 
 
 def shares_memory(mixer: AttentionConfig | LatentConfig | StateConfig) -> bool:
-    """Whether the layer reads what another one stores."""
+    """Return whether the layer reads the keys and values that another layer stores."""
     return isinstance(mixer, AttentionConfig) and mixer.kv_of is not None
 
 
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight."""
+    """Return the name and shape of every weight."""
     return {name: weight.shape for name, weight in config.weights.items()}
 
 
 def weight_use(config: DecoderConfig, name: str) -> Literal["layers", "experts", "head", "looked_up"]:
-    """What a step reads of the weight of that name, as `WeightBytes` has it."""
+    """Return the field of `WeightBytes` that counts a weight."""
     if name in ("embedding" if config.tied_embeddings else "lm_head", "lm_head.bias"):
         return "head"
     if name in ("embedding", "positions", "per_layer_embedding"):
@@ -374,7 +375,7 @@ def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
 
 
 def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
-    """Name and size of a layer's norms."""
+    """Return the name and size of each of a layer's norms."""
     norms: dict[str, int] = {}
     mixer = layer.mixer
     if layer.experts is not None:

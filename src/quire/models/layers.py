@@ -1,7 +1,7 @@
-"""The layer of a decoder, once, top to bottom: a configuration and its weights to a program of operators.
+"""The layers of a decoder: writes a program of operators from a configuration and its weights.
 
-Every layer adds two branches to the residual, attention and an MLP (or experts), and each branch sees the residual
-normalised. A branch is added where the next norm is computed: one operator does both.
+Every layer adds two branches to the residual, attention and an MLP (or experts). The input of each branch is the
+normalised residual. One operator adds a branch and computes the next norm.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def write_program(
     loras: LoraTables | None = None,
     shard: Shard | None = None,
 ) -> Program:
-    """All layers, from the embedded tokens to the final norm. Takes the weights one after the other.
+    """Write the program of all layers, from the embeddings to the final norm. Reads the weights one after the other.
 
-    Where layers get rows of their own, those of all layers follow the embedding in the program's input.
+    With per-layer embeddings, the rows of all layers follow the embedding in the program's input.
 
-    loras: gets a table for each linear that may have adapters; None: there are none.
-    shard: which part of a model `config` and `weights` are; None: the whole one.
+    loras: a table is added for each linear that may have adapters; None: no adapters.
+    shard: the part of a model that `config` and `weights` are; None: the whole model.
     """
     writer = _Writer(config, weights, linears, tables, alibi_slopes, device, loras, shard)
     hidden = writer.begin()
@@ -78,7 +78,7 @@ def write_program(
 
 
 class _Writer:
-    """Writes the operators, in order, and knows where what they compute stands."""
+    """A writer of operators. Each method appends some and returns the place of their result."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Writer:
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
         self.input, self.per_layer = self.residual, cast(Place | None, None)
-        if config.per_layer is not None:  # the caller gives the layers' rows after the embedding
+        if config.per_layer is not None:  # the caller passes the layers' rows after the embedding
             width = config.num_layers * config.per_layer.size
             self.input, self.per_layer = self.buffer("input", H + width), self.buffer("per layer", width)
         self.group_of_layer = plans_of_layers(config.groups)
@@ -107,7 +107,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------- the layer
 
     def begin(self) -> Place:
-        """What comes before the first layer. Returns where the first attention's input stands."""
+        """Write the operators before the first layer. Return the place of its input."""
         if self.per_layer is not None:
             self.write_per_layer(self.per_layer)
         if self.has("embedding_norm"):
@@ -115,7 +115,7 @@ class _Writer:
         return self.normalized_residual("layers.0.input_norm")
 
     def write_per_layer(self, out: Place) -> None:
-        """What each layer gets of the token, and of a projection of its embedding."""
+        """Write the per-layer embeddings: the token's row and a projection of its embedding, added and scaled."""
         config = self.config
         embedding, given = self.columns(self.input, config.hidden_size, out.size)
         self.write(Copy(embedding, self.residual))
@@ -127,7 +127,7 @@ class _Writer:
         self.write(Scale(out, 0.5**0.5))
 
     def layer(self, index: int, hidden: Place) -> Place:
-        """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
+        """Write one layer. hidden: the input of its attention. Return the place of the next layer's."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
         mixed = self.mixed(index, layer.mixer, hidden)
@@ -164,7 +164,7 @@ class _Writer:
         return self.normalized_residual(after)
 
     def add_experts(self, name: str, config: ExpertsConfig) -> None:
-        """Add to the branch what experts compute of the residual."""
+        """Compute experts from the residual and add their result to the branch."""
         self.normalize(f"{name}dense_output_norm", self.branch, self.branch)
         H = self.residual.size
         seen, row, mixed = (self.buffer(name, H) for name in ("seen by router", "row of experts", "mixed"))
@@ -175,7 +175,7 @@ class _Writer:
         self.write(Add(mixed, self.branch))
 
     def add_own_row(self, name: str, row: Place) -> None:
-        """Add to the residual what the layer makes of its own row of the token."""
+        """Add a gated projection of the layer's embedding `row` to the residual."""
         gate, opened = self.buffer("gate", row.size), self.buffer("opened", row.size)
         self.project(f"{name}per_layer_gate", self.residual, gate)
         self.write(Activate(gate, opened, Activation("gelu_tanh", gated=False)))
@@ -185,7 +185,7 @@ class _Writer:
         self.write(Add(self.branch, self.residual))
 
     def mixed(self, index: int, config: AttentionConfig | LatentConfig | StateConfig, hidden: Place) -> Place:
-        """What a layer's mixer makes of the rows and those before them. Returns where the result stands."""
+        """Write a layer's mixer. Return the place of its result, before the output projection."""
         match config:
             case AttentionConfig():
                 return self.attention(index, config, hidden)
@@ -199,11 +199,11 @@ class _Writer:
                 return self.convolution(index, config, hidden)
 
     def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
-        """Project, rotate, store, attend. Returns where the result stands."""
+        """Project, rotate, store, attend. Return the place of the result."""
         name, D, q_size, kv_size = f"layers.{index}.", config.head_dim, config.q_size, config.kv_size
         qkv = self.buffer("qkv", sum(config.projected))
         by_head = config.qk_norm != "all heads"
-        # A norm of all heads needs them all.
+        # A norm over all heads needs all of them on each rank.
         (self.project if by_head else self.project_parted)(f"{name}qkv", hidden, qkv)
         q, *parts = self.columns(qkv, *config.projected)
         if config.gated:
@@ -221,7 +221,7 @@ class _Writer:
                 self.normalize_plainly(packed, v, config.num_kv_heads)
         else:
             k = Place(q.buffer, 0, 0)
-        if (table := self.tables[index]) is not None:  # a temperature is of q alone
+        if (table := self.tables[index]) is not None:  # a temperature applies to q only
             self.write(Rotate(q, k if config.temperature is None else Place(q.buffer, 0, 0), *table, D))
         stored = index if config.kv_of is None else config.kv_of
         group, attended = self.group_of_layer[stored], self.buffer("attended", q_size)
@@ -235,7 +235,7 @@ class _Writer:
         return attended
 
     def latent_attention(self, index: int, config: LatentConfig, hidden: Place) -> Place:
-        """As above, to one latent row a token."""
+        """Write multi-head latent attention: one latent row per token. Return the place of the result."""
         name, heads, rope = f"layers.{index}.", config.num_heads, config.rope_dim
         q_size = config.q_rank or config.q_size
         qkv = self.buffer("qkv", q_size + config.latent + rope)
@@ -261,17 +261,17 @@ class _Writer:
         return values
 
     def latent_heads(self, name: str, config: LatentConfig) -> tuple[Linear, Linear]:
-        """What makes a head's query for latent rows of its own query, and a value of what was attended."""
+        """Return the linears that project each head's query to the latent, and its attention output to its value."""
         weight = tensor(self.weights[f"{name}kv.weight"]).unflatten(0, (config.num_heads, -1))  # type: ignore[no-untyped-call]
         keys, values = weight[:, : config.plain_dim], weight[:, config.plain_dim :]  # [Hq, dim, latent]
         rope, latent = config.rope_dim, config.latent
         to_latent = weight.new_zeros(config.num_heads, latent + rope, rope + config.plain_dim)
         to_latent[:, :latent, rope:] = keys.transpose(1, 2)
-        to_latent[:, latent:, :rope] = torch.eye(rope)  # what is rotated stays as it is
+        to_latent[:, latent:, :rope] = torch.eye(rope)  # rotated dimensions pass through unchanged
         return self.linears.heads(to_latent), self.linears.heads(values)
 
     def gated_delta(self, index: int, config: GatedDeltaConfig, hidden: Place) -> Place:
-        """Project, convolve, recall, normalise. Returns where the result stands."""
+        """Project, convolve, update and read the state, normalise. Return the place of the result."""
         name, group, H = f"layers.{index}.", self.group_of_layer[index], config.num_heads
         projected = self.buffer("state_in", sum(config.in_rows))
         self.project_parted(f"{name}state_in", hidden, projected)
@@ -283,7 +283,7 @@ class _Writer:
         return self.gated_norm(recalled, gate, weight, H, "norm")
 
     def state_space(self, index: int, config: StateSpaceConfig, hidden: Place) -> Place:
-        """Project, convolve, recall, normalise. Returns where the result stands."""
+        """Project, convolve, update and read the state, normalise. Return the place of the result."""
         name, group = f"layers.{index}.", self.group_of_layer[index]
         projected = self.buffer("state_in", sum(config.in_rows))
         self.project_parted(f"{name}state_in", hidden, projected)
@@ -296,7 +296,7 @@ class _Writer:
         return self.gated_norm(recalled, gate, weight, config.norm_groups, "gate")
 
     def convolution(self, index: int, config: ConvolutionConfig, hidden: Place) -> Place:
-        """Project, gate, convolve, gate. Returns where the result stands."""
+        """Project, gate, convolve, gate. Return the place of the result."""
         projected = self.buffer("state_in", sum(config.in_rows))
         self.project_parted(f"layers.{index}.state_in", hidden, projected)
         before, after, x = self.columns(projected, *config.in_rows)
@@ -306,14 +306,14 @@ class _Writer:
         return convolved
 
     def convolved(self, index: int, x: Place, activation: Literal["silu"] | None) -> Place:
-        """Where the layer's convolution of x stands."""
+        """Write the layer's convolution of x. Return the place of the result."""
         name, out = f"layers.{index}.conv", self.buffer("convolved", x.size)
         weight = tensor(self.weights[f"{name}.weight"])
         self.write(Convolve(x, out, weight, self.bias(name), activation, index, self.group_of_layer[index]))
         return out
 
     def gated_norm(self, x: Place, gate: Place, weight: Tensor, heads: int, first: Literal["norm", "gate"]) -> Place:
-        """Where x stands normalised by heads, and multiplied by silu(gate) before or after that."""
+        """Normalise x by heads, and multiply it by silu(gate) before or after that. Return the place of the result."""
         out = self.buffer("gated", x.size)
         self.write(GatedNormalize(x, gate, out, weight, self.config.norm_eps, heads, first))
         return out
@@ -328,8 +328,8 @@ class _Writer:
         self.project_parted(f"{name}mlp_out", self.gathered("all activated", activated, columns), out)
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig, out: Place, seen: Place | None = None) -> None:
-        """Each row through the few of many MLPs that the router prefers. seen: what that sees; None: hidden."""
-        # A head, so that its logits are as exact as they can be.
+        """Route each row to its experts and mix their results. seen: the router's input; None: `hidden`."""
+        # The router is a head, whose logits have the highest precision.
         router = self.linears.head(matrix(self.weights[f"{name}router.weight"]), self.bias(f"{name}router"))
         parts = [f"{name}experts.{i}." for i in range(config.count)]
         mlp_in, mlp_out = ([self.expert(f"{part}{kind}") for part in parts] for kind in ("mlp_in", "mlp_out"))
@@ -366,21 +366,21 @@ class _Writer:
     # ------------------------------------------------------------------------------------ norms and branches
 
     def end_branch(self, norm: str) -> None:
-        """What a family does to a branch before it is added."""
+        """Normalise and scale the branch before it is added, if the family does."""
         if self.has(norm):
             self.normalize(norm, self.branch, self.branch)
         if self.config.branch_scale is not None:
             self.write(Scale(self.branch, self.config.branch_scale))
 
     def normalized_residual(self, norm: str) -> Place:
-        """Where the normalised residual stands; the residual itself where the family lacks this norm."""
+        """Normalise the residual. Return the place of the result, or the residual if the family lacks this norm."""
         if not self.has(norm):
             return self.residual
         self.normalize(norm, self.residual, self.hidden)
         return self.hidden
 
     def add_branch(self, norm: str) -> Place:
-        """Add the branch to the residual. Returns where the normalised residual stands, as above."""
+        """Add the branch to the residual and normalise it. Return the same as `normalized_residual`."""
         if not self.has(norm):
             self.write(Add(self.branch, self.residual))
             return self.residual
@@ -390,32 +390,32 @@ class _Writer:
     # ------------------------------------------------------------------------------------ operators, buffers
 
     def has(self, name: str) -> bool:
-        """Whether there is such a weight."""
+        """Return whether the model has a weight of that name."""
         return f"{name}.weight" in self.weights
 
     def buffer(self, name: str, width: int) -> Place:
-        """A whole buffer. Layers whose rows are as wide share theirs."""
+        """Return a whole buffer. Layers share buffers of the same name and width."""
         if self.buffers.setdefault(name, width) != width:
             name = f"{name} {width}"
             self.buffers[name] = width
         return Place(name, 0, width)
 
     def columns(self, place: Place, *sizes: int) -> list[Place]:
-        """So many columns each, one after the other."""
+        """Split a place into consecutive columns of these sizes."""
         ends = accumulate(sizes, initial=place.first)
         return [Place(place.buffer, first, size) for first, size in zip(ends, sizes, strict=False)]
 
     def bias(self, name: str) -> Tensor | None:
-        """The bias of that linear, where it has one."""
+        """Return a linear's bias; None if it has none."""
         return tensor(self.weights[f"{name}.bias"]) if f"{name}.bias" in self.weights else None
 
     def expert(self, name: str) -> Linear:
-        """A linear of an expert."""
+        """Return a linear of an expert."""
         weight = matrix(self.weights[f"{name}.weight"])
         return self.linears.linear(weight, self.bias(name))
 
     def project(self, name: str, x: Place, out: Place) -> None:
-        """out = the linear of that name of x."""
+        """Write out = linear(x), and its LoRA adapters if enabled."""
         weight, bias = self.weights[f"{name}.weight"], self.bias(name)
         if isinstance(weight, StackedWeight):
             linear = self.linears.joined(weight.parts, bias)
@@ -427,7 +427,7 @@ class _Writer:
             self.write(AddLora(x, self.loras.made(name, x.size, out.size, parts), out))
 
     def project_parted(self, name: str, x: Place, out: Place) -> None:
-        """As `project`. Each rank of a group computes some columns, and all get them all."""
+        """Write `project` split between ranks: each rank computes some columns, then all gather all of them."""
         if self.shard is None:
             self.project(name, x, out)
         else:
@@ -437,7 +437,7 @@ class _Writer:
             self.write(Gather(own, out, columns))
 
     def gathered(self, name: str, x: Place, columns: Columns | None) -> Place:
-        """Where all columns stand of which x is this rank's. None: x is all of them."""
+        """Gather the columns of all ranks, of which x is this rank's share. If `columns` is missing, x is complete."""
         if columns is None:
             return x
         out = self.buffer(name, sum(columns.sizes))
@@ -445,24 +445,24 @@ class _Writer:
         return out
 
     def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
-        """out = the norm of that name of x, or of the residual once x was added to it."""
+        """Write out = norm(x). With `residual`, add x to it first and normalise the sum."""
         weight, bias = tensor(self.weights[f"{name}.weight"]), self.bias(name)
         if self.config.norm == "layer" and bias is None:
-            bias = torch.zeros_like(weight)  # what says that this is a LayerNorm
+            bias = torch.zeros_like(weight)  # a bias makes the operator a LayerNorm instead of an RMSNorm
         self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
 
     def normalize_heads(self, name: str, x: Place, out: Place, heads: int) -> None:
-        """out = each head of x normalised, by the weight of that name where there is one."""
+        """Write out = x, normalised by heads, with the weight of that name if it exists."""
         if self.has(name):
             self.normalize(name, x, out, heads)
         else:
             self.normalize_plainly(x, out, heads)
 
     def normalize_plainly(self, x: Place, out: Place, heads: int) -> None:
-        """out = the RMSNorm of each head of x, without a weight."""
+        """Write out = the RMSNorm of each head of x, without a weight."""
         weight = torch.ones(x.size // heads, dtype=torch.float32, device=self.device)
         self.write(Normalize(x, out, weight, None, self.config.norm_eps, None, heads))
 
     def write(self, operator: Operator) -> None:
-        """The next operator."""
+        """Append an operator to the program."""
         self.operators.append(operator)

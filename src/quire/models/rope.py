@@ -1,8 +1,8 @@
 """Rotary position embedding: the table of angles, with the scaling variants that Llama-like checkpoints use.
 
-What a position's angles are depends on the configuration at load alone, never on the batch. Two variants change with
-the length of a sequence; here all sequences have the angles of one of max_model_len tokens. longrope takes its short or
-its long factors by that. Dynamic NTK is plain RoPE up to max_position_embeddings, and slower beyond.
+The angles of a position depend only on the configuration at load, never on the batch. Two variants depend on the length
+of a sequence; here all sequences have the angles of one with max_model_len tokens. longrope selects its short or long
+factors by max_model_len. Dynamic NTK is plain RoPE up to max_position_embeddings, and rotates slower beyond.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.models.hf_config import LARGEST, NUMBER, is_number, shown
 
-THETA = 10_000.0  # where nothing is said
+THETA = 10_000.0  # the default
 ORIGINAL = "original_max_position_embeddings"
 COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# Besides the common keys: what each variant must have and may have. Another key would change the angles in a way that
-# is not written here.
+# The required and the optional keys of each variant, in addition to the common keys. Any other key would change the
+# angles in a way that is not implemented here.
 VARIANTS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[set[str], set[str]]] = {
         {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
         | {"original_max_position_embeddings"},
     ),
-    # Of the whole head, but the slower rotations stand still.
+    # Covers the whole head, but the slowest rotations have frequency 0.
     "proportional": (set(), {"factor"}),
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor", "original_max_position_embeddings"}),
 }
@@ -53,7 +53,7 @@ class Temperature(NamedTuple):
 
 
 def check_rope(parameters: Mapping[str, Any]) -> None:
-    """Raise ModelError for a variant or a key that is not understood, or one that is missing."""
+    """Raise ModelError for an unknown variant, an unknown or missing key, or an invalid value."""
     kind = rope_type(parameters)
     if kind not in VARIANTS:
         raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(VARIANTS)}")
@@ -81,7 +81,7 @@ def check_rope(parameters: Mapping[str, Any]) -> None:
 
 
 def check_factors(parameters: Mapping[str, Any]) -> None:
-    """Raise ModelError for factors of longrope that are no numbers."""
+    """Raise ModelError for factors of longrope that are not numbers."""
     for key in FACTORS:
         value = parameters.get(key)
         if value is not None and not (isinstance(value, list) and all(map(is_number, value))):
@@ -89,16 +89,16 @@ def check_factors(parameters: Mapping[str, Any]) -> None:
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
-    """The variant's name; older checkpoints say `type`, and call longrope "su"."""
+    """Return the variant's name. Older checkpoints have the key `type`, and call longrope "su"."""
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     return "longrope" if kind == "su" else kind
 
 
 def longest_rotated(parameters: Mapping[str, Any], max_position_embeddings: int) -> int:
-    """Return the longest sequence that the angles were made for, in tokens.
+    """Return the longest sequence that the angles support, in tokens.
 
-    linear, dynamic NTK and yarn reach beyond a max_position_embeddings that is the length of the first training, as
-    vLLM has it; the lengths of llama3 and longrope are what max_position_embeddings says.
+    For linear, dynamic NTK and yarn, max_position_embeddings is the length of the original training, which their
+    factor extends, as in vLLM. For llama3 and longrope, max_position_embeddings is the extended length.
     """
     kind, original = rope_type(parameters), max_position_embeddings
     if kind not in SCALED:
@@ -109,27 +109,27 @@ def longest_rotated(parameters: Mapping[str, Any], max_position_embeddings: int)
 
 
 def extension(parameters: Mapping[str, Any], max_position_embeddings: int) -> float:
-    """Return how many times as long as the first training's sequences those of yarn or longrope are."""
+    """Return the factor by which yarn or longrope extends the context of the original training."""
     original = parameters.get("original_max_position_embeddings") or max_position_embeddings
     return float(parameters.get("factor") or max_position_embeddings / original)
 
 
 def takes_original(parameters: Mapping[str, Any]) -> bool:
-    """Whether the variant knows the length that a checkpoint was first trained on."""
+    """Return whether the variant uses the context length of the original training."""
     return "original_max_position_embeddings" in VARIANTS.get(rope_type(parameters), ((), ()))[1]
 
 
 def rotated_share(parameters: Mapping[str, Any]) -> float:
-    """How much of each head is rotated: its first dimensions, or all of them."""
+    """Return the share of each head's dimensions that is rotated, from the first on."""
     share = parameters.get("partial_rotary_factor")
     return 1.0 if share is None or rope_type(parameters) == "proportional" else float(share)
 
 
 def share_of(rotated: int, head_dim: int) -> float:
-    """The partial_rotary_factor with which so many dimensions of a head are rotated. Raises ModelError for too many."""
+    """Return the partial_rotary_factor that rotates `rotated` dimensions of a head. Raises ModelError for too many."""
     if rotated > head_dim:
         raise ModelError(f"{rotated} dimensions of a head of {head_dim} are to be rotated; it must be at most all")
-    return (rotated + 0.5) / head_dim if rotated < head_dim else 1.0  # whose product is rounded down
+    return (rotated + 0.5) / head_dim if rotated < head_dim else 1.0  # its product with head_dim is rounded down
 
 
 def rope_tables(
@@ -138,9 +138,9 @@ def rope_tables(
     max_model_len: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor] | None]:
-    """Each layer's table, None for one that rotates nothing. Layers with the same parameters share theirs.
+    """Return each layer's table; None for a layer without rotation. Layers with the same parameters share a table.
 
-    A temperature is a rotation by no angle of something longer.
+    A temperature is a rotation by angle 0 with a cosine of 1 or more.
     """
     tables: dict[str, tuple[Tensor, Tensor]] = {}
     for parameters, head_dim in ropes:
@@ -156,9 +156,9 @@ def rope_tables(
 def rope_table(
     parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int, max_model_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's angles: fp32 [max_model_len, D_rot / 2] each.
+    """Return the cosines and sines of every position's angles: fp32 [max_model_len, D_rot / 2] each.
 
-    max_position_embeddings: the longest sequence that the checkpoint was made for.
+    max_position_embeddings: the longest sequence that the checkpoint was trained for.
     """
     check_rope(parameters)
     kind = rope_type(parameters)
@@ -204,7 +204,7 @@ def rope_table(
 
 
 def temperature_table(temperature: Temperature, head_dim: int, max_model_len: int) -> tuple[Tensor, Tensor]:
-    """What queries of every position are multiplied by, as `rope_table` has it: fp32 [max_model_len, D / 2] each."""
+    """Return the factors of queries in the format of `rope_table`: fp32 [max_model_len, D / 2] each, the sines 0."""
     if head_dim % 2:
         raise ModelError(f"a temperature of positions is served for heads of even sizes; head_dim is {head_dim}")
     positions = torch.arange(max_model_len, dtype=torch.float32)
@@ -214,7 +214,7 @@ def temperature_table(temperature: Temperature, head_dim: int, max_model_len: in
 
 
 def _dynamic_base(base: float, factor: float, dim: int, longer: float) -> float:
-    """The base with which a context that is so many times longer has slower rotations, but for the fastest one."""
+    """Return the NTK base for a context that is `longer` times as long. It slows all rotations except the fastest."""
     if dim < 4:
         raise ModelError(f"dynamic RoPE needs 4 rotated dimensions of a head or more; it has {dim}")
     return base * math.pow(factor * longer - (factor - 1), dim / (dim - 2))
@@ -225,7 +225,7 @@ def _llama3(
     parameters: Mapping[str, Any],
     original: int,
 ) -> Tensor:
-    """Slow rotations are slowed down by `factor`, fast ones are kept, those between are blended (Llama 3.1)."""
+    """Slow down slow rotations by `factor`, keep fast ones, and blend those between (Llama 3.1)."""
     factor, low, high = (float(parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = original * frequencies / (2 * math.pi)  # full rotations within the original context
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -239,7 +239,7 @@ def _yarn(
     dim: int,
     original: int,
 ) -> Tensor:
-    """Like llama3, but blended by dimension index between two numbers of rotations (Peng et al. 2023)."""
+    """Scale frequencies like llama3, but blend by dimension index between two rotation counts (Peng et al. 2023)."""
     base = float(parameters.get("rope_theta") or THETA)
 
     def dimension_of(rotations: float) -> float:
@@ -264,5 +264,5 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """What q, and k, are multiplied by where the context became so many times as long (Peng et al. 2023)."""
+    """Return the factor of q and k for a context that is `factor` times as long (Peng et al. 2023)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

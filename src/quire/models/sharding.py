@@ -1,9 +1,9 @@
-"""Which part of a model a rank of a tensor-parallel group has.
+"""Tensor parallelism: the part of a model that each rank holds.
 
-A rank has some of the heads of each attention layer, of the channels of each MLP, of the hidden numbers that a layer's
-output projections make, and of the vocabulary: always some of the outputs of a linear, and all of its inputs. What it
-computes the others get, see `quire.ops.exchange`. What is small or cannot be parted, every rank computes by itself:
-norms, routers, states, and attention that normalises all heads together.
+A rank holds a share of the heads of each attention layer, of the channels of each MLP, of the outputs of each output
+projection, and of the vocabulary: always a share of the outputs of a linear, and all of its inputs. The ranks gather
+each other's results, see `quire.ops.exchange`. Small or indivisible parts are replicated, every rank computes all of
+them: norms, routers, recurrent states, and attention that normalises all heads together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Mixer: TypeAlias = AttentionConfig | LatentConfig | StateConfig
 
 
 def check_shards(config: DecoderConfig, size: int) -> None:
-    """Raise ConfigError where a model cannot be computed by so many ranks."""
+    """Raise ConfigError if a model cannot be split between `size` ranks."""
     given = f"tensor_parallel_size is {size}"
     if size > MOST_RANKS:
         raise ConfigError(f"{given}; it must be {MOST_RANKS} at most")
@@ -44,9 +44,9 @@ def check_shards(config: DecoderConfig, size: int) -> None:
 
 
 def heads_of(mixer: Mixer) -> tuple[int, int] | None:
-    """Query heads, and KV heads that go with them, of which a rank has some. None: it has them all."""
+    """Return the numbers of query heads and KV heads that are split between ranks; None: they are replicated."""
     if isinstance(mixer, LatentConfig):
-        return mixer.num_heads, mixer.num_heads  # a row of the cache is for all of them
+        return mixer.num_heads, mixer.num_heads  # all heads share a row of the cache, so any split will do
     if isinstance(mixer, AttentionConfig) and mixer.qk_norm != "all heads":
         return mixer.num_heads, mixer.num_kv_heads
     return None
@@ -54,14 +54,14 @@ def heads_of(mixer: Mixer) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a model."""
+    """The part of a model that one rank holds."""
 
     whole: DecoderConfig
     exchange: Exchange
 
     @property
     def config(self) -> DecoderConfig:
-        """The model with this rank's heads alone."""
+        """The model's config with this rank's heads only."""
         slopes = self.whole.alibi_slopes
         if slopes is not None:
             own = self.q_heads(len(slopes), len(slopes), self.exchange.rank)
@@ -79,28 +79,28 @@ class Shard:
         return replace(layer, mixer=replace(mixer, num_heads=count, num_kv_heads=kv_count))
 
     def share(self, count: int) -> range:
-        """Which of so many things this rank has."""
+        """Return this rank's share of `count` items."""
         return own_share(count, self.exchange.rank, self.exchange.size)
 
     def columns(self, count: int) -> Columns:
-        """So many columns, of which each rank has some."""
+        """Return `count` columns that are split between the ranks."""
         return Columns(self.exchange, shares(count, self.exchange.size))
 
     def kv_heads(self, count: int, rank: int) -> range:
-        """Which KV heads a rank has. Where there are fewer than ranks, several have the same one."""
+        """Return the KV heads of a rank. If there are fewer heads than ranks, several ranks hold the same one."""
         size = self.exchange.size
         return own_share(count, rank, size) if count >= size else range(first := rank * count // size, first + 1)
 
     def q_heads(self, count: int, kv_count: int, rank: int) -> range:
-        """Which query heads a rank has: those of its KV heads, or its share of those of the one that it has."""
+        """Return the query heads of a rank: those of its KV heads, or its share of those of the one that it shares."""
         kv, each = self.kv_heads(kv_count, rank), count // kv_count
-        ranks = self.exchange.size // kv_count  # that have the same KV head
+        ranks = self.exchange.size // kv_count  # that hold the same KV head
         if ranks <= 1:
             return _wide(kv, each)
         return _moved(own_share(each, rank % ranks, ranks), kv.start * each)
 
     def mixed(self, index: int) -> Columns | None:
-        """What that layer's mixer gives to its output projection. None: each rank has all of it."""
+        """Return the split of the input of a layer's output projection. None: each rank computes all of it."""
         mixer = self.whole.layers[index].mixer
         heads = heads_of(mixer)
         if heads is None or isinstance(mixer, StateConfig):
@@ -112,20 +112,20 @@ class Shard:
 
 
 class ShardWeights(Mapping[str, Weight]):
-    """The rows of a model's weights that a rank has."""
+    """A rank's rows of a model's weights."""
 
     def __init__(self, weights: Mapping[str, Weight], shard: Shard) -> None:
         self._weights, self._shard = weights, shard
 
     def __getitem__(self, name: str) -> Weight:
-        """The rank's rows of the weight of that name. Raises GroupLost where another rank has died meanwhile."""
+        """Return the rank's rows of a weight. Raises GroupLost if another rank has died."""
         if self._shard.exchange.lost is not None:
             raise self._shard.exchange.loss()
         weight, rows = self._weights[name], self._rows(name)
         if rows is None:
             return weight
         own = rows_of(weight, [part for part in rows if part])
-        # Tables are looked up in where they lie: without this, all of them would stay in memory.
+        # Tables are not packed, and a view of these rows would keep the whole table in memory.
         return own.clone() if isinstance(own, Tensor) and name in TABLES else own
 
     def __contains__(self, name: object) -> bool:
@@ -138,7 +138,7 @@ class ShardWeights(Mapping[str, Weight]):
         return len(self._weights)
 
     def _rows(self, name: str) -> list[range] | None:
-        """Ranges of rows, ascending; None: all."""
+        """Return the rank's ranges of rows, ascending; None: all rows."""
         whole, share = self._shard.whole, self._shard.share
         if name in ("embedding", "lm_head", "lm_head.bias"):
             return [share(whole.vocab_size)]
@@ -196,7 +196,7 @@ def rows_of(
     weight: Weight,  # [out, in]
     ranges: list[range],  # ascending, none of them empty
 ) -> Weight:
-    """These rows of a weight."""
+    """Return these rows of a weight."""
     if isinstance(weight, Tensor) and len(ranges) == 1:
         return weight[ranges[0].start : ranges[0].stop]
     rows = torch.cat([torch.arange(part.start, part.stop) for part in ranges])

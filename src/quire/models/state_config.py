@@ -1,4 +1,4 @@
-"""Mixers that keep a state besides keys and values: their sizes, and the shapes of their weights."""
+"""Recurrent mixers, which keep a state instead of keys and values: their sizes, and the shapes of their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GatedDeltaConfig:
     dim_k: int  # Dk
     dim_v: int  # Dv
     taps: int  # K
-    in_pairs: bool = False  # checkpoints keep two of the parts of its first projection as one, twice
+    in_pairs: bool = False  # checkpoints store the four parts of the first projection as two tensors of two parts
 
     bias = False  # of the projections
 
@@ -28,7 +28,7 @@ class GatedDeltaConfig:
 
     @property
     def sizes(self) -> StateSizes:
-        """What the cache has to know of it."""
+        """The sizes that the cache needs."""
         return StateSizes(
             num_heads=self.num_heads,
             num_k_heads=self.num_k_heads,
@@ -45,18 +45,18 @@ class GatedDeltaConfig:
 
     @property
     def out_size(self) -> int:
-        """Numbers of a row of what it recalls."""
+        """The numbers per row that are read from the state."""
         return self.num_heads * self.dim_v
 
     @property
     def in_rows(self) -> tuple[int, ...]:
-        """Rows of its first projection: what is convolved, the gate of the result, b, a."""
+        """The output sizes of the first projection: the convolution's input, the gate of the result, b, a."""
         if self.in_pairs:
             return (self.width + self.out_size, 2 * self.num_heads)
         return (self.width, self.out_size, self.num_heads, self.num_heads)
 
     def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of its weights that are no linears."""
+        """Yield the name and shape of each weight that is not a linear's."""
         yield "conv.weight", (self.width, self.taps)
         yield "A_log", (self.num_heads,)
         yield "dt_bias", (self.num_heads,)
@@ -75,7 +75,7 @@ class StateSpaceConfig:
     bias: bool  # of the projections
     conv_bias: bool
     dt_limits: tuple[float, float]
-    norm_groups: int  # parts of the result that are normalised by themselves
+    norm_groups: int  # parts of the result that are normalised separately
 
     def __post_init__(self) -> None:
         for name, count in (("groups", self.num_groups), ("parts of the norm", self.norm_groups)):
@@ -84,7 +84,7 @@ class StateSpaceConfig:
 
     @property
     def sizes(self) -> StateSizes:
-        """What the cache has to know of it."""
+        """The sizes that the cache needs."""
         return StateSizes(
             num_heads=self.num_heads,
             num_k_heads=self.num_groups,
@@ -101,16 +101,16 @@ class StateSpaceConfig:
 
     @property
     def out_size(self) -> int:
-        """Numbers of a row of what it recalls."""
+        """The numbers per row that are read from the state."""
         return self.num_heads * self.head_dim
 
     @property
     def in_rows(self) -> tuple[int, ...]:
-        """Rows of its first projection: the gate of the result, what is convolved, dt."""
+        """The output sizes of the first projection: the gate of the result, the convolution's input, dt."""
         return (self.out_size, self.width, self.num_heads)
 
     def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of its weights that are no linears."""
+        """Yield the name and shape of each weight that is not a linear's."""
         yield "conv.weight", (self.width, self.taps)
         if self.conv_bias:
             yield "conv.bias", (self.width,)
@@ -130,21 +130,21 @@ class ConvolutionConfig:
 
     @property
     def sizes(self) -> StateSizes:
-        """What the cache has to know of it."""
+        """The sizes that the cache needs."""
         return StateSizes(width=self.width, taps=self.taps)
 
     @property
     def out_size(self) -> int:
-        """Numbers of a row of the result."""
+        """The numbers per row of the result."""
         return self.width
 
     @property
     def in_rows(self) -> tuple[int, ...]:
-        """Rows of its first projection: the gate before, the gate after, what is convolved."""
+        """The output sizes of the first projection: the gate before, the gate after, the convolution's input."""
         return (self.width,) * 3
 
     def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of its weights that are no linears."""
+        """Yield the name and shape of each weight that is not a linear's."""
         yield "conv.weight", (self.width, self.taps)
         if self.conv_bias:
             yield "conv.bias", (self.width,)

@@ -1,4 +1,4 @@
-"""From a checkpoint's files to aligned tensors of our own."""
+"""Reading the weights of a checkpoint's files into aligned tensors."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from quire.ops.quantised import QuantisedWeight
 INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a weight that is not quantised
-EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # in our names
-TABLES = ("embedding", "per_layer_embedding")  # a row a token
-OWN_FILE = re.compile(r"[^/\\\0]+\.safetensors")  # of an index
+EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # fp32, by our names
+TABLES = ("embedding", "per_layer_embedding")  # one row per token
+OWN_FILE = re.compile(r"[^/\\\0]+\.safetensors")  # a valid file name in an index
 LARGEST_JSON = 2**26  # bytes
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
 class Checkpoint:
-    """The named tensors of a directory: safetensors, in one file or several, or an old state dict."""
+    """The named tensors of a directory: one or several safetensors files, or an old state dict."""
 
     def __init__(self, directory: Path, part: TextPart | None = None) -> None:
-        """Open the files. Raises ModelError where there are none, or one is unreadable.
+        """Open the files. Raises ModelError if there are no files, or one is unreadable.
 
-        part: what is asked for, under the names of a model of its own; None: all there is.
+        part: read only this part, under the names of a standalone model; None: read everything.
         """
         self.path = directory
         self._reader_of: dict[str, Callable[[int | None], Tensor]] = {}
@@ -71,16 +71,16 @@ class Checkpoint:
                         self._reader_of[name] = partial(read, theirs)
             except ModelError:
                 raise
-            except Exception as error:  # a pickle's ways to be wrong are many
+            except Exception as error:  # a bad pickle raises many types of errors
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors there are."""
+        """The names of all tensors."""
         return frozenset(self._reader_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor; of a name as "x[3]" that entry of the tensor x, and no others are read."""
+        """Read a tensor. A name such as "x[3]" reads only that entry of the tensor x."""
         whole, _, entry = name.partition("[")
         read = self._reader_of[whole]
         try:
@@ -99,9 +99,9 @@ def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """Return the file of each tensor in a directory, by its index; None where there is no index.
+    """Return the file of each tensor in a directory, from its index; None if there is no index.
 
-    Raises ModelError for an index that is malformed, or that names what is no safetensors file of the directory itself.
+    Raises ModelError for a malformed index, or one with a file that is not a .safetensors file of the same directory.
     """
     path = directory / INDEX
     if not path.exists():
@@ -119,11 +119,11 @@ def read_index(directory: Path) -> dict[str, str] | None:
 
 
 def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
-    """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES.
+    """Return the files of the weights. If there are several forms, the first of SINGLE_FILES is chosen.
 
-    None at all where a directory has a config.json alone.
+    The result is empty if the directory has no weights.
 
-    part: what is asked for; files that an index gives to other parts alone are left out.
+    part: read only this part; files in which the index has only tensors of other parts are left out.
     """
     if (files := read_index(directory)) is not None:
         wanted = {file for name, file in files.items() if part is None or part.name(name) is not None}
@@ -135,7 +135,7 @@ def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    """A pickled state dict, bare or under "model" or "state_dict". Only tensors are unpickled, never code."""
+    """Load a pickled state dict, bare or under "model" or "state_dict". Only tensors are unpickled, never code."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -149,7 +149,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelError where it is missing or malformed."""
+    """Read the object in a JSON file. Raises ModelError if the file is missing or malformed."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_JSON + 1)
@@ -166,28 +166,31 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _infinite(found: dict[str, Any]) -> Any:
-    """A number that JSON has no word for, as transformers writes it. Raises ValueError for what is no number."""
+    """Convert an infinity or NaN as transformers writes it to JSON. Raises ValueError if it is not a number."""
     return float(str(found["__float__"])) if found.keys() == {"__float__"} else found
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a family's checkpoints keep the decoder's weights."""
+    """The mapping from the decoder's weights to the tensors in a family's checkpoints.
+
+    "Ours" are names of `weight_shapes`, "theirs" those of a checkpoint.
+    """
 
     ends: Mapping[str, str]  # ours -> theirs, outside the layers
     layer_prefix: str  # of their tensors of layer {}
-    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order. Ours may
+    # Ours -> theirs within a layer, with {} for the index of an expert; several are stacked in this order. Ours may
     # end with a kind, as in "mlp_in.bias": then theirs does, too, and may be one entry of a tensor, as in "down[{}]".
     layer: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
-    # Our name, their name and their tensor -> our form of it.
+    # Our name, their name and their tensor -> the tensor in our layout.
     adapt: Callable[[str, str, Tensor], Tensor] | None = None
-    # Our layer and part -> theirs, where these depend on the layer; None: as in `layer`.
+    # Our layer and part -> theirs, if these depend on the layer; None: use `layer`.
     parts: Callable[[int, str], tuple[str, ...] | None] | None = None
-    zeros: re.Pattern[str] | None = None  # tensors that they never have, a part of a weight that is zero
+    zeros: re.Pattern[str] | None = None  # parts of a weight that are zero and never in a checkpoint
 
     def of(self, name: str) -> tuple[str, ...]:
-        """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
+        """Return the checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
         if name in self.ends:
             return (self.ends[name],)
         layer, part, expert, kind = _within_layer(name)
@@ -202,7 +205,7 @@ class Sources:
 class RoundedPart:
     """A tensor of a checkpoint that is rounded at load."""
 
-    name: str  # our weight that it is, or is a part of
+    name: str  # our weight that consists of it, or contains it
     out_size: int
     in_size: int
     rounding: Rounding
@@ -211,9 +214,8 @@ class RoundedPart:
 class Weights(Mapping[str, Weight]):
     """A decoder's weights in a checkpoint, under the names of `weight_shapes`.
 
-    Each but a tied embedding is copied into memory of its own when it is asked for, so that who packs them holds one at
-    a time twice. Memory of our own is aligned and stays resident; weights used straight out of a mapped file are
-    neither.
+    Each weight except a tied embedding is copied when it is read, so that a caller that packs the weights has only one
+    of them in memory twice. The copies are aligned and stay resident; weights in a mapped file are neither.
     """
 
     def __init__(
@@ -225,10 +227,10 @@ class Weights(Mapping[str, Weight]):
         device: str,
         quantisation: Quantisation = Quantisation(),  # noqa: B008  # frozen
     ) -> None:
-        """dtype: of all but those that are EXACT, which are fp32.
+        """Check the tensors. dtype: of all weights except EXACT ones, which are fp32.
 
-        Raises ModelError for a tensor that is missing or superfluous, ConfigError where the output projection is to be
-        rounded and is quantised.
+        Raises ModelError for a tensor that is missing or superfluous, ConfigError if the output projection is to be
+        rounded and is quantised already.
         """
         self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
         self._shapes = weight_shapes(config)
@@ -236,12 +238,12 @@ class Weights(Mapping[str, Weight]):
         self._tied, self._quantisation = config.tied_embeddings, quantisation
         self._uses = {name: weight_use(config, name) for name in self._shapes}
         self._bytes: Counter[str] = Counter()
-        self.on_read: Callable[[], None] = lambda: None  # called for each weight that is asked for
+        self.on_read: Callable[[], None] = lambda: None  # called for each weight that is read
         self._forms = self._quantised_modules()
         self._check_names()
 
     def _quantised_modules(self) -> dict[str, Form]:
-        """How they are stored, by what the tensor of their weight would be if they were not quantised."""
+        """Return the format of each quantised weight, by the name of its tensor if it were not quantised."""
         scheme, forms = self._quantisation.scheme, {}
         if scheme is None:
             return {}
@@ -260,7 +262,7 @@ class Weights(Mapping[str, Weight]):
         return forms
 
     def _check_names(self) -> None:
-        """Raise ModelError for a tensor that is missing or superfluous."""
+        """Raise ModelError for missing or superfluous tensors."""
         checkpoint, forms = self._checkpoint, self._forms
         parts = {part for name in self._shapes for part in self._sources.of(name)}
         needed = {_whole(part) for part in parts if not self._is_zero(part)}
@@ -274,16 +276,14 @@ class Weights(Mapping[str, Weight]):
             lacking = f"{checkpoint.path} lacks {len(missing)} tensors, among them {_first(missing)}"
             marks = (f"{_module(name)}.{mark}" for name in missing for mark in MARKS)
             if not forms and (found := set(marks) & checkpoint.names):
-                lacking += (
-                    f"; {_first(found)} is there, and config.json has no quantization_config that says what it is"
-                )
+                lacking += f"; {_first(found)} is there, and config.json has no quantization_config that describes it"
             raise ModelError(lacking)
         superfluous = set(checkpoint.names - needed - allowed)
         if self._tied:
             superfluous -= {self._sources.ends["lm_head"]}
         if self._sources.ignored is not None:
             superfluous = {name for name in superfluous if not self._sources.ignored.fullmatch(name)}
-        # Some writers give every quantised linear a bias.
+        # Some tools write a bias of zeros for every quantised linear.
         empty = {name for name in superfluous if name.endswith(".bias") and f"{_module(name)}.weight" in forms}
         superfluous -= {name for name in empty if not checkpoint[name].any()}
         if superfluous:
@@ -293,9 +293,9 @@ class Weights(Mapping[str, Weight]):
             )
 
     def __getitem__(self, name: str) -> Weight:
-        """A copy of the weight. Raises ModelError where the checkpoint has it in a wrong shape.
+        """Return a copy of the weight. Raises ModelError if its shape in the checkpoint is wrong.
 
-        A tied embedding, which may be most of a model, is given as it stands in the file if nothing is to be changed.
+        A tied embedding, which may be most of a model, is mapped from the file if it needs no conversion.
         """
         parts, rounding = self._sources.of(name), self._rounding(name)
         self.on_read()
@@ -316,13 +316,13 @@ class Weights(Mapping[str, Weight]):
 
     @property
     def nbytes(self) -> WeightBytes:
-        """Of the weights that were asked for."""
+        """Bytes of the weights that were read."""
         return WeightBytes(**self._bytes)
 
     def _rounding(self, name: str) -> Rounding | None:
-        """To what a weight is rounded at load.
+        """Return how a weight is rounded at load; None: it is not rounded.
 
-        A router or the gate of a shared expert decides about much and is small, so it is not.
+        Routers and gates of shared experts are not rounded, as they are small and affect the whole result.
         """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
@@ -330,7 +330,7 @@ class Weights(Mapping[str, Weight]):
         return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
-        """A weight that the checkpoint has as numbers."""
+        """Return a weight that is not quantised in the checkpoint."""
         shape = self._shapes[name]
         dtype = _dtype_of(name, self._dtype)
         if name == "embedding" and self._tied and self._device == "cpu":
@@ -343,7 +343,7 @@ class Weights(Mapping[str, Weight]):
         return weight
 
     def _copy(self, name: str, part: str, home: Tensor) -> None:
-        """Put a part of a weight, which the checkpoint has as numbers, there."""
+        """Copy a part of a weight that is not quantised to `home`. Raises ModelError for a wrong shape or dtype."""
         if self._is_zero(part):
             home.zero_()
             return
@@ -359,17 +359,17 @@ class Weights(Mapping[str, Weight]):
         if tensor.dtype not in NUMBERS:
             raise ModelError(
                 f"{self._checkpoint.path}: {part} is {str(tensor.dtype).removeprefix('torch.')}, without scales "
-                "that would say what it means; a weight that is not quantised is bfloat16, float16 or float32"
+                "to convert it with; a weight that is not quantised is bfloat16, float16 or float32"
             )
         home.copy_(ours)
 
     def _is_zero(self, part: str) -> bool:
-        """Return whether the family's checkpoints have no such tensor, since it is zero."""
+        """Return whether the family's checkpoints omit the tensor because it is zero."""
         zeros = self._sources.zeros
         return zeros is not None and zeros.fullmatch(part) is not None
 
     def _quantised(self, name: str, parts: Sequence[str]) -> Weight:
-        """A weight that the checkpoint has quantised, or some parts of it; plain numbers where these are needed."""
+        """Return a weight that is quantised in the checkpoint, all or some parts. Dequantise it if that is needed."""
         lengths, columns = self._lengths(name, parts), self._shapes[name][1]
         rounds_rows = any(part in self._forms and self._forms[part].rounds_rows for part in parts)
         if _is_needed_as_numbers(name) or (rounds_rows and not self._quantisation.rounds_activations):
@@ -391,15 +391,15 @@ class Weights(Mapping[str, Weight]):
         return stacked(found)
 
     def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight | BlockWeight | NarrowWeight:
-        """A quantised part of a weight, its rows in our order."""
+        """Read a quantised part of a weight, with its rows in our order."""
         weight = self._forms[part].read(Module(self._checkpoint, _module(part), rows, columns), self._dtype)
         order = self._row_order(name, part, rows)
         return weight if order is None else weight.rows(order)
 
     def _row_order(self, name: str, part: str, rows: int) -> Tensor | None:
-        """The row of a part, as formats store it, that each of ours is; None: its own.
+        """Return the stored row for each of our rows of a part; None: the order is the same.
 
-        Rows move as a bias does. All formats have [out, in] in mind, also where the plain weight is [in, out].
+        Rows move as a bias does. All formats store [out, in], even if the family's plain weight is [in, out].
         """
         if self._sources.adapt is None:
             return None
@@ -408,7 +408,7 @@ class Weights(Mapping[str, Weight]):
         return None if torch.equal(moved, usual) else moved
 
     def rounded_parts(self) -> dict[str, RoundedPart]:
-        """The checkpoint's tensors that are rounded at load, but for the output projection."""
+        """Return the checkpoint's tensors that are rounded at load, except the output projection."""
         found = {}
         for name in self._shapes:
             rounding = self._rounding(name) if _is_projection(name) else None
@@ -419,7 +419,7 @@ class Weights(Mapping[str, Weight]):
         return found
 
     def rounded(self, part: str, about: RoundedPart) -> QuantisedWeight:
-        """One of these with its rows as formats store them. Raises ModelError where it is not as config.json says."""
+        """Return one of `rounded_parts` with its rows in stored order. Raises ModelError for a wrong shape or dtype."""
         home = self._empty((about.out_size, about.in_size))
         self._copy(about.name, part, home)
         weight = about.rounding.of(home, self._dtype, part)
@@ -427,11 +427,11 @@ class Weights(Mapping[str, Weight]):
         return weight if order is None else weight.rows(order.argsort())
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
-        """Rows of each part of a weight."""
+        """Return the number of rows of each part of a weight."""
         return list(self._parts[name] if len(parts) > 1 else self._shapes[name][:1])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Memory of our own for numbers of that dtype, by default the model's. Raises ModelError for too many."""
+        """Allocate a tensor, by default of the model's dtype. Raises ModelError if there is no memory for it."""
         dtype = dtype or self._dtype
         on_cpu = self._device == "cpu"
         try:
@@ -450,7 +450,7 @@ class Weights(Mapping[str, Weight]):
 
 
 def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, scheme: Scheme | None) -> WeightBytes:
-    """What `Weights.nbytes` would be at the end, if the files are as config.json says."""
+    """Return `Weights.nbytes` of the loaded model, computed from its config without reading files."""
     found: Counter[str] = Counter()
     for name, (shape, rows) in config.weights.items():
         parts = sources.of(name)
@@ -469,41 +469,41 @@ def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, 
 
 
 def _within_layer(name: str) -> tuple[str, str, list[str], str]:
-    """Layer, part, expert where it is one's, and kind: layers.3.experts.5.mlp_in.weight has the part experts.mlp_in."""
+    """Split a name into layer, part, expert if any, and kind: layers.3.experts.5.mlp_in.weight has experts.mlp_in."""
     _, layer, *path, kind = name.split(".")
     return layer, ".".join(p for p in path if not p.isdigit()), [p for p in path if p.isdigit()], kind
 
 
 def _is_projection(name: str) -> bool:
-    """Whether a weight of that name is multiplied with the rows within a layer."""
+    """Return whether a weight is a linear's within a layer."""
     return name.startswith("layers.") and name.endswith(".weight") and not EXACT.search(name)
 
 
 def _may_be_quantised(name: str, scheme: Scheme) -> bool:
-    """Whether a weight of that name may be stored so: linears, and in GGUF files tables with a row a token, too."""
+    """Return whether the format may quantise a weight: linears and, in GGUF files, also TABLES."""
     return _is_projection(name) or name == "lm_head" or (name in TABLES and isinstance(scheme, Gguf))
 
 
 def _is_needed_as_numbers(name: str) -> bool:
-    """Whether a weight of that name cannot stay quantised: what makes keys and values of a latent.
+    """Return whether a weight must be dequantised: the projection of a latent to keys and values.
 
-    It becomes part of the query and of the output, and is small next to a layer's other weights.
+    It is absorbed into the projections of query and output, and is small compared to a layer's other weights.
     """
     return name.endswith(".kv.weight")
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a weight that is not quantised. Those that are small and decide about much stay as exact as they came."""
+    """Return the dtype of a weight that is not quantised. Small weights that affect the whole result stay in fp32."""
     return torch.float32 if EXACT.search(name) else dtype
 
 
 def _whole(part: str) -> str:
-    """The tensor's name, of one of its entries too."""
+    """Return the name of a tensor, given it or one of its entries."""
     return part.partition("[")[0]
 
 
 def _module(tensor: str) -> str:
-    """The module that a tensor of the checkpoint belongs to: an entry of one is one by itself."""
+    """Return the module that a tensor of the checkpoint belongs to. An entry of a tensor is a separate module."""
     return tensor if tensor.endswith("]") else tensor.rpartition(".")[0]
 
 

@@ -170,7 +170,7 @@ BROKEN: list[tuple[Callable[[Path], Path], str, Change, str]] = [
     (packed, "weight_zero_point", lambda t: None, r"lacks 1 tensors, among them .*q_proj\.weight_zero_point"),
     (packed, "weight_packed", lambda t: None, r"lacks 1 tensors, among them .*q_proj\.weight_packed"),
     (packed, "weight_scale", lambda t: t.T.contiguous(), r"q_proj\.weight_scale has shape \(4, 128\)"),
-    (eight, "weight_scale", lambda t: None, r"q_proj\.weight is int8, without scales that would say what it means"),
+    (eight, "weight_scale", lambda t: None, r"q_proj\.weight is int8, without scales to convert it with"),
     (eight, "weight", lambda t: t.short(), r"q_proj\.weight is int16; its format has int8"),
     (act_order, "weight_g_idx", lambda t: with_value(t, 9), r"q_proj\.weight_g_idx holds 9 at \[1\]"),
 ]
