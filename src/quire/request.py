@@ -1,4 +1,4 @@
-"""What a caller asks for and what he gets back: sampling parameters, requests, events."""
+"""Sampling parameters, requests and events: the input of the engine and its output."""
 
 from __future__ import annotations
 
@@ -17,71 +17,85 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NoneType = type(None)
-MAX_N = 16_384  # samples of one prompt; a bound, so that one request cannot exhaust the host
+MAX_N = 16_384  # samples of one prompt; a limit, so that one request cannot exhaust the host's memory
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
-SMALLEST, LARGEST = 1e-6, 1e6  # of factors: both far inside the range of fp32
-MAX_BIAS = 100.0  # of a logit, both ways, as OpenAI has it
-# vLLM's names that are no fields here: what is said of each.
+SMALLEST, LARGEST = 1e-6, 1e6  # limits of factors, both far inside the range of fp32
+MAX_BIAS = 100.0  # largest absolute bias of a logit, as in OpenAI's API
+# Fields of vLLM's that Quire does not have, each with the reason or the alternative.
 NOT_SAMPLING = MappingProxyType(
     {
         "best_of": "ask for n samples, and keep those of the best cumulative_logprob",
         "early_stopping": "LLM.beam_search searches, and stops when no live beam can win",
-        "extra_args": "there is nothing here that would read it",
-        "flat_logprobs": "logprobs are a list of a dictionary for each position",
+        "extra_args": "no part of Quire reads it",
+        "flat_logprobs": "logprobs are a list with a dictionary for each position",
         "guided_decoding": "it is called structured_outputs",
         "length_penalty": "it is a field of BeamSearchParams, for LLM.beam_search",
         "logits_processors": (
-            "a function of the caller's would stop every request's step; logit_bias, allowed_token_ids, bad_words and "
-            "structured_outputs say which tokens may be drawn"
+            "a function of the caller's would stop every request's step; use logit_bias, allowed_token_ids, bad_words "
+            "or structured_outputs to restrict the tokens"
         ),
-        "output_kind": "LLM.generate returns what is whole, and LLM.stream yields it as it grows",
+        "output_kind": "LLM.generate returns complete outputs, and LLM.stream yields them as they grow",
         "repetition_detection": "a text that repeats itself ends at max_tokens; frequency_penalty works against it",
-        "skip_reading_prefix_cache": "a prompt with a cache_salt of its own finds nothing in the cache",
-        "thinking_token_budget": "thinking is not separated from the rest of the text here; max_tokens limits both",
+        "skip_reading_prefix_cache": "a prompt with its own cache_salt finds nothing in the cache",
+        "thinking_token_budget": "reasoning is not separated from the rest of the text here; max_tokens limits both",
         "use_beam_search": "LLM.beam_search searches",
     }
 )
 NOT_STRUCTURED = MappingProxyType(
     {
-        "backend": "llguidance follows all grammars",
-        "disable_additional_properties": "say additionalProperties: false in the schema",
-        "disable_any_whitespace": "JSON has a blank at most, where json.dumps has one",
-        "structural_tag": "a structural tag is not served; a grammar in Lark's notation can say the same",
-        "whitespace_pattern": 'a schema\'s "x-guidance" says where white space may stand',
+        "backend": "llguidance handles all grammars",
+        "disable_additional_properties": "set additionalProperties: false in the schema",
+        "disable_any_whitespace": "JSON has at most one blank, where json.dumps has one",
+        "structural_tag": "a structural tag is not served; a grammar in Lark's notation can express the same",
+        "whitespace_pattern": 'set "x-guidance" in the schema to control white space',
     }
 )
 
 
 class FinishReason(str, Enum):
-    """Why a request ended. The first two are OpenAI's."""
+    """Reason why a request ended. The first two are OpenAI's."""
 
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # max_tokens or the longest sequence that the engine serves; or no token was asked for
-    ABORT = "abort"  # the caller took it back
+    ABORT = "abort"  # the caller aborted it
     ERROR = "error"  # a step failed
 
 
 class Task(str, Enum):
-    """What a request is to bring. Where that is no new token, it ends when its prompt is computed."""
+    """The result that a request asks for. If that is no new token, the request ends when its prompt is computed."""
 
     GENERATE = "generate"  # tokens after the prompt
-    LOGLIKELIHOOD = "loglikelihood"  # logprobs of the prompt's tokens, as prompt_logprobs asks for them
+    LOGLIKELIHOOD = "loglikelihood"  # logprobs of the prompt's tokens, as prompt_logprobs requests them
     EMBED = "embed"  # the hidden state of the prompt's last token
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What a text has to be; exactly one of these. Names are vLLM's. RequestError names what is wrong."""
+    """Constraint on a generated text. Exactly one field must be given. Names are vLLM's.
 
-    json: str | Mapping[str, Any] | None = None  # a JSON schema
-    regex: str | None = None  # a regular expression, of the whole text
-    choice: Sequence[str] | None = None  # one of these texts
-    grammar: str | None = None  # in llguidance's variant of Lark's notation
-    json_object: bool | None = None  # any JSON object
+    Raises:
+        RequestError: no field or more than one is given, a field is unknown, or its value is invalid.
+
+    Example:
+        ```python
+        from quire import LLM, SamplingParams, StructuredOutputsParams
+
+        color = StructuredOutputsParams(choice=["red", "green"])
+        with LLM(num_blocks=128) as llm:
+            [output] = llm.generate("color = ", SamplingParams(structured_outputs=color))
+        print(output.outputs[0].text)
+        ```
+    """
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema, as a text or an object
+    regex: str | None = None  # a regular expression that the whole text matches
+    choice: Sequence[str] | None = None  # the text is one of these
+    grammar: str | None = None  # a grammar in llguidance's variant of Lark's notation
+    json_object: bool | None = None  # True: the text is any JSON object
 
     def __new__(cls, **given: Any) -> StructuredOutputsParams:
-        """Refuse what is no field, as __init__ would, with a sentence."""
+        """Raise RequestError for an unknown field, in place of the TypeError of __init__."""
         check_known(RequestError, "structured_outputs has no field", given, cls.__dataclass_fields__, NOT_STRUCTURED)
         return super().__new__(cls)
 
@@ -93,7 +107,7 @@ class StructuredOutputsParams:
             raise RequestError(f"structured_outputs asks for {which}; give exactly one of {names}")
         kinds = {"json": (str, Mapping), "choice": (list, tuple), "json_object": bool}
         value = getattr(self, asked[0])
-        is_empty = not value and not isinstance(value, Mapping)  # an empty schema is one: any JSON
+        is_empty = not value and not isinstance(value, Mapping)  # an empty schema is valid: any JSON
         if is_empty or not isinstance(value, kinds.get(asked[0], str)):  # type: ignore[arg-type]
             others = {"json": "a schema", "choice": "a list of texts, at least one", "json_object": "True"}
             wanted = others.get(asked[0], "a text that is not empty")
@@ -107,36 +121,50 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. Names and defaults are vLLM's. Validated on construction: RequestError names the field."""
+    """Parameters of sampling and of the end of a generation. Names and defaults are vLLM's.
 
-    n: int = 1  # samples of each prompt
-    temperature: float = 1.0  # 0 is greedy
+    Raises:
+        RequestError: a field is unknown or its value is invalid. The message names the field.
+
+    Example:
+        ```python
+        from quire import LLM, SamplingParams
+
+        greedy = SamplingParams(temperature=0.0, max_tokens=16, stop=["class"])
+        with LLM(num_blocks=128) as llm:
+            [output] = llm.generate("def fibonacci(", greedy)
+        print(output.outputs[0].text)
+        ```
+    """
+
+    n: int = 1  # number of samples of each prompt
+    temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int = 0  # keep the k most probable tokens; 0 or -1 keeps all
-    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
-    min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
-    repetition_penalty: float = 1.0  # divides the positive logits of seen tokens, multiplies the negative ones
+    top_p: float = 1.0  # keep the smallest set of most probable tokens with at least this total probability
+    min_p: float = 0.0  # drop tokens less probable than this fraction of the most probable one
+    repetition_penalty: float = 1.0  # divides positive logits of tokens that occurred, multiplies negative ones
     presence_penalty: float = 0.0  # subtracted once from each generated token's logit
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the generated tokens
-    logit_bias: Mapping[int, float] | None = None  # added to logits, before penalties: token id -> -100..100
-    allowed_token_ids: Sequence[int] | None = None  # no other token is drawn, not even one that ends the request
-    bad_words: Sequence[str] | None = None  # texts whose last token is not drawn after the others
-    structured_outputs: StructuredOutputsParams | None = None  # what the text has to be
-    max_tokens: int | None = 16  # None: up to the longest sequence that the engine serves
-    min_tokens: int = 0  # no stop token or string ends the request before that many
+    logit_bias: Mapping[int, float] | None = None  # added to logits before penalties: token id -> -100..100
+    allowed_token_ids: Sequence[int] | None = None  # only these tokens are drawn, even if none of them ends the request
+    bad_words: Sequence[str] | None = None  # texts whose last token is never drawn after their other tokens
+    structured_outputs: StructuredOutputsParams | None = None  # a constraint on the text
+    max_tokens: int | None = 16  # most tokens to generate; None: up to the longest sequence that the engine serves
+    min_tokens: int = 0  # tokens before which no stop token or stop string ends the request
     stop: str | Sequence[str] | None = None  # texts that end the request
-    stop_token_ids: Sequence[int] | None = None  # tokens that end the request, besides the model's own
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
+    stop_token_ids: Sequence[int] | None = None  # tokens that end the request, in addition to the model's own
+    include_stop_str_in_output: bool = False  # keep the stop string or the text of the stop token in the text
+    ignore_eos: bool = False  # continue after the model's end-of-sequence tokens
     seed: int | None = None  # None: derived from the engine's seed and the request's ordinal
-    logprobs: int | None = None  # report that many most probable tokens at each position; 0: the chosen one only
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    detokenize: bool = True  # False: tokens only, without text
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # as the tokenizer writes them
-    truncate_prompt_tokens: int | None = None  # keep the prompt's last so many tokens; -1: as many as there is room for
+    logprobs: int | None = None  # most probable tokens to report at each position; 0: the chosen token only
+    prompt_logprobs: int | None = None  # the same number for the prompt's tokens
+    detokenize: bool = True  # False: return tokens only, without text
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    spaces_between_special_tokens: bool = True  # must be True: they are written as the tokenizer writes them
+    truncate_prompt_tokens: int | None = None  # number of last prompt tokens to keep; -1: as many as fit
 
     def __new__(cls, **given: Any) -> SamplingParams:
-        """Refuse what is no field, as __init__ would, with a sentence."""
+        """Raise RequestError for an unknown field, in place of the TypeError of __init__."""
         check_known(RequestError, "SamplingParams has no field", given, cls.__dataclass_fields__, NOT_SAMPLING)
         return super().__new__(cls)
 
@@ -176,9 +204,7 @@ class SamplingParams:
         if (count := self.truncate_prompt_tokens) is not None:
             check_integer(RequestError, "truncate_prompt_tokens", count, -1)
             if count == 0:
-                raise RequestError(
-                    "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what there is room for"
-                )
+                raise RequestError("truncate_prompt_tokens is 0; it must be at least 1, or -1 for as many as fit")
 
     def _check_texts(self) -> None:
         if not isinstance(self.stop, (Collection, NoneType)):
@@ -194,7 +220,7 @@ class SamplingParams:
             raise RequestError(f"structured_outputs is a {kind}; it must be StructuredOutputsParams")
         if self.structured_outputs is not None and self.min_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens} with structured_outputs, which say where the text ends; leave one out"
+                f"min_tokens is {self.min_tokens} with structured_outputs, which determine where text ends; leave one out"
             )
         if self.stop_strings and not self.detokenize:
             raise RequestError(f"stop is {self.stop!r} with detokenize=False; without text only tokens end a request")
@@ -207,26 +233,26 @@ class SamplingParams:
 
     @property
     def allowed_tokens(self) -> tuple[int, ...]:
-        """`allowed_token_ids` as a tuple; empty where None was given, which allows all."""
+        """`allowed_token_ids` as a tuple; empty if all tokens are allowed."""
         return () if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
 
     def clone(self) -> SamplingParams:
-        """A copy that shares no list with this one."""
+        """Return a deep copy, which shares no list with this one."""
         return deepcopy(self)
 
     @property
     def has_penalty(self) -> bool:
-        """Whether a token's logit depends on the tokens before it."""
+        """True if a penalty makes a token's logit depend on the tokens before it."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, also where one text or None was given."""
+        """`stop` as a tuple, empty if it is not given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """`stop_token_ids` as a tuple, also where None was given."""
+        """`stop_token_ids` as a tuple, empty if it is not given."""
         return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
 
 
@@ -234,37 +260,37 @@ class SamplingParams:
 class TokenLogprobs:
     """Natural-log probabilities at one position, from the raw logits: before penalties and temperature."""
 
-    token: int  # the token that stands there
+    token: int  # the token at this position
     logprob: float
     rank: int  # 1: the most probable one
     top: tuple[tuple[int, float], ...]  # the most probable tokens and their logprobs, best first
 
 
 class Miss(str, Enum):
-    """Why a prompt, or the rest of it, was not found in the prefix cache."""
+    """Reason why a prompt, or the rest of it, was not found in the prefix cache."""
 
-    SHORT = "short"  # it is shorter than a block, and only full blocks are shared
-    UNSEEN = "unseen"  # no cached sequence goes on from here
-    DIFFERS = "differs"  # the nearest cached sequence goes on with another token
-    EVICTED = "evicted"  # it was there, and its memory was needed
-    STATE = "state"  # its keys and values are there, but not the state of the layers that keep one
-    SALT = "salt"  # it is there, under another cache_salt
-    PROMPT_LOGPROBS = "prompt_logprobs"  # these need their positions computed
-    DISABLED = "disabled"  # there is no prefix cache
+    SHORT = "short"  # the prompt is shorter than a block, and only full blocks are shared
+    UNSEEN = "unseen"  # no cached sequence continues from here
+    DIFFERS = "differs"  # the nearest cached sequence continues with another token
+    EVICTED = "evicted"  # it was cached, but its memory was needed
+    STATE = "state"  # its keys and values are cached, but not the state of the recurrent layers
+    SALT = "salt"  # it is cached under another cache_salt
+    PROMPT_LOGPROBS = "prompt_logprobs"  # prompt_logprobs need their positions computed
+    DISABLED = "disabled"  # the prefix cache is off
 
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """What the prefix cache had for a request when it first ran, and why not more."""
+    """Prompt tokens that the prefix cache had when a request first ran, and the reason why not more."""
 
     num_prompt: int  # tokens of the prompt
-    num_cached: int  # of these, tokens that need not be computed
-    block_size: int  # tokens; a prefix is found as far as a multiple of it
-    miss: Miss | None = None  # None: all full blocks of the prompt were there
-    first_difference: int | None = None  # DIFFERS: position of the first token that the nearest sequence has not
-    seconds_ago: float | None = None  # EVICTED, STATE: since when; None: the state was not kept
-    reach: int = 0  # tokens whose K and V were there, if a state was not
-    window: int | None = None  # EVICTED: of the layers that lost the block; None: those that attend to all tokens
+    num_cached: int  # prompt tokens that need not be computed
+    block_size: int  # tokens; the length of a cached prefix is a multiple of it
+    miss: Miss | None = None  # None: all full blocks of the prompt were cached
+    first_difference: int | None = None  # DIFFERS: position of the first token that differs from the nearest sequence
+    seconds_ago: float | None = None  # EVICTED, STATE: time since the eviction; None: the state was not kept
+    reach: int = 0  # tokens whose K and V were cached, if a state was not
+    window: int | None = None  # EVICTED: window of the layers that lost the block; None: they attend to all tokens
 
     def __str__(self) -> str:
         full = self.num_prompt // self.block_size * self.block_size
@@ -276,7 +302,7 @@ class PrefixReport:
             return f"{message}: every full block"
         reason = {
             Miss.SHORT: f"the prompt is shorter than a block of {self.block_size} tokens",
-            Miss.UNSEEN: f"no cached sequence goes on after token {reach}",
+            Miss.UNSEEN: f"no cached sequence continues after token {reach}",
             Miss.DIFFERS: f"the nearest cached sequence differs from token {self.first_difference} on",
             Miss.EVICTED: f"the block that begins at token {reach} {was}{of_layers}",
             Miss.STATE: f"the state at token {reach // self.block_size * self.block_size:,} {was}",
@@ -289,34 +315,34 @@ class PrefixReport:
 
 @dataclass(frozen=True)
 class Constraints:
-    """Which tokens a request may draw at any time, as its sampling parameters say, in the form that steps use."""
+    """The constraints of sampling parameters on a request's tokens at any time, in the form that steps use."""
 
     bias_tokens: NDArray[np.int64]  # [B]
     bias: NDArray[np.float32]  # [B], added to the logits of these
     banned: tuple[int, ...]  # tokens that are never drawn
-    # By the last token: generated tokens that end with it, and the token that must not come after them.
+    # By the last token: generated tokens that end with it, and the token that must not follow them.
     endings: Mapping[int, Sequence[tuple[array[int], int]]]
-    allowed: NDArray[np.int32] | None  # a bit a token, as a Guide's; None: all
+    allowed: NDArray[np.int32] | None  # one bit per token, as a Guide's; None: all tokens
 
 
 class Guide(Protocol):
-    """Which tokens may come next: a grammar as the engine sees it. Whatever it raises ends its own request alone."""
+    """The tokens that may follow: a grammar as the engine sees it. An exception ends only the guide's own request."""
 
     def allowed(self) -> NDArray[np.int32]:
-        """A bit a token, 32 of them in each word, the lowest first: 1 if it may be drawn. No later token may be.
+        """Return a bit mask: bit t % 32 of word t // 32 is 1 if token t may be drawn. Tokens beyond it may not.
 
         The array is never changed afterwards.
         """
 
     def accept(self, token: int) -> None:
-        """Take over the token that was drawn. Tokens that end the request are not reported."""
+        """Advance by the token that was drawn. Tokens that end the request are not reported."""
 
     @property
     def done(self) -> bool:
-        """Whether nothing may follow: the request ends, with FinishReason.STOP."""
+        """True if no token may follow: the request ends with FinishReason.STOP."""
 
     def copy(self) -> Guide:
-        """Another one in the same state, for a sibling of the request."""
+        """Return another guide in the same state, for a sibling of the request."""
 
 
 def _no_tokens() -> array[int]:
@@ -327,90 +353,91 @@ def _no_tokens() -> array[int]:
 class Group:
     """The requests that began as one prompt: the n samples of a prompt, or the beams of a search.
 
-    They share the prompt's blocks: the first one computes it, the others fork from it.
+    They share the prompt's blocks: the first one computes the prompt, and the others fork from it.
     """
 
     members: list[Request] = field(default_factory=list)
-    num_born: int = 0  # of these, from the first on, that need not be forked any more; set by sharing.unforked
+    num_born: int = 0  # members, from the first on, that need not be forked any more; set by sharing.unforked
 
 
 @dataclass(eq=False)
 class CacheState:
-    """What a request owns in the cache. BlockManager alone writes it."""
+    """The blocks of a request and their accounting. Only BlockManager writes it."""
 
     num_computed: int = 0  # tokens that need not be computed any more
-    num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write
+    num_cached: int = 0  # tokens whose K and V were found in the cache and must not be written
     block_ids: list[array[int]] = field(default_factory=list)  # a block table per cache group: array('i')
-    num_freed: list[int] = field(default_factory=list)  # blocks at the front of each table that it needs no more
-    room: int = 0  # tokens that the tables have blocks for, of which none is shared that is still to be written
-    reach: int = 0  # tokens whose K and V it found: num_cached, or more where a state was missing
-    host_block_ids: list[array[int]] = field(default_factory=list)  # while it is swapped out
-    digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'
+    num_freed: list[int] = field(default_factory=list)  # blocks at the front of each table that are not needed any more
+    room: int = 0  # tokens for which the tables have blocks; none that is still to be written is shared
+    reach: int = 0  # tokens whose K and V were found: num_cached, or more if a state was missing
+    host_block_ids: list[array[int]] = field(default_factory=list)  # while the request is swapped out
+    digests: list[bytes] = field(default_factory=list)  # of the root, then of its full blocks
     num_published: int = 0  # full blocks that were offered for reuse
     nonfinite_at: int | None = None  # the first computed position whose K or V is not finite
-    prefix_report: PrefixReport | None = None  # what the prefix cache had for it
+    prefix_report: PrefixReport | None = None  # result of the lookup in the prefix cache
 
 
 @dataclass(eq=False)
 class ScheduleState:
-    """Where a request stands among the others. Scheduler alone writes it."""
+    """The place of a request in the schedule. Only Scheduler writes it."""
 
     ordinal: int = -1  # order of arrival
-    rank: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; the lowest comes first
+    rank: tuple[float, int, int] = (0, -1, -1)  # order of service, the lowest first; siblings are adjacent
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were reported
-    allowed: NDArray[np.int32] | None = None  # what its guide allows next
+    allowed: NDArray[np.int32] | None = None  # next tokens that its guide allows
 
 
 class Holder(NamedTuple):
     """Another engine that has the first blocks of a request."""
 
-    url: str  # of its server
+    url: str  # URL of its server
     num_blocks: int
 
 
 @dataclass(eq=False)
 class Request:
-    """One sequence: what was asked for, and how far it is.
+    """One sequence: its parameters and its progress.
 
-    `tokens` is array('i'), so that laying out a step is a copy of memory.
+    `tokens` is array('i'), so that flattening a step is a copy of memory.
     """
 
     id: str
-    tokens: array[int]  # the prompt, then what was generated
+    tokens: array[int]  # the prompt, then the generated tokens
     num_prompt: int
     sampling: SamplingParams
-    sample_index: int = 0  # which of the n samples of its prompt
-    priority: int = 0  # lower comes first, where the scheduling policy asks for it
-    cache_salt: str = ""  # only requests with the same one share blocks: a tenant's secret
-    group: Group | None = None  # its siblings and itself
+    sample_index: int = 0  # index among the n samples of its prompt
+    priority: int = 0  # lower is first, if the scheduling policy is "priority"
+    cache_salt: str = ""  # only requests with the same salt share blocks: a tenant's secret
+    group: Group | None = None  # the request and its siblings
     driven: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
-    guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
-    constraints: Constraints | None = None  # what else says which tokens it may draw
+    guide: Guide | None = None  # restricts the tokens that it may draw; not shared with siblings
+    constraints: Constraints | None = None  # further restrictions of these tokens
     task: Task = Task.GENERATE
-    lora: str | None = None  # the name of its adapter; None: the model alone computes it
-    first_prompt_logprob: int = 0  # prompt positions before it are not asked for, whatever prompt_logprobs says
-    to_check: array[int] = field(default_factory=_no_tokens)  # that its caller has: drawn again, and compared
-    is_strict: bool = True  # it ends with an error where another token than the one to check is drawn
-    holder: Holder | None = None  # from where its first blocks may be read
-    seed: int = 0  # key of its random numbers, as given or derived; set by Engine.add
+    lora: str | None = None  # the name of its adapter; None: the model without an adapter
+    first_prompt_logprob: int = 0  # no logprobs of prompt positions before it, even with prompt_logprobs
+    to_check: array[int] = field(default_factory=_no_tokens)  # tokens that the caller has: drawn again and compared
+    is_strict: bool = True  # end with an error if another token than the one to check is drawn
+    holder: Holder | None = None  # another engine from which its first blocks may be read
+    seed: int = 0  # key of its random numbers, given or derived; set by Engine.add
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
-    lora_slot: int = -1  # its adapter's; set by Engine.add
-    lora_digest: str = ""  # of its adapter's weights; set by Engine.add
-    tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine.check
-    finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish asks for it
+    lora_slot: int = -1  # slot of its adapter; set by Engine.add
+    lora_digest: str = ""  # digest of its adapter's weights; set by Engine.add
+    tokens_checked: bool = False  # the prompt's ids, also its siblings', are in the vocabulary; set by Engine.check
+    finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish is called
     cache: CacheState = field(default_factory=CacheState)
     schedule: ScheduleState = field(default_factory=ScheduleState)
 
     def inherit(self, parent: Request) -> None:
-        """Take over every field of a sibling but those that each request owns, so that the same numbers follow."""
+        """Copy every field of a sibling except those that each request owns, so that both draw the same numbers."""
         for name in _INHERITED:
             setattr(self, name, getattr(parent, name))
 
     def resume(self, delivered: Sequence[int], num_checked: int) -> None:
-        """Go on after tokens that were generated and delivered before an interruption, here or elsewhere.
+        """Continue after tokens that were generated and delivered before an interruption, here or elsewhere.
 
-        It must be new. The last num_checked of them are drawn once more and compared, which shows whether what goes on
-        here is what was interrupted. Its guide must be at its start. Whatever that raises is raised.
+        The request must be new, and its guide at its start. The last `num_checked` of the tokens are drawn again and
+        compared, which shows whether this engine continues the sequence that was interrupted. Exceptions of the guide
+        are passed on.
         """
         trusted = max(0, len(delivered) - num_checked)
         self.tokens.extend(delivered[:trusted])
@@ -421,45 +448,45 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def looks_back(self) -> bool:
-        """Whether a draw depends on the tokens drawn before it, beyond their being computed."""
+        """True if sampling depends on earlier tokens in other ways than through the logits."""
         has_endings = self.constraints is not None and bool(self.constraints.endings)
         return self.guide is not None or self.sampling.has_penalty or has_endings
 
     @property
     def is_new(self) -> bool:
-        """Whether it never owned a block."""
+        """True if the request never owned a block."""
         return self.cache.prefix_report is None and self.num_generated == 0
 
     @property
     def num_missing(self) -> int:
-        """Tokens whose K and V are still to be computed: what every step chases."""
+        """Number of tokens whose K and V are still to be computed."""
         return len(self.tokens) - self.cache.num_computed
 
     @property
     def next_prompt_logprob(self) -> int:
-        """The first prompt position whose logprob is asked for and was not reported."""
+        """The first prompt position whose logprob is requested and not yet reported."""
         return self.first_prompt_logprob + self.schedule.num_prompt_logprobs
 
 
-# A field that is added to Request is inherited by forks, unless it is named here.
+# Forks inherit every field of Request that is not named here.
 _OWN = {"id", "tokens", "sample_index", "guide", "to_check", "finish_reason", "cache", "schedule"}
 _INHERITED = tuple(one.name for one in fields(Request) if one.name not in _OWN)
 
 
 class Event(NamedTuple):
-    """What the engine reports about one request after a step: a token, prompt logprobs, its end, or several of them."""
+    """The engine's report about one request after a step: a token, prompt logprobs, its end, or several of them."""
 
     request_id: str
     token: int | None = None  # the token generated in this step
-    logprobs: TokenLogprobs | None = None  # of that token, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt positions computed in this step, where asked for
+    logprobs: TokenLogprobs | None = None  # of that token, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt positions computed in this step, if requested
     finish_reason: FinishReason | None = None
-    stop_token: int | None = None  # the stop token that ended the request, where one other than EOS did
-    error: str | None = None  # what failed, with FinishReason.ERROR
-    hidden_state: NDArray[np.float32] | None = None  # [H], of the prompt's last token, where asked for
-    drawn: int | None = None  # where the caller had the token already: what was drawn now, the same unless bits differ
+    stop_token: int | None = None  # the stop token that ended the request, if it is not an end-of-sequence token
+    error: str | None = None  # the reason of a failure, with FinishReason.ERROR
+    hidden_state: NDArray[np.float32] | None = None  # [H], of the prompt's last token, if requested
+    drawn: int | None = None  # if the caller had the token already: the token drawn now, the same unless bits differ

@@ -217,7 +217,7 @@ class TestWhyNot:
         assert report_of(manager, [7] * 9).miss is Miss.UNSEEN
         report = report_of(manager, [*PROMPT[:8], 1, 2, 3, 4])
         assert (report.num_cached, report.miss) == (8, Miss.UNSEEN)
-        assert "no cached sequence goes on after token 8" in str(report)
+        assert "no cached sequence continues after token 8" in str(report)
 
     @pytest.mark.parametrize(("at", "cached"), [(1, 0), (3, 0), (4, 4), (6, 4), (7, 4)])
     def test_first_differing_token(self, at: int, cached: int) -> None:
