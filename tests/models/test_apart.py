@@ -98,7 +98,7 @@ def test_what_it_does_not_promise(tmp_path: Path) -> None:
     assert ours.runner.model.rows_depend == "its attention is computed by transformers"
     with pytest.raises(Unsupported, match="reproducible is True; a row's bits may depend"):
         adapted_engine(tmp_path, reproducible=True)
-    with pytest.raises(ConfigError, match="tokens are guessed only where a row keeps its bits"):
+    with pytest.raises(ConfigError, match="speculative decoding needs batch-invariant results"):
         adapted_engine(tmp_path, num_speculative_tokens=2)
 
 

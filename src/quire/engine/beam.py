@@ -155,9 +155,7 @@ class BeamSearch:
         return live
 
     def _best(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int, float]]:
-        """Return the `num_candidates` best continuations of all beams: parent, index in its candidates, cumulative
-        logprob.
-        """
+        """Return the `num_candidates` best continuations: parent, index in its candidates, cumulative logprob."""
         continuations = []
         for parent, (beam, pairs) in enumerate(zip(self.beams, candidates, strict=True)):
             for place, (token, logprob) in enumerate(pairs):

@@ -48,9 +48,7 @@ def constraints_of(
 
 
 def banned_now(request: Request, num_ahead: int) -> Iterator[int]:
-    """Yield the tokens that a request must not draw `num_ahead` tokens after its next one, unordered, maybe with
-    duplicates.
-    """
+    """Yield the tokens that a request must not draw `num_ahead` tokens after its next one, in any order."""
     if request.num_generated + num_ahead < request.sampling.min_tokens:
         yield from request.ending_tokens
     constraints = request.constraints

@@ -251,7 +251,7 @@ class CostModel:
         return np.add.accumulate(durations).tolist()  # type: ignore[no-any-return]
 
     def decode_work(self, num_sequences: int) -> tuple[float, float]:
-        """Return the bytes of weights and the operations of linears of a step that decodes `num_sequences` sequences."""
+        """Return the weight bytes and the linears' operations of a step that decodes `num_sequences` sequences."""
         if num_sequences not in self._decode:
             self._decode[num_sequences] = (
                 self.model.weight_bytes(num_sequences),

@@ -41,19 +41,19 @@ AnyRunner = TypeVar("AnyRunner", bound=Runner)
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Of a GPU's memory: compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and what allocations waste.
+# GPU memory for compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and fragmentation.
 FIXED_RESERVE = 512 * 2**20
-ROW_PADDING = 1024  # bytes of a token in all, that keep rows of what is computed apart in the caches
+ROW_PADDING = 1024  # bytes per token, over all tensors, that keep the rows of activations apart in the caches
 NO_LORAS = "adapters are not served here; enable_lora=True (--enable-lora) changes that"
-CLOSE_WITHIN = 1.0  # s that each thread which reads blocks has to end
-LOGIT_BYTES = 48  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
+CLOSE_WITHIN = 1.0  # s: time limit for each thread that reads blocks to end
+LOGIT_BYTES = 48  # upper limit per logit: model dtype, fp32, a copy, its logprob, its place in a sorted row
 
 
 class Engine:
-    """One model's requests, served step by step. Single-threaded: whoever owns it calls all of its methods.
+    """Serves the requests of one model step by step. Single-threaded: its owner calls all of its methods.
 
-    Interrupts leave it usable: on the main thread, signal handlers written in Python wait for the end of any method
-    that changes something.
+    Interrupts leave it usable: on the main thread, signal handlers written in Python are deferred to the end of any
+    method that changes state.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
         loop: Loop | None = None,
         loras: Loras | None = None,
     ) -> None:
-        """loop: from step to step; None: a SequentialLoop. loras: the model's adapters; None: it can have none."""
+        """loop: runs the steps; None: a SequentialLoop. loras: the model's adapters; None: adapters are not enabled."""
         self.scheduler = scheduler
         self.runner = runner
         self.buffers = buffers
@@ -76,19 +76,19 @@ class Engine:
         self.seed = seed
         self.loop = loop or SequentialLoop()
         self.loras = loras
-        self.under_way: Plan | None = None  # what the runner is computing; any thread may look at its sizes
-        self.recorder: TraceRecorder | None = None  # if set, records every request that is added
+        self.under_way: Plan | None = None  # the plan that the runner is computing; any thread may read its sizes
+        self.recorder: TraceRecorder | None = None  # if set, records every added request
         self._guard = StepGuard()
-        self._events: list[Event] = []  # that no caller of `step` has got
+        self._events: list[Event] = []  # not yet returned to a caller of `step`
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or the next step has events to return."""
+        """True if any request has not ended, or the next step has events to return."""
         return self.scheduler.has_work or bool(self._events)
 
     @deferred_interrupts()
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError, queueing nothing, if it is invalid or could never run."""
+        """Queue a request. Raises RequestError, and queues nothing, if it is invalid or could never run."""
         self.check(request)
         self.bind_lora(request)
         self.scheduler.add(request)
@@ -96,14 +96,14 @@ class Engine:
             self.recorder.add(request)
         sampling = request.sampling
         request.seed = self._derived_seed(request) if sampling.seed is None else sampling.seed
-        goes_on = sampling.ignore_eos and request.guide is None  # a guide allows an end where there is one
+        goes_on = sampling.ignore_eos and request.guide is None  # a guide allows the end token where its text may end
         own = frozenset() if goes_on else self.eos_token_ids
         request.ending_tokens = own | frozenset(sampling.stop_tokens)
         if request.guide is not None and request.guide.done:
             self.finish(request.id, FinishReason.STOP)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if `add` would. Siblings share their prompt, which is gone through once."""
+        """Raise RequestError if `add` would. Siblings share their prompt, so it is checked once."""
         first = request.group.members[0] if request.group else request
         if not first.tokens_checked:
             self._check_tokens(request, "prompt", np.asarray(first.tokens)[: first.num_prompt])
@@ -120,11 +120,11 @@ class Engine:
                 )
         self._lora_of(request)
         if request.driven and request.guide is not None:
-            raise RequestError(f"request {request.id} has a guide; in a beam search no grammar can choose the tokens")
+            raise RequestError(f"request {request.id} has a guide; a beam search does not support grammars")
         self.scheduler.check(request)
 
     def bind_lora(self, request: Request) -> None:
-        """Give a new request the slot and the digest of its adapter. Raises RequestError where there is none."""
+        """Set the slot and the digest of a new request's adapter. Raises RequestError if that is not loaded."""
         lora = self._lora_of(request)
         if lora is not None:
             request.lora_slot, request.lora_digest = lora.slot, lora.digest
@@ -138,22 +138,22 @@ class Engine:
 
     @deferred_interrupts()
     def load_lora(self, name: str, prepared: Prepared, *, replace: bool = False) -> Lora:
-        """Let requests name an adapter. replace: instead of the one that has this name.
+        """Load an adapter that requests can then name. replace: replace the adapter of this name.
 
-        Raises ConfigError where the name is taken, or max_loras are loaded.
+        Raises ConfigError if the name is taken, or max_loras are loaded.
         """
         return self.known_loras().put(name, prepared, self._lora_slots(), replace=replace)
 
     @deferred_interrupts()
     def unload_lora(self, name: str) -> None:
-        """Let no further request name an adapter. Requests that have it end with it; then its memory is freed.
+        """Unload an adapter. Requests that use it keep it to their end; then its memory is freed.
 
-        Raises RequestError where there is none of that name.
+        Raises RequestError if there is no adapter of that name.
         """
         self.known_loras().remove(name, self._lora_slots())
 
     def known_loras(self) -> Loras:
-        """The model's adapters. Raises ConfigError where it can have none."""
+        """Return the model's adapters. Raises ConfigError if adapters are not enabled."""
         if self.loras is None:
             raise ConfigError(NO_LORAS)
         return self.loras
@@ -162,37 +162,37 @@ class Engine:
         return {request.lora_slot for request in self.scheduler.requests.values()}
 
     def abort(self, request_id: str) -> None:
-        """Take a request back; the next step frees its blocks and reports it. One that has ended is left alone."""
+        """Cancel a request; the next step frees its blocks and reports it. A request that has ended is left alone."""
         self.finish(request_id, FinishReason.ABORT)
 
     @deferred_interrupts()
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request for a reason that the engine cannot see, such as a stop string; else as `abort`."""
+        """End a request for a reason that the engine cannot see, such as a stop string; otherwise like `abort`."""
         self.scheduler.finish(request_id, reason)
 
     @deferred_interrupts()
     def extend(self, request: Request, token: int) -> None:
-        """Give a driven request its next token."""
+        """Append the next token to a driven request."""
         self.scheduler.extend(request, token)
 
     @deferred_interrupts()
     def fork(self, parent: Request, child: Request) -> None:
-        """Let the driven child, new or a sibling that gives up what it had, go on from the parent.
+        """Make the driven child, a new request or a sibling that drops its own state, continue from the parent.
 
-        The child's tokens begin with the parent's. They share all blocks until one of them writes. All that decides
-        the parent's numbers, such as its adapter, is the child's too.
+        The child's tokens begin with the parent's. They share all blocks until one of them writes. The child also
+        inherits everything that determines the parent's numbers, such as its adapter.
         """
         self.scheduler.fork(parent, child)
 
     @deferred_interrupts()
     def reset_prefix_cache(self) -> None:
-        """Forget all reusable blocks; running requests keep theirs."""
+        """Drop all reusable blocks; running requests keep theirs."""
         if self.scheduler.prefetch is not None:
             self.scheduler.prefetch.reset()
         self.scheduler.manager.reset_prefix_cache()
 
     def close(self) -> None:
-        """Write pending blocks to the disk and release its directory; read no more blocks from elsewhere."""
+        """Write pending blocks to the disk and release its directory; stop reading blocks from other sources."""
         if self.scheduler.manager.disk is not None:
             self.scheduler.manager.disk.close()
         if self.scheduler.prefetch is not None:
@@ -200,16 +200,17 @@ class Engine:
                 source.close(CLOSE_WITHIN)
 
     def listen(self, listener: Listener) -> None:
-        """Tell this function of everything that happens to blocks, from now on."""
+        """Call this function for every future cache event."""
         self.scheduler.manager.listeners.append(listener)
 
     def step(self) -> list[Event]:
-        """The events of the next step, of as many requests as fit it. An exception ends its requests, nothing else.
+        """Run the next step with as many requests as fit, and return its events.
 
-        It is raised again if it is no Exception, or if the device can serve nobody after it.
+        An exception in a step ends the requests of that step only. It is re-raised if it is not an Exception or the
+        device is unusable.
 
-        An interrupt that comes during a step is raised at its end and changes nothing of it: the events are returned by
-        the next step, together with that one's own. The interpreter's exit waits for a step of a daemon thread, too.
+        An interrupt during a step is raised at its end and changes nothing of the step: the next step returns its
+        events as well. The interpreter's exit waits for a step of a daemon thread, too.
         """
         with deferred_interrupts(), self._guard:
             self._events += self.loop.step(self)
@@ -218,12 +219,12 @@ class Engine:
         taken: list[Event] | None = None
         try:
             return (taken := self._events)
-        finally:  # in this order an interrupt between the two loses nothing, nor does one before them
+        finally:  # in this order an interrupt between the two statements, or before them, loses no events
             if taken is not None:
                 self._events = []
 
     def flatten(self, plan: Plan) -> Batch:
-        """The plan as tensors, views of buffers that the next one overwrites."""
+        """Return the plan as tensors, which are views of buffers that the next plan overwrites."""
         return flatten(plan, self.buffers)
 
     def _check_tokens(self, request: Request, name: str, tokens: NDArray[Any]) -> None:
@@ -239,42 +240,42 @@ class Engine:
 
 
 def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine:
-    """An engine for a loaded model, its cache sized for this machine.
+    """Build an engine for a loaded model, with a cache sized for this machine.
 
-    Raises ConfigError where the cache would not hold one sequence of the longest kind, and Unsupported where the
-    backend does not serve a cache of its dtype.
+    Raises ConfigError if the cache could not hold one sequence of the maximum length, and Unsupported if the backend
+    does not support the cache's dtype.
     """
     decoder, cache_config = model.config, config.cache
     if config.reproducible and not model.rows_keep_bits:
-        raise Unsupported("reproducible is True; a row's bits may depend on the batch with what transformers computes")
+        raise Unsupported("reproducible is True; a row's bits may depend on the batch in transformers' layers")
     groups, block_size = decoder.groups, cache_config.block_size
     kv_dtype = cache_dtype(cache_config, model.dtype)
     attention = [group for group in groups if isinstance(group, CacheGroup)]
-    specs = [  # of one block until their number is known
+    specs = [  # with one block until their number is known
         group_spec(group, block_size, 1, model.dtype, kv_dtype, config.device, config.reproducible)
         for group in attention
     ]
     check_pieces(groups, block_size, cache_config.state_snapshot_interval)
-    if cache_config.kv_cache_dtype != "auto":  # before there is memory for it; a plan would say so after
+    if cache_config.kv_cache_dtype != "auto":  # checked before memory is allocated; a plan would report it afterwards
         for spec in specs:
             check_supported(spec, backend.name, backend.limits)
     each = bytes_per_block(groups, block_size, kv_dtype), *bytes_of_states(groups, model.dtype)
-    ranks = 1 if model.exchange is None else model.exchange.size_here  # that take of the same memory
+    ranks = 1 if model.exchange is None else model.exchange.size_here  # ranks that share this machine's memory
     sizes = BlockBytes(*(ranks * size for size in each))
     growth = config.most_tokens
     a_sequence = max((group.most(model.max_model_len, growth, block_size) for group in attention), default=0)
     device = torch.device(config.device)
-    # A step is kernels alone, of attention: a graph has no tables of states.
+    # A queued step consists of kernels alone, and of attention layers: graphs have no tables of states.
     is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
     loop = _loop(config, is_queued)
     reserve = ranks * working_memory(decoder, model.dtype.itemsize, config.most_tokens)
     if model.loras is not None:
         reserve += config.most_tokens * model.loras.row_bytes
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was computed with while loading
+        torch.cuda.empty_cache()  # temporaries of loading
         reserve += FIXED_RESERVE
     free = free_memory(config.device)
-    if model.exchange is not None and free is not None:  # once all have loaded their weights
+    if model.exchange is not None and free is not None:  # after all ranks have loaded their weights
         free = ranks * least(model.exchange, free // ranks)
     try:
         num_blocks, state_pools = choose_pools(
@@ -287,11 +288,11 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         )
     except ConfigError as error:
         raise ConfigError(
-            f"{error}. Of what is free on {config.device}, {reserve / 2**20:,.0f} MiB are kept for activations and "
+            f"{error}. Of the free memory on {config.device}, {reserve / 2**20:,.0f} MiB are kept for activations and "
             f"logits; a smaller max_num_batched_tokens than {config.most_tokens} needs less"
         ) from None
     left = free_memory()
-    if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
+    if left is not None and config.device == "cpu":  # the cache will be allocated from the same memory
         taken = num_blocks * sizes.attention + state_pools.states * sizes.state + state_pools.rows * sizes.rows
         left = max(0, left - reserve - taken)
     most = a_sequence * config.max_num_seqs
@@ -329,12 +330,12 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
 
 
 def runner_limits(model: Model, config: EngineConfig) -> tuple[int, int, int]:
-    """Tokens and sequences of a step, and blocks of a sequence, at most."""
+    """Return the maximum numbers of tokens and sequences of a step, and of blocks of a sequence."""
     return config.most_tokens, config.max_num_seqs, -(-model.max_model_len // config.cache.block_size)
 
 
 def make_runner(kind: type[AnyRunner], model: Model, backend: Backend, config: EngineConfig, pools: Pools) -> AnyRunner:
-    """A runner of that kind with a cache of so many blocks."""
+    """Create a runner of that kind, with a cache of the given numbers of blocks."""
     groups, block_size = model.config.groups, config.cache.block_size
     kv_dtype = cache_dtype(config.cache, model.dtype)
     num_blocks, hosts, states = pools
@@ -351,7 +352,7 @@ def make_runner(kind: type[AnyRunner], model: Model, backend: Backend, config: E
 
 
 def _loop(config: EngineConfig, is_queued: bool) -> Loop:
-    """From step to step. is_queued: the device computes a step by itself, once the host has queued it."""
+    """Return the loop. is_queued: the device computes a step without the host once it is queued."""
     if config.async_scheduling and not is_queued:
         raise ConfigError(
             f"async_scheduling is True; with this model and backend the host takes part in computing a step on "
@@ -363,13 +364,13 @@ def _loop(config: EngineConfig, is_queued: bool) -> Loop:
 
 
 def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLookup | None:
-    """What guesses tokens: where nobody can tell from the tokens that it does."""
+    """Return the proposer of draft tokens, or None unless accepting them leaves every output unchanged."""
     wanted = config.num_speculative_tokens
     keeps_bits = backend.keeps_bits(config.device) and model.rows_keep_bits
     if wanted and not keeps_bits:
         raise ConfigError(
-            f"num_speculative_tokens is {wanted}; tokens are guessed only where a row keeps its bits beside others: "
-            f"with the backend 'cpu' on a CPU and with products that are all Quire's, not with {backend.name!r} on "
+            f"num_speculative_tokens is {wanted}; speculative decoding needs batch-invariant results: "
+            f"the backend 'cpu' on a CPU and products that are all Quire's, not {backend.name!r} on "
             f"{config.device!r} and this model's products"
         )
     if wanted is None:
@@ -378,10 +379,10 @@ def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLooku
 
 
 def working_memory(decoder: ModelShape, itemsize: int, max_tokens: int) -> int:
-    """Bytes that a step takes beside weights and cache, by a rule: nothing is run to find out.
+    """Return the bytes that a step needs in addition to weights and cache, by a rule: nothing is run to measure them.
 
-    For each of max_tokens tokens all that a layer computes, then the logits of MAX_LOGIT_ROWS rows with what is made of
-    them.
+    They are the activations of one layer for each of max_tokens tokens, then the logits of MAX_LOGIT_ROWS rows with the
+    tensors that are derived from them.
     """
-    width = 3 * decoder.hidden_size + decoder.layer_width  # the residual, its norm and the branch are first
+    width = 3 * decoder.hidden_size + decoder.layer_width  # first the residual, its norm and the branch
     return max_tokens * (width * itemsize + ROW_PADDING) + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES

@@ -1,4 +1,4 @@
-"""From a plan to a Batch, laid out in buffers that every step uses again."""
+"""Convert a plan to a Batch, laid out in buffers that are reused by every step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEEP_ALL = 2**31 - 1  # a top_k that keeps every token
 
 
 class Buffers:
-    """Host memory for the largest step: the tensors of a Batch are views of it."""
+    """Host memory for the largest step. The tensors of a Batch are views of it."""
 
     def __init__(
         self, groups: Sequence[AnyGroup], block_size: int, max_tokens: int, max_seqs: int, max_blocks: int
@@ -58,7 +58,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     items, num_seqs = plan.items, len(plan.items)
     flat = array("i")
     unknown: list[tuple[int, str]] = []
-    # Rows to draw after: the last one of a request, with the number of tokens up to it that it has not yet.
+    # Request, row to draw from, and the number of tokens up to that row that the request does not have yet.
     drawn: list[tuple[Request, int, int]] = []
     for request, start, num_new, guesses in items:
         ahead = start + num_new - len(request.tokens)
@@ -82,7 +82,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     buffers.token_ids[:t] = np.frombuffer(flat, np.int32)
     position = buffers.positions[:t]
     np.add((computed - starts[:-1])[sequence], np.arange(t), out=position)
-    known: list[int] = []  # rows whose K and V stand in the cache: blocks that others share are never written
+    known: list[int] = []  # rows with K and V in the cache: shared blocks are never written
     for s, (request, start, num_new, _) in enumerate(items):
         if start < request.cache.num_cached:
             first = int(starts[s])
@@ -131,7 +131,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
 
 
 def recurrent_tables(items: Sequence[PlanItem], groups: Sequence[AnyGroup]) -> tuple[RecurrentTables, ...]:
-    """Where a step finds and leaves states and rows."""
+    """Return the tables of the states and rows that a step reads and writes."""
     found = []
     for g, group in enumerate(groups):
         if isinstance(group, StateGroup):
@@ -140,7 +140,7 @@ def recurrent_tables(items: Sequence[PlanItem], groups: Sequence[AnyGroup]) -> t
             first = [item.start // group.piece for item in items]
             last = [(item.start + item.num_rows) // group.piece for item in items]
             width = 1 + max((b - a for a, b in zip(first, last, strict=True)), default=0)
-            # The state before a piece is that at the end of the piece before it.
+            # The state before a piece is the one at the end of the previous piece.
             states = [_cut(own, at - 1, width) for (own, _), at in zip(tables, first, strict=True)]
             rows = [_cut(own, at, width) for (_, own), at in zip(tables, first, strict=True)]
             found.append(RecurrentTables(*(torch.tensor(x, dtype=torch.int32).view(-1, width) for x in (states, rows))))
@@ -148,7 +148,7 @@ def recurrent_tables(items: Sequence[PlanItem], groups: Sequence[AnyGroup]) -> t
 
 
 def _cut(table: array[int], start: int, width: int) -> list[int]:
-    """So many entries from that one on, NONE for those that are not there."""
+    """Return `width` entries from index `start` on, with NONE for missing ones."""
     there = table[max(0, start) : start + width].tolist()
     before = [NONE] * max(0, -start)
     return (before + there + [NONE] * width)[:width]
@@ -160,7 +160,7 @@ def _pairs(moves: list[Move], group: int) -> Pairs:
 
 
 def _in_turns(moves: list[Move]) -> list[Pairs]:
-    """The copies in their order, cut where one would write what an earlier one reads or read what it writes."""
+    """Return the copies in order, split where one would write a source, or touch a destination, of an earlier one."""
     turns: list[Pairs] = []
     read: set[int] = set()
     written: set[int] = set()
@@ -177,20 +177,20 @@ def _in_turns(moves: list[Move]) -> list[Pairs]:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What sampling parameters say of rows, as tensors. Steps whose rows are the same requests' share it."""
+    """Sampling parameters of a step's rows, as tensors. Steps whose rows belong to the same requests share them."""
 
     params: list[SamplingParams]
     real: tuple[torch.Tensor, ...]  # fp32 [R]: temperature, top_p, min_p, and the penalties
     whole: tuple[torch.Tensor, ...]  # int64 [R]: top_k and num_logprobs
-    draws: bool  # whether any is not greedy
-    has_penalty: bool  # any of them
-    min_tokens: int  # the most that one asks for
+    draws: bool  # any row is not greedy
+    has_penalty: bool  # any row has one
+    min_tokens: int  # the highest of all rows
 
 
 def parameters_of(requests: list[Request], known: Parameters | None = None) -> Parameters:
-    """The parameters of these requests' rows; those that are known, if these are the same."""
+    """Return the parameters of these requests' rows: `known` itself if it has the same."""
     params = [request.sampling for request in requests]
-    # The same objects: arrays among their fields cannot be compared.
+    # Compared by identity, because arrays among their fields cannot be compared.
     if known is not None and len(params) == len(known.params) and all(map(is_, params, known.params)):
         return known
     real = [
@@ -210,7 +210,7 @@ def parameters_of(requests: list[Request], known: Parameters | None = None) -> P
 def sampling_rows(
     requests: list[Request], ahead: Sequence[int] | None = None, parameters: Parameters | None = None
 ) -> SamplingRows:
-    """How each of these requests draws its next token, or the one that comes so many tokens after that."""
+    """Return the inputs for drawing each request's next token, or the one `ahead` tokens after that."""
     ahead = ahead or [0] * len(requests)
     parameters = parameters or parameters_of(requests)
     temperature, top_p, min_p, repetition, presence, frequency = parameters.real
@@ -247,7 +247,7 @@ def sampling_rows(
 
 
 def _uniforms(requests: list[Request], ahead: Sequence[int]) -> torch.Tensor:
-    """A random number for each row, fp64 [R]."""
+    """Return a random number for each row, fp64 [R]."""
     return torch.from_numpy(
         uniforms(
             np.array([request.seed for request in requests], np.uint64),
@@ -258,7 +258,7 @@ def _uniforms(requests: list[Request], ahead: Sequence[int]) -> torch.Tensor:
 
 
 def _allowed(request: Request) -> NDArray[np.int32] | None:
-    """What both its guide and its constraints allow, a bit a token. None: all."""
+    """Return the mask of tokens that both its guide and its constraints allow, one bit per token. None: all."""
     guided = request.schedule.allowed
     own = None if request.constraints is None else request.constraints.allowed
     if own is None or guided is None:
@@ -279,7 +279,7 @@ def _masks(requests: list[Request]) -> Masks | None:
 
 
 def _penalised(row: int, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
-    """The row's number, its distinct tokens, and how often each was generated."""
+    """Return the row's number, its distinct tokens, and the number of times that each was generated."""
     tokens, inverse = np.unique(np.frombuffer(request.tokens, np.int32), return_inverse=True)
     counts = np.bincount(inverse[request.num_prompt :], minlength=len(tokens))
     return np.full(len(tokens), row, np.int64), tokens, counts
@@ -290,7 +290,7 @@ def _concatenated(parts: list[NDArray[np.generic]], dtype: torch.dtype) -> torch
 
 
 def prompt_rows(items: list[PlanItem], starts: NDArray[np.int32]) -> PromptRows:
-    """The rows of this step whose next token stands in a prompt and is to be reported."""
+    """Return the rows of this step whose next token belongs to a prompt and has to be reported."""
     rows: list[int] = []
     tokens: list[int] = []
     num_logprobs: list[int] = []

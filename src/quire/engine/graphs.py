@@ -1,14 +1,14 @@
-"""GraphRunner: steps of one token a sequence are replayed from CUDA graphs, at the cost of one launch.
+"""GraphRunner: replay steps of one token per sequence from CUDA graphs, at the cost of one launch.
 
 A graph repeats launches with the addresses and the sizes of its capture. So a batch is padded to one of a few sizes,
-its inputs are written to where the graph reads them, and an attention plan of that size is updated in place before
-every replay. Padding rows are sequences of one row and no context: by the operators' contract they see nothing, write
+its inputs are copied to the graph's input buffers, and an attention plan of that size is updated in place before every
+replay. Padding rows are sequences of one row without context: by the operators' contract they attend to nothing, write
 nothing and give zeros.
 
-A step with adapters (LoRA) runs eagerly: which rows have which changes from step to step.
+A step with adapters (LoRA) runs eagerly, because the rows of each adapter change from step to step.
 
-A graph ends at the hidden states. Logits are one product, which the host queues while the graph runs: to hold them
-for every size would take gigabytes. Drawing depends on what the requests asked for.
+A graph ends at the hidden states. Logits are one product, which the host queues while the graph runs: storing them for
+every size would take gigabytes. Sampling depends on the requests' parameters.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from quire.ops import AttentionPlan
 log = logging.getLogger("quire")
 
 LARGEST = 512  # rows; beyond, kernels take longer than their launches
-WARM_UPS = 2  # runs before a capture: the first compiles kernels and lets libraries take their workspaces
+WARM_UPS = 2  # runs before a capture: the first compiles kernels and lets libraries allocate workspaces
 
-# Runs a function in such a way that what is returned repeats it: the same kernels on the same memory, for the result
-# in the same tensor.
+# Runs a function such that the returned function repeats it: the same kernels on the same memory, with the result in
+# the same tensor.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of rows that graphs are captured for, up to max_num_seqs or LARGEST.
+    """Return the numbers of rows that graphs are captured for, up to max_num_seqs or LARGEST.
 
     A padding row costs a row of each product and of each small operator, and nothing in attention. Steps are fine where
     a few rows are a large share (1, 2, 4, then 8 by 8 to 64), and at most an eighth of the rows where products become
-    bound by arithmetic (16 by 16 to 256, then 32 by 32): each size takes a capture and memory of its own.
+    bound by arithmetic (16 by 16 to 256, then 32 by 32): each size costs a capture and its memory.
     """
     largest = min(max_num_seqs, LARGEST)
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST, 32)]
@@ -53,22 +53,21 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass
 class Bucket:
-    """What batches of up to `size` sequences run in. Its tensors and plans keep their addresses."""
+    """The buffers and the graph for batches of up to `size` sequences. Its tensors and plans keep their addresses."""
 
     size: int
     inputs: Tensor  # int64 [2, size], on the device: token ids, positions
-    plans: tuple[AttentionPlan, ...]  # one a cache group; models with layers that keep a state are not captured
+    plans: tuple[AttentionPlan, ...]  # one per cache group; models with stateful layers are not captured
     replay: Callable[[], Tensor] | None = None  # set when the bucket is captured; returns the hidden states, [size, H]
 
 
 class GraphRunner:
     """A runner that replays steps in which every sequence has one new token; the others run eagerly.
 
-    A bucket is captured when it is first needed, so that an engine is ready in seconds; but the largest one before any
-    other: what it has computed with serves the others too, while a smaller one's memory would not do for a larger one.
-    If a capture fails, this step and all later ones that find no captured bucket run eagerly: what failed is the
-    model's or the memory's, and would be the same for other sizes. Blocks that are being swapped have arrived before a
-    replay begins.
+    A bucket is captured when it is first needed, so that an engine is ready in seconds. But the largest one is captured
+    first: the others can reuse its memory, while the memory of a smaller one would not suffice for a larger one. If a
+    capture fails, this step and all later ones without a captured bucket run eagerly: the cause is the model or the
+    memory, and would be the same for other sizes. Blocks that are being swapped in arrive before a replay begins.
     """
 
     def __init__(self, runner: Runner, max_seqs: int, max_blocks: int, capture: Capture) -> None:
@@ -86,22 +85,22 @@ class GraphRunner:
         self._block_tables = torch.zeros(num_groups, largest, max_blocks, dtype=torch.int32)
 
     def is_lost(self) -> bool:
-        """As `Runner.is_lost`."""
+        """Return whether the device has failed for good, see `Runner.is_lost`."""
         return self.runner.is_lost()
 
     def run(self, batch: Batch) -> StepOutput:
-        """One step, as `Runner.run` does it."""
+        """Run one step, see `Runner.run`."""
         return self.launch(batch)()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """As `Runner.launch`."""
+        """Launch one step, see `Runner.launch`."""
         with device_context(self.runner.device):
             bucket = self._prepared(batch)
             if bucket is None:
                 return self.runner.launch(batch)
             self.runner.move(batch)
-            self.runner.cache.settle()  # a graph waits for nothing that is not in it
+            self.runner.cache.settle()  # a graph does not wait for events outside of it
             if bucket.replay is None and bucket.size < self.sizes[-1]:
                 self._capture_largest(batch)
             if bucket.replay is None and self._can_capture:
@@ -111,7 +110,7 @@ class GraphRunner:
             return self.runner.finish(batch, bucket.replay()[: len(batch.token_ids)], bucket.plans)
 
     def _prepared(self, batch: Batch) -> Bucket | None:
-        """The bucket for a batch, its plans updated and its inputs filled; None where the batch is to run eagerly."""
+        """Return the bucket for a batch, with plans updated and inputs filled; None if the batch has to run eagerly."""
         count = len(batch.token_ids)
         if count != len(batch.context_lens) or not 0 < count <= self.sizes[-1] or batch.lora_slots is not None:
             return None
@@ -129,12 +128,12 @@ class GraphRunner:
         return bucket
 
     def _bucket(self, size: int) -> Bucket | None:
-        """The bucket of that size; None where there is none and none can be captured."""
+        """Return the bucket of that size, or None if it does not exist and cannot be created."""
         if size not in self._buckets and self._can_capture:
             try:
                 plans = self.runner.make_plans(size, size, self._max_blocks)
                 for plan in plans:
-                    plan.covers_all = True  # so that warming up launches whatever a replay may
+                    plan.covers_all = True  # so that warming up launches everything that a replay may
                 inputs = torch.zeros(2, size, dtype=torch.int64, device=self.runner.device)
             except Exception:
                 self._give_up(size)
@@ -143,7 +142,7 @@ class GraphRunner:
         return self._buckets.get(size)
 
     def _update(self, bucket: Bucket, batch: Batch, count: int) -> None:
-        """Give the bucket's plans the first `count` sequences of the batch, and padding after them."""
+        """Update the bucket's plans with the first `count` sequences of the batch, and padding after them."""
         size = bucket.size
         lens = self._context_lens[:size]
         lens[:count], lens[count:] = batch.context_lens[:count], 0
@@ -154,14 +153,14 @@ class GraphRunner:
             plan.update(self._query_starts[: size + 1], lens, tables[:size, :width], slots[:size])
 
     def _capture_largest(self, batch: Batch) -> None:
-        """Capture the largest bucket, if that has not been done, on padding alone."""
+        """Capture the largest bucket, if not yet done, on padding alone."""
         bucket = self._bucket(self.sizes[-1])
         if bucket is not None and bucket.replay is None and self._can_capture:
             self._update(bucket, batch, 0)
             self._capture_bucket(bucket, batch)
 
     def _capture_bucket(self, bucket: Bucket, batch: Batch) -> None:
-        """Capture the bucket on what its plans and inputs hold.
+        """Capture the bucket with the current contents of its plans and inputs.
 
         Warming up computes that step, and so does the replay after it: each writes the same K and V to the same slots.
         """
@@ -176,17 +175,16 @@ class GraphRunner:
             log.info("captured a graph for %d sequences in %.2f s", bucket.size, perf_counter() - began)
 
     def _give_up(self, size: int) -> None:
-        """Capture nothing any more. Called where an exception is handled."""
+        """Stop capturing. Called in an except block."""
         log.warning("no graph for %d sequences, nor any further one: such steps run eagerly", size, exc_info=True)
         self._can_capture = False
         self._buckets.pop(size, None)
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share one pool of memory, since no two of them run at the same time.
+    """Captures CUDA graphs that share one pool of memory, since no two of them run at the same time.
 
-    All that a graph computes may lie where another one's does: what one returns is to be used before another is
-    replayed.
+    Any result of a graph may be overwritten by another one: use it before another graph is replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -195,7 +193,7 @@ class CudaCapture:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run the function a few times on a side stream, capture it, and return what replays it."""
+        """Run the function a few times on a side stream, capture it, and return the function that replays it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -203,18 +201,18 @@ class CudaCapture:
                 for _ in range(WARM_UPS):
                     function()
         finally:
-            current.wait_stream(self._stream)  # what has been queued reads memory that may be given up now
+            current.wait_stream(self._stream)  # queued work reads memory that may be freed now
         graph = torch.cuda.CUDAGraph()
         try:
             # Relaxed: other threads may use the GPU meanwhile, and a kernel may still be loaded that this step did not
-            # need but a later one will. Who would wait for a captured kernel raises all the same.
+            # need but a later one will. Code that waits for a captured kernel raises anyway.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
                 result = function()
         except BaseException:
-            self._pool = torch.cuda.graph_pool_handle()  # torch (2.11) takes the old one to be recorded to for ever
+            self._pool = torch.cuda.graph_pool_handle()  # torch (2.11) considers the old one in use for ever
             raise
         finally:
-            torch.cuda.set_stream(current)  # a capture that fails does not
+            torch.cuda.set_stream(current)  # a failed capture does not restore it
 
         def replay() -> Tensor:
             graph.replay()

@@ -19,8 +19,9 @@ class Pace:
         self._is_measured = False
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record that a step of `num_tokens` tokens took `seconds`, all attributed to the tokens: whole steps are
-        bounded.
+        """Record that a step of `num_tokens` tokens took `seconds`.
+
+        All of the time counts as the tokens', because whole steps are bounded.
         """
         if num_tokens < LEAST:
             return

@@ -1,4 +1,4 @@
-"""Prefetch: blocks that a waiting request needs are read from a disk or another replica into the prefix cache."""
+"""Prefetch: read blocks of waiting requests from a disk or another replica into the prefix cache."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from quire.request import Request
 
 log = logging.getLogger("quire")
 
-WORTH = 0.5  # of the time that computing takes: blocks are read where that is expected to take less
-PATIENCE = 0.1  # s; a request waits for its blocks that long at least, where computing would take less
-LEAST_TOKENS = 64  # of a step whose time is taken as a measure of the time a token takes
+WORTH = 0.5  # fraction of the computing time: blocks are read if reading is expected to take less
+PATIENCE = 0.1  # s: minimum time that a request waits for its blocks, even if computing would take less
+LEAST_TOKENS = 64  # minimum size of a step that counts as a measurement of the time per token
 MEMORY = 0.2  # weight of the latest of these steps
-NAP = 0.005  # s that a step waits at most that has nothing to compute until blocks arrive
+NAP = 0.005  # s: maximum wait in a step that has nothing to compute until blocks arrive
 
 
 @dataclass(eq=False)
 class Load:
-    """The blocks that are read for one request, and the room that is kept for it until it is admitted."""
+    """The blocks being read for one request, and the space that is reserved for it until it is admitted."""
 
     request: Request
     source: BlockSource
     deadline: float  # s, of the clock; after it the request is computed
     num_cached: int  # tokens that were in memory
-    num_tokens: int  # that need not be computed besides if all blocks arrive
-    names: Sequence[Name] = ()  # of its blocks in memory and of those to come: they are reserved
+    num_tokens: int  # additional tokens that need not be computed if all blocks arrive
+    names: Sequence[Name] = ()  # of its blocks in memory and of those being read: they are reserved
     missing: set[Read] = field(default_factory=set)  # those that have not arrived
-    has_read: bool = False  # some have
+    has_read: bool = False  # some have arrived
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,23 @@ class Offer:
     match: Match
     num_tokens: int
     reading: float  # s
-    computing: float  # s, of the same tokens
+    computing: float  # s, for the same tokens
 
     @property
     def saved(self) -> float:
-        """Seconds."""
+        """Seconds saved by reading."""
         return self.computing - self.reading
 
 
 class Prefetch:
-    """Decides which blocks are read, and lets requests wait for them.
+    """Decides which blocks to read, and makes requests wait for them.
 
-    A request waits for one source, that which saves most. It waits once, while it could be admitted otherwise, and no
+    A request waits for one source, the one that saves most. It waits once, while it could be admitted otherwise, and no
     longer than computing would take. A block that several requests wait for is read once.
 
     The free blocks that a request needs are promised to it until it is admitted: no request after it may take them. Of
-    these, what already holds its tokens is reserved. All of them stay free blocks: running requests may take them.
+    these, the blocks that already contain its tokens are reserved. All of them stay free blocks: running requests may
+    take them.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Prefetch:
         seconds_a_token: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """seconds_a_token: of a prompt, until steps have shown how long it takes."""
+        """seconds_a_token: duration of a prompt token, until steps have been measured."""
         self.seconds_a_token = seconds_a_token
         self.arrivals = arrivals
         self.sources: list[BlockSource] = []
@@ -81,11 +82,11 @@ class Prefetch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any request waits for blocks."""
+        """True if any request waits for blocks."""
         return any(load.missing for load in self._loads.values())
 
     def begin_step(self) -> None:
-        """Take the blocks that have arrived. Called before anything of a step is planned."""
+        """Restore the blocks that have arrived. Called before a step is planned."""
         for load in list(self._loads.values()):
             if load.request.finish_reason is not None or load.request.cache.block_ids:
                 self._end(load)
@@ -101,40 +102,40 @@ class Prefetch:
             for group in range(len(self._manager.groups)):
                 try:
                     self._manager.restore(group, [read for read in there if read.name.group == group], load.request)
-                except Exception:  # they are computed
+                except Exception:  # they are computed instead
                     log.exception("KV blocks that were read for request %s cannot be used", load.request.id)
             if load.missing and self._clock() >= load.deadline:
                 load.source.refuse("late")
                 self._give_up(load)
-        self.arrivals.drop(arrived)  # the cache has what there was room for
+        self.arrivals.drop(arrived)  # the cache has those that it had room for
         self._manager.tell_disk_changes()
 
     def planned(self, plan: Plan) -> None:
-        """A step was planned. While it is computed, the disk is written at a limited rate."""
+        """Record that a step was planned. While it is computed, the disk is written at a limited rate."""
         if self._manager.disk is not None:
             self._manager.disk.is_computing = not plan.is_empty
 
     def end_step(self, num_tokens: int, seconds: float) -> None:
-        """A step that computed that many tokens was committed."""
+        """Record that a step of `num_tokens` tokens was committed."""
         if self._manager.disk is not None:
             self._manager.disk.is_computing, self._manager.disk.last_step = False, time.monotonic()
         if num_tokens >= LEAST_TOKENS:
             self.seconds_a_token += MEMORY * (seconds / num_tokens - self.seconds_a_token)
 
     def awaits(self, request: Request, spare: Sequence[int]) -> bool:
-        """Whether the request waits for blocks. spare: free blocks of each group that it may take."""
+        """Return whether the request waits for blocks. spare: free blocks of each group that it may take."""
         load = self._loads.get(request.id) or self._begin(request, spare)
         return load is not None and bool(load.missing)
 
     def promised(self, request: Request) -> Sequence[int]:
-        """Free blocks of each group that no request after this one, which waits, may take."""
+        """Return the number of free blocks of each group that no request after this waiting one may take."""
         load = self._loads.get(request.id)
         if load is None or not load.names:
             return [0] * len(self._manager.groups)
         return self._manager.needed(request, self._manager.lookup.match(request))  # blocks may have lost their owners
 
     def admitted(self, request: Request) -> None:
-        """The request was given the blocks that it was found to share. Count those that were read for it."""
+        """Record that the request was admitted with its matched blocks. Count those that were read for it."""
         load = self._loads.get(request.id)
         if load is None:
             return
@@ -145,12 +146,12 @@ class Prefetch:
             load.source.counts.tokens += num_tokens
 
     def reset(self) -> None:
-        """Let no request wait any more, and take none of the blocks that are being read."""
+        """Stop all waiting, and discard the blocks that are being read."""
         for load in self._loads.values():
             self._give_up(load)
 
     def _begin(self, request: Request, spare: Sequence[int]) -> Load | None:
-        """Begin to read blocks for the request. None: no source has any, or there is no room for them now."""
+        """Begin to read blocks for the request. Return None if no source has any, or there is no room for them now."""
         lookup = self._manager.lookup
         sources = [source for source in self.sources if source.held(request) is not None]
         if not sources:
@@ -178,7 +179,7 @@ class Prefetch:
         return load
 
     def _offer(self, source: BlockSource, request: Request, match: Match) -> Offer | None:
-        """The blocks of the request that a source has and memory has not. None: there are none."""
+        """Return the request's blocks that a source has in addition to memory, or None if it has none."""
         more = self._manager.lookup.match(request, source.held(request))
         num_tokens = (more.num_blocks - match.num_blocks) * self._manager.block_size
         if num_tokens <= 0:
@@ -187,7 +188,7 @@ class Prefetch:
         return Offer(source, more, num_tokens, source.seconds(size), num_tokens * self.seconds_a_token)
 
     def _blocks(self, request: Request, match: Match) -> tuple[list[Name], list[Read]]:
-        """The blocks of a match, and those of them that are not in memory."""
+        """Return the names of a match's blocks, and the reads of those that are not in memory."""
         names: list[Name] = []
         reads: list[Read] = []
         size = self._manager.block_size
@@ -202,12 +203,12 @@ class Prefetch:
         return names, reads
 
     def _end(self, load: Load) -> None:
-        """The request was admitted, or has ended."""
+        """End the load of a request that was admitted, or has ended."""
         del self._loads[load.request.id]
         self._give_up(load)
 
     def _give_up(self, load: Load) -> None:
-        """The request waits no longer, and no room is kept for it. What no other one waits for need not be read."""
+        """Stop waiting and free the request's reservation. Cancel reads that no other request waits for."""
         others = {read for other in self._loads.values() if other is not load for read in other.missing}
         for read in load.missing - others:
             read.is_wanted = False

@@ -1,4 +1,4 @@
-"""Runner: a Batch in, a StepOutput out. The only place where the model, the cache and the sampler meet."""
+"""Runner: computes a StepOutput from a Batch. The only place where the model, the cache and the sampler meet."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from quire.ops.program import Plan
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
 from quire.request import TokenLogprobs
 
-MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabulary of 128k
+MAX_LOGIT_ROWS = 256  # rows of V numbers in memory at a time: 128 MiB for a vocabulary of 128k
 
-Reader: TypeAlias = Callable[[StepOutput], None]  # writes what a part of a step found to its output, when it is done
+Reader: TypeAlias = Callable[[StepOutput], None]  # writes one part of a finished step to its output
 
 
 class Runner:
     """Runs a model eagerly, with a plan for each cache group of attention and of states that every step updates.
 
-    On a GPU the host queues a whole step and waits once, for the tokens that were drawn and the logprobs asked for. It
-    may queue the next one before: tokens that are drawn stay on the device as well, where that step takes them.
+    On a GPU the host queues a whole step and waits once, for the drawn tokens and the requested logprobs. It may queue
+    the next step before that: drawn tokens also stay on the device, where the next step reads them.
     """
 
     def __init__(
@@ -40,42 +40,42 @@ class Runner:
         model: Model,
         cache: KVCache,
         backend: Backend,
-        specs: Sequence[AttentionSpec],  # one a cache group of attention
+        specs: Sequence[AttentionSpec],  # one per cache group of attention
         max_tokens: int,
         max_seqs: int,
         max_blocks: int,
-        recurrent: Sequence[RecurrentSpec] = (),  # one a cache group of states
+        recurrent: Sequence[RecurrentSpec] = (),  # one per cache group of states
     ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.specs = tuple(specs)
         self.device = torch.device(specs[0].device if specs else recurrent[0].device)
-        max_pieces = max_tokens // PIECE + 2  # a step may begin and end within one
+        max_pieces = max_tokens // PIECE + 2  # a step may begin and end within a piece
         self.plans: tuple[Plan, ...] = (
             *self.make_plans(max_tokens, max_seqs, max_blocks),
             *(backend.make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces) for spec in recurrent),
         )
-        self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: what the last step that drew has drawn
+        self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: tokens of the last step that drew any
         self._drawn_ids: list[str] = []  # the request of each of its rows
 
     def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
-        """A plan of that size for each cache group of attention."""
+        """Create a plan of that size for each cache group of attention."""
         return tuple(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
 
     def run(self, batch: Batch) -> StepOutput:
-        """Move blocks, compute the batch's tokens, draw the next ones, and gather the logprobs that were asked for."""
+        """Move blocks, compute the batch's tokens, draw the next ones, and gather the requested logprobs."""
         return self.launch(batch)()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Queue what `run` does. A CPU has done it then."""
+        """Queue the work of `run`. On a CPU it is finished on return."""
         with device_context(self.device):
             self.move(batch)
             return self.compute(batch) if len(batch.token_ids) else lambda: StepOutput({})
 
     def is_lost(self) -> bool:
-        """Whether the device fails for good: after an illegal address, say, so does every further call of CUDA."""
+        """Return whether the device has failed for good, as after an illegal address: then every CUDA call fails."""
         if self.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.device)
@@ -84,7 +84,7 @@ class Runner:
         return False
 
     def move(self, batch: Batch) -> None:
-        """Swap out, swap in, copy."""
+        """Swap blocks out, swap blocks in, and copy blocks."""
         for g, group in enumerate(batch.moves):
             self.cache.swap_out(g, *group.swap_out)
             self.cache.swap_in(g, *group.swap_in)
@@ -96,13 +96,13 @@ class Runner:
                         self._copy_rows(kept, copied)
 
     def _copy_rows(self, cache: RecurrentCache, pairs: Pairs) -> None:
-        """Copy the rows of pieces that siblings share until one of them goes on. States are never written twice."""
+        """Copy the rows of pieces that siblings share until one of them advances. States are never written twice."""
         src, dst = send([torch.tensor(pairs.src), torch.tensor(pairs.dst)], self.device)
         for rows in (cache.keys, cache.updates, cache.decays, cache.inputs):
             rows.index_copy_(0, dst, rows.index_select(0, src))
 
     def compute(self, batch: Batch) -> Launched:
-        """What `launch` does when blocks have moved."""
+        """Queue the computation of a step whose blocks have moved."""
         self.update(batch)
         kept = _rows_to_keep(batch)
         token_ids, positions, rows = send([batch.token_ids, batch.positions, kept], self.device)
@@ -113,7 +113,7 @@ class Runner:
         return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), self.plans, kept)
 
     def update(self, batch: Batch) -> None:
-        """Give each cache group's plan the batch's metadata."""
+        """Update each cache group's plan with the batch's metadata."""
         tables = [(group.block_tables, group.slots) for group in batch.groups]
         tables += [(group.state_tables, group.row_tables) for group in batch.recurrent]
         for plan, own in zip(self.plans, tables, strict=True):
@@ -124,15 +124,16 @@ class Runner:
         batch: Batch,
         token_ids: Tensor,  # int64 [T] or longer, on the device; changed in place
     ) -> None:
-        """Put the tokens that the step before draws where the batch has them.
+        """Fill in the tokens that the previous step draws.
 
-        A row without a finite logit draws none. Its request ends, so what is computed of it is not used, but it has to
-        be computed of some token.
+        A row without a finite logit draws none. Its request ends, so its next row is not used, but that row still needs
+        a valid token.
         """
         if not batch.drawn.request_ids:
             return
         if batch.drawn.request_ids == self._drawn_ids and len(self._drawn_ids) == len(batch.token_ids):
-            torch.clamp(self._drawn, min=0, out=token_ids[: len(self._drawn)])  # all go on, each in its row
+            # All requests continue, each in the same row.
+            torch.clamp(self._drawn, min=0, out=token_ids[: len(self._drawn)])
             return
         row_of = {request_id: row for row, request_id in enumerate(self._drawn_ids)}
         drawn = torch.tensor([row_of[request_id] for request_id in batch.drawn.request_ids])
@@ -142,11 +143,11 @@ class Runner:
     def finish(
         self,
         batch: Batch,
-        hidden: Tensor,  # [T, H]; or those that were kept
-        plans: Sequence[Plan],  # that the step was computed with
-        kept: Tensor | None = None,  # int64, host, ascending: the rows that `hidden` has; None: all
+        hidden: Tensor,  # [T, H]; or only the kept rows
+        plans: Sequence[Plan],  # the plans that computed the step
+        kept: Tensor | None = None,  # int64, host, ascending: the rows of `hidden`; None: all
     ) -> Launched:
-        """Draw a token for each logit row, and gather the logprobs and hidden states that were asked for."""
+        """Draw a token for each logit row, and gather the requested logprobs and hidden states."""
         readers = [_nonfinite_rows(batch, self.nonfinite(plans, len(batch.token_ids)))]
         if len(batch.logit_rows):
             readers.append(self._sample(batch, _rows(hidden, batch.logit_rows, kept)))
@@ -167,10 +168,10 @@ class Runner:
 
     def nonfinite(
         self,
-        plans: Sequence[Plan],  # of a graph they have padding after the rows
+        plans: Sequence[Plan],  # those of a graph have padding after the rows
         count: int,  # T
     ) -> Tensor:
-        """Which rows have K or V that are not finite in any layer: int32 [T], not 0."""
+        """Return flags of the rows whose K or V is not finite in any layer: int32 [T], nonzero if so."""
         flags = [plan.nonfinite[:count] for plan in plans]
         return flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
 
@@ -203,7 +204,7 @@ class Runner:
                     output.tokens[request_id] = token
                     if row in by_row:
                         output.logprobs[request_id] = by_row[row]
-                else:  # after a guess
+                else:  # drawn after a draft token
                     output.tokens_after_guesses.setdefault(request_id, []).append(token)
                     if row in by_row:
                         output.logprobs_after_guesses.setdefault(request_id, []).append(by_row[row])
@@ -245,7 +246,8 @@ def _embed(
         found = states.numpy()
         finite = np.isfinite(found).all(1).tolist()
         for request_id, state, is_finite in zip(batch.embed.request_ids, found, finite, strict=True):
-            output.hidden_states[request_id] = state.copy() if is_finite else None  # what lies next to it is freed
+            # A copy, so that the whole array can be freed.
+            output.hidden_states[request_id] = state.copy() if is_finite else None
 
     return read
 
@@ -254,7 +256,7 @@ def _nonfinite_rows(
     batch: Batch,
     flags: Tensor,  # int32 [T], on the device
 ) -> Reader:
-    """Report by sequence its first row whose K or V is not finite in any layer."""
+    """Report, for each sequence, its first row whose K or V is not finite in any layer."""
     found = receive(flags)
     starts = batch.query_starts.clone()  # the next step overwrites them
 
@@ -271,14 +273,14 @@ def _nonfinite_rows(
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, kernels and streams are those of that GPU; nothing changes for a CPU."""
+    """Return a context that makes a GPU current; it does nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _rows_to_keep(batch: Batch) -> Tensor:
-    """The rows that anything is asked of: int64, ascending.
+    """Return the rows whose hidden states are needed: int64, ascending.
 
-    Of a step that asks for nothing, a piece of a long prompt, the last one: operators take no less.
+    If none is, as for a chunk of a long prompt, return the last row, because operators take at least one.
     """
     asked = [rows for rows in (batch.logit_rows, batch.prompt.rows, batch.embed.rows) if len(rows)]
     if not asked:
@@ -287,11 +289,11 @@ def _rows_to_keep(batch: Batch) -> Tensor:
 
 
 def _rows(
-    hidden: Tensor,  # [T, H]; or those that were kept
+    hidden: Tensor,  # [T, H]; or only the kept rows
     rows: Tensor,  # int64 [R], host, ascending
     kept: Tensor | None,  # int64, host, ascending
 ) -> Tensor:
-    """Those rows: [R, H]."""
+    """Return those rows: [R, H]."""
     if len(rows) == len(hidden):
         return hidden
     if kept is not None:

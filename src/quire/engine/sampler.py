@@ -1,11 +1,11 @@
-"""From logits to token ids and log-probabilities.
+"""Draw token ids and compute log-probabilities from logits.
 
-A row's draw depends on its own logits, parameters and random number only, and ties go to the lowest token id. So what
-is summed over the vocabulary must not depend on how the sum is formed. On a CPU sums are cumulative ones, which are
-formed in order: a plain sum may be split among threads. A GPU splits every sum, so there they are sums of integers.
+A row's draw depends only on its own logits, parameters and random number; ties go to the lowest token id. So sums over
+the vocabulary must not depend on the order of their terms. A CPU uses cumulative sums, which run in order, because a
+plain sum may be split among threads. A GPU splits every sum, so it sums integers.
 
-The two ways to draw choose alike. A CPU's looks at its numbers, to rank no more tokens than it must. A GPU's never
-does, since each look waits for all that is queued: which rows are drawn, and how, is known from their parameters alone.
+Both ways to draw choose alike. The CPU's inspects values, to rank no more tokens than necessary. The GPU's never does,
+since each read of a value waits for all queued work: the parameters alone determine which rows are drawn, and how.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.engine.transfer import receive, send
 from quire.ops import Backend
 from quire.request import TokenLogprobs
 
-TILE = 128  # tokens of which only the best one counts at first
-CANDIDATES = 1_024  # tokens of a row that are ranked at first; more if they do not hold its nucleus
-MAX_DRAWN_ROWS = 16  # rows at a time that hold several float64 numbers a token: some 100 MiB for a vocabulary of 128k
-FEW = 4  # a mask that leaves less than one token of so many is worth gathering these
-UNIT = 2**44  # the best token's weight where weights are integers: 2**18 of them add up to less than 2**63
-DRAWN_NUMBERS = 2**22  # logits that a GPU draws from at a time; each takes some ten numbers of 8 bytes
+TILE = 128  # tokens per group; first only the best one of each counts
+CANDIDATES = 1_024  # tokens of a row that are ranked first; more if they do not contain its nucleus
+MAX_DRAWN_ROWS = 16  # rows at a time, with several float64 numbers per token: about 100 MiB for a vocabulary of 128k
+FEW = 4  # a mask that leaves less than 1/FEW of the tokens is worth gathering them
+UNIT = 2**44  # weight of the best token when weights are integers: 2**18 of them add up to less than 2**63
+DRAWN_NUMBERS = 2**22  # logits that a GPU draws from at a time; each needs about ten numbers of 8 bytes
 
 
 def sample(
@@ -36,7 +36,7 @@ def sample(
     rows: SamplingRows,
     backend: Backend,
 ) -> Tensor:
-    """One token a row: int64 [R], INVALID_TOKEN where no logit is finite.
+    """Draw one token per row: int64 [R], INVALID_TOKEN if no logit is finite.
 
     Order: biases, penalties, forbidden tokens, masks, then greedy choice, or temperature, min-p, top-k, top-p and a
     draw.
@@ -45,9 +45,10 @@ def sample(
         _change(logits, rows)
     if rows.masks is not None:
         _mask(logits, rows.masks)
-    tokens = _argmax(logits) if logits.is_cpu else logits.argmax(-1)  # of equal logits the first; NaN is the largest
+    # Both choose the first of equal logits; NaN counts as the largest.
+    tokens = _argmax(logits) if logits.is_cpu else logits.argmax(-1)
     best = logits.gather(1, tokens[:, None])
-    valid = best.flatten().abs() < torch.inf  # as `isfinite`, in fewer launches
+    valid = best.flatten().abs() < torch.inf  # equivalent to `isfinite`, in fewer launches
     if rows.temperature.any():
         draw = _draw_looking if logits.is_cpu else _draw_blindly
         draw(logits, best, valid, rows, backend, tokens)
@@ -58,7 +59,7 @@ def _change(
     logits: Tensor,  # fp32 [R, V]; changed in place
     rows: SamplingRows,
 ) -> None:
-    """Add the biases, apply the penalties, and forbid what is forbidden. No row has a token twice in a list."""
+    """Add the biases, apply the penalties, and forbid the banned tokens. No row has a token twice in a list."""
     bias_row, bias_token, bias, row, token, count, repetition, frequency, presence, banned_row, banned_token = send(
         [
             rows.bias_rows,
@@ -86,9 +87,9 @@ def _mask(
     logits: Tensor,  # fp32 [R, V]; changed in place
     masks: Masks,
 ) -> None:
-    """Forbid what the rows' guides do not allow."""
+    """Forbid the tokens that the rows' masks do not allow."""
     vocabulary = logits.shape[1]
-    if logits.is_cpu:  # row by row in place, by numpy: torch's masked_fill_ takes several times as long
+    if logits.is_cpu:  # row by row in place with numpy: torch's masked_fill_ takes several times as long
         reach = min(8 * masks.allowed.shape[1], vocabulary)
         unpacked = np.unpackbits(~masks.allowed.numpy(), axis=1, count=reach, bitorder="little").view(np.bool_)
         numbers = logits.numpy()
@@ -109,14 +110,15 @@ def _mask(
 def _argmax(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
-    """As logits.argmax(-1): int64 [R]. That looks at one number at a time; this does so only where the best one is."""
+    """Return logits.argmax(-1): int64 [R]. That reads one number at a time; this does so only in the best tile."""
     rows, vocabulary = logits.shape
     whole = vocabulary // TILE
     best = logits[:, : whole * TILE].view(rows, whole, TILE).amax(-1)
     if whole * TILE < vocabulary:
         best = torch.cat([best, logits[:, whole * TILE :].amax(-1, keepdim=True)], 1)
     first = best.argmax(-1) * TILE
-    places = (first[:, None] + torch.arange(TILE)).clamp(max=vocabulary - 1)  # what is doubled stands after
+    # Clamped indices come after the index that they duplicate.
+    places = (first[:, None] + torch.arange(TILE)).clamp(max=vocabulary - 1)
     best_place: Tensor = logits.gather(1, places).argmax(-1)
     return first + best_place
 
@@ -146,12 +148,12 @@ def _draw_among_few(
     best: Tensor,  # fp32 [R, 1]
     rows: SamplingRows,
     masks: Masks,
-    drawing: Tensor,  # bool [R], the rows to draw; those that are drawn here are taken out
+    drawing: Tensor,  # bool [R], the rows to draw; cleared for rows that are drawn here
     tokens: Tensor,  # int64 [R]; changed in those rows
 ) -> None:
-    """Draw the rows whose masks allow few tokens from these alone, by numpy, whose calls on so little take less time.
+    """Draw the rows whose masks allow few tokens from those only, with numpy, which is faster on small arrays.
 
-    That is the same token: what is left out has no weight, and sums are formed in order.
+    The token is the same: the other tokens have no weight, and sums run in order.
     """
     vocabulary, masked = logits.shape[1], masks.rows
     whole = drawing[masked] & (rows.top_k[masked] >= vocabulary) & (rows.top_p[masked] >= 1.0)
@@ -177,13 +179,13 @@ def _draw_among_few(
 
 def _draw(
     logits: Tensor,  # fp32 [R, V]
-    weights: Tensor,  # fp64 [R, V], unnormalised probabilities
+    weights: Tensor,  # fp64 [R, V], unnormalized probabilities
     top_k: Tensor,  # int64 [R]
     top_p: Tensor,  # fp32 [R]
     uniforms: Tensor,  # fp64 [R]
     backend: Backend,
 ) -> Tensor:
-    """A token a row: int64 [R], by the inverse of the cumulative distribution."""
+    """Draw a token per row: int64 [R], by the inverse of the cumulative distribution."""
     cut = (top_k < weights.shape[1]) | (top_p < 1.0)
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     if not cut.all():
@@ -200,7 +202,7 @@ def _draw(
         share = top_p[pending, None] * total
         complete = (limit.flatten() <= count) | (count == weights.shape[1])
         held = complete | (among_all & (cumulative[:, -1:] >= share).flatten())
-        ranked[cumulative - ranked >= share] = 0.0  # better tokens hold the share already
+        ranked[cumulative - ranked >= share] = 0.0  # better tokens already make up the share
         drawn = ids.gather(1, _invert(ranked, uniforms[pending])[:, None]).flatten()
         tokens[pending[held]] = drawn[held]
         count, pending = 8 * count, pending[~held]
@@ -211,7 +213,7 @@ def _invert(
     weights: Tensor,  # fp64 [R, V]
     uniforms: Tensor,  # fp64 [R]
 ) -> Tensor:
-    """The first index a row whose cumulative weight exceeds its share `uniforms` of the total: int64 [R]."""
+    """Return the first index per row whose cumulative weight exceeds the share `uniforms` of the total: int64 [R]."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -242,7 +244,7 @@ def _draw_blindly(
     parts += [slice(start, start + most) for start in range(len(whole), len(order), most)]
     for part in parts:
         index, temperature, min_p, top_k, top_p, uniforms = (x[part] for x in there)
-        # A row without a finite logit gets a token like the others, which is not used.
+        # A row without a finite logit draws a token like the others, which is not used.
         kept, top = (torch.where(valid[index, None], x[index], 0.0) for x in (logits, best))
         weights = torch.exp((kept - top).double() / temperature[:, None])
         weights = (torch.where(weights < min_p[:, None], 0.0, weights) * UNIT).long()
@@ -261,13 +263,13 @@ def _draw_rank(
     top_p: Tensor,  # fp32 [R]
     uniforms: Tensor,  # fp64 [R]
 ) -> Tensor:
-    """Which of its ids each row draws: int64 [R]."""
+    """Return the index in `ids` that each row draws: int64 [R]."""
     rank = torch.arange(ids.shape[1], device=ids.device)
     ranked = torch.where(rank < top_k[:, None], weights.gather(1, ids), 0)
     cumulative = ranked.cumsum(-1)
     among_all = top_k >= weights.shape[1]  # the nucleus is a share of the whole vocabulary
     share = top_p.double() * torch.where(among_all, weights.sum(-1), cumulative[:, -1]).double()
-    # Where better tokens hold the share already, a token is dropped.
+    # A token is dropped if better tokens already make up the share.
     return _invert_integers(torch.where((cumulative - ranked).double() < share[:, None], ranked, 0), uniforms)
 
 
@@ -275,7 +277,7 @@ def _invert_integers(
     weights: Tensor,  # int64 [R, V]
     uniforms: Tensor,  # fp64 [R]
 ) -> Tensor:
-    """As `_invert`, in integers but for the share."""
+    """Equivalent of `_invert` in integers, except for the share."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = torch.minimum((uniforms[:, None] * total.double()).long(), total - 1)
@@ -291,14 +293,14 @@ def token_logprobs(
     num_logprobs: Tensor,  # int64 [R], on the host
     backend: Backend,
 ) -> Callable[[], list[TokenLogprobs]]:
-    """The logprob and rank of each row's token, and its most probable tokens, of equal ones the lower id first.
+    """Return a function that reads, per row, the logprob and rank of its token, and its most probable tokens.
 
-    To be read when all that is queued is done.
+    Of equal ones the lower id ranks first. Call it when all queued work is done.
     """
     logprobs = logits - backend.logsumexp(logits)[:, None]
     chosen = logprobs.gather(1, tokens[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
-    better = (logprobs > chosen) | ((logprobs == chosen) & (ids < tokens[:, None]))  # of equal ones the lower id
+    better = (logprobs > chosen) | ((logprobs == chosen) & (ids < tokens[:, None]))  # of equal ones the lower id first
     ranks = better.sum(-1) + 1
     best = backend.top_k(logits, int(num_logprobs.max())) if len(logits) else tokens[:, None]  # [R, most]
     found = [receive(x) for x in (tokens, chosen.flatten(), ranks, best, logprobs.gather(1, best))]

@@ -1,4 +1,4 @@
-"""Scheduler: who computes how many tokens in each step, and who is preempted."""
+"""Scheduler: distributes each step's tokens among the requests, and preempts requests."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ log = logging.getLogger("quire")
 
 
 class Scheduler:
-    """Continuous batching by one rule: num_computed chases len(tokens), under a budget of tokens a step.
+    """Continuous batching by one rule: num_computed catches up with len(tokens), within a token budget per step.
 
-    A prompt, a piece of one, a single decoded token, what a prefix hit leaves and the recomputation of a preempted
+    A prompt, a chunk of one, a single decoded token, the rest after a prefix hit and the recomputation of a preempted
     request are all the same subtraction. A request waits, runs (it owns blocks), or is swapped out (it owns blocks on
-    the host). What runs shares the budget first. Requests are admitted in the order of their ranks, the last running
-    ones are preempted when blocks run out, and what was preempted comes back first: no request can take a block from
+    the host). Running requests share the budget first. Requests are admitted in the order of their ranks. When blocks
+    run out, the last running ones are preempted, and preempted requests resume first: no request can take a block from
     the first of all, so all of them end.
     """
 
@@ -63,41 +63,41 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.order = order
-        self.lookup = lookup  # if set, what comes next is guessed where that is worth while
+        self.lookup = lookup  # if set, proposes draft tokens where that is worthwhile
         self.clock = clock
         self.pace: Pace | None = None  # if set, steps in which sequences decode are shorter
-        self.prefetch: Prefetch | None = None  # if set, requests may wait for blocks from elsewhere
+        self.prefetch: Prefetch | None = None  # if set, requests may wait for blocks from other sources
         self.running = RankedList()
         self.swapped = RankedList()
         self.waiting = WaitingQueue()
         self.requests: dict[str, Request] = {}  # all of these, by id
         self.num_preemptions = 0
-        self.num_planned = 0  # tokens to compute, of all steps that were committed
-        self._budget = max_num_batched_tokens  # of the step that was planned last
+        self.num_planned = 0  # tokens computed in all committed steps
+        self._budget = max_num_batched_tokens  # of the last planned step
         self._marked: list[Request] = []  # to be ended by the next commit
         self._num_added = self._num_plans = 0
         self._shortage = Shortage()
 
     @property
     def is_ending(self) -> bool:
-        """Whether the next commit ends requests, whatever its step gives them."""
+        """True if the next commit ends requests, whatever its step computes for them."""
         return bool(self._marked)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request has not ended."""
         return bool(self.requests)
 
     def usage(self) -> CacheUsage:
-        """How the blocks of attention are used at this moment."""
+        """Return the current usage of the blocks of attention."""
         return cache_usage(self.manager, self.running)
 
     def state_usage(self) -> tuple[CacheUsage, CacheUsage]:
-        """How the states, and how the rows of pieces in progress are used at this moment."""
+        """Return the current usage of the states, and of the rows of pieces in progress."""
         return state_usage(self.manager, self.running)
 
     def audit(self) -> None:
-        """Prove the lists of requests and the books of the cache. Raises BadValue where one of them is wrong."""
+        """Verify the lists of requests and the cache's bookkeeping. Raises BadValue for an inconsistency."""
         listed = [*self.running, *self.swapped, *self.waiting]
         if sorted(r.schedule.ordinal for r in listed) != sorted(r.schedule.ordinal for r in self.requests.values()):
             raise BadValue(f"{len(self.requests)} requests are {len(listed)} times in the scheduler's lists")
@@ -112,21 +112,21 @@ class Scheduler:
         audit(self.manager, list(self.requests.values()))
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the request could never run here, with the numbers."""
+        """Raise RequestError, with the numbers, if the request could never run here."""
         if request.priority and self.order in BLIND_TO_PRIORITY:
             message = f"request {request.id} has priority {request.priority}"
             raise RequestError(f"{message}; only scheduling_policy='priority' uses it", "priority")
         check_size(request, self.longest(request), self.manager, self.max_model_len, self.max_num_seqs)
 
     def longest(self, request: Request) -> int:
-        """Tokens, prompt included, at which the request ends at the latest."""
+        """Return the number of tokens, prompt included, at which the request ends at the latest."""
         asked = request.sampling.max_tokens if request.task is GENERATE else 0
         return self.max_model_len if asked is None else min(self.max_model_len, request.num_prompt + asked)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError, queueing nothing, if it could never run or its id is taken.
+        """Queue a request. Raises RequestError, and queues nothing, if it could never run or its id is taken.
 
-        Siblings are added one after the other.
+        Siblings must be added one after the other.
         """
         self.check(request)
         if request.guide is not None:
@@ -144,12 +144,12 @@ class Scheduler:
         self._num_added += 1
         first = request.group.members[0] if request.group else request
         request.schedule.rank = (self.order(request), request.schedule.ordinal, request.schedule.ordinal)
-        if first is not request:  # siblings stand side by side
+        if first is not request:  # siblings are adjacent
             request.schedule.rank = (*first.schedule.rank[:2], request.schedule.ordinal)
         self.requests[request.id] = request
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """Mark a request to be ended by the next commit; one that is unknown or has ended is left alone."""
+        """Mark a request to be ended by the next commit; an unknown or ended one is left alone."""
         request = self.requests.get(request_id)
         if request is not None and request.finish_reason is None:
             request.finish_reason = reason
@@ -158,14 +158,14 @@ class Scheduler:
     # --------------------------------------------------------------------------- requests whose tokens a driver chooses
 
     def extend(self, request: Request, token: int) -> None:
-        """Give a driven request its next token."""
+        """Append the next token to a driven request."""
         request.tokens.append(token)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let the child, new or a sibling that gives up what it had, go on from the parent, whose tokens it has.
+        """Make the child, a new request or a sibling that drops its own state, continue from the parent.
 
-        The child inherits what decides the parent's numbers, such as its adapter. Where the parent's tokens are not all
-        in the cache, as it was preempted, the child is computed again, too.
+        The child already has the parent's tokens. It inherits everything that determines the parent's numbers, such as
+        its adapter. If the parent was preempted and its tokens are not all in the cache, the child is recomputed too.
         """
         child.inherit(parent)
         if child.id not in self.requests:
@@ -182,14 +182,14 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- a step
 
     def plan(self) -> Plan:
-        """Share out the next step: running requests first, then those that were preempted, then new ones."""
+        """Plan the next step: running requests first, then preempted ones, then new ones."""
         plan = Plan()
         self._num_plans += 1
         self.manager.now = self.clock()
         if self.prefetch is not None:
             self.prefetch.begin_step()
         lacking = self._keep_running(plan)
-        if not plan.preempted:  # what was freed for one request is not given to another in the same step
+        if not plan.preempted:  # blocks freed for one request are not given to another in the same step
             self._bring_back(plan, lacking)
             self._admit(plan, lacking)
         if self.prefetch is not None:
@@ -198,23 +198,23 @@ class Scheduler:
                 self.prefetch.arrivals.wait(NAP)
                 return plan
         if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
-            # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
-            # join the queue after it; from the host they would come back before it.
+            # No request can advance: siblings that wait for one another own the blocks that the next one in the queue
+            # needs. They are put in the queue after it; if swapped to the host, they would resume before it.
             self._preempt(self.running.last_unit(), None, plan)
         self._keep_states(plan)
         return plan
 
     def _keep_states(self, plan: Plan) -> None:
-        """Let the step store states that others may begin at, when all of its requests have what they need."""
+        """Make the step store states for later reuse, now that all of its requests have their blocks."""
         if self.manager.state_groups:
             for item in plan.items:
                 try:
                     self.manager.keep_states(item.request, item.start, item.start + item.num_new)
-                except Exception:  # nothing was taken
+                except Exception:  # nothing was allocated
                     log.exception("request %s leaves no states to others", item.request.id)
 
     def _keep_running(self, plan: Plan) -> list[int]:
-        """Plan what runs. Returns the blocks of each group that these requests will still need for their tokens.
+        """Plan the running requests. Return the blocks of each group that they will still need for their tokens.
 
         Every request that needs a single token gets it before a long prompt takes the rest of the budget.
         """
@@ -223,7 +223,7 @@ class Scheduler:
         budget = self._budget = self._step_budget(singles)
         lacking = [0] * len(self.manager.groups)
         at = 0
-        while at < len(self.running) and budget > 0:  # the list may lose its tail on the way
+        while at < len(self.running) and budget > 0:  # the list may lose its tail meanwhile
             request = self.running[at]
             at += 1
             missing = len(request.tokens) - request.cache.num_computed
@@ -251,13 +251,16 @@ class Scheduler:
         return lacking
 
     def _step_budget(self, num_decoding: int) -> int:
-        """Tokens that a step may compute while so many sequences decode."""
+        """Return the token budget of a step in which `num_decoding` sequences decode."""
         if self.pace is None or num_decoding == 0:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, self.pace.most(num_decoding))
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
-        """Let a running request grow, preempting the last ones while blocks are short. False: it was the last."""
+        """Grow a running request, preempting the last ones while blocks are short.
+
+        Return False if it was itself preempted.
+        """
         while not self.manager.grow(request, num_tokens, plan.copies):
             unit = who_gives_way(request, self.running)
             self._preempt(unit, self._swap_out(unit), plan)
@@ -273,7 +276,7 @@ class Scheduler:
             return None
 
     def _preempt(self, unit: list[Request], moves: list[Move] | None, plan: Plan) -> None:
-        """Stop these requests. Their blocks move to the host, or without moves are taken, to be computed again."""
+        """Stop these requests. Swap their blocks out to the host or, without moves, free them to be recomputed."""
         for request in unit:
             self.running.take_out(request)
             if moves is None:
@@ -289,9 +292,10 @@ class Scheduler:
         self.waiting.add(request)
 
     def _bring_back(self, plan: Plan, lacking: list[int]) -> None:
-        """Bring in what was swapped out, the first ones first.
+        """Swap requests in, in the order of their ranks.
 
-        Siblings come together, and only with blocks for all of their tokens beside what the running ones lack.
+        Siblings are swapped in together, and only if there are blocks for all of their tokens in addition to those that
+        the running requests lack.
         """
         while self.swapped and plan.num_tokens < self._budget:
             unit = self.swapped.first_unit()
@@ -299,7 +303,7 @@ class Scheduler:
             if len(self.running) + len(unit) > self.max_num_seqs or not self.manager.has_free(needed):
                 if self.running:
                     return
-                for request in unit:  # together they are too many even alone: one by one
+                for request in unit:  # together they do not fit even alone: restart them one by one
                     self.swapped.take_out(request)
                     self._restart(request)
                 continue
@@ -317,14 +321,14 @@ class Scheduler:
                     self._start(request, self._budget - plan.num_tokens, plan, lacking)
 
     def _admit(self, plan: Plan, lacking: list[int]) -> None:
-        """Plan waiting requests, the first ones first, until the budget, the seats or the blocks are taken.
+        """Plan waiting requests in order, until the budget, the slots or the blocks are used up.
 
-        While others are swapped out, only those come in that stand before them and had been let in once.
+        While others are swapped out, only requests that precede them and were admitted before may enter.
 
-        A request comes in only if there are blocks for all of its tokens beside what the running ones still need for
-        theirs, and what is promised to those before it that wait. With blocks for a first piece alone it would soon be
-        preempted again, its work lost. One whose next block is just being computed by another request waits for it, and
-        those after it may pass.
+        A request is admitted only if there are blocks for all of its tokens, in addition to those that the running
+        requests still need and those promised to earlier waiting ones. With blocks for a first chunk alone it would
+        soon be preempted again and its work lost. A request whose next block is being computed by another request waits
+        for it, and those after it may pass.
         """
         if not self.waiting:
             return
@@ -363,7 +367,7 @@ class Scheduler:
                 self.waiting.add(request)
 
     def _awaits_blocks(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
-        """Whether a waiting request is to be admitted later, with blocks that are being read from elsewhere."""
+        """Return whether to admit a waiting request later, with blocks that are being read from another source."""
         if self.prefetch is None:
             return False
         spare = self._spare(lacking)
@@ -372,13 +376,13 @@ class Scheduler:
         return self.prefetch.awaits(request, spare)
 
     def _spare(self, lacking: list[int]) -> list[int]:
-        """Free blocks of each group beside those that running requests still lack."""
+        """Return the free blocks of each group minus those that running requests still lack."""
         return [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
 
     def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
-        """Let a waiting request run, if there are blocks for it and for its siblings' first tokens."""
+        """Start a waiting request, if there are blocks for it and for its siblings' first tokens."""
         spare = self._spare(lacking)
-        if plan.items and self._shortage.lasts(request, spare, self._num_plans):  # finding its blocks again is not free
+        if plan.items and self._shortage.lasts(request, spare, self._num_plans):  # matching its blocks again costs time
             return False
         match = self.manager.lookup.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
@@ -396,7 +400,7 @@ class Scheduler:
         return True
 
     def hold(self) -> Hold | None:
-        """Why the first of the waiting requests was not let into the step that was planned last. None: none waits."""
+        """Return the reason why the first waiting request is not in the last planned step, or None if none waits."""
         first = self.waiting.first()
         if first is None:
             return Hold.SWAPPED if self.swapped else None
@@ -407,7 +411,7 @@ class Scheduler:
         return Hold.BLOCKS if self._shortage.is_of(first) else Hold.BUDGET
 
     def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
-        """Plan the first tokens of a request that was just given its blocks; without a budget, only count on them."""
+        """Plan the first tokens of a request that just got its blocks; without a budget, only add to `lacking`."""
         num_new = min(request.num_missing, budget)
         try:
             if num_new and not self.manager.grow(request, request.cache.num_computed + num_new, plan.copies):
@@ -421,7 +425,7 @@ class Scheduler:
             lacking[:] = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
 
     def _awaits_another(self, request: Request, coming: ComingBlocks) -> bool:
-        """Whether a running request is just computing what the waiting one could then share."""
+        """Return whether a running request is computing blocks that the waiting one could then share."""
         if coming.help(request):
             return True
         if request.num_generated > 0 or request.driven:
@@ -431,16 +435,16 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------- a step planned ahead
 
     def plan_ahead(self, before: Plan) -> Plan | None:
-        """The step after one that is being computed. None: it cannot be planned until that one is committed.
+        """Plan the step after one that is being computed. Return None if that one must be committed first.
 
-        It is what `plan` would make of that step's commit, should no request end that may still go on: the running ones
-        go on, a token that is still to be drawn counts as there, and no request is admitted or preempted. A request
-        that turns out to have ended is passed over by this plan's commit.
+        The plan equals the one that `plan` would make after that commit, if every request that may continue does: the
+        running ones continue, a token that is still to be drawn counts as present, and no request is admitted or
+        preempted. If a request turns out to have ended, this plan's commit skips it.
         """
-        if before.failed or before.resumed or self.swapped:  # should it fail, those that it resumes lose their blocks
+        if before.failed or before.resumed or self.swapped:  # if it fails, those it resumes lose their blocks
             return None
         computing = {item.request: item for item in before.items}
-        going: list[tuple[Request, int, int]] = []  # a request, its first token to compute, tokens to compute
+        going: list[tuple[Request, int, int]] = []  # a request, its first token to compute, number of tokens
         some_end = bool(self._marked)
         for request in self.running:
             item = computing.get(request)
@@ -481,22 +485,22 @@ class Scheduler:
         return plan if plan.items else None
 
     def _may_come(self, items: list[PlanItem]) -> bool:
-        """Whether a waiting request may be admitted together with these items of the next plan."""
+        """Return whether a waiting request may be admitted together with these items of the next plan."""
         first = self.waiting.first()
         if first is None or len(self.running) >= self.max_num_seqs:
             return False
         if sum(item.num_new for item in items) >= self._budget:
             return False
-        if self.manager.frees_early:  # what the step before frees is not known
+        if self.manager.frees_early:  # the blocks that the step before frees are not known
             return True
         return not self._shortage.lasts(first, [pool.num_free for pool in self.manager.pools], self._num_plans + 1)
 
     # ---------------------------------------------------------------------------------------------- its results
 
     def commit(self, plan: Plan, output: StepOutput) -> list[Event]:
-        """Take over what a step computed. End the requests that are done, marked to end, or could not be planned.
+        """Apply the results of a step. End the requests that are done, marked to end, or could not be planned.
 
-        What was computed for a request that has ended since it was planned, or was marked to, is dropped.
+        Results for a request that has since ended, or was marked to end, are dropped.
         """
         self.num_planned += plan.num_tokens
         if self.pace is not None:
@@ -506,7 +510,7 @@ class Scheduler:
         events = [self._end_failed(request, error) for request, error in plan.failed if self._goes_on(request)]
         for i, item in enumerate(plan.items):
             request = item.request
-            if request.finish_reason is not None:  # as `_goes_on`, asked of every request in every step
+            if request.finish_reason is not None:  # `_goes_on`, inlined: runs for every request in every step
                 continue
             if i in output.nonfinite_rows:
                 self.manager.mark_nonfinite(request, request.cache.num_computed + output.nonfinite_rows[i])
@@ -519,7 +523,7 @@ class Scheduler:
         return events + self._end_marked() if self._marked else events
 
     def fail(self, plan: Plan, error: BaseException) -> list[Event]:
-        """End the requests of a step that raised; the others go on."""
+        """End the requests of a step that raised; the others continue."""
         events = [self._end_failed(request, why) for request, why in plan.failed if self._goes_on(request)]
         events += [self._end_failed(item.request, error) for item in plan.items if self._goes_on(item.request)]
         for request in (*plan.preempted, *plan.resumed):  # their blocks may not have moved
@@ -529,11 +533,11 @@ class Scheduler:
         return events + self._end_marked()
 
     def is_needed(self, plan: Plan) -> bool:
-        """Whether any request of a step goes on, so that its commit has a use for what it found."""
+        """Return whether any request of a step continues, so that its commit uses the step's results."""
         return any(self._goes_on(item.request) for item in plan.items)
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether the request, which was planned, has neither ended nor been marked to end."""
+        """Return whether the planned request has neither ended nor been marked to end."""
         return request.finish_reason is None
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
@@ -541,14 +545,14 @@ class Scheduler:
         is_last = start + num_new == len(request.tokens)
         token = output.tokens[request.id] if is_last and request.task is GENERATE else None
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
-        if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
+        if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # its results must not be shared
             return self._end_without_number(request, prompt_logprobs)
         if token is not None and request.group is not None and request.num_generated == 0:
             self._fork_siblings(request)
         self.manager.advance(request, num_new)
         request.schedule.num_prompt_logprobs += len(prompt_logprobs)
         if token is None:
-            if is_last:  # all that it asked for
+            if is_last:  # the request is complete
                 event = Event(request.id, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
                 return self._end(event._replace(hidden_state=output.hidden_states.get(request.id)))
             return Event(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
@@ -558,13 +562,13 @@ class Scheduler:
         return self._append(request, token, logprobs, prompt_logprobs)
 
     def _commit_guesses(self, item: PlanItem, event: Event, output: StepOutput) -> list[Event]:
-        """What was drawn after the guesses, as long as these are what was drawn. event: of the token before."""
+        """Return the events of the tokens drawn after accepted draft tokens. event: of the token before them."""
         request, events = item.request, [event]
         logprobs = output.logprobs_after_guesses.get(request.id, [None] * len(item.guesses))
         for guess, token, logprob in zip(item.guesses, output.tokens_after_guesses[request.id], logprobs, strict=True):
             if events[-1].token != guess or events[-1].finish_reason is not None:
                 break
-            self.manager.advance(request, 1)  # the guess, which was computed
+            self.manager.advance(request, 1)  # the draft token, which was computed
             if token == INVALID_TOKEN:
                 events.append(self._end_without_number(request))
                 break
@@ -577,9 +581,9 @@ class Scheduler:
     def _append(
         self, request: Request, token: int, logprobs: TokenLogprobs | None, of_prompt: tuple[TokenLogprobs, ...] = ()
     ) -> Event:
-        """Give a request the token that was drawn, and end it if that was its last one.
+        """Append the drawn token to a request, and end the request if that was its last one.
 
-        Where its caller has a token for this position already, it gets that one.
+        If its caller already has a token for this position, that one is appended instead.
         """
         drawn = None
         if request.to_check:
@@ -590,7 +594,7 @@ class Scheduler:
             return self._end(event._replace(finish_reason=FinishReason.ERROR, error=difference(request, drawn)))
         try:
             reason = self._reason_to_end(request, token)
-        except Exception as error:  # its guide's
+        except Exception as error:  # raised by its guide
             return self._end_failed(request, error, of_prompt)
         if reason is None:
             return event
@@ -598,7 +602,10 @@ class Scheduler:
         return self._end(event._replace(finish_reason=reason, stop_token=stop_token))
 
     def _fork_siblings(self, request: Request) -> None:
-        """Let the siblings begin with the prompt's blocks, as seats allow. Each of them computes the last row anew."""
+        """Fork the siblings from the prompt's blocks, as far as slots allow.
+
+        Each of them computes the last row again.
+        """
         seats = self.max_num_seqs - len(self.running)
         for sibling in list(islice(unforked(request, self.waiting), seats)) if seats else ():
             self.waiting.remove(sibling)
@@ -610,7 +617,7 @@ class Scheduler:
             return FinishReason.STOP
         if request.guide is not None:
             request.guide.accept(token)
-            if request.guide.done:  # reported after this token, which is not one that only ends
+            if request.guide.done:  # reported after this token, which still belongs to the output
                 self.finish(request.id, FinishReason.STOP)
                 return None
         if len(request.tokens) >= self.longest(request):
@@ -640,14 +647,14 @@ class Scheduler:
         ]
 
     def _end(self, event: Event) -> Event:
-        """Take the event's request out of the books and free its blocks."""
+        """Remove the event's request and free its blocks."""
         request = self.requests.pop(event.request_id)
         request.finish_reason = event.finish_reason
         self._leave(request)
         return event
 
     def _leave(self, request: Request) -> None:
-        """Take the request out of its list, and all of its blocks back."""
+        """Remove the request from its list, and free all of its blocks."""
         if request.cache.block_ids:
             self.running.take_out(request)
         elif request.cache.host_block_ids:

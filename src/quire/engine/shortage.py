@@ -19,8 +19,9 @@ class Shortage:
         self._plan = 0  # number of the plan in which it found too few
 
     def note(self, request: Request, spare: Sequence[int], plan: int) -> None:
-        """Record that the request found too few blocks in plan number `plan`. spare: free blocks of each group that it
-        may take.
+        """Record that the request found too few blocks in plan number `plan`.
+
+        spare: free blocks of each group that it may take.
         """
         self._ordinal, self._spare, self._plan = request.schedule.ordinal, spare, plan
 

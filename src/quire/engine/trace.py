@@ -1,4 +1,4 @@
-"""Traces: when requests arrive, how long they are, and what they share. Written and read as CSV."""
+"""Traces: arrival times, lengths and shared prefixes of requests, written and read as CSV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from quire.errors import ConfigError, check_integer, check_number
 from quire.request import Request
 
-MAX_TOKENS = 2**24  # of a prompt; a bound, so that one malformed row cannot exhaust the host
+MAX_TOKENS = 2**24  # of a prompt; a limit, so that one malformed row cannot exhaust the host
 TOKEN_SIZE = 4  # bytes, in a request
 WHOLE = re.compile(r"\d{1,9}", re.ASCII)
 PREFIX_PATH = re.compile(r"([^/@]+@\d{1,9}/)*[^/@]+", re.ASCII)
@@ -26,15 +26,15 @@ PREFIX_PATH = re.compile(r"([^/@]+@\d{1,9}/)*[^/@]+", re.ASCII)
 class TraceRow:
     """One request of a trace, without its tokens.
 
-    `prefix_id` is a name, or, for a prefix that goes on from shorter ones, the path through these, each with its end:
-    rows of `a` and of `a@50/b` begin with the same 50 tokens, if so many of them belong to the prefix.
-    Raises ConfigError for a value out of range.
+    `prefix_id` is a name, or, for a prefix that extends shorter ones, the path through these, each with its end: rows
+    of `a` and of `a@50/b` begin with the same 50 tokens, if their prefix has at least that many. Raises ConfigError for
+    a value out of range.
     """
 
     arrival: float  # seconds
     prompt_tokens: int
     new_tokens: int
-    prefix_id: str = ""  # what other requests begin alike; empty: nothing
+    prefix_id: str = ""  # the prefix shared with other requests; empty: none
     prefix_tokens: int = 0  # the first tokens of the prompt, the same for all rows with that id
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class TraceRow:
             raise ConfigError(f"prefix_id is {self.prefix_id!r}; its ends must ascend to prefix_tokens={ends[-1]}")
 
     def prefixes(self) -> list[tuple[str, int]]:
-        """Name and end of each part of the shared prefix."""
+        """Return the name and end of each part of the shared prefix."""
         if not self.prefix_id:
             return []
         *path, last = self.prefix_id.split("/")
@@ -68,7 +68,7 @@ NEEDED = COLUMNS[:3]
 
 
 def prompt_of(row: TraceRow, number: int, seed: int) -> array[int]:
-    """Tokens for the row of that number: the same for the same seed, and in nothing but the prefix like another's."""
+    """Return the tokens of row `number`: the same for the same seed, and sharing only the prefix with other rows."""
     tokens: array[int] = array("i")
     for name, end in row.prefixes():
         tokens += _drawn(f"{seed}/prefix/{name}", end - len(tokens))
@@ -76,12 +76,12 @@ def prompt_of(row: TraceRow, number: int, seed: int) -> array[int]:
 
 
 def _drawn(name: str, count: int) -> array[int]:
-    """Tokens below 65,536; fewer of the same name are the beginning of more."""
+    """Return `count` tokens below 65,536; fewer tokens of the same name are a prefix of more."""
     return array("i", array("H", shake_256(name.encode()).digest(2 * count)))
 
 
 def poisson(count: int, prompt_tokens: int, new_tokens: int, rate: float | None, seed: int) -> list[TraceRow]:
-    """That many requests of one size, `rate` a second on average; None: all at the start."""
+    """Return `count` requests of one size, `rate` per second on average; None: all at the start."""
     check_integer(ConfigError, "requests", count, 1)
     if rate is not None:
         check_number(ConfigError, "rate", rate, 1e-9)
@@ -97,7 +97,7 @@ def poisson(count: int, prompt_tokens: int, new_tokens: int, rate: float | None,
 
 
 def write_trace(path: Path, rows: Iterable[TraceRow]) -> None:
-    """Write the rows. Raises ConfigError where the file cannot be written."""
+    """Write the rows. Raises ConfigError if the file cannot be written."""
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -108,9 +108,9 @@ def write_trace(path: Path, rows: Iterable[TraceRow]) -> None:
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """The rows of a CSV file with a header; the columns of the prefix may be missing.
+    """Read the rows of a CSV file with a header; the columns of the prefix are optional.
 
-    Raises ConfigError with the file, line, column and value where one is malformed.
+    Raises ConfigError with the file, line, column and value if one is malformed.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -159,20 +159,20 @@ def _whole(named: Mapping[str, str], column: str) -> int:
 
 
 class TraceRecorder:
-    """Notes requests as they are added to an engine. It keeps them, so that their ends are known afterwards."""
+    """Records each request that is added to an engine. Keeps references, so that final lengths are known."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._added: list[tuple[float, Request]] = []
 
     def add(self, request: Request) -> None:
-        """Note a request that arrives at this moment."""
+        """Record a request that arrives now."""
         self._added.append((self._clock(), request))
 
     def rows(self) -> list[TraceRow]:
-        """The trace so far, from the first arrival on: what was generated, and which prompts begin alike.
+        """Return the trace so far, from the first arrival on, with the generated lengths and the shared prefixes.
 
-        Tokens that a step with guesses drew after a stop string count as generated.
+        Tokens that a step with draft tokens drew after a stop string count as generated.
         """
         if not self._added:
             return []
@@ -185,10 +185,10 @@ class TraceRecorder:
 
 
 def _shared_ends(keys: list[tuple[str, bytes]]) -> list[list[int]]:
-    """Of each prompt, given with its salt, how many of its first tokens are others' as well: ascending, if any.
+    """Return, for each prompt with its salt, the numbers of first tokens shared with other prompts, ascending.
 
-    In sorted order the longest common prefix of two prompts is the shortest one between neighbours from one to the
-    other, so a stack of those that ascend holds all that a prompt shares with any before it.
+    In sorted order the longest common prefix of two prompts is the minimum over the neighbors from one to the other. So
+    a stack of ascending lengths contains every length that a prompt shares with any prompt before it.
     """
     order = sorted(range(len(keys)), key=keys.__getitem__)
     common = [_common_tokens(keys[i], keys[j]) for i, j in pairwise(order)]
@@ -204,7 +204,7 @@ def _shared_ends(keys: list[tuple[str, bytes]]) -> list[list[int]]:
 
 
 def _common_tokens(a: tuple[str, bytes], b: tuple[str, bytes]) -> int:
-    """Tokens before the first difference of two prompts; none under different salts."""
+    """Return the number of tokens before the first difference of two prompts; 0 for different salts."""
     if a[0] != b[0]:
         return 0
     size = min(len(a[1]), len(b[1]))
@@ -213,7 +213,7 @@ def _common_tokens(a: tuple[str, bytes], b: tuple[str, bytes]) -> int:
 
 
 def _prefix_path(salt: str, prompt: bytes, ends: list[int]) -> tuple[str, int]:
-    """prefix_id and prefix_tokens. A part's name is a digest of all tokens up to its end."""
+    """Return prefix_id and prefix_tokens. The name of a part is a digest of all tokens up to its end."""
     if not ends:
         return "", 0
     digest, names, start = blake2b(f"{salt}\0".encode(), digest_size=6), [], 0

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: small tensors travel together, by way of pinned memory."""
+"""Transfers between host and device without waiting: small tensors are packed together in pinned memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes, of each tensor within what travels together
+ALIGNMENT = 16  # bytes, of each tensor in a packed buffer
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """These host tensors on the device, in one copy that the host does not wait for; on a CPU they themselves.
+    """Copy host tensors to the device in one transfer, without waiting; on a CPU return the same tensors.
 
-    The host may change them at once: what is on its way is a copy.
+    The host may change the tensors at once, since the transfer reads a copy.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -24,10 +24,10 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def staging(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory [size], to be filled and then copied to the device with non_blocking: pinned where that is a GPU.
+    """Return host memory [size] to fill and then copy to the device with non_blocking; for a GPU it is pinned.
 
-    PyTorch gives pinned memory out again only when the copies out of it are done, so nobody needs to hold on to it, and
-    a step that ends before its copies do can harm nobody.
+    PyTorch reuses pinned memory only after the copies from it are done, so the caller need not keep a reference, and a
+    step that ends before its copies do causes no harm.
     """
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -35,13 +35,13 @@ def staging(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def receive(
     tensor: Tensor,  # any shape, on the device
 ) -> Tensor:
-    """Its numbers in host memory of their own, which are there when all that was queued by now is done."""
+    """Return a host copy of the tensor, valid once all currently queued work is done."""
     home = staging(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
     return home.copy_(tensor, non_blocking=True)
 
 
 def all_queued(device: torch.device) -> Callable[[], None]:
-    """A function that waits until all is done that is queued by now; a CPU queues nothing."""
+    """Return a function that waits until all currently queued work is done; a CPU queues nothing."""
     if device.type != "cuda":
         return lambda: None
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def views(
     packed: Tensor,  # uint8 [bytes]
     like: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Views of `packed`, one after the other, with the dtypes and shapes of those tensors."""
+    """Return consecutive views of `packed` with the dtypes and shapes of the tensors in `like`."""
     parts, start = [], 0
     for tensor in like:
         parts.append(packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

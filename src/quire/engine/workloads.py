@@ -1,4 +1,4 @@
-"""Loads with a name, which `quire simulate` runs and the benchmarks measure: the lengths of their requests."""
+"""Named workloads, run by `quire simulate` and measured by the benchmarks: the lengths of their requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 
 
 def chat_lengths(rng: random.Random) -> tuple[int, int]:
-    """Prompt tokens and new tokens of one request of a small chat-like load: log-normal, with an upper limit."""
+    """Return the prompt and new tokens of a request of a small chat-like load: log-normal, with an upper limit."""
     prompt = int(min(1500, rng.lognormvariate(5.2, 0.8))) + 8
     return prompt, int(min(256, rng.lognormvariate(4.2, 0.6))) + 8
 
@@ -18,7 +18,7 @@ def _mixed() -> list[tuple[int, int]]:
     return [chat_lengths(rng) for _ in range(48)]
 
 
-# Name -> (prompt tokens, new tokens) of each request, and how many of the prompt tokens all requests share.
+# Name -> (prompt tokens, new tokens) of each request, and the number of prompt tokens that all requests share.
 WORKLOADS: dict[str, tuple[list[tuple[int, int]], int]] = {
     "rose": ([(856, 16)] * 64, 0),  # long prompts, short answers
     "rose_shared": ([(856, 16)] * 64, 856),  # one prompt for all
@@ -31,7 +31,7 @@ WORKLOADS: dict[str, tuple[list[tuple[int, int]], int]] = {
 
 
 def workload_lengths(name: str) -> tuple[list[tuple[int, int]], int]:
-    """The entry of WORKLOADS. Raises ConfigError for an unknown name."""
+    """Return the entry of WORKLOADS. Raises ConfigError for an unknown name."""
     if name not in WORKLOADS:
         raise ConfigError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
     return WORKLOADS[name]
