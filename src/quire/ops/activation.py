@@ -1,4 +1,4 @@
-"""What stands between the two linears of an MLP."""
+"""The activation between the two linears of an MLP."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FUNCTIONS: tuple[Function, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu_sq
 
 @dataclass(frozen=True)
 class Activation:
-    """f(gate) * (up + offset) of a row that holds gates, then ups; without a gate f of the row.
+    """f(gate) * (up + offset) of a row that has gates, then ups; without a gate, f of the row.
 
-    Raises BadValue for a function that is not known, and for numbers that mean nothing.
+    Raises BadValue for an unknown function, and for numbers that do not apply to it.
     """
 
     function: Function = "silu"
     gated: bool = True
     slope: float = 1.0  # silu is x * sigmoid(slope * x)
-    limit: float | None = None  # gates are at most this; ups lie within its two sides
+    limit: float | None = None  # gates are clamped to at most `limit`, ups to -limit..limit
     offset: float = 0.0  # added to each up
 
     def __post_init__(self) -> None:
@@ -39,11 +39,11 @@ class Activation:
             raise BadValue(f"an activation's limit is {self.limit}; it must be positive")
 
     def out_size(self, size: int) -> int:
-        """Numbers of a row that come out of so many."""
+        """Return the size of an output row for an input row of `size` numbers."""
         return size // 2 if self.gated else size
 
     def of(self, x: Tensor) -> Tensor:
-        """The activation of rows [..., 2 I] or [..., I], computed in their dtype: [..., I]."""
+        """Apply the activation to rows [..., 2 I] or [..., I], in their dtype: [..., I]."""
         gate, up = x.chunk(2, -1) if self.gated else (x, None)
         if self.limit is not None:
             gate = gate.clamp(max=self.limit)

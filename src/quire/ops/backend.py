@@ -1,4 +1,4 @@
-"""The one door to a device: what every backend offers, which backends there are, and which of them serves a device."""
+"""The interface of all backends, the list of backends, and the choice of one for a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Scores(NamedTuple):
-    """How scores are formed from q·k, as `attention` was asked to."""
+    """The arguments of `attention` that define how scores are computed from q·k."""
 
     scale: float | None = None
     alibi_slopes: Tensor | None = None  # fp32 [Hq] or [S, Hq]
@@ -40,10 +40,10 @@ class Scores(NamedTuple):
 
 
 def _operator(in_graph: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
-    """Decorate a public operator: in a graph that is being traced, call what torch knows instead (`registered.py`).
+    """Decorate a public operator: while torch traces a graph, call the registered operator instead (`registered.py`).
 
-    in_graph: calls it with the operator's own arguments; None: it takes just these. What the graph then calls when it
-    runs is the operator as it was before, `__wrapped__`: torch traces in one thread while others run graphs.
+    `in_graph` calls the registered operator with the arguments of the public one; None if both take the same. The graph
+    runs the undecorated operator, `__wrapped__`, since torch may trace in one thread while others run graphs.
     """
 
     def decorate(operator: Function) -> Function:
@@ -102,79 +102,120 @@ def _rope_in_graph(backend: str, q: Tensor, k: Tensor, positions: Tensor, cos: T
 
 
 class Backend(RecurrentOperators):
-    """Everything that depends on the device.
+    """All device-dependent operators. Use `load` to get one; subclass it to add one.
 
-    A public operator checks its arguments once and calls the backend's own, whose name begins with an underscore. What
-    each computes is in `quire.ops.reference`; the conventions and the letters of dimensions are in `quire.ops.spec`.
+    A public operator checks its arguments once and calls the implementation of the backend, whose name begins with an
+    underscore. `quire.ops.reference` defines each result; `quire.ops.spec` defines the conventions and the letters of
+    dimensions. `experts` and `choose` are composed of other operators unless a backend overrides them.
 
-    Operators raise BadShape, BadDtype, BadStride or BadValue, naming the argument. `experts` is made of others.
+    Every operator raises BadShape, BadDtype, BadStride or BadValue for an invalid argument, naming it. Only additional
+    errors are listed at the operators.
     """
 
-    name: str
-    limits: Limits
-    plan_type: type[AttentionPlan] = AttentionPlan  # what its operators take
-    graphable = False  # whether its kernels read what changes from step to step from their plan's tensors on the device
+    name: str  # as in BACKENDS
+    limits: Limits  # the cases that it serves
+    plan_type: type[AttentionPlan] = AttentionPlan  # of the plans that its operators take
+    graphable = False  # True if its kernels read all step-dependent values from the plan's tensors on the device
 
     @property
     def instruction_set(self) -> str | None:
-        """What its kernels were compiled for, where it has kernels of its own for several."""
+        """The instruction set of the kernels in use, or None if the backend has only one set of kernels."""
         return None
 
     def set_prefetch(self, choice: str) -> None:
-        """Choose how this process fetches memory before it is used, where there is a choice. No bit depends on it.
+        """Choose how this process prefetches memory. Results do not depend on it.
 
-        Raises ConfigError where the choice is not understood, and Unsupported where there is none.
+        Args:
+            choice: a value of the option `prefetch`.
+
+        Raises:
+            ConfigError: for an unknown choice.
+            Unsupported: if the backend leaves prefetching to the device.
         """
         raise Unsupported(f"prefetch is {choice!r}; the backend {self.name!r} leaves that to the device")
 
     @abstractmethod
     def unavailable(self, device: str) -> str | None:
-        """Why this backend cannot serve that device on this machine, or None where it can."""
+        """Return the reason why this backend cannot serve the device on this machine, or None if it can.
+
+        Args:
+            device: a device of torch, for example "cpu" or "cuda".
+        """
 
     def keeps_bits(self, device: str) -> bool:
-        """Whether a row has the same bits in every batch there without being asked to: on a CPU, where it can."""
+        """Return True if every plan on the device is batch-invariant, without `AttentionSpec.reproducible`.
+
+        This is the case on a CPU for backends that can be batch-invariant at all.
+
+        Args:
+            device: a device of torch, for example "cpu" or "cuda".
+        """
         return device == "cpu" and self.limits.reproducible
 
     # -------------------------------------------------------------------------------------- models and memory
 
     @abstractmethod
     def linears(self, device: str, reproducible: bool = False) -> Linears:
-        """What packs the weights of one model on that device.
+        """Return an object that packs the weights of one model on the device.
 
-        reproducible: a row's bits must not depend on the other rows; on a CPU they never do.
+        Args:
+            device: a device of torch.
+            reproducible: require batch-invariant products, in which a row's bits do not depend on the other rows. On a
+                CPU they always are.
+
+        Raises:
+            Unsupported: if the backend has no such products on the device.
         """
 
     @abstractmethod
     def compile(self, program: Program) -> Executor:
-        """Return an executor of the program with the weights that it has now: later ones may not be seen."""
+        """Return an executor of the program with its current weights. Later changes of them may have no effect."""
 
     def exchange(
         self,
-        memory: Tensor,  # uint8 [bytes], exchange_bytes(size), which all ranks share
-        rank: int,
-        size: int,
+        memory: Tensor,  # uint8 [bytes], exchange_bytes(size) bytes shared by all ranks
+        rank: int,  # of this process, 0..size - 1
+        size: int,  # number of ranks
     ) -> Exchange:
-        """What the ranks of a tensor-parallel group on one host exchange through that memory. Raises Unsupported."""
+        """Return the collectives of a tensor-parallel group on one host, over the shared memory.
+
+        Raises:
+            Unsupported: if the backend does not support tensor parallelism.
+        """
         raise Unsupported(f"backend {self.name!r} does not compute a part of a model; tensor parallelism is for 'cpu'")
 
     def exchange_bytes(self, size: int) -> int:
-        """Bytes of the memory that so many ranks share. Raises Unsupported, as `exchange` does."""
+        """Return the number of bytes of memory that `size` ranks share. Raises Unsupported as `exchange` does."""
         raise Unsupported(f"backend {self.name!r} does not compute a part of a model; tensor parallelism is for 'cpu'")
 
     @abstractmethod
     def swap(
         self,
-        device: str,
+        device: str,  # a device of torch
         host: Sequence[Tensor],  # [num_host_blocks, ...] of each layer
     ) -> Swap:
-        """What moves blocks between pools on the device and these on the host. Raises Unsupported or ConfigError."""
+        """Return an object that copies blocks between pools on the device and these pools on the host.
+
+        Raises:
+            Unsupported: if blocks on the device cannot be swapped.
+            ConfigError: if the host's pools cannot be pinned.
+        """
 
     # --------------------------------------------------------------------------------------------------- plans
 
     def make_plan(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> AttentionPlan:
-        """An empty plan with room for `max_tokens` T, `max_seqs` S and `max_blocks` M; call its `update`.
+        """Make an empty plan for the largest step. Call its `update` before each step.
 
-        Raises Unsupported for a spec that the backend does not serve.
+        Args:
+            spec: of the layers that use the plan.
+            max_tokens: largest T of an update.
+            max_seqs: largest S of an update.
+            max_blocks: largest M of an update, blocks per sequence.
+
+        Raises:
+            Unsupported: for a spec that the backend does not serve.
+            BadValue: for a size that does not fit an int32.
+            MemoryError: if the plan's tensors cannot be allocated.
         """
         check_supported(spec, self.name, self.limits)
         return self._make_plan(spec, max_tokens, max_seqs, max_blocks)
@@ -184,13 +225,26 @@ class Backend(RecurrentOperators):
 
     def plan(
         self,
-        spec: AttentionSpec,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        block_tables: Tensor,  # int32 [S, M], host
-        slots: Tensor | None = None,  # int64 [T], host
+        spec: AttentionSpec,  # of the layers that use the plan
+        query_starts: Tensor,  # int32 [S+1], host: sequence s has the query rows query_starts[s]:[s+1]
+        context_lens: Tensor,  # int32 [S], host: KV tokens of each sequence, including this step's
+        block_tables: Tensor,  # int32 [S, M], host: ids of each sequence's blocks
+        slots: Tensor | None = None,  # int64 [T], host: where write_kv stores each row; None: read-only
     ) -> AttentionPlan:
-        """`make_plan` of exactly this size, updated once."""
+        """Make a plan of exactly the size of one step, and update it with that step. See `AttentionPlan.update`.
+
+        Raises:
+            Unsupported: for a spec that the backend does not serve.
+            BadShape, BadDtype, BadValue: naming the argument, the sequence and the value.
+
+        Example:
+            >>> spec = AttentionSpec(
+            ...     num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, num_blocks=8, dtype=torch.float32
+            ... )
+            >>> starts, lens, tables = torch.tensor([0, 3]), torch.tensor([20]), torch.tensor([[5, 0]])
+            >>> load().plan(spec, starts, lens, tables).num_tokens
+            3
+        """
         plan = self.make_plan(spec, *metadata.step_sizes(query_starts, context_lens, block_tables))
         plan.update(query_starts, context_lens, block_tables, slots)
         return plan
@@ -203,7 +257,7 @@ class Backend(RecurrentOperators):
             raise BadValue(
                 f"the plan is of another backend (a {found}); make it with the {self.name} backend's plan or make_plan"
             )
-        raise BadValue(f"plan is a {found}; it must be what the {self.name} backend's plan or make_plan returned")
+        raise BadValue(f"plan is a {found}; make it with the {self.name} backend's plan or make_plan")
 
     # ----------------------------------------------------------------------------------------------- attention
 
@@ -241,28 +295,30 @@ class Backend(RecurrentOperators):
     def attention(
         self,
         q: Tensor,  # [T, Hq, D]
-        kv: PagedKV,
-        plan: AttentionPlan,
+        kv: PagedKV,  # the layer's cache
+        plan: AttentionPlan,  # of this backend, updated for this step
         *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-        softcap: float | None = None,
+        scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
+        alibi_slopes: Tensor | None = None,  # fp32 [Hq], or [S, Hq] per sequence
+        softcap: float | None = None,  # scores become softcap * tanh(score / softcap); None: no cap
         sinks: Tensor | None = None,  # fp32 [Hq]
-        chunk: int | None = None,
-        out: Tensor | None = None,  # [T, Hq, Dv]
-        return_lse: bool = False,
+        chunk: int | None = None,  # positions per chunk of local attention; None: no chunks
+        out: Tensor | None = None,  # [T, Hq, Dv], written and returned; no memory shared with q or the cache
+        return_lse: bool = False,  # also return the LSE
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Softmax attention of every query row over its sequence's paged keys: out [T, Hq, Dv] (, LSE fp32 [T, Hq]).
+        """Compute softmax attention of every query row over its sequence's paged keys.
 
-        scale: factor of q·k; None is 1 / sqrt(D).
-        alibi_slopes: each head adds slope * (key position - query position) to its scores (Press et al. 2022). Those
-            of [S, Hq] are each sequence's own.
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        sinks: one more logit a head in the softmax's denominator, without a value (gpt-oss).
-        chunk: a row sees no key before the last multiple of so many positions (Llama 4). Causal plans only; one with a
-            window of as many keys need not keep the blocks of earlier chunks.
-        out: written and returned where given; apart from q and the cache.
-        return_lse: also return the logarithm of the sum of exponentials of each row's scores (float64 for float64).
+        `alibi_slopes` add slope * (key position - query position) to a head's scores (Press et al. 2022). `softcap` is
+        Gemma 2's. `sinks` are one more logit per head in the softmax's denominator, without a value (gpt-oss). With
+        `chunk` a row sees no key before the last multiple of `chunk` positions (Llama 4); this requires a causal plan.
+        Blocks of earlier chunks may be freed if the plan has a window of `chunk` keys.
+
+        Returns:
+            out [T, Hq, Dv], and with `return_lse` the LSE, fp32 [T, Hq] (float64 for float64): the natural logarithm of
+            the sum of exponentials of each row's scores. A row that sees no key gives zeros and -inf.
+
+        Raises:
+            BadValue: also for sinks together with `return_lse`, and for a plan of another backend.
         """
         scores = Scores(scale, alibi_slopes, softcap, sinks, chunk)
         self._check_plan(plan)
@@ -305,11 +361,17 @@ class Backend(RecurrentOperators):
     def merge_states(
         self,
         out_a: Tensor,  # [T, Hq, Dv]
-        lse_a: Tensor,  # fp32 [T, Hq]
+        lse_a: Tensor,  # fp32 [T, Hq], natural logarithm
         out_b: Tensor,  # [T, Hq, Dv]
-        lse_b: Tensor,  # fp32 [T, Hq]
+        lse_b: Tensor,  # fp32 [T, Hq], natural logarithm
     ) -> tuple[Tensor, Tensor]:
-        """Attention over two disjoint sets of keys from attention over each: out [T, Hq, Dv], LSE fp32 [T, Hq]."""
+        """Merge attention over two disjoint sets of keys into attention over their union.
+
+        out = (e^lse_a · out_a + e^lse_b · out_b) / (e^lse_a + e^lse_b), as FlashInfer's merge_state.
+
+        Returns:
+            out [T, Hq, Dv] and the LSE, fp32 [T, Hq].
+        """
         validate.check_states(out_a, lse_a, out_b, lse_b)
         return self._merge_states(out_a, lse_a, out_b, lse_b)
 
@@ -323,7 +385,11 @@ class Backend(RecurrentOperators):
         lse: Tensor,  # fp32 [T, Hq]
         sinks: Tensor,  # fp32 [Hq]
     ) -> Tensor:
-        """Close a state with one more logit a head that carries no value: out · e^lse / (e^lse + e^sink)."""
+        """Apply attention sinks to a state: one more logit per head, without a value (gpt-oss).
+
+        Returns:
+            out · e^lse / (e^lse + e^sink), [T, Hq, Dv].
+        """
         validate.check_sinks(out, lse, sinks)
         return self._apply_sinks(out, lse, sinks)
 
@@ -337,13 +403,16 @@ class Backend(RecurrentOperators):
         self,
         k_new: Tensor,  # [T, Hkv, D]
         v_new: Tensor,  # [T, Hkv, Dv]
-        kv: PagedKV,
-        plan: AttentionPlan,
+        kv: PagedKV,  # the layer's cache, written
+        plan: AttentionPlan,  # of this backend, updated with slots
     ) -> None:
         """Store row t's K and V at slot plan.slots[t], that is at offset slot % B of block slot // B; -1 skips it.
 
-        K and V may share memory only as those of a latent cache do: the rows of one begin with those of the other, in
-        the cache and in what is new. Raises BadValue for a plan that was updated without slots.
+        K and V may share memory only as in a latent cache: the rows of one begin with the rows of the other, in the
+        cache and in the new rows. `plan.nonfinite` reports the rows that were not finite.
+
+        Raises:
+            BadValue: also for a plan that was updated without slots, and for a plan of another backend.
         """
         self._check_plan(plan)
         with plan.lock:
@@ -358,9 +427,12 @@ class Backend(RecurrentOperators):
 
     @_operator(_copy_blocks_in_graph)
     def copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] to block dst[i], K and V: copy-on-write of a shared block that is about to be written.
+        """Copy K and V of block src[i] to block dst[i]: copy-on-write of a shared block before it is written.
 
-        No block may be written twice, or be in src and in dst.
+        Args:
+            kv: the layer's cache, written.
+            src: ids of the blocks to read.
+            dst: ids of the blocks to write, as many. None may occur twice, or be in `src`.
         """
         validate.check_copy(kv, src, dst)
         self._copy_blocks(kv, src, dst)
@@ -375,9 +447,13 @@ class Backend(RecurrentOperators):
         self,
         x: Tensor,  # [..., H]
         weight: Tensor,  # [H]
-        eps: float,
+        eps: float,  # added to the mean of squares
     ) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
+        """Compute RMSNorm over the last dimension (Zhang & Sennrich 2019).
+
+        Returns:
+            x / sqrt(mean(x²) + eps) * weight, [..., H].
+        """
         validate_small.check_norm(x, eps, weight=weight)
         return self._rms_norm(x, weight, eps)
 
@@ -388,11 +464,15 @@ class Backend(RecurrentOperators):
     def add_rms_norm(
         self,
         x: Tensor,  # [T, H]
-        residual: Tensor,  # [T, H], becomes x + residual in place; apart from x and weight
+        residual: Tensor,  # [T, H], becomes x + residual in place; no memory shared with x or weight
         weight: Tensor,  # [H]
-        eps: float,
+        eps: float,  # added to the mean of squares
     ) -> Tensor:
-        """rms_norm of the new residual."""
+        """Add x to the residual in place, and compute RMSNorm of the sum.
+
+        Returns:
+            rms_norm(residual, weight, eps), [T, H].
+        """
         validate_small.check_residual(x, residual, weight)
         validate_small.check_norm(x, eps, weight=weight)
         return self._add_rms_norm(x, residual, weight, eps)
@@ -406,9 +486,13 @@ class Backend(RecurrentOperators):
         x: Tensor,  # [..., H]
         weight: Tensor,  # [H]
         bias: Tensor | None,  # [H]
-        eps: float,
+        eps: float,  # added to the variance
     ) -> Tensor:
-        """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
+        """Compute LayerNorm over the last dimension (Ba et al. 2016).
+
+        Returns:
+            (x - mean) / sqrt(var + eps) * weight + bias, [..., H].
+        """
         validate_small.check_norm(x, eps, weight=weight, bias=bias)
         return self._layer_norm(x, weight, bias, eps)
 
@@ -419,14 +503,17 @@ class Backend(RecurrentOperators):
     def rope(
         self,
         q: Tensor,  # [T, Hq, D], rotated in place
-        k: Tensor,  # [T, Hkv, D], rotated in place; apart from q
-        positions: Tensor,  # int32 or int64 [T]
+        k: Tensor,  # [T, Hkv, D], rotated in place; no memory shared with q
+        positions: Tensor,  # int32 or int64 [T], in 0..P - 1
         cos: Tensor,  # fp32 [P, D_rot / 2]
         sin: Tensor,  # fp32 [P, D_rot / 2]
     ) -> None:
-        """Rotate the pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle (Su et al. 2021).
+        """Rotate q and k in place by the angles of their positions (RoPE, Su et al. 2021).
 
-        Raises BadValue for a position on the host that the tables do not hold.
+        The pairs are (i, i + D_rot/2) of the first D_rot dimensions, as in GPT-NeoX.
+
+        Raises:
+            BadValue: also for a position outside the tables. Positions on a GPU are not checked.
         """
         validate_small.check_rope(q, k, positions, cos, sin)
         self._rope(q, k, positions, cos, sin)
@@ -439,7 +526,11 @@ class Backend(RecurrentOperators):
         self,
         gate_up: Tensor,  # [T, 2 * I]: gates, then ups
     ) -> Tensor:
-        """silu(gate) * up: [T, I] (Shazeer 2020)."""
+        """Compute SwiGLU (Shazeer 2020).
+
+        Returns:
+            silu(gate) * up, [T, I].
+        """
         validate_small.check_swiglu(gate_up)
         return self._swiglu(gate_up)
 
@@ -450,9 +541,13 @@ class Backend(RecurrentOperators):
     def gelu(
         self,
         x: Tensor,  # [..., I]
-        approximate: Literal["none", "tanh"],
+        approximate: Literal["none", "tanh"],  # the exact form with erf, or the one with tanh
     ) -> Tensor:
-        """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+        """Compute GELU (Hendrycks & Gimpel 2016).
+
+        Returns:
+            gelu(x), [..., I].
+        """
         validate_small.check_gelu(x, approximate)
         return self._gelu(x, approximate)
 
@@ -462,9 +557,13 @@ class Backend(RecurrentOperators):
     def activate(
         self,
         x: Tensor,  # [T, 2 I] with a gate, else [T, I]
-        activation: Activation,
+        activation: Activation,  # the function and its parameters
     ) -> Tensor:
-        """What stands between the linears of an MLP: [T, I], computed in fp32."""
+        """Compute the activation between the linears of an MLP, in fp32.
+
+        Returns:
+            The activation in the dtype of x, [T, I].
+        """
         validate_small.check_activation(x, activation)
         return self._activate(x, activation)
 
@@ -474,11 +573,12 @@ class Backend(RecurrentOperators):
     def choose(
         self,
         logits: Tensor,  # fp32 [T, E], no NaN
-        choice: Choice,
+        choice: Choice,  # the rule of the router
     ) -> tuple[Tensor, Tensor]:
-        """Each row's experts, int64 [T, k], the preferred one first, and their shares, fp32 [T, k].
+        """Choose the experts of each row from its router's logits.
 
-        Of experts that are equally preferred, the first one comes first.
+        Returns:
+            The experts, int64 [T, k], most preferred first and ties by the lower id, and their shares, fp32 [T, k].
         """
         validate_small.check_choice(logits, choice)
         return self._choose(logits, choice)
@@ -489,13 +589,16 @@ class Backend(RecurrentOperators):
     def experts(
         self,
         x: Tensor,  # [T, H]
-        layer: ExpertLayer,
-        seen: Tensor | None = None,  # [T, H], what the router sees; None: x
+        layer: ExpertLayer,  # the router and its experts
+        seen: Tensor | None = None,  # [T, H], the router's input; None: x
     ) -> Tensor:
-        """What each row's experts compute of it, weighted by the router: [T, H] (Shazeer et al. 2017).
+        """Compute a mixture of experts: each row's experts, weighted by the router (Shazeer et al. 2017).
 
-        Rows are gathered by expert, so that a weight is read once for all rows that want it. How many those are has to
-        be known on the host, which waits for a GPU here. The sum is formed in fp32, the preferred expert first.
+        Rows are gathered by expert, so that a weight is read once for all rows of its expert. Their number has to be
+        known on the host, so this synchronises with a GPU. The sum is computed in fp32, the preferred expert first.
+
+        Returns:
+            The weighted sum, [T, H].
         """
         return weighted_experts(x, layer, self.choose, self.activate, seen)
 
@@ -506,7 +609,11 @@ class Backend(RecurrentOperators):
         self,
         logits: Tensor,  # fp32 [R, V]
     ) -> Tensor:
-        """log(sum(exp(logits))) of each row: fp32 [R]."""
+        """Compute log(sum(exp(logits))) of each row.
+
+        Returns:
+            fp32 [R].
+        """
         validate_small.check_logits(logits)
         return self._logsumexp(logits)
 
@@ -517,9 +624,13 @@ class Backend(RecurrentOperators):
     def top_k(
         self,
         logits: Tensor,  # fp32 [R, V], no NaN
-        k: int,
+        k: int,  # in 0..V
     ) -> Tensor:
-        """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""
+        """Find the k largest logits of each row.
+
+        Returns:
+            Their ids, int64 [R, k], largest first and ties by the lower id.
+        """
         validate_small.check_logits(logits, k)
         return self._top_k(logits, k)
 
@@ -530,9 +641,13 @@ class Backend(RecurrentOperators):
     def top_k_softmax(
         self,
         logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
-        k: int,
+        k: int,  # in 0..V
     ) -> tuple[Tensor, Tensor]:
-        """top_k's ids, int64 [R, k], and each one's share of the row's softmax, fp32 [R, k]: a router's choice."""
+        """Find the k largest logits of each row and their probabilities, as a router chooses experts.
+
+        Returns:
+            The ids of `top_k`, int64 [R, k], and each one's value of the row's softmax, fp32 [R, k].
+        """
         validate_small.check_logits(logits, k)
         return self._top_k_softmax(logits, k)
 
@@ -542,7 +657,7 @@ class Backend(RecurrentOperators):
 
 # -------------------------------------------------------------------------------------- which backends there are
 
-# Name -> the module with its BACKEND, the preferred first: "auto" takes the first one that is available.
+# Name -> the module with its BACKEND, by preference: "auto" takes the first one that is available.
 BACKENDS = {
     "cpu": "quire.ops.cpu",
     "triton": "quire.ops.triton",
@@ -550,13 +665,22 @@ BACKENDS = {
     "gather": "quire.ops.gather",
 }
 
-NEEDS = {"triton": "triton"}  # name -> the package without which the module cannot be imported
+NEEDS = {"triton": "triton"}  # name -> the package that the module imports
 
 
 def load(name: str = "auto", device: str = "cpu") -> Backend:
-    """The backend of that name, or with "auto" the fastest one that serves the device.
+    """Return a backend by name, or with "auto" the fastest one that serves the device.
 
-    Raises Unsupported where there is no such backend, or it cannot run here; the message says why.
+    Args:
+        name: a key of BACKENDS, or "auto".
+        device: a device of torch, for example "cpu" or "cuda".
+
+    Raises:
+        Unsupported: if there is no such backend or it cannot run here. The message has the reason.
+
+    Example:
+        >>> load("reference").name
+        'reference'
     """
     reasons = []
     for candidate in BACKENDS if name == "auto" else (name,):
@@ -568,9 +692,18 @@ def load(name: str = "auto", device: str = "cpu") -> Backend:
 
 
 def unavailable(name: str, device: str = "cpu") -> str | None:
-    """Why the backend of that name cannot serve the device on this machine, or None where it can.
+    """Return the reason why a backend cannot serve the device on this machine, or None if it can.
 
-    Raises Unsupported where there is no such backend.
+    Args:
+        name: a key of BACKENDS.
+        device: a device of torch, for example "cpu" or "cuda".
+
+    Raises:
+        Unsupported: if there is no such backend.
+
+    Example:
+        >>> print(unavailable("reference"))
+        None
     """
     if name not in BACKENDS:
         raise Unsupported(f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")

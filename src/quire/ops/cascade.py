@@ -1,10 +1,12 @@
 """Cascade attention: keys that many sequences share are read once for all of them (Juravsky et al. 2024; FlashInfer).
 
-There are two ways to it. A plan whose block tables agree over 256 keys and more is a cascade already: the cpu and the
-triton backend find that in the tables and read what is shared once where it pays; the cpu backend, and a reproducible
-plan of the other, give the same bits as without. Or the levels are
-given, here: each is a cache of its own, with its own block size and tables, and divides the query rows into groups; all
-rows of a group see all of its keys. Attention over each level is a state, and the states merge.
+There are two ways to use it. A plan whose block tables agree over 256 keys or more is a cascade already: the cpu and
+triton backends detect this in the tables and read the shared blocks once where that is faster. The cpu backend, and a
+batch-invariant plan of the triton backend, give the same bits as without sharing.
+
+This module takes explicit levels instead: each has a separate cache with its own block size and tables, and divides the
+query rows into groups. All rows of a group see all of its keys. Attention over each level is a state, and the states
+are merged.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from quire.ops.state import AttentionState
 
 @dataclass(frozen=True, eq=False)
 class CascadeLevel:
-    """One level: where its keys lie, and which rows see them.
+    """One level of a cascade: its keys and the rows that see them.
 
     The "sequences" of the plan are the level's groups of rows: query_starts divides the rows, context_lens and
-    block_tables give the group's keys. Rows of a group follow one another, in every level in the same order.
+    block_tables give the group's keys. Rows of a group are contiguous, in the same order in every level.
     """
 
-    kv: PagedKV
-    plan: AttentionPlan  # causal=False, but in the last level as the attention is
+    kv: PagedKV  # the cache with the level's keys
+    plan: AttentionPlan  # made with causal=False, except for the last level, which is causal if the attention is
 
 
 @overload
@@ -62,26 +64,31 @@ def cascade_attention(
 ) -> tuple[Tensor, Tensor]: ...
 def cascade_attention(
     q: Tensor,  # [T, Hq, D]
-    levels: Sequence[CascadeLevel],
+    levels: Sequence[CascadeLevel],  # at least one, from the most shared keys to each sequence's own
     *,
-    scale: float | None = None,
+    scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-    softcap: float | None = None,
-    sinks: Tensor | None = None,  # fp32 [Hq]
-    return_lse: bool = False,
-    backend: str = "auto",
+    softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None,  # fp32 [Hq]: one more logit per head, without a value
+    return_lse: bool = False,  # also return the LSE
+    backend: str = "auto",  # the one that made the plans
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of each row over its group's keys in every level: out [T, Hq, Dv] (, LSE [T, Hq]).
+    """Compute attention of each row over its group's keys in every level.
 
     A row's keys are those of the first level, then those of the second, and so on: ALiBi counts positions in that
-    order. Slopes [S, Hq] are those of the last level's sequences; the plans of levels whose groups join several of them
-    are divided anew in each call, and read what these share once a sequence. The last level holds what is a sequence's
-    own, its query rows included, and is causal as a rule; the others are seen whole. The states merge in the order of
-    the levels.
-    backend: must be the one that made the plans.
+    order. The last level has each sequence's own keys, those of its query rows included, and is usually causal; a row
+    sees all keys of its groups in the other levels. The states are merged in the order of the levels.
 
-    Raises BadShape, BadDtype or BadStride; BadValue for levels that do not fit together, for a causal level before the
-    last one, and for sinks together with an LSE; Unsupported for windows, which would reach into the levels.
+    Slopes [S, Hq] are those of the last level's sequences. Levels whose groups join several sequences are then divided
+    again in each call, and their keys are read once per sequence.
+
+    Returns:
+        out [T, Hq, Dv], and with `return_lse` the LSE, fp32 [T, Hq].
+
+    Raises:
+        BadShape, BadDtype, BadStride: naming the argument or the level.
+        BadValue: for an empty list, a causal level before the last one, or sinks together with an LSE.
+        Unsupported: for windows, which would cross levels.
     """
     _check(levels)
     slopes_of = alibi_slopes  # of each row
@@ -112,7 +119,7 @@ def cascade_attention(
 
 
 def _sequences(plan: AttentionPlan) -> Tensor:
-    """The plan's sequence of each query row: int64 [T]."""
+    """Return the plan's sequence of each query row: int64 [T]."""
     rows = plan.query_starts[: plan.num_seqs + 1].diff()
     return torch.arange(plan.num_seqs).repeat_interleave(rows)
 
@@ -122,7 +129,7 @@ def _divided(
     alibi_slopes: Tensor,  # fp32 [S, Hq], of the last level's sequences
     backend: Backend,
 ) -> tuple[list[CascadeLevel], list[Tensor]]:
-    """The levels with groups of which each has rows of one sequence only, and the slopes of each level's groups."""
+    """Divide the groups so that each has rows of one sequence only. Return the levels and their groups' slopes."""
     last, divided, slopes = levels[-1].plan, [], []
     for level in levels[:-1]:
         plan = level.plan
@@ -136,11 +143,11 @@ def _divided(
 
 
 def _lags(levels: Sequence[CascadeLevel]) -> list[Tensor]:
-    """How many tokens too early each level's attention placed a row, negative: fp32 [T] a level.
+    """Return the error of each row's position in each level, in tokens: fp32 [T] per level, 0 or negative.
 
-    A level's plan places a row by the level's own keys: the key at position i of the level has the distance i - p to a
-    row at p. With all levels counted the distance is larger, by the same for all of the level's keys, so that ALiBi
-    adds a constant to the row's scores there.
+    A level's plan places a row relative to the level's own keys: the key at position i of the level has the distance
+    i - p to a row at p. Counted over all levels the distance is larger, by the same amount for all keys of the level,
+    so ALiBi adds a constant to the row's scores there.
     """
     starts, places = [], []  # of each level's first key; of the row, within the level
     end: Tensor | int = 0
@@ -157,7 +164,7 @@ def _lags(levels: Sequence[CascadeLevel]) -> list[Tensor]:
 
 
 def _check(levels: Sequence[CascadeLevel]) -> None:
-    """Levels that fit together."""
+    """Raise unless the levels match each other."""
     if not levels:
         raise BadValue("levels is empty; a cascade has at least one level")
     last = levels[-1].plan

@@ -1,4 +1,4 @@
-"""How a row's experts, and their shares, follow from the router's logits."""
+"""The choice of a row's experts and their shares from the router's logits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from quire.ops.checks import check_tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """How a row's experts, and their shares, follow from the router's logits. Raises BadValue for what cannot be.
+    """The rule that chooses a row's experts and their shares from the router's logits.
 
-    A row's scores are the softmax of its logits, or the sigmoid of each. It prefers the experts with the largest scores
-    plus bias; with groups, among those of the groups whose best scores plus bias have the largest sum.
+    A row's scores are the softmax of its logits, or the sigmoid of each. The row prefers the experts with the largest
+    scores plus bias; with groups, among the experts of the groups whose best scores plus bias have the largest sum.
+
+    Raises BadValue for an invalid field.
     """
 
     num_chosen: int  # k
-    renormalised: bool  # a row's shares are its experts' scores over their sum, not the scores
+    renormalised: bool  # a row's shares are its experts' scores divided by their sum, not the scores
     epsilon: float = 0.0  # added to that sum
     scores: Literal["softmax", "sigmoid"] = "softmax"
     bias: Tensor | None = None  # fp32 [E]
-    groups: int = 1  # of neighbouring experts, as many in each
+    groups: int = 1  # of neighbouring experts, of equal size
     groups_chosen: int = 1
-    group_best: int = 2  # scores of each group that count for it
+    group_best: int = 2  # number of best scores of a group that are summed
     factor: float = 1.0  # multiplies the shares
     scales: Tensor | None = None  # fp32 [E]: multiply the experts' shares
 
@@ -42,7 +44,7 @@ class Choice:
         check_integer(BadValue, "choice.group_best", self.group_best, 1)
 
     def check(self, num_experts: int) -> None:
-        """Raise BadValue, BadShape or BadDtype unless it is a choice among that many experts."""
+        """Raise BadValue, BadShape or BadDtype unless the rule fits `num_experts` experts."""
         if self.num_chosen > num_experts:
             raise BadValue(f"{self.num_chosen} experts of {num_experts} are to be chosen; it must be 1..{num_experts}")
         if num_experts % self.groups or self.num_chosen > num_experts // self.groups * self.groups_chosen:
@@ -56,7 +58,7 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the experts with the largest logits are chosen, and their shares are those of the softmax."""
+        """True if the experts with the largest logits are chosen, with their shares of the softmax."""
         return self.scores == "softmax" and self.bias is None and self.groups == 1
 
 
@@ -66,7 +68,7 @@ def chosen_experts(
     top_k_softmax: Callable[[Tensor, int], tuple[Tensor, Tensor]],
     top_k: Callable[[Tensor, int], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """`Backend.choose` out of a backend's other operators."""
+    """Compute `Backend.choose` with a backend's other operators."""
     if choice.is_plain:
         chosen, shares = top_k_softmax(logits, choice.num_chosen)
     else:
@@ -78,7 +80,7 @@ def chosen_experts(
         shares = scores.gather(1, chosen)
     if choice.renormalised:
         total = torch.zeros_like(shares[:, 0])
-        for rank in range(choice.num_chosen):  # one after the other: a sum's order is the framework's matter
+        for rank in range(choice.num_chosen):  # one by one: the order of torch's sum is not specified
             total += shares[:, rank]
         total += choice.epsilon
         shares = shares / total[:, None]
@@ -91,10 +93,10 @@ def _within_groups(
     choice: Choice,
     top_k: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    """The same with -inf for experts of other groups than the chosen ones."""
+    """Return `preferred` with -inf for the experts of groups that are not chosen."""
     grouped = preferred.view(len(preferred), choice.groups, -1)
     best = torch.zeros_like(grouped[:, :, 0])  # [T, groups]
     for scores in grouped.topk(min(choice.group_best, grouped.shape[2]), -1).values.unbind(-1):
-        best += scores  # one after the other, as above
+        best += scores  # one by one, as above
     others = torch.ones_like(best, dtype=torch.bool).scatter_(1, top_k(best, choice.groups_chosen), False)
     return grouped.masked_fill(others[:, :, None], -torch.inf).view_as(preferred)

@@ -1,4 +1,4 @@
-"""A layer of experts: each row goes through the few of many MLPs that its router prefers (Shazeer et al. 2017)."""
+"""A layer of experts: each row is processed by k of E MLPs, chosen by a router (Shazeer et al. 2017)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from quire.ops.linear import Linear
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A router, and E MLPs of one kind; each row goes through those k that the router prefers.
+    """A router and E MLPs of one kind; each row is processed by the k MLPs that the router prefers.
 
-    Raises BadValue, BadShape or BadDtype for another number of experts than the lists have.
+    Raises BadValue, BadShape or BadDtype if the lists and the choice do not have the same number of experts.
     """
 
     router: Linear  # H -> E
@@ -28,8 +28,8 @@ class ExpertLayer:
     mlp_out: Sequence[Linear]  # [E]: I -> H
     choice: Choice
     activation: Activation = Activation()  # noqa: RUF009  # frozen
-    weighed: Literal["results", "inputs"] = "results"  # what a row's shares multiply; inputs are rounded to their dtype
-    inner: Columns | None = None  # of I, where each rank of a group has some; mlp_out has some of H then
+    weighed: Literal["results", "inputs"] = "results"  # multiplied by a row's shares; inputs are rounded to their dtype
+    inner: Columns | None = None  # of I, if divided among the ranks of a group; mlp_out then has a part of H
 
     def __post_init__(self) -> None:
         count = len(self.mlp_in)
@@ -45,7 +45,7 @@ def weighted_experts(
     activate: Callable[[Tensor, Activation], Tensor],
     seen: Tensor | None = None,  # [T, H]
 ) -> Tensor:
-    """`Backend.experts` out of a backend's other operators."""
+    """Compute `Backend.experts` with a backend's other operators."""
     if not len(x):
         return torch.empty_like(x)
     num_chosen = layer.choice.num_chosen
@@ -71,5 +71,5 @@ def weighted_experts(
 
 
 def _by_parts(linears: Sequence[Linear], x: Tensor, parts: Sequence[slice]) -> Tensor:
-    """What each linear makes of its part of the rows, one part after the other."""
+    """Apply each linear to its part of the rows, and concatenate the results."""
     return torch.cat([linear(x[part]) for linear, part in zip(linears, parts, strict=True) if part.start < part.stop])

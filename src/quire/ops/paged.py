@@ -1,4 +1,4 @@
-"""Attention over a paged cache in one call, for who has no steps and layers to share a plan between."""
+"""Attention over a paged cache in one call, without an explicit plan."""
 
 from __future__ import annotations
 
@@ -16,20 +16,29 @@ def paged_prefill(
     k_cache: Tensor,  # [N, Hkv, B, D]
     v_cache: Tensor,  # [N, Hkv, B, Dv]
     block_tables: Tensor,  # int32 or int64 [S, M]
-    seq_lens: Tensor,  # int32 or int64 [S]
-    cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
+    seq_lens: Tensor,  # int32 or int64 [S]: KV tokens of each sequence, the query tokens included
+    cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]: sequence s has the query rows cum_seq_lens_q[s]:[s+1]
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-    scale: float | None = None,
+    scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
     *,
-    backend: str = "auto",
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> Tensor:
-    """Causal attention of ragged query rows over a paged cache that already holds their keys: out [T, Hq, Dv].
+    """Compute causal attention of ragged query rows over a paged cache that already has their keys.
 
-    Sequence s owns the query rows cum_seq_lens_q[s]:cum_seq_lens_q[s+1]; they are the last ones of its seq_lens[s]
-    KV tokens, so a prompt can be prefilled in pieces. Integer tensors on a GPU are copied to the host, which waits
-    for it: for a step of many layers make one plan.
+    The query rows of a sequence are the last ones of its seq_lens[s] KV tokens, so a prompt can be prefilled in chunks.
+    Integer tensors on a GPU are copied to the host, which synchronises: for a step with many layers, make one plan.
 
-    Raises BadShape, BadDtype, BadStride or BadValue, naming the argument, the sequence and the value.
+    Returns:
+        out, [T, Hq, Dv].
+
+    Raises:
+        BadShape, BadDtype, BadStride, BadValue: naming the argument, the sequence and the value.
+
+    Example:
+        >>> q, kv = torch.randn(3, 4, 64), torch.randn(2, 8, 2, 16, 64)
+        >>> tables, lens, starts = torch.tensor([[5, 0]]), torch.tensor([20]), torch.tensor([0, 3])
+        >>> paged_prefill(q, kv[0], kv[1], tables, lens, starts).shape
+        torch.Size([3, 4, 64])
     """
     with checks.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
         return _attend(q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes, scale, backend)
@@ -40,15 +49,27 @@ def paged_decode(
     k_cache: Tensor,  # [N, Hkv, B, D]
     v_cache: Tensor,  # [N, Hkv, B, Dv]
     block_tables: Tensor,  # int32 or int64 [S, M]
-    context_lens: Tensor,  # int32 or int64 [S]
+    context_lens: Tensor,  # int32 or int64 [S]: KV tokens of each sequence, the query token included
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-    scale: float | None = None,
+    scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
     *,
-    backend: str = "auto",
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> Tensor:
-    """One query row a sequence, over all of its context_lens[s] KV tokens: out [S, Hq, Dv].
+    """Compute attention of one query row per sequence over all of its context_lens[s] KV tokens.
 
-    Else as `paged_prefill`.
+    Integer tensors on a GPU are copied to the host, as in `paged_prefill`.
+
+    Returns:
+        out, [S, Hq, Dv].
+
+    Raises:
+        BadShape, BadDtype, BadStride, BadValue: naming the argument, the sequence and the value.
+
+    Example:
+        >>> q, kv = torch.randn(2, 4, 64), torch.randn(2, 8, 2, 16, 64)
+        >>> tables, lens = torch.tensor([[5, 0], [1, -1]]), torch.tensor([20, 3])
+        >>> paged_decode(q, kv[0], kv[1], tables, lens).shape
+        torch.Size([2, 4, 64])
     """
     checks.check_integers("context_lens", context_lens, 1)
     if len(q) != len(context_lens):
@@ -85,7 +106,7 @@ def describe(
     causal: bool = True,
     window: int | None = None,
 ) -> AttentionSpec:
-    """The spec of a call, read off its tensors. Raises BadShape, BadDtype or BadValue."""
+    """Derive the spec of a call from its tensors. Raises BadShape, BadDtype or BadValue."""
     for name, tensor, dims in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
         if tensor.dim() != dims:
             raise BadShape(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")

@@ -17,23 +17,32 @@ from quire.ops.metadata import check_metadata
 from quire.ops.spec import AttentionSpec
 
 _KEYS = itertools.count(1)
-_PLANS: WeakValueDictionary[int, AttentionPlan] = WeakValueDictionary()  # by key, as long as somebody holds them
+_PLANS: WeakValueDictionary[int, AttentionPlan] = WeakValueDictionary()  # by key, while referenced
 
 
 class AttentionPlan:
-    """Sizes and integer tensors of one step. A backend whose kernels want a work list subclasses it.
+    """Sizes and integer tensors of one step. Use `Backend.plan` or `Backend.make_plan` to make one.
 
     The tensors are allocated once and keep their addresses over all `update`s, so that a captured graph or a
-    registered operator may hold on to them. Only their first `num_tokens` / `num_seqs` entries count.
+    registered operator may refer to them. Only their first `num_tokens` / `num_seqs` entries are valid. A backend whose
+    kernels need a work list subclasses this class.
 
-    A plan that `takes_device_metadata` has `update_on_device` too.
+    `num_tokens` and `num_seqs` are T and S of the last update. A plan with `takes_device_metadata` also supports
+    `update_on_device`. `key` identifies the plan where only a tensor is allowed: the operators of a compiled graph look
+    it up with `plan_of`.
 
-    Several threads may use one plan: attention, write_kv and updates take turns, each with the plan to itself. A call
-    sees the last update that came before it, so its tensors have to fit that one.
+    Several threads may use one plan: attention, write_kv and updates lock it. A call sees the last update before it, so
+    its tensors have to match that update.
 
-    Raises BadValue for a size that an int32 does not hold, MemoryError where there is no room for the tensors.
+    Args:
+        spec: of the layers that use the plan.
+        max_tokens: largest T of an update.
+        max_seqs: largest S of an update.
+        max_blocks: largest M of an update, blocks per sequence.
 
-    `key` names the plan where only a tensor can stand: the operators of a compiled graph find it by `plan_of`.
+    Raises:
+        BadValue: for a size that does not fit an int32.
+        MemoryError: if the tensors cannot be allocated.
     """
 
     takes_device_metadata = False
@@ -47,41 +56,37 @@ class AttentionPlan:
         self.max_blocks = max_blocks
         self.num_tokens = 0  # T of the last update
         self.num_seqs = 0  # S of the last update
-        self.covers_all = False  # whether launches cover all that any update may bring, as those of a graph have to
-        self.writable = False  # whether the last update gave slots
+        self.covers_all = False  # True if launches cover every possible update, as a captured graph requires
+        self.writable = False  # True if the last update had slots
         try:
             self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32)  # [max_seqs, max_blocks]
             self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)  # [max_seqs + 1]
             self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]
             self.slots = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
             self._nonfinite = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
-        except RuntimeError as error:  # which torch raises where there is no memory
+        except RuntimeError as error:  # torch's error for a failed allocation
             raise MemoryError(
                 f"no memory for a plan of {max_tokens} query tokens and {max_seqs} sequences of {max_blocks} blocks"
             ) from error
-        self.lock = Lock()  # held by whatever reads or changes the plan
+        self.lock = Lock()  # held while the plan is read or changed
         number = next(_KEYS)
         self.key = torch.tensor(number, device="cpu")  # int64 []
         _PLANS[number] = self
 
     def update(
         self,
-        query_starts: torch.Tensor,  # int32 [S+1], host
-        context_lens: torch.Tensor,  # int32 [S], host
-        block_tables: torch.Tensor,  # int32 [S, M], host
-        slots: torch.Tensor | None = None,  # int64 [T], host
+        query_starts: torch.Tensor,  # int32 [S+1], host: sequence s has the query rows query_starts[s]:[s+1]
+        context_lens: torch.Tensor,  # int32 [S], host: KV tokens of each sequence, including this step's
+        block_tables: torch.Tensor,  # int32 [S, M], host: ids of each sequence's blocks
+        slots: torch.Tensor | None = None,  # int64 [T], host: where write_kv stores each row; None: read-only
     ) -> None:
-        """Take over the metadata of one step.
+        """Set the metadata of one step.
 
-        query_starts: sequence s owns the query rows query_starts[s]:query_starts[s+1].
-        context_lens: KV tokens of each sequence, this step's included.
-        block_tables: ids of each sequence's blocks; entries at or beyond ceil(context_len / B), or wholly below the
-            window, are never read and may hold anything.
-        slots: where write_kv puts each row's K and V, `block_id * B + offset`; -1 skips the row. Without slots the
-            plan is read-only.
+        Entries of `block_tables` at or beyond ceil(context_len / B), or entirely below the window, are never read and
+        may have any value. A slot is `block_id * B + offset`; -1 skips the row.
 
-        Raises BadShape, BadDtype or BadValue, naming the argument, the sequence and the value; the plan then keeps
-        what it held before.
+        Raises:
+            BadShape, BadDtype, BadValue: naming the argument, the sequence and the value. The plan is then unchanged.
         """
         with self.lock:
             self._update(query_starts, context_lens, block_tables, slots)
@@ -113,10 +118,10 @@ class AttentionPlan:
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        """Rows whose K or V was not finite when write_kv stored it, in any layer since the last update.
+        """Flags of rows whose K or V was not finite when write_kv stored it, in any layer since the last update.
 
-        int32 [T], on the device where that is a GPU's plan: 0 for rows that were finite or not written. A block that
-        holds such a row is of no use to other requests.
+        int32 [T], 1 for such a row and 0 for others; on the device if the plan is a GPU's. A block with such a row must
+        not be shared with other requests.
         """
         return self._nonfinite[: self.num_tokens]
 
@@ -127,9 +132,12 @@ class AttentionPlan:
         context_lens: torch.Tensor,  # int32 or int64 [S], on the device
         block_tables: torch.Tensor,  # int32 or int64 [S, M], on the device
     ) -> None:
-        """As `update`, from metadata on the device, which the host neither waits for nor checks. The plan is read-only.
+        """Set the metadata from tensors on the device, without a synchronisation or a check of their values.
 
-        Raises Unsupported where the plan's work is cut on the host.
+        The arguments are those of `update`. The plan is then read-only.
+
+        Raises:
+            Unsupported: if the plan needs the metadata on the host to divide its work.
         """
         with self.lock:
             self._update_on_device(num_tokens, query_starts, context_lens, block_tables)
@@ -147,10 +155,10 @@ class AttentionPlan:
 def plan_of(
     key: torch.Tensor,  # int64 [], host
 ) -> AttentionPlan:
-    """The plan of that key. Raises BadValue where there is none, as when nobody has held on to it."""
+    """Return the plan with that key. Raises BadValue if it does not exist or was garbage-collected."""
     plan = _PLANS.get(int(key))
     if plan is None:
-        raise BadValue(f"plan is the key {int(key)}, and there is no such plan (any more): hold on to the plan itself")
+        raise BadValue(f"plan is the key {int(key)}, and there is no such plan (any more): keep the plan alive")
     return plan
 
 
@@ -162,8 +170,8 @@ class Lockable(Protocol):
 
 @contextmanager
 def locked(plans: Iterable[Lockable]) -> Iterator[None]:
-    """Within it, no other thread uses or updates these plans."""
+    """Hold the locks of these plans: within the context no other thread uses or updates them."""
     with ExitStack() as stack:
-        for plan in sorted(set(plans), key=id):  # in one order everywhere, so that two threads do not block each other
+        for plan in sorted(set(plans), key=id):  # always in the same order, so that two threads cannot deadlock
             stack.enter_context(plan.lock)
         yield

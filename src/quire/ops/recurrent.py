@@ -1,29 +1,29 @@
-"""What layers that keep a state work on: the sizes of a state kind, its records, and the plan of a step.
+"""Data of layers with a recurrent state: the sizes of a state kind, its records, and the plan of a step.
 
-Dimensions, besides those of `quire.ops.spec`:
+Dimensions, in addition to those of `quire.ops.spec`:
 
 | letter | is | letter | is |
 |---|---|---|---|
-| Hk, Hv | key heads, heads of the state | C | tokens of a piece: 32 |
+| Hk, Hv | key heads, heads of the state | C | tokens of a piece (chunk): 32 |
 | Dk, Dv | numbers of a key, of a value | W, K | channels and taps of the convolution |
 | Ns, Nr | state records, row records | P | pieces in the widest table of records |
 
-A sequence is cut into pieces at absolute multiples of C tokens. What a layer computes of the row at position c·C + t
-depends on the state S at the beginning of piece c and on the rows 0..t of that piece, and on nothing else:
+A sequence is cut into pieces at absolute multiples of C tokens. The result of the row at position c·C + t depends only
+on the state S at the beginning of piece c and on the rows 0..t of that piece:
 
     gated delta rule    u_t = beta_t · (v_t − e^{G_t} · Sᵀk_t − Σ_{j<t} e^{G_t − G_j} · (k_j·k_t) · u_j)
     Mamba-2             u_t = dt_t · x_t
     both                o_t = e^{G_t} · Sᵀq_t + Σ_{j≤t} e^{G_t − G_j} · (k_j·q_t) · u_j
     after the piece     S' = e^{G_31} · S + Σ_j (e^{G_31 − G_j} · k_j) u_jᵀ
 
-G_t is the sum of the log-decays g_0 + … + g_t. All sums run in one order (j ascending), in fp32 (float64 for float64),
-so a row has the same bits whether it comes alone, in a chunk, or with its whole prompt. The convolution's row p reads
-the inputs p − K + 1 .. p, those before the sequence's start as zeros.
+G_t is the sum of the log-decays g_0 + … + g_t. All sums have one order (j ascending) and are in fp32 (float64 for
+float64), so a row has the same bits alone, in a prefill chunk, and with its whole prompt. The convolution's row p reads
+the inputs p − K + 1 .. p, where those before the sequence's start are zeros.
 
-With n tokens computed a sequence keeps the state record of piece n // C, which none needs for piece 0, and where n is
-no multiple of C the row record of that piece: the keys, updates, summed log-decays and convolution inputs of its rows.
-A state is written once, when a step reaches the end of a piece, and never changes. Rows may be written again, as those
-are that a speculation guessed wrong. Records that no sequence owns may hold anything, NaN included.
+With n tokens computed, a sequence keeps the state record of piece n // C (piece 0 needs no record). If n is not a
+multiple of C it also keeps the row record of that piece: the keys, updates, summed log-decays and convolution inputs of
+its rows. A state is written once, when a step reaches the end of a piece, and never changes. Rows may be overwritten,
+for example those of rejected draft tokens. Records that no sequence owns may have any value, NaN included.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ MAX_DIM = 1024  # of keys and values
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec:
-    """What stays the same from step to step for the layers of one state kind. Validated on construction.
+    """The properties that are constant over all steps for the layers of one state kind. Validated on construction.
 
-    With num_heads 0 the layers are convolutions alone.
+    With num_heads 0 the layers are convolutions only.
 
-    Raises BadValue or BadDtype, naming the field.
+    Raises:
+        BadValue, BadDtype: naming the field that no backend could serve.
     """
 
     num_heads: int  # Hv, a multiple of num_k_heads; 0: no state
@@ -63,25 +64,25 @@ class RecurrentSpec:
     taps: int  # K, 1..C + 1
     num_states: int  # Ns
     num_rows: int  # Nr
-    dtype: torch.dtype  # of inputs and results; the records hold fp32 but for the convolution's inputs
-    device: str = "cpu"
+    dtype: torch.dtype  # of inputs and results; the records are fp32, except for the convolution's inputs
+    device: str = "cpu"  # a device of torch
 
     def __post_init__(self) -> None:
         _check_spec(self)
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """What sums are formed in and states are kept in: fp32, or float64 for float64."""
+        """The dtype of sums and states: fp32, or float64 for float64."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def key_width(self) -> int:
-        """Hk · Dk: numbers of a token's keys."""
+        """Hk · Dk, the number of elements of a token's keys."""
         return self.num_k_heads * self.dim_k
 
     @property
     def value_width(self) -> int:
-        """Hv · Dv: numbers of a token's values."""
+        """Hv · Dv, the number of elements of a token's values."""
         return self.num_heads * self.dim_v
 
     @property
@@ -104,12 +105,12 @@ class RecurrentSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state record."""
+        """Size of a state record in bytes."""
         return _bytes(self.state_record)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row record."""
+        """Size of a row record in bytes."""
         return _bytes(self.row_record)
 
 
@@ -119,23 +120,27 @@ def _bytes(record: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class RecurrentCache:
-    """One layer's records. Each record of a tensor is contiguous; from record to record there may be any stride.
+    """One layer's records. Each record of a tensor is contiguous; the stride between records is arbitrary.
 
-    Records that no sequence owns may hold anything, NaN included: no backend lets them reach a result.
+    Records that no sequence owns may have any value, NaN included: they never affect a result.
     """
 
-    # State records: what there is before a piece.
+    # State records: the state and the last inputs before a piece.
     state: Tensor  # fp32 [Ns, Hv, Dk, Dv]
     tail: Tensor  # dtype [Ns, K - 1, W]: the inputs of the convolution
-    # Row records: what there is of a piece's rows.
-    keys: Tensor  # fp32 [Nr, Hk, C, Dk], normalised where the layer does so
+    # Row records: the rows of a piece.
+    keys: Tensor  # fp32 [Nr, Hk, C, Dk], normalised if the layer normalises them
     updates: Tensor  # fp32 [Nr, Hv, C, Dv]: u
     decays: Tensor  # fp32 [Nr, Hv, C]: G
     inputs: Tensor  # dtype [Nr, C, W]: of the convolution
 
     @classmethod
     def allocate(cls, spec: RecurrentSpec) -> RecurrentCache:
-        """Records of a layer, not filled, in memory of their own: on a CPU in huge pages where there are any."""
+        """Allocate the records of a layer, uninitialised. On a CPU they are in huge pages if the system has them.
+
+        Args:
+            spec: of the layer.
+        """
         parts = (spec.num_states, spec.state_record), (spec.num_rows, spec.row_record)
         sizes = {name: ((count, *shape), dtype) for count, record in parts for name, (shape, dtype) in record.items()}
         if torch.device(spec.device).type == "cpu":
@@ -143,7 +148,7 @@ class RecurrentCache:
         return cls(**{name: torch.empty(size[0], dtype=size[1], device=spec.device) for name, size in sizes.items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, by name."""
+        """Return all tensors by name."""
         return dict(vars(self))
 
 
@@ -164,12 +169,18 @@ def check_cache(cache: RecurrentCache, spec: RecurrentSpec) -> None:
 class RecurrentPlan:
     """The metadata of one step, validated once and then used by every layer of a state kind.
 
-    The tensors are allocated once and keep their addresses over all `update`s. Only their first `num_tokens` /
-    `num_seqs` entries count.
+    Use `Backend.recurrent_plan` or `Backend.make_recurrent_plan` to make one. The tensors are allocated once and keep
+    their addresses over all `update`s. Only their first `num_tokens` / `num_seqs` entries are valid: T and S of the
+    last update. Several threads may use one plan: operators and updates lock it.
 
-    Several threads may use one plan: operators and updates take turns, each with the plan to itself.
+    Args:
+        spec: of the layers that use the plan.
+        max_tokens: largest T of an update.
+        max_seqs: largest S of an update.
+        max_pieces: largest P of an update, pieces per sequence.
 
-    Raises BadValue for a size that an int32 does not hold.
+    Raises:
+        BadValue: for a size that does not fit an int32.
     """
 
     def __init__(self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int) -> None:
@@ -185,28 +196,26 @@ class RecurrentPlan:
         self.state_tables = torch.zeros(max_seqs, max_pieces, dtype=torch.int32)  # [max_seqs, max_pieces]
         self.row_tables = torch.zeros(max_seqs, max_pieces, dtype=torch.int32)  # [max_seqs, max_pieces]
         self._nonfinite = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
-        self.lock = Lock()  # held by whatever reads or changes the plan
+        self.lock = Lock()  # held while the plan is read or changed
 
     def update(
         self,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        state_tables: Tensor,  # int32 [S, P], host
-        row_tables: Tensor,  # int32 [S, P], host
+        query_starts: Tensor,  # int32 [S+1], host: sequence s has the query rows query_starts[s]:[s+1]
+        context_lens: Tensor,  # int32 [S], host: tokens of each sequence, including this step's
+        state_tables: Tensor,  # int32 [S, P], host: record of the state before each piece, -1: none
+        row_tables: Tensor,  # int32 [S, P], host: record of the rows of each piece, -1: none
     ) -> None:
-        """Take over the metadata of one step.
+        """Set the metadata of one step.
 
-        query_starts: sequence s owns the query rows query_starts[s]:query_starts[s+1].
-        context_lens: tokens of each sequence, this step's included.
-        state_tables, row_tables: entry j is the record of piece c + j, where c is the piece of the sequence's first
-            row in this step; -1 for none. Those beyond the piece context_len // C are not read.
+        Entry j of a table is for piece c + j, where c is the piece of the sequence's first row in this step. Entries
+        beyond the piece context_len // C are not read.
 
-        What is read: the state before piece c unless c is 0, and the rows of piece c where the step begins within it.
-        What is written: the state before each later piece that the step reaches and that has a record, and the rows of
-        each piece that has one; the last piece needs one unless the step ends where that piece begins.
+        The step reads the state before piece c unless c is 0, and the rows of piece c if it begins within that piece.
+        It writes the state before each later piece that it reaches and that has a record, and the rows of each piece
+        with a record. The last piece needs a row record unless the step ends where that piece begins.
 
-        Raises BadShape, BadDtype or BadValue, naming the argument, the sequence and the value; the plan then keeps
-        what it held before.
+        Raises:
+            BadShape, BadDtype, BadValue: naming the argument, the sequence and the value. The plan is then unchanged.
         """
         with self.lock:
             self._update(query_starts, context_lens, state_tables, row_tables)
@@ -230,15 +239,15 @@ class RecurrentPlan:
 
     @property
     def nonfinite(self) -> Tensor:
-        """Rows whose key, update or decay was not finite, in any layer since the last update: int32 [T], else 0.
+        """Flags of rows whose key, update or decay was not finite, in any layer since the last update.
 
-        The states after such a row are of no use to other requests.
+        int32 [T], 1 for such a row and 0 for others. States after such a row must not be shared with other requests.
         """
         return self._nonfinite[: self.num_tokens]
 
 
 def num_pieces(first: int, context_len: int) -> int:
-    """P that a step needs which computes the tokens `first`..`context_len` - 1 of a sequence."""
+    """Return the P of a step that computes the tokens `first`..`context_len` - 1 of a sequence."""
     return context_len // PIECE - first // PIECE + 1
 
 
@@ -246,7 +255,7 @@ def step_sizes(
     query_starts: Tensor,  # int32 [S+1], host
     state_tables: Tensor,  # int32 [S, P], host
 ) -> tuple[int, int, int]:
-    """T, S and P of a step whose values are still to be checked. Raises BadShape, BadDtype or BadValue."""
+    """Return T, S and P of a step whose values are not checked yet. Raises BadShape, BadDtype or BadValue."""
     starts = host_integers("query_starts", query_starts, 1)
     tables = host_integers("state_tables", state_tables, 2)
     return (max(0, int(starts[-1])) if len(starts) else 0, *tables.shape)
@@ -254,7 +263,7 @@ def step_sizes(
 
 def _check_step(
     spec: RecurrentSpec,
-    room: tuple[int, int, int],  # most query tokens, sequences and pieces a sequence
+    room: tuple[int, int, int],  # largest number of query tokens, sequences, and pieces per sequence
     query_starts: Tensor,  # int32 [S+1], host
     context_lens: Tensor,  # int32 [S], host
     state_tables: Tensor,  # int32 [S, P], host
@@ -305,7 +314,7 @@ def _check_records(
     states: NDArray[np.integer],
     rows: NDArray[np.integer],
 ) -> None:
-    """A valid id in every entry that is read or must be written, and no record that is written for two."""
+    """Raise BadValue for an invalid id in an entry that is read or written, and for records that conflict."""
     column = np.arange(states.shape[1])
     last = lens // PIECE - first // PIECE  # entry of the piece that the step ends in
     busy = (first < lens)[:, None]
@@ -334,7 +343,7 @@ def _check_records(
 
 
 def _check_written(name: str, table: NDArray[np.integer], written: NDArray[np.bool_], read: NDArray[np.bool_]) -> None:
-    """No record is written twice in a step, or written for one piece and read for another."""
+    """Raise BadValue if a record is written twice in a step, or written for one piece and read for another."""
     ids, counts = np.unique(table[written], return_counts=True)
     for record in ids[counts > 1]:
         (s, j), (r, i) = np.argwhere(written & (table == record))[:2]

@@ -1,6 +1,6 @@
-"""The operators of layers that keep a state, as every backend offers them. `Backend` takes them up.
+"""The interface of the operators for layers with a recurrent state. `Backend` inherits it.
 
-What each computes is in `quire.ops.reference_recurrent`; records and letters are in `quire.ops.recurrent`.
+`quire.ops.reference_recurrent` defines each result; `quire.ops.recurrent` defines the records and dimensions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.ops.spec import Limits
 class RecurrentOperators(ABC):
     """Convolutions and recurrences over the records of a `RecurrentCache`.
 
-    An operator reads and writes the records that the plan names, so each layer calls it once a step.
+    An operator reads and writes the records that the plan names, so each layer calls it once per step.
     """
 
     name: str
@@ -32,9 +32,17 @@ class RecurrentOperators(ABC):
     def make_recurrent_plan(
         self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
     ) -> RecurrentPlan:
-        """An empty plan with room for `max_tokens` T, `max_seqs` S and `max_pieces` P; call its `update`.
+        """Make an empty plan for the largest step. Call its `update` before each step.
 
-        Raises Unsupported for a spec that the backend does not serve.
+        Args:
+            spec: of the layers that use the plan.
+            max_tokens: largest T of an update.
+            max_seqs: largest S of an update.
+            max_pieces: largest P of an update, pieces per sequence.
+
+        Raises:
+            Unsupported: for a dtype that the backend does not serve.
+            BadValue: for a size that does not fit an int32.
         """
         if spec.dtype not in self.limits.kv_dtypes:
             served = ", ".join(sorted(map(str, self.limits.kv_dtypes)))
@@ -48,13 +56,18 @@ class RecurrentOperators(ABC):
 
     def recurrent_plan(
         self,
-        spec: RecurrentSpec,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        state_tables: Tensor,  # int32 [S, P], host
-        row_tables: Tensor,  # int32 [S, P], host
+        spec: RecurrentSpec,  # of the layers that use the plan
+        query_starts: Tensor,  # int32 [S+1], host: sequence s has the query rows query_starts[s]:[s+1]
+        context_lens: Tensor,  # int32 [S], host: tokens of each sequence, including this step's
+        state_tables: Tensor,  # int32 [S, P], host: record of the state before each piece, -1: none
+        row_tables: Tensor,  # int32 [S, P], host: record of the rows of each piece, -1: none
     ) -> RecurrentPlan:
-        """`make_recurrent_plan` of exactly this size, updated once."""
+        """Make a plan of exactly the size of one step, and update it with that step. See `RecurrentPlan.update`.
+
+        Raises:
+            Unsupported: for a dtype that the backend does not serve.
+            BadShape, BadDtype, BadValue: naming the argument, the sequence and the value.
+        """
         plan = self.make_recurrent_plan(spec, *step_sizes(query_starts, state_tables))
         plan.update(query_starts, context_lens, state_tables, row_tables)
         return plan
@@ -66,13 +79,18 @@ class RecurrentOperators(ABC):
         x: Tensor,  # [T, W]
         weight: Tensor,  # fp32 [W, K]
         bias: Tensor | None,  # fp32 [W]
-        activation: Literal["silu"] | None,
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
+        activation: Literal["silu"] | None,  # applied to the result
+        cache: RecurrentCache,  # the layer's records, written
+        plan: RecurrentPlan,  # updated for this step
     ) -> Tensor:
-        """Causal convolution of each channel over its last K inputs, those before the step's included: [T, W].
+        """Compute the causal convolution of each channel over its last K inputs, including those of earlier steps.
 
-        out[p] = activation(bias + Σ_i weight[:, i] · x[p − K + 1 + i]), in the order of the taps.
+        Returns:
+            activation(bias + Σ_i weight[:, i] · x[p − K + 1 + i]) for each position p, summed in the order of the
+            taps: [T, W].
+
+        Raises:
+            BadValue: also for a spec with width 0.
         """
         with _plan(plan).lock:
             spec = _checked(cache, plan)
@@ -100,15 +118,21 @@ class RecurrentOperators(ABC):
         self,
         qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]: queries, keys, values
         gates: Tensor,  # [T, 2 * Hv]: b, then a
-        decay_rate: Tensor,  # fp32 [Hv], not above 0: -exp(A_log)
+        decay_rate: Tensor,  # fp32 [Hv], at most 0: -exp(A_log)
         dt_bias: Tensor,  # fp32 [Hv]
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
+        cache: RecurrentCache,  # the layer's records, written
+        plan: RecurrentPlan,  # updated for this step
     ) -> Tensor:
-        """The gated delta rule (Yang et al. 2024): [T, Hv * Dv].
+        """Compute the gated delta rule (Yang et al. 2024). `quire.ops.recurrent` has the formulas.
 
         g = decay_rate · softplus(a + dt_bias) and beta = sigmoid(b). Queries and keys are divided by
-        sqrt(Σx² + 1e-6), queries also by sqrt(Dk). Key head h serves the heads h·Hv/Hk up to the next one's.
+        sqrt(Σx² + 1e-6), queries also by sqrt(Dk). Key head h belongs to the heads h·Hv/Hk .. (h + 1)·Hv/Hk - 1.
+
+        Returns:
+            o, [T, Hv * Dv].
+
+        Raises:
+            BadValue: also for a spec without a state.
         """
         with _plan(plan).lock:
             spec = _with_state(_checked(cache, plan))
@@ -131,16 +155,22 @@ class RecurrentOperators(ABC):
         self,
         xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]: values x, keys B, queries C
         dt: Tensor,  # [T, Hv]
-        decay_rate: Tensor,  # fp32 [Hv], not above 0: -exp(A_log)
+        decay_rate: Tensor,  # fp32 [Hv], at most 0: -exp(A_log)
         skip: Tensor,  # fp32 [Hv]: D
         dt_bias: Tensor,  # fp32 [Hv]
-        dt_limits: tuple[float, float],
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
+        dt_limits: tuple[float, float],  # 0 <= low <= high; high may be infinite
+        cache: RecurrentCache,  # the layer's records, written
+        plan: RecurrentPlan,  # updated for this step
     ) -> Tensor:
-        """Mamba-2's recurrence (Dao & Gu 2024): [T, Hv * Dv].
+        """Compute Mamba-2's recurrence (Dao & Gu 2024). `quire.ops.recurrent` has the formulas.
 
-        dt becomes softplus(dt + dt_bias) within dt_limits, g = decay_rate · dt, and the result is o + skip · x.
+        dt becomes softplus(dt + dt_bias), clamped to dt_limits, and g = decay_rate · dt.
+
+        Returns:
+            o + skip · x, [T, Hv * Dv].
+
+        Raises:
+            BadValue: also for a spec without a state.
         """
         with _plan(plan).lock:
             spec = _with_state(_checked(cache, plan))
@@ -167,13 +197,15 @@ class RecurrentOperators(ABC):
         x: Tensor,  # [T, H]
         gate: Tensor,  # [T, H]
         weight: Tensor,  # [H]
-        eps: float,
-        heads: int,
-        first: Literal["norm", "gate"],
+        eps: float,  # added to the mean of squares
+        heads: int,  # number of equal parts of a row; divides H
+        first: Literal["norm", "gate"],  # the operation that is applied first
     ) -> Tensor:
-        """RMSNorm of each of `heads` equal parts of x, times silu(gate), in the order that `first` says: [T, H].
+        """Compute RMSNorm of each of `heads` equal parts of x, multiplied by silu(gate).
 
-        first: "norm" is rms_norm(x) * silu(gate), as in Qwen3.5; "gate" is rms_norm(x * silu(gate)), as in Mamba-2.
+        Returns:
+            rms_norm(x) * silu(gate) for "norm", as in Qwen3.5, or rms_norm(x * silu(gate)) for "gate", as in Mamba-2:
+            [T, H].
         """
         validate_small.check_gated_norm(x, gate, weight, eps, heads, first)
         return self._gated_norm(x, gate, weight, eps, heads, first)
@@ -191,10 +223,10 @@ class RecurrentOperators(ABC):
 
     def gate(
         self,
-        x: Tensor,  # [T, H], changed in place; apart from gate
+        x: Tensor,  # [T, H], changed in place; no memory shared with gate
         gate: Tensor,  # [T, H], or [T, 1]: one for all of a row
     ) -> None:
-        """x *= sigmoid(gate)."""
+        """Multiply x by sigmoid(gate) in place."""
         validate_small.check_gate(x, gate)
         self._gate(x, gate)
 
@@ -203,7 +235,7 @@ class RecurrentOperators(ABC):
 
 
 def check_dt_limits(limits: tuple[float, float]) -> None:
-    """Raise BadValue unless they are a range of numbers not below 0, whose end may be infinite."""
+    """Raise BadValue unless 0 <= low <= high and low is finite."""
     if len(limits) != 2:
         raise BadValue(f"dt_limits is {limits!r}; it must be a pair")
     low, high = limits
@@ -216,11 +248,11 @@ def _plan(plan: RecurrentPlan) -> RecurrentPlan:
     if isinstance(plan, RecurrentPlan):
         return plan
     found = type(plan).__name__
-    raise BadValue(f"plan is a {found}; it must be what recurrent_plan or make_recurrent_plan returned")
+    raise BadValue(f"plan is a {found}; make it with recurrent_plan or make_recurrent_plan")
 
 
 def _checked(cache: RecurrentCache, plan: RecurrentPlan) -> RecurrentSpec:
-    """The plan's spec, which the cache was found to fit."""
+    """Check the cache against the plan's spec, and return the spec."""
     check_cache(cache, plan.spec)
     return plan.spec
 
@@ -232,7 +264,7 @@ def _with_state(spec: RecurrentSpec) -> RecurrentSpec:
 
 
 def _check_rows(plan: RecurrentPlan, **inputs: tuple[Tensor, int]) -> None:
-    """Inputs, by name, with their widths."""
+    """Check inputs, given by name with their widths."""
     device = torch.device(plan.spec.device)
     for name, (x, width) in inputs.items():
         checks.check_tensor(name, x, (plan.num_tokens, width), plan.spec.dtype, device)
