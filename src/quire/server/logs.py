@@ -1,4 +1,4 @@
-"""Logs: lines for people, or one JSON object a line for what collects them."""
+"""Logs: lines for people, or one JSON object per line for log collectors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 TEXT, JSON = "text", "json"
 FORMATS = (TEXT, JSON)
-FIELDS = "fields"  # of a record: what stands in its JSON besides
+FIELDS = "fields"  # attribute of a record: further fields of its JSON
 
 
 def fields(**values: Any) -> dict[str, Mapping[str, Any]]:
-    """What a call of a logger takes as `extra`, so that these are fields of the line's JSON."""
+    """Return the `extra` argument of a logger's call that adds these fields to the line's JSON."""
     return {FIELDS: values}
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record as one line of JSON: time, level, logger, message, its fields, and the exception's traceback."""
+    """Formats a record as one line of JSON: time, level, logger, message, its fields, and the exception's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(log_format: str) -> None:
-    """Let the process's logs go to standard error in that format."""
+    """Write the process's logs to standard error in this format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter() if log_format == JSON else logging.Formatter("%(asctime)s %(levelname)s %(message)s")

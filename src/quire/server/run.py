@@ -1,4 +1,4 @@
-"""Run: from options to a server that listens, and to its orderly end."""
+"""Start a server from its options, run it, and shut it down in order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
 from quire.server.watch.statistics import Statistics
 
-if TYPE_CHECKING:  # what is imported where it is asked for
+if TYPE_CHECKING:  # imported only where the option is set
     from quire.fleet.replica import Replica
     from quire.server.watch.kv_events import KVEventPublisher
     from quire.server.watch.traces import Traces
@@ -59,24 +59,24 @@ if TYPE_CHECKING:  # what is imported where it is asked for
 log = logging.getLogger("quire.server")
 
 REPORT_EVERY = 10.0  # seconds between two lines of statistics, while there is work
-FAREWELL = 5  # seconds in which those that did not end in time get an error
-KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
+FAREWELL = 5  # seconds for sending an error to requests that did not end in time
+KEEP_ALIVE = 30  # seconds that a connection stays open for the next request
 
 
 def serve(
     options: Mapping[str, Any], config: ServerConfig, began: float, tell: Callable[[str, Mapping[str, str]], None]
 ) -> int:
-    """Serve a model until the engine fails. Returns the process's exit status.
+    """Serve a model until the engine fails. Return the process's exit status.
 
     A signal that stops the server ends the process.
 
-    options: those of `LLM`. began: time.monotonic() at the start of it all. tell: is called when the server listens,
-    with a sentence that says where, and with what was chosen, by its name.
-    Raises QuireError where an option cannot be honoured; nothing was served then.
+    options: those of `LLM`. began: time.monotonic() at the start of the process. `tell` is called when the server
+    listens, with a line that contains the address and with the startup summary, by name.
+    Raises QuireError if an option cannot be honoured; nothing was served then.
     """
     if int(options.get("tensor_parallel_size", 1)) > 1 and is_follower():
-        LLM(**options)  # which follows rank 0, and ends this process with it
-    listening = listen(config.host, config.port)  # before a model is loaded for nothing
+        LLM(**options)  # follows rank 0, and ends this process with it
+    listening = listen(config.host, config.port)  # first: a used port must not cost the time to load a model
     allow_connections()
     try:
         parts = build_parts(options, config)
@@ -85,11 +85,11 @@ def serve(
         def ready() -> None:
             tell(listening_sentence(parts, listening, time.monotonic() - began), chosen_by(parts))
             if template is not None:
-                with contextlib.suppress(SandboxFailed):  # it is logged, and the first chat tries again
+                with contextlib.suppress(SandboxFailed):  # the failure is logged, and the first chat tries again
                     template.start()
 
         gc.collect()
-        gc.freeze()  # what is loaded stays: a large body must not make the collector look through it
+        gc.freeze()  # loaded objects stay alive, so the collector must not scan them whenever a large body is parsed
         server = Server(settings(parts.app(), config), parts, ready)
         run_until_stopped(server, listening)
     finally:
@@ -98,35 +98,35 @@ def serve(
 
 
 def run_until_stopped(server: Listening, listening: socket.socket) -> None:
-    """Serve there. A signal that stops the server ends the process."""
+    """Run a server on a listening socket. A signal that stops the server ends the process."""
     if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
-        # From here on `Listening` says what an interrupt does, which uvicorn raises again at its end.
+        # From here on `Listening` handles interrupts, and uvicorn raises them again at its end.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         server.run(sockets=[listening])
-    except KeyboardInterrupt:  # as which uvicorn raises an interrupt again that it has obeyed
+    except KeyboardInterrupt:  # uvicorn raises an interrupt again after it has obeyed it
         if server.signal is None:
             raise
-    if server.signal is not None:  # or SIGTERM that has no effect, as in the first process of a container
+    if server.signal is not None:  # also SIGTERM, which has no effect on the first process of a container
         end(server.signal)
 
 
 @dataclass
 class Parts:
-    """A loaded model and what stands around it."""
+    """A loaded model and the parts of its server."""
 
     llm: LLM
     worker: Worker
     service: Service
     metrics: Metrics
     inspector: Inspector
-    replica: Replica | None  # where a fleet's gateways are served
+    replica: Replica | None  # None: no fleet's gateways are served
     allows_lora_loading: bool = False
-    statistics: Statistics | None = None  # where a line of them is logged now and then
-    publisher: KVEventPublisher | None = None  # where block events are published
+    statistics: Statistics | None = None  # None: no statistics are logged
+    publisher: KVEventPublisher | None = None  # None: no block events are published
 
     def app(self) -> FastAPI:
-        """The application that serves it."""
+        """Return the application that serves the model."""
         routers = [inspector.router(self.inspector, self.worker.llm)]
         if self.replica is not None:
             routers.append(self.replica.router())
@@ -136,8 +136,8 @@ class Parts:
 
 
 def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
-    """A loaded model and what stands around it; its worker is not started."""
-    publisher = open_publisher(options, config)  # before a model is loaded for nothing
+    """Load a model and build the parts of its server. The worker is not started."""
+    publisher = open_publisher(options, config)  # first: a wrong option must not cost the time to load a model
     if publisher is None:
         return _loaded(options, config)
     try:
@@ -152,7 +152,7 @@ def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
 
 
 def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventPublisher | None:
-    """What publishes block events, if that is asked for. Raises ConfigError where it cannot be done.
+    """Return the publisher of block events, or None if `kv_events` is not set. Raises ConfigError if it cannot work.
 
     options: those of `LLM`.
     """
@@ -174,7 +174,7 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
 
 def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     names = config.served_model_name or (options.get("model") or EMBEDDED_NAME,)
-    traces = open_traces(config, "quire", names[0])  # before a model is loaded for nothing
+    traces = open_traces(config, "quire", names[0])  # first: a wrong option must not cost the time to load a model
     loras = parse_loras(config.lora)
     if config.allow_lora_loading:
         options = {**options, "enable_lora": True}
@@ -216,8 +216,9 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
 
 
 def _identify(llm: LLM, template: str | None, replica: Replica | None) -> Callable[[], Fingerprint | None]:
-    """Return what finds this system's fingerprint in a part of a second: on a CPU another thread calls it."""
-    find = partial(system_fingerprint, llm, template, lora_digests(llm))  # the adapters before any load at run time
+    """Return a function that finds this system's fingerprint within a second. On a CPU another thread calls it."""
+    # The adapters are digested now, before clients can load others.
+    find = partial(system_fingerprint, llm, template, lora_digests(llm))
     if replica is None and llm.config.device == "cpu":
         return find
     # While a graph is captured, no other thread may use the device.
@@ -226,15 +227,15 @@ def _identify(llm: LLM, template: str | None, replica: Replica | None) -> Callab
 
 
 def find_dialect(template: ChatTemplate | None, config: HttpConfig) -> Dialect:
-    """How a model writes calls and thoughts. Raises ConfigError for a name that is none."""
+    """Return the syntax of a model's tool calls and reasoning. Raises ConfigError for an unknown parser."""
     source = None if template is None else template.source
     return Dialect.find(source, config.tool_call_parser, config.reasoning_parser)
 
 
 def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
-    """What makes traces, if these are asked for. service: what they are said to come from. model: its name.
+    """Return the exporter of traces, or None if no endpoint is set. Raises ConfigError if packages are missing.
 
-    Raises ConfigError where the packages are missing.
+    service: the service name in the traces. model: the model's name.
     """
     if config.otlp_traces_endpoint is None:
         return None
@@ -249,12 +250,12 @@ def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
 
 
 def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
-    """How an application is served."""
+    """Return uvicorn's settings for an application."""
     return uvicorn.Config(
         app,
         http=Connection,
         ws="none",
-        proxy_headers=False,  # nothing depends on where a client is
+        proxy_headers=False,  # nothing depends on a client's address
         log_config=None,
         access_log=False,
         server_header=False,
@@ -264,23 +265,23 @@ def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
 
 
 class Listening(uvicorn.Server):
-    """Says when it listens, and knows the signal that stopped it."""
+    """A server that calls `ready` when it listens, and keeps the signal that stopped it."""
 
     def __init__(self, settings: uvicorn.Config, ready: Callable[[], None], shutdown_timeout: float) -> None:
-        """shutdown_timeout: seconds that requests have to end when it is stopped."""
+        """Create it. shutdown_timeout: seconds for requests to end when the server is stopped."""
         super().__init__(settings)
         self._shutdown_timeout = shutdown_timeout
-        self.signal: int | None = None  # the last one that stopped it
+        self.signal: int | None = None  # the last signal that stopped the server
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start to listen, then call `ready`."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what is running, then end."""
+        """Finish the running requests, then stop."""
         if self.signal is not None:
             count = len(self.server_state.tasks)
             again = "Ctrl-C again ends them now" if self.signal == signal.SIGINT else "a SIGINT ends them now"
@@ -291,7 +292,7 @@ class Listening(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop in order; at a second interrupt, at once."""
+        """Shut down in order; after a second interrupt, end at once."""
         self.signal = sig
         super().handle_exit(sig, frame)
         if self.force_exit:
@@ -299,7 +300,7 @@ class Listening(uvicorn.Server):
 
 
 class Server(Listening):
-    """Lets the streams that never end go first, and stops when the engine has failed."""
+    """The server of a model. It closes streams without an end at shutdown, and stops when the engine has failed."""
 
     def __init__(self, settings: uvicorn.Config, parts: Parts, ready: Callable[[], None]) -> None:
         config = parts.service.config
@@ -310,7 +311,7 @@ class Server(Listening):
         parts.worker.llm.on_failure = self._fail
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and to report."""
+        """Start to listen and to log statistics."""
         await super().startup(sockets)
         if self._parts.statistics is not None:
             self._reports = asyncio.create_task(self._report(self._parts.statistics))
@@ -322,7 +323,7 @@ class Server(Listening):
                 log.info(line)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what is running, then end."""
+        """Finish the running requests, then stop. Requests that take too long end with an error."""
         parts = self._parts
         parts.service.draining = True
         parts.inspector.close()
@@ -337,7 +338,7 @@ class Server(Listening):
         if self._reports is not None:
             self._reports.cancel()
         await asyncio.to_thread(parts.llm.engine.close)  # a signal ends the process without its finalizers
-        if parts.publisher is not None:  # no step makes events any more
+        if parts.publisher is not None:  # last, since steps produce events
             await asyncio.to_thread(parts.publisher.close)
 
     def _fail(self) -> None:
@@ -346,7 +347,7 @@ class Server(Listening):
 
 
 def allow_connections() -> None:
-    """Let the process have a file for each connection, as far as it may: the system's default is often 1,024."""
+    """Raise the limit of open files towards one for each connection. The system's default is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + 256
     if hard != resource.RLIM_INFINITY:
@@ -356,7 +357,7 @@ def allow_connections() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket there. Raises ConfigError where that is not possible."""
+    """Return a socket bound to the host and port. Raises ConfigError if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     try:
@@ -369,11 +370,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-# ----------------------------------------------------------------------------------- what was chosen, and why
+# ----------------------------------------------------------------------------------- the startup summary
 
 
 def listening_sentence(parts: Parts, listening: socket.socket, seconds: float) -> str:
-    """Where it listens, and what it serves."""
+    """Return the line that names the model and the address."""
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     name = parts.service.model.names[0]
@@ -381,7 +382,7 @@ def listening_sentence(parts: Parts, listening: socket.socket, seconds: float) -
 
 
 def chosen_by(parts: Parts) -> dict[str, str]:
-    """What was chosen, and why, by its name."""
+    """Return the startup summary: the choices and their reasons, by name."""
     said = {**chosen(parts.llm), "sampling": _sampling(parts), "limits": _limits(parts)}
     if parts.llm.engine.loras is not None:
         said["adapters"] = _adapters(parts)
@@ -391,7 +392,7 @@ def chosen_by(parts: Parts) -> dict[str, str]:
 
 
 def _model_info(llm: LLM) -> dict[str, str]:
-    """How the weights and the cache are stored, for the metrics."""
+    """Return the formats of the weights and the cache, for the metrics."""
     decoder = llm.decoder
     return {
         "dtype": str(decoder.dtype).removeprefix("torch."),
@@ -414,16 +415,14 @@ def _sampling(parts: Parts) -> str:
         return "OpenAI's defaults" + (f" (--generation-config {source})" if source != "auto" else "")
     where = GENERATION if source == "auto" else f"{source}/{GENERATION}"
     values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    return f"{values}, where a request does not say ({where}; --generation-config none leaves it out)"
+    return f"{values}, unless a request sets them ({where}; --generation-config none leaves it out)"
 
 
 def _limits(parts: Parts) -> str:
     scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
-    who = f"{len(keys)} keys" if keys else "no keys: everybody is served"
+    who = f"{len(keys)} keys" if keys else "no API key required"
     pace, most = scheduler.pace, scheduler.max_num_batched_tokens
-    shorter = (
-        "" if pace is None else f" (while others decode {min(most, pace.most(1)):,}, or what takes {LONGEST_STEP} s)"
-    )
+    shorter = "" if pace is None else f" (while others decode {min(most, pace.most(1)):,}, or at most {LONGEST_STEP} s)"
     return (
         f"{scheduler.max_num_seqs} sequences at a time, {most:,} tokens a step{shorter}, "
         f"{parts.worker.max_samples - scheduler.max_num_seqs:,} queued; {who}"

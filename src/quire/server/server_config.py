@@ -21,9 +21,9 @@ ENDPOINT = re.compile(r"tcp://[^:/]\S*:([0-9]{1,5}|\*)|ipc://.+")  # a ZeroMQ ad
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """Where to listen, and whom to serve: what a server and a fleet's gateway have in common."""
+    """The HTTP options shared by a server and a fleet's gateway."""
 
-    host: str = option("127.0.0.1", "Address to listen at. 0.0.0.0 stands for all.")
+    host: str = option("127.0.0.1", "Address to listen at. 0.0.0.0 means all addresses.")
     port: int = option(8000, "Port to listen at. 0 takes any free one.", lower=0, upper=65_535)
     api_key: tuple[str, ...] = option(
         (),
@@ -32,10 +32,10 @@ class HttpConfig:
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Answer requests whose Host header names this, besides localhost; may be repeated; '*' is any. "
-        "Default: localhost only where the host is 127.0.0.1 and there is no key, else any.",
+        "Answer requests whose Host header names this, in addition to localhost; may be repeated; '*' is any. "
+        "Default: localhost only if the host is 127.0.0.1 and there is no key, else any.",
     )
-    api_key_file: Path | None = option(None, "File of such keys, one in a line; a line that begins with # is a note.")
+    api_key_file: Path | None = option(None, "File of such keys, one per line; lines that begin with # are comments.")
     allowed_origins: tuple[str, ...] = option(
         (),
         "Let pages of this origin, such as https://chat.example.org, use the server from a browser (CORS); may be "
@@ -53,15 +53,15 @@ class HttpConfig:
         30.0, "Seconds that running requests get when the server is stopped.", lower=0.0, upper=MAX_WAIT
     )
     tool_call_parser: str | None = option(
-        None, "Syntax of the model's calls, such as hermes, or none. Default: what its chat template writes."
+        None, "Syntax of the model's tool calls, such as hermes, or none. Default: that of its chat template."
     )
     reasoning_parser: str | None = option(
-        None, "Syntax of the model's thoughts, such as qwen3, or none. Default: what its chat template writes."
+        None, "Syntax of the model's reasoning, such as qwen3, or none. Default: that of its chat template."
     )
     default_chat_template_kwargs: str | None = option(
-        None, 'JSON of what the chat template sees in every request, such as {"enable_thinking": false}.'
+        None, 'JSON object of variables of the chat template in every request, such as {"enable_thinking": false}.'
     )
-    enable_auto_tool_choice: bool = option(False, "Without effect: the model may choose to call wherever tools are.")
+    enable_auto_tool_choice: bool = option(False, "Without effect: the model may always choose to call a given tool.")
     reranker: str = option(
         "auto",
         "How /v1/rerank and /v1/score compare texts: by the similarity of embeddings, or by the model's answer, as "
@@ -74,7 +74,7 @@ class HttpConfig:
     )
     unknown_fields: str = option(
         "report",
-        "Fields of a body that nothing is known of: take the request and name them in a header (report), or answer "
+        "Unknown fields of a body: accept the request and name them in a header (report), or answer "
         "with an error (refuse). Misspelt ones, and those known to change the text elsewhere, are always errors.",
         choices=("report", "refuse"),
     )
@@ -84,7 +84,7 @@ class HttpConfig:
         lower=0.0,
         upper=MAX_WAIT,
     )
-    log_format: str = option("text", "Lines of the log: text, or json, an object a line.", choices=FORMATS)
+    log_format: str = option("text", "Lines of the log: text, or json, one object per line.", choices=FORMATS)
     access_log: bool = option(True, "Log a line for each request: its id, status, seconds and tokens.")
     enable_log_requests: bool = option(False, "Log each request, its prompt included.")
 
@@ -111,7 +111,7 @@ class HttpConfig:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """All keys, those of the file included. Raises ConfigError for a file that has none."""
+        """All API keys, including those of the file. Raises ConfigError for a file without any."""
         path = self.api_key_file
         if path is None:
             return self.api_key
@@ -120,12 +120,12 @@ class HttpConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"api_key_file {path} cannot be read: {error}") from error
         found = [line for line in lines if line and not line.startswith("#")]
-        if not found:  # then every client would be served
-            raise ConfigError(f"api_key_file {path} holds no key; write one in a line")
+        if not found:  # an error, because the server would then accept every client
+            raise ConfigError(f"api_key_file {path} holds no key; write one key per line")
         return (*self.api_key, *found)
 
     def template_kwargs(self) -> dict[str, Any]:
-        """default_chat_template_kwargs as an object. Raises ConfigError where it is none."""
+        """Return default_chat_template_kwargs as an object. Raises ConfigError if it is not a JSON object."""
         given = self.default_chat_template_kwargs
         try:
             found = {} if given is None else json.loads(given)
@@ -138,21 +138,21 @@ class HttpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(HttpConfig):
-    """How much to serve, and as what. Names are vLLM's where it has them."""
+    """The options of a server of one model. Names are vLLM's where it has them."""
 
-    # The first one stands in answers; (): the model's path.
+    # Answers contain the first one; (): the model's path.
     served_model_name: tuple[str, ...] = option((), "Name of the model for clients. May be repeated.")
     lora: tuple[str, ...] = option(
-        (), "NAME=PATH of a LoRA adapter, a model by that name. May be repeated.", aliases=("--lora-modules",)
+        (), "NAME=PATH of a LoRA adapter, served as a model of that name. May be repeated.", aliases=("--lora-modules",)
     )
-    allow_lora_loading: bool = option(False, "Let clients load adapters, of any directory here, and unload them.")
+    allow_lora_loading: bool = option(False, "Let clients load adapters from any local directory, and unload them.")
     chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
-    max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
+    max_num_queued_reqs: int = option(1024, "Most samples that wait. Further ones get 429.", lower=0, upper=2**31 - 1)
     stuck_after: float | None = option(
         None,
-        "Seconds in one step after which /ready says 503, and /health after ten times as long. "
-        "Default: 16 times what a step of its size takes by its "
-        "cost model, and at least 4.",
+        "Seconds in one step after which /ready answers 503, and /health after ten times as long. "
+        "Default: 16 times the step's duration in the cost "
+        "model, and at least 4.",
         lower=0.001,
         upper=MAX_WAIT,
     )
@@ -161,7 +161,7 @@ class ServerConfig(HttpConfig):
     kv_events: str | None = option(
         None, "Publish block events, with token ids, in vLLM's form at this ZeroMQ endpoint, such as tcp://*:5557."
     )
-    kv_events_replay: str | None = option(None, "ZeroMQ endpoint that gives the last 10,000 batches of events again.")
+    kv_events_replay: str | None = option(None, "ZeroMQ endpoint that replays the last 10,000 batches of events.")
     kv_events_topic: str = option("", "Topic of the block events.")
 
     def __post_init__(self) -> None:
@@ -186,12 +186,12 @@ class ServerConfig(HttpConfig):
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:
-    """Raise ConfigError for an option that holds an empty text."""
+    """Raise ConfigError for an option that contains an empty string."""
     if any(not isinstance(text, str) or not text for text in texts):
         raise ConfigError(f"{name} contains an empty text; leave it out instead")
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether a text is a ZeroMQ address that other processes can use. ZeroMQ itself takes port 70000 for 4464."""
+    """Return whether a text is a ZeroMQ address that other processes can use. ZeroMQ reads port 70000 as 4464."""
     match = ENDPOINT.fullmatch(text)
     return match is not None and (match[1] in (None, "*") or 1 <= int(match[1]) <= 65_535)

@@ -1,4 +1,4 @@
-"""How the process of a server ends at a signal."""
+"""End the process of a server after a signal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NoReturn
 
 
 def end(number: int) -> NoReturn:
-    """End this process at once, with the status that a shell shows for that signal: 128 and its number.
+    """End this process at once, with the exit status of a shell for the signal: 128 plus its number.
 
-    Nothing else is waited for or taken down: the engine's thread may be in a step, which reads memory that the
-    interpreter's own end would free.
+    Nothing is waited for or cleaned up: the engine's thread may be in a step, which reads memory that the interpreter
+    would free at its regular exit.
     """
     os._exit(128 + number)
 
 
 def obey_as_first_process() -> None:
-    """Let SIGTERM end this process if it is the first one of a container, where no signal does so by itself."""
+    """Make SIGTERM end this process if it is the first of a container, where signals have no default effect."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: end(number))

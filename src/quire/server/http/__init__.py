@@ -1,1 +1,1 @@
-"""HTTP itself: connections and their limits, keys and hosts, bodies, waiting in line, errors as clients see them."""
+"""HTTP: connections and their limits, keys and hosts, bodies, queues for slow work, and errors as clients see them."""

@@ -1,4 +1,4 @@
-"""Access: each request has an id, a line in the log, and is counted."""
+"""Access: the id, the log line and the count of each request."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ log = logging.getLogger("quire.access")
 
 ID_HEADER, IGNORED_HEADER = "X-Request-Id", "X-Quire-Ignored-Fields"
 GIVEN_ID = re.compile(rb"[!-~]{1,128}")  # printable ASCII without spaces
-CLIENT_GONE = 499  # what is logged where the client has not waited for an answer; nginx's number
+CLIENT_GONE = 499  # logged if the client disconnected before an answer; nginx's number
 # Keys of a request's state.
 ID = "request_id"
-IGNORED = "ignored_fields"  # names as a header can carry them
-REASON = "reason"  # why it was refused, in a word
-TOKENS = "tokens"  # a function that returns how many tokens its prompts have, and how many were generated
+IGNORED = "ignored_fields"  # names, escaped for a header
+REASON = "reason"  # the reason of a refusal, in a word
+TOKENS = "tokens"  # a function that returns the number of prompt tokens and of generated tokens
 
 
 class Tally:
-    """How many requests were answered, and why some were not served. It belongs to the event loop."""
+    """Counters of answered requests and of the reasons for refusals. It belongs to the event loop."""
 
     def __init__(self) -> None:
         self.answered: Counter[tuple[str, str, str]] = Counter()  # by route, method and status
@@ -37,17 +37,17 @@ class Tally:
 
 
 class Access:
-    """The layer of the application that knows of every request, refused ones included."""
+    """The layer of the application that sees every request, including refused ones."""
 
     def __init__(self, app: ASGIApp, tally: Tally, logs: bool, quiet: Collection[str] = ()) -> None:
-        """logs: write a line for each request, but for those to a quiet path that went well."""
+        """Wrap an application. logs: write a line for each request, except successful ones to a quiet path."""
         self._app = app
         self._tally = tally
         self._logs = logs
         self._quiet = quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, and note what comes of it."""
+        """Forward a request, then count and log its status."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -90,7 +90,7 @@ class Access:
 
 
 def note_refusal(scope: Scope, error: ApiError) -> None:
-    """Remember why a request is refused."""
+    """Store the reason of a refusal in the request's state."""
     try:
         phrase = HTTPStatus(error.status).phrase.lower().replace(" ", "_")
     except ValueError:
@@ -99,7 +99,7 @@ def note_refusal(scope: Scope, error: ApiError) -> None:
 
 
 def _id_of(scope: Scope) -> str:
-    """The id that a client gives its request, or a new one."""
+    """Return the id that the client gave its request, or a new one."""
     given = [value for name, value in scope["headers"] if name == ID_HEADER.lower().encode()]
     if len(given) == 1 and GIVEN_ID.fullmatch(given[0]):
         return bytes(given[0]).decode("ascii")
@@ -107,7 +107,7 @@ def _id_of(scope: Scope) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """The route that was asked, as it was declared. There are few, whatever paths are asked for."""
+    """Return the declared path of the request's route. There are few of these, whatever paths clients send."""
     route = scope.get("route")
     if route is not None:
         return str(route.path)

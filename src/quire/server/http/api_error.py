@@ -1,4 +1,4 @@
-"""What a client gets when its request cannot be served: a status and a body in OpenAI's shape."""
+"""The errors that clients receive: a status and a body in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from quire.errors import EngineStopped, QuireError, RequestError
 
-# OpenAI's names of kinds of errors, by status; others are "invalid_request_error" below 500 and "server_error" above.
+# OpenAI's types of errors by status. Other statuses are "invalid_request_error" below 500 and "server_error" above.
 KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-# Anthropic's, on its own routes; others are "invalid_request_error" below 500 and "api_error" above.
+# Anthropic's, on its own routes. Other statuses are "invalid_request_error" below 500 and "api_error" above.
 ANTHROPIC_KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -25,19 +25,19 @@ ANTHROPIC_KINDS = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
-ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"  # what the routes of these protocols begin with
-MAX_SHOWN = 80  # characters of what a client sent that an error shows
+ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"  # prefixes of the routes of these protocols
+MAX_SHOWN = 80  # characters of a client's value that an error shows
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it."""
-    short = reprlib.Repr()  # of a large one, it writes a few entries only
+    """Return a short representation of a value for an error message."""
+    short = reprlib.Repr()  # shows only a few entries of a large value
     short.maxstring = MAX_SHOWN
     return cut(short.repr(value))
 
 
 def cut(text: str) -> str:
-    """A text, or the beginning of a long one."""
+    """Return a text, or the beginning of a long one."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -53,7 +53,7 @@ class ApiError(QuireError):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """param: the field that is wrong; code: a word for programs."""
+        """Create it. param: the field that is wrong; code: a word for programs."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -61,13 +61,13 @@ class ApiError(QuireError):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI writes it."""
+        """Return the body in OpenAI's format."""
         default = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         kind = next((name for status, name in KINDS.items() if status == self.status), default)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The error as the protocol of a route has it."""
+        """Return the body in the format of the route's protocol."""
         if path.startswith(OLLAMA_PATHS):
             return {"error": str(self)}
         if path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/"):
@@ -78,9 +78,9 @@ class ApiError(QuireError):
 
 
 def queue_full(limit: int) -> ApiError:
-    """There is no room for one more request."""
+    """Return the error for a request that exceeds the queue."""
     return ApiError(
-        f"{limit} requests run or wait already, which is as many as this server takes; try again later",
+        f"{limit} requests run or wait already, which is the limit of this server; try again later",
         HTTPStatus.TOO_MANY_REQUESTS,
         code="queue_full",
         headers={"Retry-After": "1"},
@@ -88,12 +88,12 @@ def queue_full(limit: int) -> ApiError:
 
 
 def engine_stopped(why: str) -> ApiError:
-    """No request can be served any more."""
+    """Return the error for requests after the engine has stopped."""
     return ApiError(f"the engine has stopped: {why}", HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stopped")
 
 
 def api_error(error: QuireError) -> ApiError:
-    """What a client gets of an error that a job ended with."""
+    """Convert the error that ended a job to the client's error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineStopped):
@@ -102,29 +102,29 @@ def api_error(error: QuireError) -> ApiError:
 
 
 def sandbox_failed(why: str) -> ApiError:
-    """No grammar or template can be looked at now, whatever it is."""
+    """Return the error for a failed sandbox: no grammar or template can be processed now."""
     return ApiError(f"{why}; try again later", HTTPStatus.SERVICE_UNAVAILABLE, code="sandbox_failed")
 
 
 def deadline_passed(seconds: float) -> ApiError:
-    """A request took longer than it may."""
+    """Return the error for a request that took longer than allowed."""
     return ApiError(
-        f"the request was not done {seconds:g} s after it came, which is the longest that this server lets one take",
+        f"the request was not done {seconds:g} s after it arrived, which is the time limit of this server",
         HTTPStatus.GATEWAY_TIMEOUT,
         code="deadline",
     )
 
 
 def internal_error(error: Exception) -> ApiError:
-    """Something failed that has to do with no request."""
+    """Return the error for a failure that no request has caused."""
     message = f"an error of the server's own: {type(error).__name__}"
     return ApiError(message, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error")
 
 
 def request_failed(why: str, grammar: str | None = None) -> ApiError:
-    """A request ended with an error: its own, of a grammar that grows too large, or a failing step's.
+    """Return the error for a request that failed: by its own grammar, which grew too large, or by a failing step.
 
-    grammar: the field that had the request's grammar.
+    grammar: the name of the field with the request's grammar.
     """
     own = f"{RequestError.__name__}: "
     if why.startswith(own):

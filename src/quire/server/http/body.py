@@ -1,4 +1,4 @@
-"""Bodies: how requests bring what they ask for, and how much of it is held until it is parsed."""
+"""Request bodies: reading, parsing, and the bound on the bytes that are held until then."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from starlette.responses import Response
 from quire.server.http.api_error import ApiError
 from quire.server.http.guard import client_of
 
-MAX_HELD_BODIES = 16  # of the largest size: as many bytes of bodies that are not parsed yet are held at a time
+MAX_HELD_BODIES = 16  # the bytes of this many bodies of the largest size are held unparsed at a time
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Bodies:
-    """Reads bodies, and bounds what of them is held. It belongs to the event loop.
+    """Reads bodies, and bounds the bytes that are held. It belongs to the event loop.
 
-    A body counts while it comes. Then it is parsed at once, and its bytes are dropped. Where the bytes of all that come
-    are too many, a body of the client that holds most of them gives way, of these the one that began first: bodies that
-    never end keep out no others.
+    A body counts while it arrives. When it is complete, it is parsed at once and its bytes are dropped. If all arriving
+    bodies together have too many bytes, one of the client with the most bytes is dropped, the one that began first.
+    So bodies that never end cannot block others.
     """
 
     def __init__(self, max_body_size: int, settle: Callable[[HttpRequest, Any], None]) -> None:
-        """settle: is given each body when it is parsed, and may raise ApiError for it."""
+        """Create it. `settle` is called with each parsed body, and may raise ApiError for it."""
         self._settle = settle
         self._limit = MAX_HELD_BODIES * max_body_size
         self._held = 0  # bytes
         self._coming: list[_Coming] = []  # in the order in which they began
 
     async def parse(self, request: HttpRequest, model: type[ModelT]) -> ModelT:
-        """A request's body as its route takes it.
+        """Read a request's body and parse it as the route's model.
 
-        Raises RequestValidationError where it is something else, ApiError where it gave way or cannot be read.
+        Raises RequestValidationError if it is invalid, ApiError if it was dropped for others or cannot be read.
         """
         coming = _Coming(client_of(request))
         self._coming.append(coming)
@@ -60,8 +60,8 @@ class Bodies:
                 self._take(coming, message.get("body", b""))
             if coming not in self._coming:
                 raise ApiError(
-                    f"others needed the room of this body, whose client held most of it; {self._limit} bytes of bodies "
-                    f"are held until they are complete; send it again, and faster",
+                    f"this body was dropped to make room for others, since its client held most of it; {self._limit} "
+                    f"bytes of incomplete bodies are held at most; send it again, and faster",
                     HTTPStatus.REQUEST_TIMEOUT,
                     code="body_gave_way",
                 )
@@ -69,7 +69,7 @@ class Bodies:
         return b"".join(coming.pieces)
 
     def _take(self, coming: _Coming, piece: bytes) -> None:
-        """Hold a piece of a body. Where there is no room others give way, or it does itself."""
+        """Store a piece of a body. If there is no room, drop other bodies, or this one."""
         coming.pieces.append(piece)
         self._held += len(piece)
         while self._held > self._limit:
@@ -87,7 +87,7 @@ class Bodies:
 
 
 class _Coming:
-    """A body of which something is missing."""
+    """A body that is not complete yet."""
 
     def __init__(self, client: str) -> None:
         self.client = client
@@ -95,14 +95,14 @@ class _Coming:
 
 
 class BodyRoute(APIRoute):
-    """A route that reads its body itself, from the application's `bodies`.
+    """A route that reads its body itself, with the application's `bodies`.
 
-    FastAPI's own would hold the bytes, and all that was parsed of them, until the answer ends. Its endpoint takes the
-    body as `body`, the request as `request` if it wants that, and returns a Response.
+    FastAPI's own route would keep the bytes, and everything parsed from them, until the answer ends. The endpoint takes
+    the body as `body`, optionally the request as `request`, and returns a Response.
     """
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """Return the function that answers a request."""
         hints = get_type_hints(self.endpoint)
         if "body" not in hints:
             return super().get_route_handler()
@@ -117,9 +117,9 @@ class BodyRoute(APIRoute):
 
 
 def _value(read: bytes, request: HttpRequest) -> Any:
-    """What a body says; None where there is none, or where it is not marked as JSON.
+    """Return a body's JSON value, or None if it is empty or its content type is not JSON.
 
-    A page that a browser shows may send any other kind to this server without asking it first.
+    Web pages may send bodies of some other content types to this server without asking it first (CORS).
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
@@ -131,12 +131,12 @@ def _value(read: bytes, request: HttpRequest) -> Any:
         place = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
         raise RequestValidationError([place | {"ctx": {"error": error.msg}}]) from error
     except (ValueError, RecursionError) as error:
-        message = "the body cannot be read: it is no UTF-8, nests too deeply, or has a number of too many digits"
+        message = "the body cannot be read: it is not UTF-8, nests too deeply, or has a number with too many digits"
         raise ApiError(message) from error
 
 
 def model_of(value: Any, model: type[ModelT]) -> ModelT:
-    """The model of a parsed body. Raises RequestValidationError, which names places as FastAPI does."""
+    """Validate a parsed body as a model. Raises RequestValidationError, with FastAPI's form of locations."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

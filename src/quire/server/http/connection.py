@@ -1,4 +1,4 @@
-"""Connection: one client's, whose requests httptools reads, with bounds on all that could go on without end."""
+"""A client's connection. httptools parses its requests, and every wait and every buffer has a bound."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from quire.server.http.timers import PatientTimer
 log = logging.getLogger("quire.server")
 
 MAX_CONNECTIONS = 4096
-# Bytes of a request's head, and of what comes with its body that is not its body; of the latter, what was read with the
-# end of the request before it comes on top.
+# Bytes of a request's head, and of the framing of its body. The framing may have more: the bytes that were read with
+# the end of the previous request do not count.
 MAX_HEAD = 2**16
 MAX_PIPELINE = 16  # requests that wait for the answer before theirs
-HEAD_TIMEOUT = 20.0  # seconds for a request's head to come
-LINGER = 5.0  # seconds for what comes of a request that has been answered already
-FIRST_PROBE = 0.02  # seconds between the first two bytes that show whether a client is there; then three times as many
+HEAD_TIMEOUT = 20.0  # seconds for a request's head to arrive
+LINGER = 5.0  # seconds for the rest of a request that has been answered already
+FIRST_PROBE = 0.02  # seconds between the first two bytes that probe for a client; each further interval is 3x as long
 READ_TIMEOUT = 120.0  # seconds in which a client that is being answered must read something
 
 
 class ServerState(Protocol):
-    """What uvicorn keeps of a server, and gives to each connection."""
+    """The state of a server that uvicorn passes to each connection."""
 
     connections: set[Any]
     tasks: set[asyncio.Task[None]]
@@ -41,7 +41,7 @@ class ServerState(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection. uvicorn makes one with these arguments for each client, and calls `shutdown`."""
+    """One client's connection. uvicorn creates one with these arguments for each client, and calls `shutdown`."""
 
     def __init__(
         self,
@@ -58,28 +58,28 @@ class Connection(asyncio.Protocol):
         self._parser = self._new_parser()
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head_size = 0  # bytes of what has come of a head, besides its syntax
-        self._spare = MAX_HEAD  # bytes that may still come before there must be a whole head, or some body
-        self._in_head = False  # part of a request's head has come, and part of it not
-        self._in_message = False  # part of a request has come, and part of it not
-        self._begun = 0.0  # when the last request's head had come
-        self._coming: Exchange | None = None  # what a body that comes belongs to: the last request
-        self._current: Exchange | None = None  # what is being answered, or was last
-        self._in_line: deque[Exchange] = deque()  # what is answered after that, the next one first
+        self._head_size = 0  # received bytes of a head, without its syntax
+        self._spare = MAX_HEAD  # bytes that may still arrive before there must be a complete head, or some body
+        self._in_head = False  # a request's head has arrived in part
+        self._in_message = False  # a request has arrived in part
+        self._begun = 0.0  # when the last request's head was complete
+        self._coming: Exchange | None = None  # the last request, which receives the body
+        self._current: Exchange | None = None  # the request being answered, or the last answered one
+        self._in_line: deque[Exchange] = deque()  # requests to answer after that, the next one first
         self.writable = asyncio.Event()  # see Link
         self.writable.set()
         self._reads = True
-        self._has_ended = False  # what the client sends
-        # For the head of a request, the rest of an answered one, or the next probe.
+        self._has_ended = False  # the client has closed its sending side
+        # The deadline for the head of a request or for the rest of an answered one, or the time of the next probe.
         self._timer: PatientTimer | asyncio.TimerHandle | None = None
-        self._idle: PatientTimer | None = None  # for another request
-        self._unread: PatientTimer | None = None  # for the client to read
-        self._closing: PatientTimer | None = None  # for the client to read what is kept when it is closed
+        self._idle: PatientTimer | None = None  # the deadline for another request
+        self._unread: PatientTimer | None = None  # the deadline for the client to read
+        self._closing: PatientTimer | None = None  # the deadline for the client to read the buffered data at the end
 
     # ------------------------------------------------------------------------------------------- the transport's calls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Start to wait for a request."""
         self.transport = transport
         self._about = {
             "type": "http",
@@ -92,13 +92,13 @@ class Connection(asyncio.Protocol):
         connections = self._state.connections
         connections.add(self)
         if len(connections) > MAX_CONNECTIONS and not self._take_place():
-            message = f"{MAX_CONNECTIONS} connections are busy, which is as many as this server takes; try again later"
+            message = f"{MAX_CONNECTIONS} connections are busy, which is the limit of this server; try again later"
             self._refuse(ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, code="too_many_connections"))
         else:
             self._close_in(HEAD_TIMEOUT)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Let who answers know, and who waits for the client to read."""
+        """Notify the exchanges, and wake the task that waits for the client to read."""
         self._state.connections.discard(self)
         for exchange in (self._current, self._coming):
             if exchange is not None:
@@ -110,9 +110,9 @@ class Connection(asyncio.Protocol):
             self._closing.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Take apart what has come."""
+        """Parse received data."""
         if self._coming is not None and not self._coming.keep_alive and not self._in_message:
-            return  # it was the last request, and has come as a whole
+            return  # the last request is complete, so further data is ignored
         self._stop_idle_timer()
         if not self._in_message and self._timer is None:
             self._close_in(HEAD_TIMEOUT)
@@ -120,11 +120,11 @@ class Connection(asyncio.Protocol):
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
-            own = error.__context__  # what a callback raised
+            own = error.__context__  # the error that a callback raised
             if isinstance(own, ApiError):
                 self._refuse(own)
             elif not isinstance(own, Exception) or isinstance(own, httptools.HttpParserError):
-                self._refuse(ApiError("this is no HTTP request"))
+                self._refuse(ApiError("this is not an HTTP request"))
             else:
                 log.error("a request could not be read", exc_info=own)
                 self._refuse(internal_error(own))
@@ -133,11 +133,11 @@ class Connection(asyncio.Protocol):
             self._refuse(_head_too_large())
 
     def eof_received(self) -> bool:
-        """Answer the requests that have come as a whole. False: there is none to answer, so the connection ends.
+        """Answer the complete requests. Return False, which ends the connection, without a complete request.
 
-        A client that has closed its socket looks like one that has only ended what it sends. The difference shows when
-        something is sent: the system of the former resets the connection, which the next write reports. So bytes that
-        the answer has in any case are sent ahead of it, until it comes.
+        A client that has closed its socket looks like one that has only closed its sending side. The difference shows
+        when something is sent: the system of the former resets the connection, which the next write reports. So bytes
+        that the answer contains in any case are sent ahead of it, until the answer begins.
         """
         current, last = self._current, self._coming
         if self._in_message or current is None or last is None or not current.send_ahead():
@@ -148,19 +148,19 @@ class Connection(asyncio.Protocol):
         return True
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is answered."""
+        """Note that the client reads more slowly than the server writes."""
         self.writable.clear()
         self._unread = PatientTimer(READ_TIMEOUT, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Note that the client has read."""
         self.writable.set()
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
 
     def shutdown(self) -> None:
-        """Close when what has been asked is answered."""
+        """Close the connection after the received requests are answered."""
         if self._coming is None or self._coming.complete:
             self.close()
         else:
@@ -170,15 +170,15 @@ class Connection(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # What comes with the end of a request that says "Connection: close" is not read, and is no error of it.
+        # Data after a request with "Connection: close" is ignored. It must not be an error of that request.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
     def _feed(self, data: bytes) -> None:
-        # Each turn is outside the except block of the one before, whose offer would be the context of its errors.
+        # Each iteration is outside the previous one's except block: else that offer would be the context of its errors.
         while (rest := self._rest_after_offer(data)) is not None:
-            # A client may offer another protocol with any request (those in Java do), and we need not take it up. But
-            # the parser takes what follows for that protocol, so a new one reads the request without the offer.
+            # A client may offer another protocol with any request (Java clients do), and the server may ignore it. But
+            # the parser assigns the following data to that protocol, so a new one reads the request without the offer.
             version = f"HTTP/{self._parser.get_http_version()}".encode()
             lines = [b" ".join((self._parser.get_method(), self._url, version))]
             lines += [name + b": " + value for name, value in self._headers if name != b"upgrade"]
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
             data = b"\r\n".join([*lines, b"", rest])
 
     def _rest_after_offer(self, data: bytes) -> bytes | None:
-        """Read this. Returns what follows the head of a request that offers another protocol; None: none does."""
+        """Parse data. Return the data after the head of a request that offers another protocol, None if none does."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
         return None
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Reset the state for a new request."""
         self._url, self._headers = b"", []
         self._spare = MAX_HEAD
         self._head_size = 0
@@ -204,36 +204,36 @@ class Connection(asyncio.Protocol):
             self._close_in(HEAD_TIMEOUT)
 
     def on_url(self, url: bytes) -> None:
-        """Take in a piece of the request's target."""
+        """Store a piece of the request's target."""
         self._add_to_head(len(url))
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take in a header, but none that comes after the body."""
+        """Store a header, unless it is a trailer after the body."""
         if self._in_head:
             self._add_to_head(len(name) + len(value))
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Let the request be answered, in its turn."""
+        """Answer the request, or queue it behind earlier ones."""
         method = self._parser.get_method()
         if self._parser.should_upgrade():
             if method == b"CONNECT":
-                raise ApiError("this is no proxy")
+                raise ApiError("this server is not a proxy")
             return
         if len(self._in_line) >= MAX_PIPELINE:
-            raise ApiError(f"more than {MAX_PIPELINE} requests came before the first one's answer was read")
+            raise ApiError(f"more than {MAX_PIPELINE} requests arrived before the first one was answered")
         self._stop_timer()
         self._spare = MAX_HEAD
-        self._begun = time.monotonic()  # the loop's clock stands still for a millisecond
+        self._begun = time.monotonic()  # the loop's clock has a resolution of only a millisecond
         url, version = httptools.parse_url(self._url), self._parser.get_http_version()
         if url.path is None or not url.path.isascii():
-            raise ApiError("the request names no path; a path is ASCII, with other characters as %XX")
-        if url.host is not None:  # a target with a host takes the place of the Host header: RFC 9112, section 3.2.2
+            raise ApiError("the request has no valid path; a path is ASCII, with other characters as %XX")
+        if url.host is not None:  # a target with a host replaces the Host header: RFC 9112, section 3.2.2
             host = b"[%s]" % url.host if b":" in url.host else url.host
             port = b"" if url.port is None else b":%d" % url.port
             self._headers = [(b"host", host + port), *(one for one in self._headers if one[0] != b"host")]
-        is_old = version < "1.1"  # then it knows neither chunks nor 100 Continue
+        is_old = version < "1.1"  # such a client supports neither chunks nor 100 Continue
         waits = not is_old and any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in self._headers
         )
@@ -259,15 +259,15 @@ class Connection(asyncio.Protocol):
             self._begin(exchange)
 
     def on_body(self, body: bytes) -> None:
-        """Take in a piece of a body."""
-        self._spare += 2 * len(body)  # so that only tiny chunks use it up
+        """Pass on a piece of a body."""
+        self._spare += 2 * len(body)  # so that only tiny chunks exhaust it
         if self._coming is not None:
             self._coming.add(body)
             if self._is_in_line_full:
                 self.pause_reading()
 
     def on_message_complete(self) -> None:
-        """A request has come as a whole."""
+        """Mark the request as complete."""
         if not self._parser.should_upgrade() and self._coming is not None:
             self._in_message = False
             self._coming.end_body()
@@ -279,34 +279,34 @@ class Connection(asyncio.Protocol):
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
-        """What each answer has, such as the date."""
+        """The headers of every answer, such as the date."""
         return self._state.default_headers
 
     def write(self, data: bytes) -> None:
-        """Send it, or keep it until the client reads."""
+        """Send data, or buffer it until the client reads."""
         if not self.transport.is_closing():
             self.transport.write(data)
 
     def pause_reading(self) -> None:
-        """Read no more from the client."""
+        """Stop reading from the client."""
         if self._reads and not self.transport.is_closing():
             self._reads = False
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again, unless much has come of requests that wait."""
+        """Read from the client again, unless waiting requests already hold too much."""
         if not self._reads and not self._is_in_line_full and not self.transport.is_closing():
             self._reads = True
             self.transport.resume_reading()
 
     def close(self) -> None:
-        """Send what is kept, then close the connection; a client that does not read it is let go."""
+        """Send the buffered data, then close the connection. A client that does not read it is disconnected."""
         if not self.transport.is_closing():
             self.transport.close()
             self._closing = PatientTimer(READ_TIMEOUT, self.transport.abort)
 
     def answered(self) -> None:
-        """Go on with the next request; or end, if most of this one is yet to come."""
+        """Continue with the next request. If this one is incomplete, wait for its rest for LINGER seconds."""
         self._state.total_requests += 1
         if self.transport.is_closing():
             return
@@ -327,7 +327,7 @@ class Connection(asyncio.Protocol):
             self._probe(FIRST_PROBE, exchange)
 
     def _probe(self, seconds: float, exchange: Exchange) -> None:
-        """See `eof_received`. seconds: until the next one."""
+        """Send a probe, as `eof_received` explains. seconds: until the next one."""
         if exchange.send_ahead():
             self._probe_in(seconds, exchange)
 
@@ -339,7 +339,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _is_in_line_full(self) -> bool:
-        """Whether requests that wait for answers before theirs hold as much as one that is answered may."""
+        """True if the waiting requests together hold more unread bytes than one running request may."""
         return sum(exchange.num_unread for exchange in self._in_line) > MAX_UNREAD
 
     def _add_to_head(self, size: int) -> None:
@@ -348,9 +348,9 @@ class Connection(asyncio.Protocol):
             raise _head_too_large()
 
     def _take_place(self) -> bool:
-        """Close a connection on which nothing is asked, or whose request has been coming for longest.
+        """Close an idle connection, or the one whose incomplete request began first. Return False without either.
 
-        A crowd of these must not keep others out. False: all wait for answers.
+        Many such connections must not keep other clients out.
         """
         slow: list[Connection] = []
         for other in self._state.connections:
@@ -367,7 +367,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _is_coming(self) -> bool:
-        """Whether what is being answered has not come as a whole, and no answer has begun."""
+        """True if the current request is incomplete and its answer has not begun."""
         current = self._current
         return self._in_message and current is not None and current is self._coming and not current.started
 
@@ -379,7 +379,7 @@ class Connection(asyncio.Protocol):
         self._timer = PatientTimer(seconds, self._close_late, seconds)
 
     def _close_late(self, seconds: float) -> None:
-        """Close a connection on which nothing happens."""
+        """Close the connection, unless a request is being answered."""
         if self._is_answering:
             self._close_in(seconds)
         else:
@@ -400,7 +400,7 @@ class Connection(asyncio.Protocol):
             self._idle = None
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what has not come to the application, and close."""
+        """Answer with an error a request that did not reach the application, and close the connection."""
         current = self._current
         if current is not None and not current.complete:
             is_bodyless = current.is_bodyless
@@ -412,10 +412,10 @@ class Connection(asyncio.Protocol):
 
 
 def _head_too_large() -> ApiError:
-    message = f"the request has more than {MAX_HEAD} bytes besides its body, which is the most this server takes"
+    message = f"the request has more than {MAX_HEAD} bytes in addition to its body, which is the limit of this server"
     return ApiError(message, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="head_too_large")
 
 
 def _address(found: Any) -> tuple[str, int] | None:
-    """A host and a port; None where it is no such address."""
+    """Return a host and a port, or None if the address has another form."""
     return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None

@@ -16,7 +16,7 @@ from quire.server.http.sse import OUTLET, dumps
 
 log = logging.getLogger("quire.server")
 
-MAX_UNREAD = 2**16  # bytes of a body that the application has not read, after which no more is read from the client
+MAX_UNREAD = 2**16  # bytes of a body, not read by the application, above which reading from the client pauses
 NOT_IN_HEADERS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 BEGINNING = b"HTTP/1.1 "  # of each answer
 BODYLESS = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
@@ -25,60 +25,61 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Link(Protocol):
-    """What an exchange needs of its connection."""
+    """The interface of a connection for its exchanges."""
 
-    writable: asyncio.Event  # the client reads as fast as it is answered
+    writable: asyncio.Event  # set while the client reads as fast as the server writes
 
     @property
     def default_headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """What each answer has, such as the date."""
+        """The headers of every answer, such as the date."""
 
     def write(self, data: bytes) -> None:
-        """Send it, or keep it until the client reads."""
+        """Send data, or buffer it until the client reads."""
 
     def pause_reading(self) -> None:
-        """Read no more from the client."""
+        """Stop reading from the client."""
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Read from the client again."""
 
     def close(self) -> None:
-        """Send what is kept, then close the connection."""
+        """Send the buffered data, then close the connection."""
 
     def answered(self) -> None:
-        """An answer is complete."""
+        """Continue after an answer is complete."""
 
 
 class Exchange:
-    """One request and its answer, for whose parts it is the Outlet."""
+    """One request and its answer. It is the Outlet for the answer's parts."""
 
     def __init__(self, link: Link, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
-        """keep_alive: another request may follow. expects_continue: the client sends the body when it is asked to."""
+        """Create it. keep_alive: another request may follow. expects_continue: the client waits for "100 Continue"."""
         self.keep_alive = keep_alive
-        self.started = False  # the answer
-        self.complete = False  # the answer
-        self.is_bodyless = scope["method"] == "HEAD"  # the answer
+        # These are about the answer.
+        self.started = False
+        self.complete = False
+        self.is_bodyless = scope["method"] == "HEAD"
         self._link = link
         self._scope = scope
         scope["extensions"] = {OUTLET: self}
         self._expects_continue = expects_continue
-        self._gone = False  # the client
-        self._body = bytearray()  # what has come and was not read
+        self._gone = False  # the client has disconnected
+        self._body = bytearray()  # received, but not read by the application
         self._more_body = True
         self._news = asyncio.Event()
-        self._is_chunked = False  # the answer
-        self._num_ahead = 0  # bytes of its beginning that were sent ahead
-        self._unsent: int | None = None  # bytes that the answer's Content-Length still promises; None: it has none
+        self._is_chunked = False  # the answer has chunks
+        self._num_ahead = 0  # bytes of the answer's first line that were sent ahead
+        self._unsent: int | None = None  # bytes left of the answer's Content-Length; None: it has no such header
 
     # ------------------------------------------------------------------------------------------- the connection's part
 
     @property
     def num_unread(self) -> int:
-        """Bytes of the body that have come and were not read."""
+        """The number of bytes of the body that were received and not read."""
         return len(self._body)
 
     def add(self, body: bytes) -> None:
-        """A piece of the body has come."""
+        """Store a piece of the body."""
         if self.complete:
             return
         self._body += body
@@ -87,19 +88,19 @@ class Exchange:
         self._news.set()
 
     def end_body(self) -> None:
-        """The body has come as a whole."""
+        """Mark the body as complete."""
         self._more_body = False
         self._news.set()
 
     def disconnect(self) -> None:
-        """The client has gone."""
+        """Note that the client has disconnected."""
         self._gone = self._gone or not self.complete
         self._news.set()
 
     def send_ahead(self) -> bool:
-        """Send a byte of the answer that it has whatever it will be. False: none is known.
+        """Send a byte that the answer contains in any case. Return False if no such byte is known.
 
-        That is one of its first line's or, within chunks, a zero before the size of the next one.
+        It is a byte of the first line or, between chunks, a leading zero of the next chunk's size.
         """
         if self.complete:
             return False
@@ -112,12 +113,12 @@ class Exchange:
         return bool(byte)
 
     async def run(self, app: ASGIApp) -> None:
-        """Let the application answer."""
+        """Run the application for the request. If it fails, answer with an error or close the connection."""
         try:
             await app(self._scope, self._receive, self._send)
             if not self.complete and not self._gone:
                 raise RuntimeError("the application has not answered the request as a whole")
-        except BaseException as error:  # a cancelled task's, too, so that its client is not left waiting
+        except BaseException as error:  # also of a cancelled task, so that its client is not left waiting
             log.error("%s %r failed", self._scope["method"], self._scope["path"], exc_info=error)
             if self.started or self._gone:
                 self._link.close()
@@ -127,13 +128,13 @@ class Exchange:
                 self.started = self.complete = True
                 self._link.close()
         finally:
-            del self._scope["extensions"][OUTLET]  # a cycle, which only the collector would free
+            del self._scope["extensions"][OUTLET]  # a reference cycle, which only the collector would free
 
     # ------------------------------------------------------------------------------------------- the application's part
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of the body can be sent at once."""
+        """True if a part of the body can be sent at once."""
         return self.started and not self.complete and not self._gone and self._link.writable.is_set()
 
     def write(self, part: bytes) -> None:
@@ -181,7 +182,7 @@ class Exchange:
         if not self.keep_alive and not says_close:
             lines.append(b"connection: close")
         self.is_bodyless = self.is_bodyless or status in BODYLESS
-        # Before HTTP/1.1 there are no chunks: the end of the connection is the body's.
+        # HTTP/1.0 has no chunks: the end of the connection ends the body.
         self._is_chunked = not has_length and not self.is_bodyless and self._scope["http_version"] >= "1.1"
         if self._is_chunked:
             lines.append(b"transfer-encoding: chunked")
@@ -198,7 +199,7 @@ class Exchange:
             if self._unsent is not None:
                 self._unsent -= len(body)
                 if self._unsent < 0 or (self._unsent > 0 and not more):
-                    raise RuntimeError("the body of an answer is not as long as its Content-Length says")
+                    raise RuntimeError("the length of an answer's body differs from its Content-Length")
             self._link.write(body)
         if not more:
             self.complete = True
@@ -209,18 +210,18 @@ class Exchange:
 
 
 def status_line(status: int) -> bytes:
-    """The first line of an answer."""
+    """Return the first line of an answer."""
     try:
         phrase = HTTPStatus(status).phrase
-    except ValueError:  # none of the standard's
+    except ValueError:  # not a standard status
         phrase = ""
     return BEGINNING + f"{int(status)} {phrase}".encode("ascii")
 
 
 def whole_answer(error: ApiError, is_bodyless: bool) -> bytes:
-    """An answer that no application has made, after which the connection ends.
+    """Return a complete answer with an error, after which the connection is closed.
 
-    is_bodyless: without its body, as to HEAD.
+    is_bodyless: leave out the body, as after HEAD.
     """
     body = dumps(error.body())
     head = [status_line(error.status), b"content-type: application/json", b"content-length: %d" % len(body)]

@@ -1,4 +1,4 @@
-"""Guard: who may ask, by which name, and how much may be sent. It comes first, before a request is understood."""
+"""Guard: checks keys, host names and body sizes. It is the first layer, before a request is parsed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from quire.server.http.api_error import ApiError, shown
 from quire.server.http.hosts import host_in, is_loopback
 from quire.server.http.sse import JsonBody
 
-FLEET_PATHS = "/fleet/"  # what a fleet's gateways ask for, with a secret of their own
-OPEN_PATHS = frozenset({"/health", "/ready"})  # what is answered without a key, and by any name
-KEY_STATE = "key"  # where a request's state holds the key that was shown
-BODY_TIMEOUT = 60.0  # seconds for a body to come
+FLEET_PATHS = "/fleet/"  # prefix of the routes for a fleet's gateways, which have a separate secret
+OPEN_PATHS = frozenset({"/health", "/ready"})  # paths that need no key and accept any host name
+KEY_STATE = "key"  # name of the request's key in its state
+BODY_TIMEOUT = 60.0  # seconds for a body to arrive
 
 
 def client_of(request: Request) -> str:
-    """Whose request it is, as far as this server knows: its key's digest, empty without keys."""
+    """Return the identity of a request's client: a digest of its key, or an empty string without keys."""
     key = getattr(request.state, KEY_STATE, None)
     return "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 class Guard:
-    """Refuses requests to another host, without a key that is known, and bodies that are too large or too slow."""
+    """Refuses requests to another host or without a known key, and bodies that are too large or too slow."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Guard:
         realm_paths: tuple[str, ...],
         fleet_secret: str | None = None,
     ) -> None:
-        """hosts: see `hosts_to_check`. fleet_secret: the key of the routes below /fleet/, and of no other.
+        """Wrap an application. hosts: see `hosts_to_check`. fleet_secret: the only key of the routes below /fleet/.
 
-        realm_paths: a browser that comes to / or below one of these without a key asks its user for one (a password).
+        realm_paths: a browser that requests / or a path below one of these without a key asks its user for a password.
         """
         self._app = app
         self._keys = [key.encode() for key in keys]
@@ -54,7 +54,7 @@ class Guard:
         self._realm_paths = realm_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it."""
+        """Forward a request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -70,7 +70,7 @@ class Guard:
         if self._hosts is None or scope["path"] in OPEN_PATHS:
             return None
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if not given and scope["http_version"] == "1.0":  # it needs none there, and every browser sends one
+        if not given and scope["http_version"] == "1.0":  # optional in HTTP/1.0, and every browser sends one
             return None
         named = [host_in(header) for header in given]
         if named and all(host is not None and (host in self._hosts or is_loopback(host)) for host in named):
@@ -94,7 +94,7 @@ class Guard:
         else:  # Anthropic's clients
             given = [value for name, value in scope["headers"] if name == b"x-api-key"]
             shown = given[0].strip() if len(given) == 1 else b""
-        # Each key is compared, and in constant time, so that the time taken tells nothing of any.
+        # Every key is compared, each in constant time, so that the time taken reveals nothing about the keys.
         found = [key for key in keys if hmac.compare_digest(key, shown)]
         if found:
             scope.setdefault("state", {})[KEY_STATE] = found[0].decode()
@@ -117,7 +117,7 @@ class Guard:
 
 
 class _Bounded:
-    """A `receive` that ends a body where it becomes too large or too late."""
+    """A `receive` that aborts a body that becomes too large or too late."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -136,7 +136,7 @@ class _Bounded:
             message = await asyncio.wait_for(self._receive(), self._end - now)
         except asyncio.TimeoutError:
             raise HTTPException(
-                HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_TIMEOUT:g} s"
+                HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {BODY_TIMEOUT:g} s"
             ) from None
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
@@ -148,7 +148,7 @@ class _Bounded:
 
 
 def _shown_key(authorization: bytes) -> bytes:
-    """The key of a Bearer, or the password of a Basic authorization; empty where there is none."""
+    """Return the key of a Bearer or the password of a Basic authorization, or an empty string."""
     scheme, _, value = authorization.partition(b" ")
     if scheme.lower() == b"bearer":
         return value.strip()
@@ -162,7 +162,7 @@ def _shown_key(authorization: bytes) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(
-        f"the body is larger than {limit} bytes, which is the most that this server takes",
+        f"the body is larger than {limit} bytes, which is the limit of this server",
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         code="body_too_large",
     )

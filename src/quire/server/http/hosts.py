@@ -1,7 +1,7 @@
-"""Hosts: by which names a server may be asked.
+"""The host names by which clients may address a server.
 
-A page on the web can let its own name point to an address of the reader's machine (DNS rebinding): the browser then
-takes a server there for a part of that page's site. Such a request names the page's host, not this server's.
+A web page can make its own name point to an address of the reader's machine (DNS rebinding): the browser then treats a
+server there as a part of that page's site. Such a request names the page's host, not this server's.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from quire.errors import ConfigError
 
 ANY = "*"
 LOCAL = "localhost"
-NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # an IPv6 address stands in brackets
+NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # IPv6 addresses are in brackets
 HEADER = re.compile(rf"({NAME.pattern})(:[0-9]*)?")
 
 
 def host_in(header: str) -> str | None:
-    """The host that a Host header names, in lower case and without its port; None for what is no such header."""
+    """Return the host of a Host header, in lower case and without its port, or None if the header is invalid."""
     match = HEADER.fullmatch(header)
     return None if match is None else _plain(match[1])
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, as only its own programs reach it."""
+    """Return whether a host is a loopback name or address, which only programs of this machine can reach."""
     try:
         return host == LOCAL or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -43,10 +43,10 @@ def check_allowed(hosts: Collection[str]) -> None:
 
 
 def hosts_to_check(allowed: Collection[str], listens_at: str, has_keys: bool) -> frozenset[str] | None:
-    """What a request may name besides this machine; None: anything.
+    """Return the hosts that a request may name in addition to this machine; None allows any.
 
-    listens_at: a server that others can reach is asked by names that it cannot know. One with keys is safe without: a
-    page does not know them.
+    listens_at: a server that other machines can reach may have names that it cannot know, so any is allowed. A server
+    with keys needs no check, because a web page does not know them.
     """
     if ANY in allowed or not (allowed or (is_loopback(listens_at) and not has_keys)):
         return None

@@ -1,4 +1,4 @@
-"""Lanes: slow work on threads of its own, a few pieces at a time, each client in its turn."""
+"""Lanes: dedicated thread pools for slow work, shared fairly by clients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Threads for one kind of work. Who finds them busy waits; clients that wait take turns, whatever each has asked.
+    """Threads for one kind of work. If all are busy, work waits, and the waiting clients take turns.
 
     It belongs to the event loop; the functions run on the threads.
     """
 
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
-        """max_waiting: weight that may wait at a time for each client."""
+        """Create the threads. max_waiting: the total weight of each client's waiting work."""
         self._pool = ThreadPoolExecutor(num_threads, f"quire-{name}")
         self._name = name
         self._num_free = num_threads
@@ -30,13 +30,13 @@ class Lane:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that wait for a thread."""
+        """The number of calls that wait for a thread."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self, client: str, function: Callable[[], T], weight: int = 1) -> T:
-        """What a function returns or raises. One that has begun keeps its thread even if no one waits for it any more.
+        """Run a function on a thread, and return its result. A started function runs to its end even if cancelled.
 
-        weight: of what is held while it waits. Raises ApiError (429) where too much of this client's waits already.
+        weight: the cost of the data held while it waits. Raises ApiError (429) if too much work of this client waits.
         """
         if self._num_free:
             self._num_free -= 1
@@ -50,14 +50,14 @@ class Lane:
 
         try:
             work = self._pool.submit(function)
-        except BaseException:  # no thread can be started, or the lane is closed
+        except BaseException:  # if no thread can be started, or the lane is closed
             self._leave()
             raise
         work.add_done_callback(done)
         return await asyncio.wrap_future(work)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, client: str, weight: int) -> None:
@@ -65,7 +65,7 @@ class Lane:
         queue = self._waiting.get(client, deque())
         if queue and sum(each for _, each in queue) + weight > self._max_waiting:
             raise ApiError(
-                f"{len(queue)} requests of this client wait for their {self._name} already, which is as many as may; "
+                f"{len(queue)} requests of this client wait for their {self._name} already, which is the limit; "
                 f"try again later",
                 HTTPStatus.TOO_MANY_REQUESTS,
                 code="queue_full",
@@ -79,12 +79,12 @@ class Lane:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._forget(client, turn)
-            else:  # it had just been given the thread
+            else:  # it had just received the thread
                 self._leave()
             raise
 
     def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
-        """Take out who waits no more."""
+        """Remove a cancelled call from the queue."""
         queue = deque(each for each in self._waiting.get(client, ()) if each[0] is not turn)
         if queue:
             self._waiting[client] = queue
@@ -92,13 +92,13 @@ class Lane:
             self._waiting.pop(client, None)
 
     def _leave(self) -> None:
-        """A thread is free: it is the next client's who waits, and he comes last again."""
+        """Give a free thread to the next waiting client, which then moves to the end of the queue."""
         self._num_free += 1
         while self._num_free and self._waiting:
             client, queue = self._waiting.popitem(last=False)
             turn, _ = queue.popleft()
             if queue:
                 self._waiting[client] = queue
-            if not turn.done():  # else it was just cancelled
+            if not turn.done():  # otherwise it was just cancelled
                 self._num_free -= 1
                 turn.set_result(None)

@@ -1,4 +1,4 @@
-"""Answers as bytes: JSON, server-sent events, and noticing that a client has gone."""
+"""Answers as bytes: JSON, server-sent events, and the detection of disconnected clients."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ log = logging.getLogger("quire.server")
 
 DONE = b"data: [DONE]\n\n"
 STILL_HERE = b": still here\n\n"  # a comment
-OUTLET = "quire.outlet"  # among a request's ASGI extensions: its Outlet
+OUTLET = "quire.outlet"  # name of the Outlet among a request's ASGI extensions
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def dumps(value: object) -> bytes:
-    """JSON in which anything that Python can hold as text survives, a half of a character included."""
+    """Encode a value as JSON. Every Python string survives, even one with half of a character (a surrogate)."""
     return ENCODER.encode(value).encode("ascii")
 
 
 def data(value: object) -> bytes:
-    """One event."""
+    """Encode one event."""
     return b"data: " + dumps(value) + b"\n\n"
 
 
 def named(value: dict[str, Any]) -> bytes:
-    """One event that has a name, which is its type."""
+    """Encode one event with a name, which is its type."""
     return b"event: " + str(value["type"]).encode("ascii") + b"\n" + data(value)
 
 
 class Outlet(Protocol):
-    """The way to a client past the application's layers, for the parts of a body that has begun.
+    """The direct way to a client, past the application's layers, for the parts of a body that has begun.
 
-    To wake a task that sends a part through all layers costs several times what the part does.
+    Waking a task that sends a part through all layers costs several times as much as the part itself.
     """
 
     @property
     def is_open(self) -> bool:
-        """Whether the client is there, and reads as fast as it is answered."""
+        """True if the client is connected and reads as fast as the server writes."""
 
     def write(self, part: bytes) -> None:
-        """Send a part, if it is open."""
+        """Send a part, if the outlet is open."""
 
 
 class JsonBody(Response):
@@ -58,24 +58,24 @@ class JsonBody(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Its bytes."""
+        """Return the body's bytes."""
         return dumps(content)
 
 
 class EventStream(Response):
-    """A response whose parts are sent as they come.
+    """A response whose parts are sent as soon as each is available.
 
-    Without the task groups of the framework's own, which cost more per part than what is sent.
+    It avoids the task groups of the framework's streaming response, which cost more per part than the part itself.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, parts: AsyncIterator[bytes], on_disconnect: Callable[[], None], keep_alive: float = 0.0) -> None:
-        """on_disconnect: is called when no more parts are wanted before their end.
+        """Create it. `on_disconnect` is called if the client needs no more parts before their end.
 
-        keep_alive: seconds without a part after which a comment is sent; 0: none is.
+        keep_alive: seconds without a part after which a comment is sent; 0 sends none.
         """
-        self.is_silent = True  # since the last time that this was asked; a part that is sent ends it
+        self.is_silent = True  # no part was sent since the last check
         self._keep_alive = keep_alive
         self.status_code = 200
         self.background = None
@@ -84,7 +84,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it. When the client has gone, on_disconnect is called, and the parts are read to their end."""
+        """Send the parts. If the client disconnects, call `on_disconnect` and still read the parts to their end."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         outlet: Outlet | None = scope.get("extensions", {}).get(OUTLET)
         async with noticing_disconnect(receive, self._on_disconnect):
@@ -96,7 +96,7 @@ class EventStream(Response):
 
     @contextmanager
     def _staying_alive(self, outlet: Outlet | None) -> Iterator[None]:
-        """Within it, a comment is sent whenever nothing else was for a while. Clients pass over it; proxies see it."""
+        """Send a comment whenever no part was sent for a while. Clients ignore it; it keeps proxies from closing."""
         if outlet is None or not self._keep_alive:
             yield
             return
@@ -118,7 +118,7 @@ class EventStream(Response):
             timer.cancel()
 
     async def _parts_or_error(self) -> AsyncIterator[bytes]:
-        """The parts. Where one cannot be made, an error in place of the rest: the status has been sent already."""
+        """Yield the parts. If one fails, yield an error in place of the rest: the status has been sent already."""
         try:
             async for part in self._parts:
                 yield part
@@ -128,7 +128,7 @@ class EventStream(Response):
             yield self.failure(error if isinstance(error, ApiError) else internal_error(error))
 
     def failure(self, error: ApiError) -> bytes:
-        """What stands in place of the rest."""
+        """Return the event for an error, and the end of the stream."""
         return data(error.body()) + DONE
 
 
@@ -136,13 +136,13 @@ class EventStream(Response):
 async def noticing_disconnect(
     receive: Callable[[], Awaitable[Any]], on_disconnect: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """Within it, on_disconnect is called when the client goes; and when the server cancels what serves it."""
+    """Call `on_disconnect` when the client disconnects or the server cancels the request's task."""
 
     async def watch() -> None:
         try:
             while (await receive())["type"] != "http.disconnect":
                 pass
-        except HTTPException:  # the guard's, of a body that nobody asked for: who sends such a thing is as good as gone
+        except HTTPException:  # raised by the guard for an unexpected body; treat its client as disconnected
             pass
         on_disconnect()
 
