@@ -220,7 +220,7 @@ class SamplingParams:
             raise RequestError(f"structured_outputs is a {kind}; it must be StructuredOutputsParams")
         if self.structured_outputs is not None and self.min_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens} with structured_outputs, which determine where text ends; leave one out"
+                f"min_tokens is {self.min_tokens} with structured_outputs, which define the text's end; leave one out"
             )
         if self.stop_strings and not self.detokenize:
             raise RequestError(f"stop is {self.stop!r} with detokenize=False; without text only tokens end a request")

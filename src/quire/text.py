@@ -1,4 +1,4 @@
-"""Strings: tokenizer, incremental detokenizer, and the outputs that callers see. The only room that knows text."""
+"""Text: tokenizer, incremental detokenizer, and the outputs that callers see. No other module handles text."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
-REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
-MAX_CHARACTER_TOKENS = 4  # a character takes at most 4 bytes, and a token holds at least one
-MAX_HELD_TOKENS = 16  # longer runs without a whole character are really broken, so they are let go
+REPLACEMENT = "\ufffd"  # the decoded form of an incomplete character
+MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes, and a token has at least one
+MAX_HELD_TOKENS = 16  # longer runs without a complete character are invalid, so they are not held back
 
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-# GPT-2's letters for bytes: the byte's own where it is printable, else the next one from U+0100 on.
+# GPT-2's letters for bytes: the byte itself if it is printable, else the next letter from U+0100 on.
 BYTE_LETTERS = {chr(byte): bytes([byte]) for byte in PRINTABLE} | {
     chr(0x100 + i): bytes([byte]) for i, byte in enumerate(sorted({*range(0x100)}.difference(PRINTABLE)))
 }
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # sentencepiece's token of a single byte
-WORD_MARK = "\u2581"  # what sentencepiece has for a space
+WORD_MARK = "\u2581"  # sentencepiece's mark for a space
 
 
 class Tokenizer:
-    """A model's tokenizer. Any number of threads may use it."""
+    """A model's tokenizer. It is thread-safe."""
 
     def __init__(self, where: Where) -> None:
-        """Read it. Raises ModelError where there is none, or it is unreadable."""
+        """Read the tokenizer. Raises ModelError if it is missing or unreadable."""
         files = files_of(where)
         found = files.tokenizer()
         if found is None:
@@ -62,7 +62,7 @@ class Tokenizer:
         self._fast = found
         self._fast.no_truncation()  # a tokenizer saved after training may still cut and pad
         self._fast.no_padding()
-        self._single: dict[tuple[int, bool], str] = {}  # what tokens decode to alone: asked for with every new one
+        self._single: dict[tuple[int, bool], str] = {}  # the text of tokens alone, which every new token needs
         self._decoders = _decoders(self._fast)
         self._marks_words = not {"ByteFallback", "Metaspace"}.isdisjoint(self._decoders)
         self._added = {
@@ -73,17 +73,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. A model may have room for more."""
+        """Number of tokens, added tokens included. A model's own vocabulary may be larger."""
         return int(self._fast.get_vocab_size())
 
     @cached_property
     def max_token_length(self) -> int:
-        """Characters that a token stands for at most, or a few more: its bytes are written as letters."""
+        """Upper bound of the characters of a token. It may be a few too large, since bytes are written as letters."""
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of tokens that were added to the vocabulary, special ones among them, by their texts."""
+        """The ids of tokens that were added to the vocabulary, special ones included, by their texts."""
         return {text: token for token, text in self._added.items()}
 
     @cached_property
@@ -93,12 +93,20 @@ class Tokenizer:
         return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's tokens; if asked for, with the special tokens that the model expects around a prompt.
+        """Tokenize a text.
 
-        Raises RequestError for what is no text.
+        Args:
+            text: the text.
+            add_special_tokens: add the special tokens that the model expects around a prompt.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            RequestError: the text cannot be encoded, for example because it contains half of a surrogate pair.
         """
         try:
-            # As a batch, since only for these does the library let other threads run meanwhile.
+            # As a batch, since the library lets other threads run only during batches.
             [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return list(encoding.ids)
         except Exception as error:  # the library raises bare Exceptions
@@ -109,10 +117,10 @@ class Tokenizer:
             raise RequestError(f"the text has {code}, half of a character, at position {half}", "prompt") from error
 
     def encode_form(self, form: Sequence[str], texts: Sequence[str]) -> list[int]:
-        """The tokens of a form that texts are written into, one after each of its parts but the last.
+        """Tokenize a form with texts inserted, one after each of its parts except the last.
 
-        What reads like an added token is one in the form alone: where any of it is a text's, it is taken apart after
-        its first character. Raises RequestError for what is no text.
+        Only the form itself can contain added tokens: text that looks like one and overlaps with an inserted text is
+        split after its first character. Raises RequestError for a text that cannot be encoded.
         """
         whole, inside = form[0], []
         for text, after in zip(texts, form[1:], strict=True):
@@ -125,12 +133,20 @@ class Tokenizer:
 
     @cached_property
     def _added_text(self) -> re.Pattern[str]:
-        """Where the longest added token begins that stands there; not those of white space, which are plain text."""
+        """Pattern of the longest added token at each position, except white space, which is plain text."""
         texts = sorted((one for one in self.added_tokens if len(one) > 1 and one.strip()), key=len, reverse=True)
         return re.compile(f"(?=({'|'.join(map(re.escape, texts))}))" if texts else "(?!)")
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The tokens' text."""
+        """Return the text of tokens.
+
+        Args:
+            tokens: token ids.
+            skip_special_tokens: leave special tokens out of the text.
+
+        Returns:
+            The text. Incomplete characters become U+FFFD.
+        """
         if len(tokens) != 1:
             return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
         [token] = tokens
@@ -141,7 +157,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that the token stands for, be they whole characters or not; none for an id without a token."""
+        """Return the bytes of a token, which need not be complete characters; empty for an id without a token."""
         if token in self._added:
             return self._added[token].encode()
         piece = self._fast.id_to_token(token)
@@ -156,17 +172,17 @@ class Tokenizer:
         return self.decode([token], skip_special_tokens=False).encode()
 
     def token_id(self, text: str) -> int | None:
-        """The token that is written so, special ones among them; None: there is none."""
+        """Return the id of the token with this text, special or not, or None without such a token."""
         found = self._fast.token_to_id(text)
         return None if found is None else int(found)
 
     def json(self) -> str:
-        """The contents of a `tokenizer.json`."""
+        """Return the contents of a `tokenizer.json`."""
         return str(self._fast.to_str())
 
 
 def _decoders(tokenizer: FastTokenizer) -> frozenset[str]:
-    """The names of the steps by which a tokenizer decodes."""
+    """Return the names of a tokenizer's decoding steps."""
     if tokenizer.decoder is None:
         return frozenset()
     decoder = json.loads(tokenizer.decoder.__getstate__())
@@ -174,39 +190,39 @@ def _decoders(tokenizer: FastTokenizer) -> frozenset[str]:
 
 
 def find_tokenizer(where: Where) -> Tokenizer | None:
-    """A model's tokenizer, or None where it has none: such a model takes and gives token ids."""
+    """Return a model's tokenizer, or None if it has none: such a model takes and returns token ids."""
     files = files_of(where)
     return Tokenizer(files) if files.has_tokenizer else None
 
 
 class Detokenizer:
-    """Turns one sequence's tokens into text as they come, never splitting a character.
+    """Converts one sequence's tokens into text as they arrive, without splitting a character.
 
-    What a token adds depends on the tokens before it (a leading space, the first bytes of a character). So each time
-    a short window is decoded, with and without the new tokens, and the difference is the new text; an incomplete
-    character at its end is held back until it is complete. The text of the prompt is never part of the new text, but
-    for a last character that the prompt leaves incomplete and the new tokens complete.
+    The text of a token depends on the tokens before it (a leading space, the first bytes of a character). So a short
+    window is decoded with and without the new tokens, and the difference is the new text. An incomplete character at
+    its end is held back until it is complete. The text of the prompt is never part of the new text, except for a last
+    character that the prompt leaves incomplete and the new tokens complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._left_out = tokenizer.special_tokens if skip_special_tokens else frozenset()
-        # Context, then tokens whose text is still held back. Where the prompt ends within a character, its last
-        # tokens are held back too, since the new ones may complete that character.
-        tail = prompt[-4 * MAX_HELD_TOKENS :]  # the whole of a long prompt would take its time, for each sample
+        # Context, then tokens whose text is still held back. If the prompt ends within a character, its last tokens
+        # are held back too, since the new ones may complete that character.
+        tail = prompt[-4 * MAX_HELD_TOKENS :]  # decoding a whole long prompt would be slow, for each sample
         kept = [token for token in tail if token not in self._left_out]
         whole = kept[-MAX_HELD_TOKENS:]
         start, end = self._clean_cut(whole, is_cut_off=len(prompt) > len(tail) or len(kept) > len(whole))
         self._window = whole[start:]
-        self._num_prompt = len(self._window)  # tokens of the window that are the prompt's
-        self._num_told = self._num_prompt - end  # tokens of the window whose text was given out, or is the prompt's
+        self._num_prompt = len(self._window)  # tokens of the window that belong to the prompt
+        self._num_told = self._num_prompt - end  # tokens of the window whose text was returned or is the prompt's
 
     def _clean_cut(self, whole: Sequence[int], is_cut_off: bool) -> tuple[int, int]:
-        """Tokens to leave out at the start and at the end, so that what is left decodes to whole characters."""
+        """Return the tokens to drop at the start and at the end, so that the others decode to complete characters."""
         if is_cut_off:
-            # Context cut within a character would decode to rubbish, and so would all that follows it where a
-            # tokenizer decodes runs of bytes as a whole.
+            # Context cut within a character would decode wrongly, and so would all text after it with tokenizers that
+            # decode runs of bytes together.
             for end in range(MAX_CHARACTER_TOKENS):
                 for start in range(MAX_CHARACTER_TOKENS):
                     text = self._decode(whole[start : len(whole) - end])
@@ -216,7 +232,7 @@ class Detokenizer:
         return 0, next(ends, len(whole))
 
     def add(self, token: int) -> str:
-        """The text that is now certain."""
+        """Append a token. Return the text that is now certain."""
         if token in self._left_out:
             return ""
         self._window.append(token)
@@ -224,23 +240,23 @@ class Detokenizer:
         if decoded.endswith(REPLACEMENT):
             if certain - self._num_told < MAX_HELD_TOKENS:
                 return ""
-            certain -= MAX_CHARACTER_TOKENS - 1  # what is broken stays broken; only these may yet become a character
+            certain -= MAX_CHARACTER_TOKENS - 1  # the rest stays invalid; only these may still become a character
             decoded = self._decode(self._window[:certain])
         text = self._new_text(decoded)
-        # Without text, as of ids that the tokenizer does not know, the context must not grow either.
+        # The context must not grow without text either, as with ids that the tokenizer does not know.
         surplus = max(self._num_told if text else 0, certain - MAX_HELD_TOKENS)
         self._window, self._num_told = self._window[surplus:], certain - surplus
         self._num_prompt = max(0, self._num_prompt - surplus)
         return text
 
     def finish(self) -> str:
-        """Whatever was held back."""
+        """Return the text that was held back."""
         return self._new_text(self._decode(self._window))
 
     def _new_text(self, decoded: str) -> str:
-        """What is new in the text of the window."""
+        """Return the new part of the window's text."""
         known = len(self._decode(self._window[: self._num_told]))
-        if self._num_prompt > self._num_told:  # what the prompt left incomplete is still so, or it is a character now
+        if self._num_prompt > self._num_told:  # the prompt's incomplete character may be complete now
             known = max(known, _num_common(self._decode(self._window[: self._num_prompt]), decoded))
         return decoded[known:]
 
@@ -249,7 +265,7 @@ class Detokenizer:
 
 
 def _num_common(one: str, other: str) -> int:
-    """Characters with which both begin."""
+    """Return the number of characters with which both texts begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -258,7 +274,7 @@ def _num_common(one: str, other: str) -> int:
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate at a position."""
+    """One candidate token at a position."""
 
     logprob: float  # natural logarithm, of the raw logits' softmax
     rank: int  # 1: the most probable token
@@ -267,22 +283,22 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One sample of a prompt; grows as tokens come."""
+    """One sample of a prompt. It grows as tokens arrive."""
 
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None  # sum over token_ids, where logprobs were asked for
-    logprobs: list[dict[int, Logprob]] | None = None  # a position each: token id -> Logprob
+    index: int  # index of the sample, 0..n-1
+    text: str = ""  # the generated text; empty without a tokenizer
+    token_ids: list[int] = field(default_factory=list)  # the generated tokens
+    cumulative_logprob: float | None = None  # sum over token_ids; None without logprobs
+    logprobs: list[dict[int, Logprob]] | None = None  # for each position: token id -> Logprob
     finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
     stop_reason: int | str | None = None  # the stop token or string that ended it
-    error: str | None = None  # what failed, where finish_reason is "error"
-    num_differences: int = field(default=0, repr=False)  # delivered tokens that were drawn otherwise when it resumed
-    seed: int | None = None  # key of its prompt's random numbers: as SamplingParams.seed it gives the samples again
+    error: str | None = None  # the reason of a failure, if finish_reason is "error"
+    num_differences: int = field(default=0, repr=False)  # delivered tokens that differed when drawn again
+    seed: int | None = None  # key of the prompt's random numbers; as SamplingParams.seed it repeats the samples
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if the sample has ended."""
         return self.finish_reason is not None
 
 
@@ -290,15 +306,15 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt and its samples."""
 
-    request_id: str
-    prompt: str | None  # None where token ids were given
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
-    prefix_report: PrefixReport | None = None  # what the prefix cache had; None until it runs
-    # [H], of the prompt's last token, of a request that is to bring nothing else.
+    request_id: str  # the id of the request
+    prompt: str | None  # the prompt's text; None if token ids were given
+    prompt_token_ids: list[int]  # the prompt's tokens
+    outputs: list[CompletionOutput]  # the samples, in the order of their index
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # for each token; None for the first one
+    prefix_report: PrefixReport | None = None  # result of the prefix cache; None until the prompt runs
+    # [H], of the prompt's last token, for a request that is embedded.
     hidden_state: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
-    # The digest of what computes it, where that is not this process, see Fingerprint.
+    # The digest of the replica that computes it, if that is not this process, see Fingerprint.
     fingerprint: str | None = field(default=None, repr=False, compare=False)
     num_running: int = field(init=False, repr=False)  # samples that have not ended
 
@@ -312,12 +328,12 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether all samples have ended."""
+        """True if all samples have ended."""
         return self.num_running == 0
 
 
 def bad_sequences(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word, alone and after a space. Raises RequestError where there is no tokenizer."""
+    """Return the tokens of each word, alone and after a space. Raises RequestError without a tokenizer."""
     if not words:
         return ()
     if tokenizer is None:
@@ -328,15 +344,18 @@ def bad_sequences(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tu
 
 
 def constraints_for(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Constraints | None:
-    """Which tokens requests with these parameters may draw; all of them may share it.
+    """Return the constraints of sampling parameters, which all their requests may share. None: every token is allowed.
 
-    Raises RequestError for token ids that are not the vocabulary's, and for bad words without a tokenizer.
+    Raises RequestError for token ids outside the vocabulary, and for bad words without a tokenizer.
     """
     return constraints_of(sampling, bad_sequences(sampling.bad_words or (), tokenizer), vocab_size)
 
 
 def truncated(tokens: list[int], count: int | None, max_tokens: int | None, max_model_len: int) -> list[int]:
-    """The prompt's last tokens, see SamplingParams.truncate_prompt_tokens. max_model_len: of prompt and answer."""
+    """Return the prompt's last tokens, see SamplingParams.truncate_prompt_tokens.
+
+    `max_model_len` is the limit of prompt and answer together, in tokens.
+    """
     if count is None:
         return tokens
     return tokens[-(max(1, max_model_len - (max_tokens or 1)) if count == -1 else count) :]
@@ -352,14 +371,17 @@ def make_requests(
     lora: str | None = None,
     constraints: Constraints | None = None,
 ) -> tuple[RequestOutput, list[Request]]:
-    """A prompt's output, still empty, and the requests of its samples. constraints: from `constraints_for`."""
+    """Return a prompt's output, still empty, and the requests of its samples.
+
+    `constraints` is the result of `constraints_for`.
+    """
     output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
     group = Group() if sampling.n > 1 else None
     prompt = array("i", tokens)
     requests = []
     other = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
     for i in range(sampling.n):
-        own = sampling if i == 0 else other  # the prompt is reported once
+        own = sampling if i == 0 else other  # prompt_logprobs are reported once
         request = Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group, lora=lora)
         request.constraints = constraints
         requests.append(request)
@@ -372,33 +394,33 @@ def make_requests(
 class BeamSearchSequence:
     """One sequence that a beam search found."""
 
-    tokens: list[int]  # prompt included
-    text: str | None  # of all of these; None without a tokenizer
-    cum_logprob: float  # of the generated tokens
+    tokens: list[int]  # the prompt's and the generated tokens
+    text: str | None  # the text of all tokens; None without a tokenizer
+    cum_logprob: float  # sum over the generated tokens, natural logarithm
     score: float  # cum_logprob / number of generated tokens ** length_penalty
     finish_reason: str  # "stop" or "length"
-    logprobs: list[dict[int, Logprob]] | None = None  # of each generated token, where asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # of each generated token, if requested
 
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """One prompt and what a beam search found, best first."""
+    """One prompt and the sequences that a beam search found."""
 
-    prompt: str | None  # None where token ids were given
-    prompt_token_ids: list[int]
-    sequences: list[BeamSearchSequence]
-    error: str | None = None  # what failed; then there may be no sequence
+    prompt: str | None  # the prompt's text; None if token ids were given
+    prompt_token_ids: list[int]  # the prompt's tokens
+    sequences: list[BeamSearchSequence]  # best first
+    error: str | None = None  # the reason of a failure; then there may be no sequence
 
 
 def candidates(logprobs: TokenLogprobs, decode: Callable[[int], str | None]) -> dict[int, Logprob]:
-    """The token that stands at a position and the most probable ones: token id -> Logprob. decode: a token's text."""
+    """Return the token at a position and the most probable ones: token id -> Logprob. `decode` returns the texts."""
     chosen = {logprobs.token: Logprob(logprobs.logprob, logprobs.rank, decode(logprobs.token))}
     top = {token: Logprob(logprob, rank, decode(token)) for rank, (token, logprob) in enumerate(logprobs.top, start=1)}
     return chosen | top
 
 
 def beam_logprobs(found: Hypothesis, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]] | None:
-    """The logprobs of a hypothesis's tokens; None: they were not asked for."""
+    """Return the logprobs of a hypothesis's tokens, or None if they were not requested."""
 
     def decode(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
@@ -409,7 +431,7 @@ def beam_logprobs(found: Hypothesis, tokenizer: Tokenizer | None) -> list[dict[i
 def beam_sequences(
     prompt: Sequence[int], found: Sequence[Hypothesis], tokenizer: Tokenizer | None
 ) -> list[BeamSearchSequence]:
-    """The hypotheses after their prompt, with text."""
+    """Return the hypotheses as sequences with prompt and text."""
     return [
         BeamSearchSequence(
             tokens := [*prompt, *hypothesis.tokens],
@@ -425,7 +447,7 @@ def beam_sequences(
 
 @dataclass
 class _Sample:
-    """A running request's place in its output."""
+    """A running request and the sample of its output."""
 
     source: Request
     request: RequestOutput
@@ -433,26 +455,27 @@ class _Sample:
     sampling: SamplingParams
     detokenizer: Detokenizer | None
     ended: deque[RequestOutput]
-    text: str = ""  # all there is; callers see the part in which no stop string can have begun
+    text: str = ""  # the full text; callers see the part in which no stop string can have begun
     searched: int = 0  # length of that part
 
 
 class TextEngine:
-    """Queues requests in an engine, and turns their events into outputs with text; a stop string ends a request."""
+    """Queues requests in an engine and converts their events into outputs with text. Stop strings end requests."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._samples: dict[str, _Sample] = {}
-        self._decoded: dict[int, str] = {}  # the text of each token that was a candidate: the vocabulary at most
+        self._decoded: dict[int, str] = {}  # the text of each token that was a candidate, at most the vocabulary
 
     def add(self, request: Request, output: RequestOutput, ended: deque[RequestOutput]) -> None:
-        """Queue the request, and gather its events in the output's sample of its index.
+        """Queue a request and collect its events in the output's sample of the same index.
 
-        When all samples ended, the output joins `ended`. Raises RequestError, queueing nothing, as Engine.add does.
+        When all samples have ended, the output is appended to `ended`. Raises RequestError, queueing nothing, as
+        Engine.add does.
         """
-        first = output.outputs[0]  # of a request that is resumed, the only one
-        # Siblings share its seed; their index tells them apart.
+        first = output.outputs[0]  # of a resumed request, the only one
+        # Siblings share its seed; their index distinguishes them.
         if request.sample_index > first.index and request.sampling.seed is None:
             request.sampling = replace(request.sampling, seed=first.seed)
         sampling, sample = request.sampling, output.outputs[request.sample_index - first.index]
@@ -472,9 +495,10 @@ class TextEngine:
             _restore(place)
 
     def process(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
-        """Take in a step's events: each of them, and the output that it changed.
+        """Process a step's events. Yield each event with the output that it changed.
 
-        An event with which the text ended a sample, at a stop string for one, tells so; those after it are left out.
+        If the text ended a sample, for example at a stop string, the event gets its finish reason, and later events of
+        the sample are dropped.
         """
         for event in events:
             sample = self._samples.get(event.request_id)
@@ -483,7 +507,7 @@ class TextEngine:
                     sample.request.prefix_report = sample.source.cache.prefix_report
                 try:
                     self._process_event(sample, event)
-                except Exception as error:  # a tokenizer's; the other requests go on
+                except Exception as error:  # of a tokenizer; the other requests continue
                     log.exception("the text of request %s cannot be made; it ends with an error", event.request_id)
                     sample.output.finish_reason = FinishReason.ERROR.value
                     sample.output.error = f"{type(error).__name__}: {error}"
@@ -525,7 +549,7 @@ class TextEngine:
             output.text = sample.text if output.finished else sample.text[: sample.searched]
 
     def _look_for_stop(self, sample: _Sample, request_id: str) -> None:
-        """End the sample where its text first contains a stop string."""
+        """End the sample at the first stop string in its text."""
         output, stops = sample.output, sample.sampling.stop_strings
         if len(output.token_ids) > sample.sampling.min_tokens:
             found = [(at, stop) for stop in stops if (at := sample.text.find(stop, sample.searched)) >= 0]
@@ -547,7 +571,7 @@ class TextEngine:
 
 
 def _restore(sample: _Sample) -> None:
-    """Bring a resumed request's output to where it was interrupted. Its logprobs stay with the caller."""
+    """Restore a resumed request's output to its state at the interruption. Only the caller has its logprobs."""
     request = sample.source
     delivered = [*request.tokens[request.num_prompt :], *request.to_check]
     sample.output.token_ids += delivered
@@ -558,9 +582,10 @@ def _restore(sample: _Sample) -> None:
 
 
 def _certain(text: str, searched: int, stops: Sequence[str]) -> int:
-    """Length of the part of the text in which no stop string can have begun; searched: the same of a shorter text.
+    """Return the length of the part of a text in which no stop string can have begun.
 
-    A place where none begins is looked at once as the text grows, so long stop strings cost no more than short ones.
+    `searched` is that length of a shorter text. Each position is examined once as the text grows, so long stop strings
+    cost no more than short ones.
     """
     longest = max((len(stop) for stop in stops), default=1) - 1
     for at in range(max(searched, len(text) - longest), len(text)):
