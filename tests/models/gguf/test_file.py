@@ -18,10 +18,10 @@ from tests.models.gguf.hostile import METADATA, TENSORS, read, text, uint32, who
 
 WRONG: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot be read as a GGUF file"),
-    "magic": (b"GGML" + whole()[4:], "at offset 0: b'GGML' stands here; a GGUF file begins with b'GGUF'"),
+    "magic": (b"GGML" + whole()[4:], "at offset 0: found b'GGML'; a GGUF file begins with b'GGUF'"),
     "version": (whole(version=1), "at offset 4: the version is 1; served are 2, 3"),
-    "bytes in the other order": (whole(version=3 << 24), "in which the order of bytes is another one"),
-    "a header's half": (whole()[:13], "8 bytes should stand here, and the file ends at 13; it is truncated"),
+    "bytes in the other order": (whole(version=3 << 24), "as the file is big-endian"),
+    "a header's half": (whole()[:13], "8 bytes should follow, and the file ends at 13; it is truncated"),
     "2^60 values": (whole(counts=(2, 2**60)), f"at offset 24: there should be {2**60} values of metadata, and"),
     "2^60 tensors": (whole(counts=(2**60, len(METADATA))), f"there should be {2**60} tensors, and"),
     "a text of 2^63 bytes": (

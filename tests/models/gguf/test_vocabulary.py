@@ -93,8 +93,8 @@ def test_where_an_answer_goes_on_after_an_end_of_a_message() -> None:
         ("dbrx", {"pre": 3}, "pre is 3; it must be of type str"),
         ("dbrx", {"model": "rwkv"}, "model is 'rwkv'; served are gpt2, llama, gemma4 and t5; .*--tokenizer"),
         ("dbrx", {"model": None}, "model is None; it must be of type str"),
-        ("dbrx", {"merges": ["a b c", "ab"]}, "vocabulary is none that can be used"),
-        ("dbrx", {"merges": ["qq zz"]}, "vocabulary is none that can be used"),
+        ("dbrx", {"merges": ["a b c", "ab"]}, "vocabulary is invalid"),
+        ("dbrx", {"merges": ["qq zz"]}, "vocabulary is invalid"),
         ("dbrx", {"merges": None}, "merges is no array of texts"),
         ("dbrx", {"tokens": np.arange(4)}, "tokens is no array of texts"),
         ("dbrx", {"token_type": np.ones(3, np.int32)}, "token_type has 3 numbers; there are"),
@@ -105,7 +105,7 @@ def test_where_an_answer_goes_on_after_an_end_of_a_message() -> None:
         ("llama", {"pre": "chatglm-spm"}, "pre is 'chatglm-spm'.*--tokenizer"),
         ("llama", {"scores": None}, "scores is no array of such numbers"),
         ("t5", {"add_space_prefix": False}, "add_space_prefix is False.*--tokenizer"),
-        ("t5", {"precompiled_charsmap": np.ones(7, np.uint8)}, "vocabulary is none that can be used"),
+        ("t5", {"precompiled_charsmap": np.ones(7, np.uint8)}, "vocabulary is invalid"),
     ],
 )
 def test_what_cannot_be_rebuilt_is_refused_with_a_sentence(kind: str, values: dict[str, Any], sentence: str) -> None:

@@ -1,8 +1,8 @@
-"""What an architecture of GGUF is elsewhere: its configuration as a config.json has it, and the names of its tensors.
+"""The conversion of a GGUF architecture: its configuration as a config.json, and the names of its tensors.
 
-Tensors keep their numbers but for what writers change: rows of q and k in the order of a RoPE of neighbouring pairs,
-norms as 1 + weight, projections that others store as [in, out], what makes keys and values of a latent, decays, and
-the order of the heads of values of a gated delta rule.
+Tensors are converted where a GGUF file differs from other checkpoints: rows of q and k for a RoPE of neighbouring
+pairs, norms as 1 + weight, projections that others store as [in, out], the projection of a latent to keys and values,
+decays, and the order of the value heads of a gated delta rule.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.names import ENDS, Names
 from quire.models.rope import share_of
 
-LONGEST = 2**26  # tokens of a sequence: angles are computed for each position
+LONGEST = 2**26  # tokens of a sequence, limited because angles are computed for each position
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-NOT_NEEDED = {FACTORS, LONG, SHORT}  # among the weights: the configuration has them
-SIZES = (  # that some tensor has
+NOT_NEEDED = {FACTORS, LONG, SHORT}  # among the weights, since the configuration contains them
+SIZES = (  # keys that each equal a dimension of some tensor
     "attention.head_count",
     "attention.key_length",
     "attention.key_length_mla",
@@ -48,21 +48,21 @@ SIZES = (  # that some tensor has
     "ssm.time_step_rank",
 )
 KEYS_OF_LATENT, VALUES_OF_LATENT = "attn_k_b", "attn_v_b"
-VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # that some writers give further dimensions
+VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # some converters write them with further dimensions
 
 
 class Turns(NamedTuple):
-    """Groups of rows that take turns in a file: some rows of each group, then the next ones. Ours stand together.
+    """Groups of rows, interleaved in a file: `size` rows of each group, then the next ones. In Quire, not interleaved.
 
-    So heads of values are stored that share heads of keys: the first one of each head of keys, then the second ones.
+    Value heads that share key heads are stored so: the first value head of each key head, then the second ones.
     """
 
     groups: int
-    size: int  # rows of a turn
+    size: int  # consecutive rows of a group
     first: int = 0  # rows before these groups
 
     def order(self, count: int) -> torch.Tensor:
-        """The place in a file of each of so many rows. Raises ModelError where they are no such groups."""
+        """Return the index in the file of each of `count` rows. Raises ModelError if the groups do not divide them."""
         if count <= self.first or (count - self.first) % (self.groups * self.size):
             raise ModelError(
                 f"{count} rows are no {self.groups} groups that take turns of {self.size} after {self.first} others"
@@ -72,42 +72,42 @@ class Turns(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor of ours stands in a file."""
+    """The location of a tensor in a file, and the conversion to our layout."""
 
-    tensor: str  # its name there
-    entry: int | None = None  # of its first dimension; None: all
-    heads: int | None = None  # its rows are in pairs of neighbours, within each of so many heads
-    less_one: bool = False  # 1 is to be subtracted
-    log: bool = False  # it holds -exp of the numbers
+    tensor: str  # its name in the file
+    entry: int | None = None  # index in its first dimension; None: all
+    heads: int | None = None  # its rows are pairs of neighbours within each of this number of heads
+    less_one: bool = False  # 1 must be subtracted
+    log: bool = False  # the file has -exp of our numbers
     turns: Turns | None = None  # its rows are in this order
-    column_turns: Turns | None = None  # its columns are
-    part: tuple[int, int] | None = None  # the number of a part of its rows, after that, and how many parts there are
+    column_turns: Turns | None = None  # its columns are in this order
+    part: tuple[int, int] | None = None  # index and number of equal parts of its rows, split after the reordering
     transposed: bool = False  # if it is not quantised
-    flat: bool = False  # further dimensions mean nothing
-    values: str | None = None  # its heads make keys of a latent, and those of that tensor values
+    flat: bool = False  # to be flattened: further dimensions have no meaning
+    values: str | None = None  # this tensor projects a latent to keys, that one to values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One of GGUF's architectures."""
+    """A GGUF architecture."""
 
-    name: str  # what a config.json calls it, in `architectures`
+    name: str  # the architecture in a config.json
     model_type: str
-    layer: Names  # of its tensors
-    prefix: str = "model.layers.{}."  # of these
-    ends: Names = field(default_factory=lambda: ENDS)  # the same outside the layers
-    keys: Mapping[str, str] = field(default_factory=dict)  # metadata -> keys of a config.json, besides the usual ones
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of a config.json that all have alike
-    more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] | None = None  # what else its config.json would say
-    pairs: bool = False  # q and k have their rows in pairs
+    layer: Names  # names of a layer's tensors
+    prefix: str = "model.layers.{}."  # of the names in `layer`
+    ends: Names = field(default_factory=lambda: ENDS)  # names outside the layers
+    keys: Mapping[str, str] = field(default_factory=dict)  # metadata -> config.json, in addition to the usual keys
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json that are the same in all files
+    more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] | None = None  # computes further keys of config.json
+    pairs: bool = False  # rows of q and k are in pairs of neighbours
     norms_plus_one: bool = False
-    turns: Callable[[Metadata], Mapping[str, Turns]] | None = None  # of tensors of a layer
-    # A tensor whose columns are in the order of another's rows -> that one.
+    turns: Callable[[Metadata], Mapping[str, Turns]] | None = None  # of a layer's tensors
+    # A tensor whose columns are in the order of another tensor's rows -> that tensor.
     column_turns: Mapping[str, str] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # tensors of a layer that others store as [in, out]
 
     def config(self, metadata: Metadata) -> dict[str, Any]:
-        """As a config.json says it. Raises ModelError for a key that is missing or has a wrong value."""
+        """Return the model's config.json. Raises ModelError for a key that is missing or has a wrong value."""
         config = _usual(metadata) | {"architectures": [self.name], "model_type": self.model_type, **self.fixed}
         for theirs, ours in self.keys.items():
             if (value := metadata.get(theirs)) is not None:
@@ -117,10 +117,10 @@ class Architecture:
         return config
 
     def places(self, metadata: Metadata) -> dict[str, Place]:
-        """Where each tensor stands, by its name in other checkpoints; one without such a name keeps its own."""
+        """Return the place of each tensor by its name in other checkpoints, or by its GGUF name if it has no other."""
         turns = {} if self.turns is None else self.turns(metadata)
         heads = {"attn_q": metadata.integer("attention.head_count"), "attn_k": _num_kv_heads(metadata)}
-        ahead = range(_num_layers(metadata), metadata.integer("block_count"))  # layers that guess tokens ahead
+        ahead = range(_num_layers(metadata), metadata.integer("block_count"))  # layers that predict draft tokens
         places: dict[str, Place] = {}
         for name, info in metadata.file.tensors.items():
             if name in NOT_NEEDED:
@@ -134,7 +134,7 @@ class Architecture:
                 prefix, rest, table = self.prefix.format(match[1]), match[2], self.layer
             base, _, kind = rest.rpartition(".")
             if base == VALUES_OF_LATENT:
-                continue  # it comes with the keys
+                continue  # it is read with the keys
             place = Place(
                 name,
                 heads=heads.get(base) if self.pairs else None,
@@ -162,7 +162,7 @@ class Architecture:
 
 
 def _usual(metadata: Metadata) -> dict[str, Any]:
-    """The keys that nearly all architectures have."""
+    """Return the keys of config.json that nearly all architectures have."""
     file = metadata.file
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path} has no tensor token_embd.weight; it is no language model, or a part of one")
@@ -191,7 +191,7 @@ def _usual(metadata: Metadata) -> dict[str, Any]:
 
 
 def _num_layers(metadata: Metadata) -> int:
-    """Layers, without those at the end that guess tokens ahead."""
+    """Return the number of layers, without those at the end that predict draft tokens."""
     count, ahead = metadata.integer("block_count"), metadata.get("nextn_predict_layers", 0)
     if not isinstance(ahead, int) or not 0 <= ahead < count:
         raise metadata.error("nextn_predict_layers", ahead, f"below block_count, {count}")
@@ -199,9 +199,9 @@ def _num_layers(metadata: Metadata) -> int:
 
 
 def _num_kv_heads(metadata: Metadata) -> int:
-    """Heads of keys in each layer with attention: a layer without it has 0.
+    """Return the number of KV heads in each attention layer. Layers without attention have 0 and are skipped.
 
-    Of layers with a window where these have others than layers without.
+    If layers with a window have another number than full-attention layers, return that of the layers with a window.
     """
     found = metadata.get("attention.head_count_kv", metadata.integer("attention.head_count"))
     slides = metadata.get("attention.sliding_window_pattern")
@@ -216,7 +216,7 @@ def _num_kv_heads(metadata: Metadata) -> int:
 
 
 def _check_sizes(metadata: Metadata) -> None:
-    """Raise ModelError for a size that no tensor has, before anything of that size is made."""
+    """Raise ModelError for a size larger than any tensor's, before anything of that size is allocated."""
     tensors = metadata.file.tensors
     largest = max(max(info.shape) for info in tensors.values())
     bounds = {"block_count": len(tensors), "context_length": LONGEST} | dict.fromkeys(SIZES, largest)
@@ -227,7 +227,7 @@ def _check_sizes(metadata: Metadata) -> None:
 
 
 def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    """The rope parameters; empty where the metadata have none."""
+    """Return the RoPE parameters; empty if the metadata has none."""
     rope: dict[str, Any] = {}
     if (theta := metadata.get("rope.freq_base")) is not None:
         rope["rope_theta"] = metadata.number("rope.freq_base", theta)
@@ -237,8 +237,9 @@ def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     kind = metadata.get("rope.scaling.type", "none")
     factor = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear"))
     original = metadata.get("rope.scaling.original_context_length")
-    metadata.get("rope.scaling.finetuned")  # how it was made
-    metadata.get("rope.scaling.attn_factor")  # longrope's, which its lengths say
+    # Read only so that `finish` accepts them: the first does not matter, the second follows from longrope's lengths.
+    metadata.get("rope.scaling.finetuned")
+    metadata.get("rope.scaling.attn_factor")
     if metadata.has(FACTORS):
         return rope | _longrope(metadata, FACTORS, FACTORS) | {"attention_factor": 1.0}
     if metadata.has(LONG):
@@ -261,7 +262,7 @@ def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _longrope(metadata: Metadata, short: str, long: str) -> dict[str, Any]:
-    """A RoPE whose frequencies are divided by factors, as they are for short sequences and for long ones."""
+    """Return RoPE parameters with factors that divide the frequencies, for short and for long sequences."""
     return {
         "rope_type": "longrope",
         "short_factor": numbers_of(metadata, short),
@@ -270,7 +271,7 @@ def _longrope(metadata: Metadata, short: str, long: str) -> dict[str, Any]:
 
 
 def numbers_of(metadata: Metadata, name: str) -> list[float]:
-    """A tensor's numbers. Raises ModelError where it has none, or others than fp32."""
+    """Read a tensor's numbers. Raises ModelError if it is missing, or not one-dimensional fp32."""
     info = metadata.file.tensors.get(name)
     if info is None or info.kind != "F32" or len(info.shape) != 1:
         raise ModelError(f"{metadata.file.path}: {name} is {info}; it must be fp32 numbers")

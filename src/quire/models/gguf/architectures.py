@@ -1,4 +1,4 @@
-"""GGUF's architectures: a table for each."""
+"""The supported GGUF architectures: a table for each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from quire.models.gguf.names import (
 from quire.models.rope import share_of
 
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
-UNROTATED = 1e30  # by which a frequency is divided that is to turn nothing
+UNROTATED = 1e30  # divides the frequency of dimensions that are not rotated
 
 
 def _attention_bias(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _llama(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(deepest: int, _: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The largest model of a generation, known by its number of layers, scales scores by the width of all heads."""
+    """Return the scale of scores. The largest model, identified by its layers, uses hidden size / heads."""
     width = config["hidden_size"] // config["num_attention_heads"]
     is_largest = config["num_hidden_layers"] == deepest
     return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
@@ -74,7 +74,7 @@ def _phi3(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exaone4(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
-    """A window that not all layers have; all see everything where there is none."""
+    """Return the window and the layers that have it; without a window, all layers have full attention."""
     window, slides = metadata.get("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
     found: dict[str, Any] = {"sliding_window": window or None}
     if isinstance(slides, list):
@@ -89,7 +89,7 @@ def _ernie(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt2(_: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are called otherwise, or are not there."""
+    """Return the renamed keys, and None for keys that GPT-2 does not have."""
     renamed = {
         "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
         "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
@@ -107,7 +107,7 @@ def _qwen3_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen35(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    metadata.get("rope.dimension_sections")  # of pictures: text has one position in all of them
+    metadata.get("rope.dimension_sections")  # for images; in text, all sections have the same position
     num_layers, every = config["num_hidden_layers"], metadata.integer("full_attention_interval", 4)
     linear = metadata.get("attention.recurrent_layers", [(i + 1) % every != 0 for i in range(num_layers)])
     if not isinstance(linear, list) or len(linear) < num_layers:
@@ -129,24 +129,24 @@ def _qwen35_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _scores(metadata: Metadata, served: int) -> None:
-    """Raise ModelError where experts are chosen by other scores."""
+    """Raise ModelError if the router's scores are not those that are supported with this architecture."""
     if (found := metadata.get("expert_gating_func", served)) != served:
         raise metadata.error("expert_gating_func", found, f"{served} with this architecture")
 
 
 def _qwen3_next_turns(metadata: Metadata) -> dict[str, Turns]:
-    """Of b and a the heads of values that share a head of keys take turns."""
+    """Return the order of b and a: the value heads of a key head alternate between the two."""
     return {"ssm_ba": Turns(2, metadata.integer("ssm.time_step_rank") // metadata.integer("ssm.group_count"))}
 
 
 def _granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite 4 without states is stored as Granite, with what a state would be."""
+    """Read Granite 4 without recurrent layers, which is stored as Granite and still has the keys of a state."""
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
         metadata.get(f"ssm.{key}")
     for key in ("expert_count", "expert_used_count"):
         if count := metadata.count(key):
             raise metadata.error(key, count, "0 with this architecture")
-    metadata.get("expert_shared_feed_forward_length")  # the same again
+    metadata.get("expert_shared_feed_forward_length")  # repeats feed_forward_length
     return _llama(metadata, config)
 
 
@@ -176,11 +176,11 @@ def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _latent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V2's, or those of DeepSeek-V3 by the scores of its experts."""
+    """Return the keys of DeepSeek-V2, or of DeepSeek-V3 if the router's scores are sigmoids."""
     rope = {key: value for key, value in config.get("rope_parameters", {}).items() if key != "partial_rotary_factor"}
     rope_dim = metadata.integer("rope.dimension_count")
     log_scale = metadata.get("rope.scaling.yarn_log_multiplier")
-    if log_scale is not None:  # a tenth of it
+    if log_scale is not None:  # it is a tenth of mscale
         scale = round(10 * metadata.number("rope.scaling.yarn_log_multiplier"), 6)
         rope |= {"mscale": scale, "mscale_all_dim": scale}
     key = metadata.integer("attention.key_length_mla", metadata.integer("attention.key_length"))
@@ -203,7 +203,7 @@ def _latent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(metadata: Metadata) -> dict[str, Any]:
-    """Which layers have experts, and how these are chosen."""
+    """Return the keys for the layers that have experts, and for their routing."""
     return {
         "first_k_dense_replace": metadata.count("leading_dense_block_count"),
         "norm_topk_prob": metadata.get("expert_weights_norm", False),
@@ -214,14 +214,14 @@ def _groups(metadata: Metadata) -> dict[str, Any]:
 
 def _glm4_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     _scores(metadata, SIGMOID)
-    metadata.get("rope.dimension_sections")  # of pictures: text has one position in all of them
+    metadata.get("rope.dimension_sections")  # for images; in text, all sections have the same position
     has_norms = metadata.has("blk.0.attn_q_norm.weight")
     return _attention_bias(metadata, config) | _groups(metadata) | {"use_qk_norm": has_norms}
 
 
 def _ernie_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     _scores(metadata, SOFTMAX)
-    metadata.get("expert_shared_feed_forward_length")  # their tensors say it
+    metadata.get("expert_shared_feed_forward_length")  # follows from the tensors' shapes
     return _ernie(metadata, config)
 
 
@@ -261,7 +261,7 @@ def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         found["num_global_key_value_heads"] = full.pop()
     if any(not slides[i] and not metadata.has(f"blk.{i}.attn_v.weight") for i in range(first_sharing)):
         found["attention_k_eq_v"] = True
-    if isinstance(inner, list):  # the layers that share keys may have MLPs of twice the size
+    if isinstance(inner, list):  # layers that share keys may have MLPs of twice the size
         if not inner or inner != [inner[0] * (1 if i < first_sharing else 2) for i in range(num_layers)]:
             raise metadata.error("feed_forward_length", inner, "the same, and twice as much in layers that share keys")
         found |= {"intermediate_size": inner[0], "use_double_wide_mlp": True}
@@ -278,7 +278,7 @@ def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotated_share(metadata: Metadata, head_dim: int) -> float:
-    """The share of a head that is rotated: the other frequencies are divided by a number that makes nothing of them."""
+    """Return the share of a head that is rotated. The other frequencies have the factor UNROTATED."""
     if not metadata.has(FACTORS):
         return 1.0
     factors = numbers_of(metadata, FACTORS)
@@ -300,7 +300,7 @@ def _lfm2_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen35_turns(metadata: Metadata) -> dict[str, Turns]:
-    """The heads of values, alone and after q and k."""
+    """Return the order of the value heads, alone and after q and k."""
     keys, num_heads = metadata.integer("ssm.group_count"), metadata.integer("ssm.time_step_rank")
     size = metadata.integer("ssm.inner_size") // num_heads
     after = Turns(keys, size, 2 * keys * metadata.integer("ssm.state_size"))
@@ -309,7 +309,7 @@ def _qwen35_turns(metadata: Metadata) -> dict[str, Turns]:
 
 
 def _gpt_oss(_: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Its RoPE, of which a file does not say that it has no whole steps."""
+    """Return the RoPE parameters with `truncate` off, which a GGUF file does not store."""
     rope = config.get("rope_parameters", {})
     return {"rope_parameters": rope | ({"truncate": False} if rope.get("rope_type") == "yarn" else {})}
 
@@ -322,7 +322,7 @@ def _lfm2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "conv_L_cache": metadata.integer("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
         "rms_norm_eps": None,
-        "block_auto_adjust_ff_dim": False,  # the file has the size that comes of it
+        "block_auto_adjust_ff_dim": False,  # the file has the size after the adjustment
     }
 
 
@@ -504,7 +504,7 @@ ARCHITECTURES = {
         column_turns={"ssm_out": "attn_gate"},
     ),
     "qwen35moe": QWEN35_MOE,
-    "qwen3next": replace(  # once its projections are apart it is a Qwen3.5
+    "qwen3next": replace(  # with its joint projections split, it equals Qwen3.5
         QWEN35_MOE,
         layer=QWEN35_MOE.layer | {"ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
         turns=_qwen3_next_turns,
@@ -589,7 +589,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    """The architecture that a file says it has. Raises ModelError for one that is not served."""
+    """Return the architecture of a file. Raises ModelError if it is not supported."""
     name = metadata.architecture
     if name not in ARCHITECTURES:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""A GGUF file's header, metadata and tensors, mapped into memory. Nothing that the file says is trusted.
+"""A GGUF file's header, metadata and tensors, mapped into memory. The file's content is untrusted.
 
-Layout: magic, version, counts; metadata as key, type, value; of each tensor its name, sizes, type and offset; then,
-aligned, the tensors. All numbers are little-endian.
+Layout: magic, version, counts; metadata as key, type, value; for each tensor its name, sizes, type and offset; then the
+tensors, aligned. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from quire.ops.gguf_blocks import SIZES
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
-MOST_TEXTS = 2**22  # entries of an array of texts: as objects these take more memory than in the file
+MOST_TEXTS = 2**22  # entries of an array of strings, which take more memory as objects than in the file
 MOST_DIMS = 4
 
-# What a tensor's numbers are stored as, by the number that files have for it.
+# The storage format of a tensor, by its code in a file.
 KINDS = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -35,7 +35,7 @@ KINDS = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
-# A value's type, by the number that files have for it -> how struct and numpy read one.
+# Code of a value's type in a file -> its format in struct and numpy.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 BOOL, TEXT, ARRAY = 7, 8, 9
 
@@ -47,9 +47,9 @@ class TensorInfo(NamedTuple):
     """A tensor of a file."""
 
     kind: str  # as in SIZES
-    shape: tuple[int, ...]  # the last dimension is the one along which numbers are neighbours: [out, in]
+    shape: tuple[int, ...]  # the last dimension is contiguous: [out, in]
     offset: int  # of its first byte, in its file
-    part: int = 0  # the file, of several
+    part: int = 0  # index of its file, if there are several
 
     @property
     def row_bytes(self) -> int:
@@ -64,15 +64,14 @@ class TensorInfo(NamedTuple):
 
 
 class GgufFile:
-    """A GGUF file, or the first of several that are one.
+    """A GGUF file, which may be split into several files.
 
-    metadata: what it says of itself. A text is a str, an array of texts a list of them, an array of numbers a numpy
-        array.
-    tensors: what there is, by their names in the file.
+    metadata: values by key. Strings are str, arrays of strings are lists, arrays of numbers are numpy arrays.
+    tensors: descriptions by the names in the file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read all but the tensors' numbers. Raises ModelError, with the offset in the file, for what is none."""
+        """Read all but the tensors' numbers. Raises ModelError, with the offset in the file, if it is malformed."""
         self.path = path
         first = _Part(path)
         self.metadata: Mapping[str, Any] = first.metadata
@@ -98,19 +97,19 @@ class GgufFile:
             )
 
     def blocks(self, name: str) -> Tensor:
-        """A tensor's bytes as they are mapped: uint8 [rows, bytes of a row], a row for each index but the last."""
+        """Return a view of a tensor's mapped bytes: uint8 [rows, bytes of a row], one row per index but the last."""
         info = self.tensors[name]
         whole = self._parts[info.part].content
         return whole[info.offset : info.offset + info.nbytes].view(-1, info.row_bytes)
 
     @property
     def paths(self) -> list[Path]:
-        """All files."""
+        """The paths of all files."""
         return [part.path for part in self._parts]
 
 
 def single(path: Path, metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return a value of a file's metadata, or the default where it is missing. Raises ModelError for an array."""
+    """Return a value of a file's metadata, or the default if it is missing. Raises ModelError for an array."""
     value = metadata.get(key, default)
     if isinstance(value, (list, np.ndarray)):
         raise ModelError(f"{path}: {key} is an array of {len(value)} values; it must be one value")
@@ -118,7 +117,7 @@ def single(path: Path, metadata: Mapping[str, Any], key: str, default: Any = Non
 
 
 def _others(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
-    """The files that belong to a first one."""
+    """Return the other files of a split model, given the first. Raises ModelError if one is missing."""
     count = single(path, metadata, "split.count", 1)
     match = SPLIT.fullmatch(path.name)
     if count in (0, 1) and not isinstance(count, bool):
@@ -136,23 +135,23 @@ def _others(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
 
 
 class _Part:
-    """One file. What is read next stands at `_at`."""
+    """One file, with a read position `_at`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
-                # Private, since torch asks for memory that could be written to; pages are still the page cache's.
+                # Copy-on-write, since torch requires writable memory; the pages are still those of the page cache.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error
         self.content = torch.frombuffer(mapped, dtype=torch.uint8)
         self._bytes, self._at = memoryview(mapped), 0
         if (magic := bytes(self._bytes[:4])) != MAGIC:
-            self._fail(f"{magic!r} stands here; a GGUF file begins with {MAGIC!r}", 0)
+            self._fail(f"found {magic!r}; a GGUF file begins with {MAGIC!r}", 0)
         self._at = 4
         if (version := self._number("I")) not in VERSIONS:
-            order = ", in which the order of bytes is another one" if version & 0xFFFF == 0 else ""
+            order = ", as the file is big-endian" if version & 0xFFFF == 0 else ""
             self._fail(f"the version is {version}{order}; served are {', '.join(map(str, VERSIONS))}", 4)
         num_tensors, num_values = self._number("Q"), self._number("Q")
         self.metadata = self._read_metadata(num_values)
@@ -213,7 +212,7 @@ class _Part:
         return tensors
 
     def _tensor(self, name: str, alignment: int) -> TensorInfo:
-        """A tensor, its offset counted from where all of them begin."""
+        """Read a tensor's description. Its offset is relative to the first tensor."""
         begin, dims = self._at, self._number("I")
         if not 1 <= dims <= MOST_DIMS:
             self._fail(f"{name} has {dims} dimensions; served are 1 to {MOST_DIMS}", begin)
@@ -237,7 +236,7 @@ class _Part:
         return TensorInfo(kind, sizes[::-1], offset)
 
     def _check_places(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Raise ModelError for tensors that reach beyond the end, or into one another."""
+        """Raise ModelError for tensors that extend beyond the end of the file or overlap."""
         end, before = 0, ""
         for name, info in sorted(tensors.items(), key=lambda item: item[1].offset):
             if info.offset + info.nbytes > len(self.content):
@@ -249,12 +248,12 @@ class _Part:
                 raise ModelError(f"{self.path}: {name} begins at {info.offset}, within {before}, which ends at {end}")
             end, before = info.offset + info.nbytes, name
 
-    # ------------------------------------------------------------------------------------------- what stands at _at
+    # ------------------------------------------------------------------------------------------- reading at _at
 
     def _take(self, size: int) -> memoryview:
         taken = self._bytes[self._at : self._at + size]
         if len(taken) < size:
-            self._fail(f"{size} bytes should stand here, and the file ends at {len(self._bytes)}; it is truncated")
+            self._fail(f"{size} bytes should follow, and the file ends at {len(self._bytes)}; it is truncated")
         self._at += size
         return taken
 
@@ -266,7 +265,7 @@ class _Part:
         return self._texts(1)[0]
 
     def _texts(self, count: int) -> list[str]:
-        # Vocabularies and their merges are half a million of these, so nothing is called for each that need not be.
+        # A vocabulary with its merges has half a million strings, so this loop makes as few calls as possible.
         content, at, end, length = self._bytes, self._at, len(self._bytes), LENGTH.unpack_from
         texts = []
         try:
@@ -277,7 +276,7 @@ class _Part:
                     self._fail(f"a text of {at - start} bytes begins here, and the file ends at {end}; it is truncated")
                 texts.append(str(content[start:at], "utf-8"))
         except struct.error:
-            self._fail(f"a text's length should stand here, and the file ends at {end}; it is truncated")
+            self._fail(f"a text's length should follow, and the file ends at {end}; it is truncated")
         except UnicodeDecodeError as error:
             self._fail(f"a text is no UTF-8: {error}")
         self._at = at
@@ -292,7 +291,7 @@ class _Part:
         return found.view(np.bool_)
 
     def _check_room(self, count: int, size: int, what: str) -> None:
-        """Raise ModelError where the rest of the file cannot hold so many things of that many bytes or more."""
+        """Raise ModelError if the rest of the file is too short for `count` items of at least `size` bytes."""
         if count * size > (rest := len(self._bytes) - self._at):
             self._fail(f"there should be {count} {what}, and {rest} bytes follow, in which there is no room for them")
 

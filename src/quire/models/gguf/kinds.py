@@ -1,7 +1,7 @@
-"""How published tokenizers cut a text into words before they look for tokens, and what else a GGUF file leaves out.
+"""Pre-tokenizers of published tokenizers, and other settings that a GGUF file does not contain.
 
-A file has one word for it, `tokenizer.ggml.pre`, which stands for one published tokenizer. What is here is what that
-tokenizer's own tokenizer.json says, normalisation included; llama.cpp has patterns of its own, some of which differ.
+A file identifies a published tokenizer by one word, `tokenizer.ggml.pre`. The settings here are those of that
+tokenizer's tokenizer.json, normalisation included. llama.cpp has other patterns, some of which give different results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CL100K = (
 )
 QWEN2 = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
 QWEN35 = QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-# A word is capitals and then small letters; what is neither may be part of both.
+# A word is capitals followed by small letters; letters that are neither match both classes.
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*|\p{{N}}{_OTHERS}"
@@ -35,7 +35,7 @@ DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 )
-# Letters that have capitals, as the tokenizer's makers knew them.
+# Cased letters, as the tokenizer's pattern lists them.
 _CASED = (
     "A-Za-z"
     "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
@@ -61,16 +61,16 @@ DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_CJK)
 
 @dataclass(frozen=True)
 class Kind:
-    """A tokenizer of bytes, but for its vocabulary."""
+    """A byte-level tokenizer without its vocabulary."""
 
     pre_tokenizer: PreTokenizer
     normalizer: Normalizer | None = None
-    takes_whole_words: bool = False  # a word that is a token is that token, whatever the merges would make of it
-    begins: bool = False  # the first token is written before a text, where the file does not say
+    takes_whole_words: bool = False  # a word that is a token becomes that token, without applying merges
+    begins: bool = False  # default of add_bos_token: a BOS token precedes a text
 
 
 def _words(*steps: str | PreTokenizer) -> Sequence:
-    """Cut by each pattern in turn, then write bytes as letters."""
+    """Return a pre-tokenizer that splits by each pattern in turn, then maps bytes to letters."""
     cuts = [Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
     return Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -109,7 +109,7 @@ KINDS = {
     "qwen2": _QWEN2,
     "qwen35": Kind(_words(QWEN35), NFC()),
     "refact": Kind(_DIGITS),
-    "smaug-bpe": _WHOLE,  # Llama 3's without a first token, as SmolLM3's
+    "smaug-bpe": _WHOLE,  # Llama 3's without a BOS token, as in SmolLM3
     "smollm": Kind(_DIGITS),
     "starcoder": Kind(_DIGITS),
     "tekken": Kind(_words(TEKKEN), takes_whole_words=True, begins=True),

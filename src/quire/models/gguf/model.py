@@ -1,4 +1,4 @@
-"""A GGUF file as `quire.models.files.Files`: its configuration and weights under the names that they have elsewhere."""
+"""A GGUF file as `quire.models.files.Files`: its configuration and weights under the names of other checkpoints."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from quire.models.text_part import TextPart
 from quire.ops.gguf_blocks import FLOATS, MXFP4, weight_of
 
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-NO_VOCABULARY = ("no_vocab", "none")  # converters' words for it
-VERSION = 2  # of quantised blocks: before, some had other layouts
+NO_VOCABULARY = ("no_vocab", "none")  # tokenizer models of files without a vocabulary
+VERSION = 2  # of quantised blocks; some had other layouts in earlier versions
 
 
 class GgufModel:
-    """A model in a GGUF file, or in several that belong together."""
+    """A model in a GGUF file, which may be split into several files."""
 
     def __init__(self, path: Path) -> None:
-        """path: of the first file. Raises ModelError for what is no GGUF file, or of no architecture that is served."""
+        """Open a file, or the first of several. Raises ModelError if it is malformed or its model is not supported."""
         self.path = path
         self.file = GgufFile(path)
         self._metadata = Metadata(self.file)
@@ -43,17 +43,17 @@ class GgufModel:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary | None:
-        """None where there is none."""
+        """The vocabulary; None if the file has none."""
         model = single(self.path, self.file.metadata, "tokenizer.ggml.model", "none")
         return None if model in NO_VOCABULARY else Vocabulary(self.path, self.file.metadata)
 
     @cached_property
     def _places(self) -> Mapping[str, Place]:
-        """Where our tensors stand, by the names that they have in other checkpoints."""
+        """The place of each tensor, by its name in other checkpoints."""
         return self._architecture.places(self._metadata)
 
     def config(self) -> Mapping[str, Any]:
-        """As a config.json would say what the model is. Raises ModelError for metadata that are not understood."""
+        """Return the model's config.json. Raises ModelError for metadata with unknown keys or invalid values."""
         config = self._architecture.config(self._metadata)
         self._metadata.finish()
         kinds = {
@@ -76,7 +76,7 @@ class GgufModel:
         return config
 
     def generation(self) -> Mapping[str, Any]:
-        """What tokens end a text, and how its makers want tokens chosen."""
+        """Return the tokens that end generation, and the default sampling parameters."""
         given = self.file.metadata
         found = {ours: given.get(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
         if self._vocabulary is not None:
@@ -85,33 +85,33 @@ class GgufModel:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the file has a vocabulary."""
+        """True if the file has a vocabulary."""
         return self._vocabulary is not None
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that its vocabulary makes."""
+        """Build the tokenizer from the vocabulary; None if the file has none."""
         return None if self._vocabulary is None else self._vocabulary.tokenizer()
 
     def tokenizer_settings(self) -> Mapping[str, Any]:
-        """Its special tokens, and its chat templates."""
+        """Return the special tokens and the chat templates."""
         return {} if self._vocabulary is None else self._vocabulary.settings()
 
     def template(self) -> tuple[str, str] | None:
-        """Its chat template."""
+        """Return the default chat template and its location; None if the file has none."""
         found = default_template(self.tokenizer_settings())
         return None if found is None else (f"tokenizer.chat_template of {self.path}", found)
 
     def weight_files(self, part: TextPart | None = None) -> list[Path]:  # noqa: ARG002  # a file has one model
-        """All files."""
+        """Return all files."""
         return self.file.paths
 
     def tensors(self, part: TextPart | None = None) -> GgufTensors:  # noqa: ARG002
-        """All tensors of the model."""
+        """Return all tensors of the model."""
         return GgufTensors(self.file, self._places)
 
 
 class GgufTensors:
-    """A GGUF file's tensors under the names that they have elsewhere. Quantised ones are named as their blocks."""
+    """A GGUF file's tensors under the names of other checkpoints. The names of quantised ones end with "blocks"."""
 
     def __init__(self, file: GgufFile, places: Mapping[str, Place]) -> None:
         self.path, self._file = file.path, file
@@ -122,11 +122,11 @@ class GgufTensors:
 
     @property
     def names(self) -> frozenset[str]:
-        """All there are."""
+        """The names of all tensors."""
         return frozenset(self._places)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor's numbers, or a quantised one's blocks: uint8 [out, bytes of a row]."""
+        """Return a tensor's numbers, or a quantised tensor's blocks: uint8 [out, bytes of a row]."""
         place = self._places[name]
         if place.values is not None:
             return self._latent(place.tensor, place.values)
@@ -153,7 +153,7 @@ class GgufTensors:
         return rows.T if place.transposed and info.kind in FLOATS else rows
 
     def _latent(self, keys: str, values: str) -> Tensor:
-        """What makes keys and values of a latent, by head: [heads * (Dk + Dv), latent]."""
+        """Return the projection of a latent to keys and values, by head: [heads * (Dk + Dv), latent]."""
         if values not in self._file.tensors:
             raise ModelError(f"{self.path} has {keys}, and no {values}")
         k, v = self._numbers(keys), self._numbers(values)  # [heads, latent, Dk], [heads, Dv, latent]
@@ -165,7 +165,7 @@ class GgufTensors:
         return torch.cat([k.transpose(1, 2), v], 1).flatten(0, 1)
 
     def _numbers(self, name: str) -> Tensor:
-        """What a tensor means, in fp32."""
+        """Return a tensor dequantised to fp32."""
         info, rows = self._file.tensors[name], self._file.blocks(name)
         found = weight_of(info.kind, rows, info.shape[-1], torch.float32)
         weight = found if isinstance(found, Tensor) else found.dequantised()
@@ -177,7 +177,7 @@ def _stays_quantised(file: GgufFile, place: Place) -> bool:
 
 
 def _part(rows: Tensor, number: int, count: int) -> Tensor:
-    """One of so many equal parts of the rows."""
+    """Return one of `count` equal parts of the rows."""
     if len(rows) % count:
         raise ModelError(f"{len(rows)} rows have no {count} equal parts")
     return rows.chunk(count)[number]
@@ -187,24 +187,24 @@ def _halves(
     rows: Tensor,  # [heads * D, ...]
     heads: int,
 ) -> Tensor:
-    """The rows with what neighbours were half a head apart: row 2 i becomes i of its head, row 2 i + 1 i + D / 2."""
+    """Move neighbouring rows half a head apart: row 2 i becomes row i of its head, row 2 i + 1 becomes i + D / 2."""
     if len(rows) % (2 * heads):
         raise ModelError(f"{len(rows)} rows are no {heads} heads of an even size")
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _quantised_dtype(kinds: Mapping[str, str]) -> str:
-    """The dtype that a quantised file is computed in, as a config.json names it.
+    """Return the dtype of computation for a quantised file, in the notation of config.json.
 
-    Rows are rounded to 8 bits where they are multiplied with integers. Rounding them to bfloat16 between linears takes
-    logits up to twice as far from the exact model, and farther than llama.cpp's, which computes in float32. MXFP4 is
+    Rows are rounded to 8 bits for products with integer weights. If rows between linears were bfloat16, the logits'
+    error would be up to twice as large, and larger than in llama.cpp, which computes in float32. MXFP4 weights are
     multiplied with rows of 16 bits.
     """
     return "bfloat16" if MXFP4 in kinds.values() else "float32"
 
 
 def _usual_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """The dtype that most numbers have, as a config.json names it."""
+    """Return the dtype of most numbers, in the notation of config.json."""
     numbers = Counter[str]()
     for info in tensors.values():
         numbers[info.kind] += math.prod(info.shape)
@@ -212,7 +212,7 @@ def _usual_dtype(tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def _described(tensors: Mapping[str, TensorInfo]) -> str:
-    """The kinds of quantised tensors, as in "gguf Q4_K, Q6_K": that with the most numbers first."""
+    """Return the kinds of quantised tensors, such as "gguf Q4_K, Q6_K": the one with the most numbers first."""
     numbers = Counter[str]()
     for info in tensors.values():
         if info.kind not in FLOATS:

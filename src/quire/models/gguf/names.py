@@ -1,7 +1,7 @@
-"""The names that GGUF files give to the tensors of a layer, and those that other checkpoints give them.
+"""The names of a layer's tensors in GGUF files and in other checkpoints.
 
-Names of a file are without their `.weight` or `.bias`, unless they differ in it. {} stands for the number of an expert:
-a file has all experts in one tensor. Several names are equal parts of the rows of one.
+Names omit `.weight` and `.bias`, unless the two sides differ in it. {} is the index of an expert: a GGUF file has all
+experts in one tensor. A tuple of names are equal parts of the rows of one GGUF tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARED_EXPERT: Names = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-CORRECTED_EXPERTS: Names = EXPERTS | {  # with some that see all rows
+CORRECTED_EXPERTS: Names = EXPERTS | {  # with shared experts
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
@@ -94,7 +94,7 @@ LATENT: Names = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b": "self_attn.kv_b_proj",  # with what makes the values
+    "attn_k_b": "self_attn.kv_b_proj",  # together with attn_v_b
 }
 GEMMA4: Names = {
     "post_ffw_norm_1": "post_feedforward_layernorm_1",

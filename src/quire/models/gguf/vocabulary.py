@@ -1,8 +1,8 @@
-"""A GGUF file's tokenizer, made from its metadata as the original was.
+"""A GGUF file's tokenizer, rebuilt from its metadata.
 
-A file has the tokens, their types, and either merges or scores. What it leaves out is in `kinds`, or follows from how
-such tokenizers are built. What cannot be known is refused: text that is cut otherwise than in training makes a model
-worse without an error.
+A file has the tokens, their types, and either merges or scores. The missing settings are in `kinds`, or follow from the
+construction of such tokenizers. A tokenizer with unknown settings is refused: text that is tokenized differently than
+in training makes a model worse without an error.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from quire.models.gguf.kinds import KINDS, Kind
 
 T = TypeVar("T")
 
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens, as files number them; 1 and 6 are ordinary
-PADDING = re.compile(r"\[PAD[0-9]+\]")  # a converter's, where a model has more rows than its tokenizer has tokens
-WORD_MARK = "\u2581"  # what sentencepiece has for a space
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # codes of token types in files; 1 and 6 are ordinary
+PADDING = re.compile(r"\[PAD[0-9]+\]")  # written by converters if a model has more rows than its tokenizer has tokens
+WORD_MARK = "\u2581"  # a space in sentencepiece
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # of sentencepiece, where a file does not say
-# Texts of tokens that end an answer: files name at most three, and often only the one that ends a document.
+LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # defaults of sentencepiece
+# Tokens that end an answer: a file's metadata has at most three, and often only the one that ends a document.
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
         "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|eot|>", "<|eom|>", "<|return|>", "<|call|>")  # fmt: skip
-LFM2_SIZE = 65536  # later vocabularies of the family are larger; files call them the same, but they cut otherwise
-PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's added tokens, those that keep the spaces after them
+LFM2_SIZE = 65536  # later, larger vocabularies of the family have the same `pre` but another pre-tokenizer
+PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's added tokens that do not strip the spaces after them
 
 
 class Vocabulary:
-    """What a file's metadata says of its tokenizer."""
+    """The tokenizer in a file's metadata."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        """path: for errors. Raises ModelError where there is no vocabulary, or a value is of the wrong type."""
+        """Read the metadata. path: for errors. Raises ModelError for a missing vocabulary or a wrong type."""
         self._path, self._metadata = path, metadata
         self._model: str = self._value("model", str)
         self.tokens: list[str] = self._texts("tokens")
         self._types = self._numbers("token_type", np.integer)
         pads = [token for token in np.flatnonzero(self._types == USER_DEFINED) if PADDING.fullmatch(self.tokens[token])]
-        if pads:  # converters of old took them for added tokens
+        if pads:  # old converters wrote them as added tokens
             self._types = self._types.copy()
             self._types[pads] = UNUSED
-        self._pieces = [*self.tokens]  # as originals have them: converters write added tokens of spaces with spaces
+        self._pieces = [*self.tokens]  # as in the original: converters write spaces in added tokens, not WORD_MARK
         if self._model != "gpt2":
             for token in np.flatnonzero(self._types == USER_DEFINED):
                 self._pieces[token] = self.tokens[token].replace(" ", WORD_MARK)
 
     def tokenizer(self) -> Tokenizer:
-        """The original tokenizer. Raises ModelError where it cannot be rebuilt exactly."""
+        """Build the original tokenizer. Raises ModelError if it cannot be rebuilt exactly."""
         if self._model == "gpt2":
             kind = self._kind()
             tokenizer, begins = self._byte_level(kind), kind.begins
@@ -75,7 +75,7 @@ class Vocabulary:
         return tokenizer
 
     def settings(self) -> dict[str, Any]:
-        """What a tokenizer_config.json would say: the texts of special tokens, and the chat templates."""
+        """Return the model's tokenizer_config.json: the texts of special tokens, and the chat templates."""
         ids = {name: self._find(key) for name, key in SPECIAL.items()}
         texts = {"default": self._metadata.get("tokenizer.chat_template")}
         texts |= {
@@ -89,12 +89,12 @@ class Vocabulary:
         )
 
     def end_tokens(self) -> tuple[int, ...]:
-        """The ids of tokens that end an answer, the file's eos first."""
+        """Return the ids of tokens that end an answer, the file's eos first."""
         named = [self._find(key) for key in ("eos", "eot", "eom")]
         ids = {
             self.tokens[token]: int(token) for token in np.flatnonzero(np.isin(self._types, (CONTROL, USER_DEFINED)))
         }
-        # Where there is <|return|>, as in gpt-oss, <|end|> ends but a part of an answer.
+        # If there is a <|return|>, as in gpt-oss, <|end|> only ends a part of an answer.
         known = [ids.get(text) for text in ENDS if text != "<|end|>" or "<|return|>" not in ids]
         return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
 
@@ -104,13 +104,13 @@ class Vocabulary:
         word = self._value("pre", str, "")
         if word not in KINDS or (word == "lfm2" and len(self.tokens) > LFM2_SIZE):
             self._refuse(
-                f"tokenizer.ggml.pre is {word!r}, of a vocabulary of {len(self.tokens)}, which does not say how the "
-                f"original cuts text into words; known are {', '.join(KINDS)}"
+                f"tokenizer.ggml.pre is {word!r}, of a vocabulary of {len(self.tokens)}, which is no known way to "
+                f"split text into words; known are {', '.join(KINDS)}"
             )
         return KINDS[word]
 
     def _byte_level(self, kind: Kind) -> Tokenizer:
-        """BPE over bytes, word by word."""
+        """Build a BPE tokenizer over bytes, word by word."""
         tokenizer = self._bpe(self._vocab(), self._merges(), ignore_merges=kind.takes_whole_words)
         if kind.normalizer is not None:
             tokenizer.normalizer = kind.normalizer
@@ -119,7 +119,7 @@ class Vocabulary:
         return tokenizer
 
     def _sentencepiece(self) -> Tokenizer:
-        """BPE over characters, spaces included; one that is no token is written as its bytes."""
+        """Build a BPE tokenizer over characters, spaces included; unknown characters become their bytes."""
         if self._value("pre", str, "default") != "default":
             self._refuse(
                 f"tokenizer.ggml.pre is {self._metadata['tokenizer.ggml.pre']!r}; for llama it must be default"
@@ -135,7 +135,7 @@ class Vocabulary:
         else:
             decoding.append(decoders.Strip(" ", 1, 0))
             if "[INST]" in vocab and self._types[vocab["[INST]"]] == CONTROL:
-                # Mistral's from v0.3 on: a text's first word alone is marked, not the one after each control token.
+                # Mistral from v0.3 on: only a text's first word gets a mark, not the word after each control token.
                 tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
             else:
                 tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_MARK), marks])
@@ -143,11 +143,11 @@ class Vocabulary:
         return tokenizer
 
     def _unigram(self) -> Tokenizer:
-        """The likeliest pieces, word by word."""
+        """Build a unigram tokenizer: the most likely pieces, word by word."""
         for key in ("add_space_prefix", "remove_extra_whitespaces"):
             if not self._value(key, bool, True):
                 self._refuse(f"tokenizer.ggml.{key} is False; served are unigram vocabularies where it is True")
-        used = int(np.flatnonzero(self._types != UNUSED).max(initial=-1)) + 1  # a piece's place is its id: no gaps
+        used = int(np.flatnonzero(self._types != UNUSED).max(initial=-1)) + 1  # a piece's index is its id: no gaps
         pieces = list(zip(self.tokens[:used], self._numbers("scores", np.floating)[:used].tolist(), strict=True))
         unknown = self._token("unknown")
         tokenizer = Tokenizer(self._built(lambda: Unigram(pieces, unknown, byte_fallback=False)))
@@ -167,12 +167,12 @@ class Vocabulary:
         try:
             return build()
         except Exception as error:  # the library raises bare Exceptions
-            self._fail(f"its vocabulary is none that can be used: {error}")
+            self._fail(f"its vocabulary is invalid: {error}")
 
     # ------------------------------------------------------------------------------------------- tokens
 
     def _vocab(self) -> dict[str, int]:
-        """The ids of tokens by their texts, without those that nothing is cut into."""
+        """Return the ids of tokens by their texts, without unused tokens."""
         used = np.flatnonzero(self._types != UNUSED).tolist()
         vocab = {text: token for token in used if (text := self._pieces[token])}
         if len(vocab) < len(used):
@@ -181,7 +181,7 @@ class Vocabulary:
         return vocab
 
     def _added(self) -> Iterator[AddedToken]:
-        """The tokens that are found in a text before it is cut."""
+        """Yield the tokens that are matched in a text before it is split into words."""
         strips = self._model == "llama" and self._metadata.get("general.architecture") == "phi3"
         for token in np.flatnonzero(np.isin(self._types, (UNKNOWN, CONTROL, USER_DEFINED))).tolist():
             text = self._pieces[token]
@@ -189,13 +189,13 @@ class Vocabulary:
             yield AddedToken(text, rstrip=rstrip, normalized=False, special=self._types[token] != USER_DEFINED)
 
     def _merges(self) -> list[tuple[str, str]]:
-        """The pairs that BPE joins, first ones first."""
+        """Return the pairs that BPE merges, by priority."""
         return [(left, right) for left, _, right in (merge.partition(" ") for merge in self._texts("merges"))]
 
     def _merges_of_scores(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-        """The pairs that make each piece, best pieces first, as originals list them.
+        """Derive the merges from the pieces' scores, best pieces first, in the order of the original.
 
-        Added pieces come first of all: sentencepiece gives them the best score, and converters another one.
+        Added pieces come first: sentencepiece gives them the best score, and converters write another one.
         """
         scores = np.where(self._types == USER_DEFINED, np.inf, self._numbers("scores", np.floating))
         scores[np.isin(self._types, (UNKNOWN, CONTROL, UNUSED))] = -np.inf
@@ -217,7 +217,7 @@ class Vocabulary:
     # ------------------------------------------------------------------------------------------- values
 
     def _find(self, name: str) -> int | None:
-        """The token that is there for something, or None."""
+        """Return the id of a special token, or None."""
         token = self._value(f"{name}_token_id", int, LLAMA_IDS.get(name, -1) if self._model == "llama" else -1)
         if not -1 <= token < len(self.tokens):
             self._fail(f"tokenizer.ggml.{name}_token_id is {token}; there are {len(self.tokens)} tokens")
@@ -242,7 +242,7 @@ class Vocabulary:
         return values
 
     def _numbers(self, name: str, wanted: type[np.integer[Any]] | type[np.floating[Any]]) -> NDArray[Any]:
-        """A number for each token."""
+        """Return an array with one number per token."""
         values = self._metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, wanted):
             self._fail(f"tokenizer.ggml.{name} is no array of such numbers; there must be one for each token")
