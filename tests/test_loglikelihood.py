@@ -138,7 +138,7 @@ def test_an_empty_prompt(llm: LLM, tmp_path: Path) -> None:
     assert len(output.token_logprobs) == len(output.token_ids) > 0
     save(tmp_path)
     bare = LLM(str(tmp_path), num_blocks=64)
-    with pytest.raises(RequestError, match="prompt 1 is empty, and no special token stands before it"):
+    with pytest.raises(RequestError, match="prompt 1 is empty, and no special token precedes it"):
         bare.loglikelihood([[1], []], [[2], [3]])
     with pytest.raises(RequestError, match="'a' is a text, and this model has no tokenizer; give token ids"):
         bare.loglikelihood("a", "b")
@@ -147,9 +147,9 @@ def test_an_empty_prompt(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "continuations", "words"),
     [
-        ("a", "", "continuation 0 has no token of its own after prompt 0"),
+        ("a", "", "continuation 0 has no separate token after prompt 0"),
         ("a", "b", "it is empty or becomes one token with the prompt's end"),
-        ([[5], [6]], [[5], []], "continuation 1 has no token of its own after prompt 1"),
+        ([[5], [6]], [[5], []], "continuation 1 has no separate token after prompt 1"),
         ("a", [5], "prompt 0 is a text and its continuation token ids; give both as texts or both as token ids"),
         ([[5]], ["a"], "prompt 0 is token ids and its continuation a text"),
         (["a", "b"], ["c"], "2 prompts were given with 1 continuations; give one each"),

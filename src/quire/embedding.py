@@ -1,4 +1,4 @@
-"""Embeddings: a prompt's last hidden state, cut and normalised, and how similar those of two prompts are."""
+"""Embeddings: a prompt's last hidden state, truncated and normalised, and the similarity of two prompts."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NOTHING_DRAWN = SamplingParams(max_tokens=None)
-SHORTEST = 1e-12  # a shorter vector has no direction; it is left about as short
+SHORTEST = 1e-12  # a shorter vector has no direction; it stays about as short
 
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
     """An embedding."""
 
-    embedding: list[float]  # of length 1, each number as fp32 holds it; empty where the prompt's step failed
+    embedding: list[float]  # [dimensions], of Euclidean length 1, fp32 values; empty if the prompt's step failed
 
 
 @dataclass(frozen=True)
 class EmbeddingRequestOutput:
     """One prompt and its embedding."""
 
-    request_id: str
-    prompt: str | None  # None where token ids were given
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
+    request_id: str  # the id of the request
+    prompt: str | None  # the prompt's text; None if token ids were given
+    prompt_token_ids: list[int]  # the prompt's tokens
+    outputs: EmbeddingOutput  # the embedding
     num_cached_tokens: int  # prompt tokens whose K and V were in the prefix cache
-    error: str | None = None  # what failed
+    error: str | None = None  # the reason of a failure
 
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """How similar two prompts are."""
+    """The similarity of two prompts."""
 
-    score: float  # the cosine of their embeddings, -1..1; NaN where a prompt's step failed
+    score: float  # the cosine of their embeddings, -1..1; NaN if a prompt's step failed
 
 
 @dataclass(frozen=True)
 class ScoringRequestOutput:
-    """A pair of prompts and how similar they are."""
+    """A pair of prompts and their similarity."""
 
-    request_id: str
-    outputs: ScoringOutput
-    prompt_token_ids: list[int]  # of both, one after the other
-    num_cached_tokens: int  # of these, tokens whose K and V were in the prefix cache
-    error: str | None = None  # what failed
+    request_id: str  # the ids of both requests, joined by "_"
+    outputs: ScoringOutput  # the score
+    prompt_token_ids: list[int]  # the tokens of the first prompt, then of the second one
+    num_cached_tokens: int  # tokens of both whose K and V were in the prefix cache
+    error: str | None = None  # the reason of a failure
 
 
 def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
-    """Raise RequestError for more numbers than the model has, or none."""
+    """Raise RequestError unless `dimensions` is in 1..hidden_size or absent."""
     if dimensions is not None:
         check_integer(RequestError, "dimensions", dimensions, 1, hidden_size)
 
@@ -71,23 +71,23 @@ def embedding_request(
     cache_salt: str = "",
     lora: str | None = None,
 ) -> tuple[Request, RequestOutput]:
-    """A request for a prompt's hidden state, and its output, still empty."""
+    """Return a request for a prompt's hidden state, and its output, still empty."""
     output, [request] = make_requests(name, text, tokens, NOTHING_DRAWN, priority, cache_salt, lora)
     request.task = Task.EMBED
     return request, output
 
 
 def normalised(hidden_state: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
-    """The first so many numbers of a hidden state, or all, scaled to length 1: fp32 [dimensions].
+    """Return the first `dimensions` numbers of a hidden state, or all, scaled to length 1: fp32 [dimensions].
 
-    The sum of the squares is formed here, on one thread in a fixed order: a library's norm may split it by threads.
+    The sum of squares is computed here, on one thread in a fixed order, since a library's norm may split it by threads.
     """
     kept = hidden_state[:dimensions].astype(np.float64)
     return np.asarray(kept / max(float(np.sqrt((kept * kept).sum())), SHORTEST), np.float32)
 
 
 def embedding_output(output: RequestOutput, dimensions: int | None) -> EmbeddingRequestOutput:
-    """What the caller sees of an output that has ended."""
+    """Return the caller's form of an output that has ended."""
     state = output.hidden_state
     return EmbeddingRequestOutput(
         output.request_id,
@@ -100,12 +100,12 @@ def embedding_output(output: RequestOutput, dimensions: int | None) -> Embedding
 
 
 def cosine(first: Iterable[float], second: Iterable[float]) -> float:
-    """That of two vectors of length 1, -1..1, whatever rounding has left of their length."""
+    """Return the cosine of two vectors of length 1, clamped to -1..1 since rounding changes their length."""
     return max(-1.0, min(1.0, math.fsum(a * b for a, b in zip(first, second, strict=True))))
 
 
 def similarity(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
-    """The score of a pair."""
+    """Return the score of a pair of embeddings."""
     error = first.error or second.error
     score = math.nan
     if error is None:

@@ -1,4 +1,4 @@
-"""Log-likelihoods: how probable a continuation is after a prompt, token by token."""
+"""Log-likelihoods of continuations after prompts, token by token."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ SCORED = SamplingParams(max_tokens=None, prompt_logprobs=0)
 
 @dataclass(frozen=True)
 class LoglikelihoodOutput:
-    """One continuation and how probable it is after its prompt. Logarithms are natural ones, of the raw logits."""
+    """The log-likelihood of one continuation. Logarithms are natural, of the raw logits' softmax."""
 
-    request_id: str
-    prompt: str | None  # None where token ids were given
-    continuation: str | None
-    prompt_token_ids: list[int]  # all that stands before the continuation, special tokens included
-    token_ids: list[int]  # the continuation's
-    token_logprobs: list[float]  # of each of these; empty where the step failed
-    ranks: list[int]  # of each, 1: the most probable one; of equally probable ones the lower id comes first
+    request_id: str  # the id of the request
+    prompt: str | None  # the prompt's text; None if token ids were given
+    continuation: str | None  # the continuation's text; None if token ids were given
+    prompt_token_ids: list[int]  # the tokens before the continuation, special tokens included
+    token_ids: list[int]  # the continuation's tokens
+    token_logprobs: list[float]  # of each of token_ids; empty if the step failed
+    ranks: list[int]  # of each of token_ids, 1: the most probable; among equally probable tokens the lower id is first
     num_cached_tokens: int  # tokens whose K and V were in the prefix cache
-    error: str | None = None  # what failed
+    error: str | None = None  # the reason of a failure
 
     @property
     def cumulative_logprob(self) -> float:
-        """The log-likelihood: the sum over the tokens. NaN where the step failed."""
+        """The log-likelihood, which is the sum of token_logprobs. NaN if the step failed."""
         return math.nan if self.error is not None else math.fsum(self.token_logprobs)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the most probable one: greedy decoding would have said the same."""
+        """True if each token is the most probable one, so that greedy decoding would generate the continuation."""
         return self.error is None and all(rank == 1 for rank in self.ranks)
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The tokens of two texts, one after the other; see `LLM.loglikelihood`."""
+    """Return the tokens of a prompt and of its continuation, see `LLM.loglikelihood`."""
     kept = prompt.rstrip()
     both = tokenizer.encode(prompt + continuation, add_special_tokens=False)
     before = tokenizer.encode(kept, add_special_tokens=False)
@@ -46,15 +46,15 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, continuation: str) -> tuple[l
 
 
 def check_pair(number: int, before: list[int], after: list[int]) -> None:
-    """Raise RequestError, naming the pair, where there is nothing to score or nothing to score it by."""
+    """Raise RequestError, which names the pair, if the continuation or the prompt has no token."""
     if not after:
         raise RequestError(
-            f"continuation {number} has no token of its own after prompt {number}: it is empty or becomes one token "
+            f"continuation {number} has no separate token after prompt {number}: it is empty or becomes one token "
             f"with the prompt's end; cut the text elsewhere, or give token ids"
         )
     if not before:
         raise RequestError(
-            f"prompt {number} is empty, and no special token stands before it; the continuation's first token needs "
+            f"prompt {number} is empty, and no special token precedes it; the continuation's first token needs "
             f"one before itself, so give token ids that begin with the model's beginning- or end-of-sequence token"
         )
 
@@ -67,20 +67,20 @@ def loglikelihood_request(
     cache_salt: str = "",
     lora: str | None = None,
 ) -> tuple[Request, RequestOutput]:
-    """A request for the logprobs of the tokens after others, and its output, still empty."""
+    """Return a request for the logprobs of `after` following `before`, and its output, still empty."""
     output, [request] = make_requests(name, None, before + after, SCORED, priority, cache_salt, lora)
     request.task = Task.LOGLIKELIHOOD
-    request.first_prompt_logprob = len(before) - 1  # of those before nothing is asked, so they may come from the cache
+    request.first_prompt_logprob = len(before) - 1  # earlier logprobs are not needed, so these tokens may be cached
     return request, output
 
 
 def loglikelihood_output(
     output: RequestOutput, prompt: str | None, continuation: str | None, num_before: int
 ) -> LoglikelihoodOutput:
-    """What the caller sees of an output that has ended. num_before: tokens before the continuation."""
+    """Return the caller's form of an output that has ended. `num_before` counts the tokens before the continuation."""
     before, after = output.prompt_token_ids[:num_before], output.prompt_token_ids[num_before:]
     error = output.outputs[0].error
-    found = (output.prompt_logprobs or [])[1:]  # without the first token's of all, which has none
+    found = (output.prompt_logprobs or [])[1:]  # the first token has no logprob
     pairs = zip(found, after, strict=True) if error is None else ()
     one_each = [candidates[token] for candidates, token in pairs if candidates is not None]
     return LoglikelihoodOutput(

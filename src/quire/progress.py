@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar over `total` steps and yield a function that advances it by one.
+    """Show a bar of `total` steps and yield a function that advances it by one.
 
     Nothing is shown if standard error is not a terminal.
     """

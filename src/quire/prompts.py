@@ -1,4 +1,4 @@
-"""What callers give, as the engine takes it: prompts and conversations, and what goes with each of them."""
+"""Conversion of callers' prompts and conversations, with their options, into requests of the engine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from quire.request import MAX_PRIORITY, Constraints, Guide, Request, SamplingPar
 from quire.sandbox.grammar import Grammars, Spec
 from quire.text import RequestOutput, constraints_for, make_requests, truncated
 
-# A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as vLLM has it, both with a "cache_salt" if wanted.
+# A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM, both with an optional "cache_salt".
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # a conversation
 
 
 class Encoded(NamedTuple):
-    """A prompt as the engine takes it."""
+    """A prompt in the engine's form."""
 
-    text: str | None  # None where token ids were given
+    text: str | None  # None if token ids were given
     tokens: list[int]
     salt: str  # its cache_salt
 
 
 class Prompts:
-    """Makes an engine's requests. Any number of threads may use it."""
+    """Factory of an engine's requests. It is thread-safe."""
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, default_sampling: Mapping[str, Any]) -> None:
-        """default_sampling: what SamplingParams have where a request does not say."""
+        """Create the factory. `default_sampling` has the fields of SamplingParams for requests without any."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._default_sampling = default_sampling
@@ -42,31 +42,31 @@ class Prompts:
         self._names = itertools.count()
 
     def close(self) -> None:
-        """End the processes of grammars."""
+        """Stop the processes that compile grammars."""
         with self._grammars_lock:
             if self._grammars is not None:
                 self._grammars.close()
 
     def next_name(self) -> str:
-        """A name for a prompt."""
+        """Return a new name for a prompt."""
         return str(next(self._names))
 
     def encoded(self, prompt: Prompt) -> Encoded:
-        """A prompt as the engine takes it. Raises RequestError."""
+        """Tokenize a prompt. Raises RequestError if it is invalid."""
         given, salt = parse_prompt(prompt)
         if isinstance(given, str):
             return Encoded(given, self.tokenizer_for(given).encode(given), salt)
         return Encoded(None, given, salt)
 
     def encoded_chat(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Encoded:
-        """A conversation as the engine takes it, see `LLM.chat`. Raises RequestError."""
+        """Render and tokenize a conversation, see `LLM.chat`. Raises RequestError if it is invalid."""
         if self._tokenizer is None:
             raise RequestError("a chat is text, and this model has no tokenizer; generate takes token ids")
         text = self._tokenizer.render(messages, **rendering)
         return Encoded(text, self._tokenizer.encode(text, add_special_tokens=False), "")
 
     def tokenizer_for(self, text: str) -> ChatTokenizer:
-        """The model's tokenizer. Raises RequestError where it has none; text: what would need it."""
+        """Return the model's tokenizer. Raises RequestError, which quotes the text, if the model has none."""
         if self._tokenizer is None:
             raise RequestError(f"{text[:40]!r} is a text, and this model has no tokenizer; give token ids")
         return self._tokenizer
@@ -78,7 +78,7 @@ class Prompts:
         priority: Sequence[int] | None,
         lora: str | Sequence[str | None] | None,
     ) -> list[tuple[Request, RequestOutput]]:
-        """A request for each sample of each prompt, with the output that it belongs to."""
+        """Return a request for each sample of each prompt, with the output that it belongs to."""
         priorities = each_priority(priority, len(listed))
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             each = [sampling_params or SamplingParams(**self._default_sampling)] * len(listed)
@@ -92,7 +92,7 @@ class Prompts:
         constraints: dict[int, Constraints | None] = {}
         loras = each_lora(lora, len(listed))
         for prompt, sampling, own_priority, own_lora in zip(listed, each, priorities, loras, strict=True):
-            if id(sampling) not in constraints:  # one for all prompts that have it
+            if id(sampling) not in constraints:  # shared by all prompts with these parameters
                 constraints[id(sampling)] = self._constraints(sampling)
             own = (own_priority, own_lora, constraints[id(sampling)])
             output, samples = self._request(self.next_name(), prompt, sampling, *own)
@@ -102,9 +102,9 @@ class Prompts:
     def request(
         self, name: str, prompt: Encoded, sampling: SamplingParams | None, priority: int, lora: str | None
     ) -> tuple[RequestOutput, list[Request]]:
-        """The output of one prompt, still empty, and the requests of its samples, see `LLM.generate`.
+        """Return the output of one prompt, still empty, and the requests of its samples, see `LLM.generate`.
 
-        Raises RequestError.
+        Raises RequestError for an invalid argument.
         """
         if sampling is None:
             sampling = SamplingParams(**self._default_sampling)
@@ -117,9 +117,9 @@ class Prompts:
     def embedding_request(
         self, name: str, prompt: Prompt, priority: int, lora: str | None
     ) -> tuple[RequestOutput, list[Request]]:
-        """The output of one prompt, still empty, and its request, see `LLM.embed`.
+        """Return the output of one prompt, still empty, and its request, see `LLM.embed`.
 
-        Raises RequestError.
+        Raises RequestError for an invalid argument.
         """
         text, tokens, salt = self.encoded(prompt)
         [priority] = each_priority([priority], 1)
@@ -153,9 +153,9 @@ class Prompts:
         return constraints_for(sampling, self._tokenizer, self._engine.vocab_size)
 
     def _guide(self, asked: StructuredOutputsParams) -> Guide:
-        """What keeps a text to what was asked. Raises RequestError for what cannot be followed."""
+        """Return the guide that enforces a constraint. Raises RequestError for an unsupported one."""
         if self._tokenizer is None:
-            raise RequestError("structured_outputs are of texts, and this model has no tokenizer")
+            raise RequestError("structured_outputs constrain text, and this model has no tokenizer")
         with self._grammars_lock:
             if self._grammars is None:
                 self._grammars = Grammars(self._tokenizer.json(), self._engine.vocab_size, self._engine.eos_token_ids)
@@ -164,7 +164,10 @@ class Prompts:
 
 
 def parse_prompt(prompt: Prompt, what: str = "prompt") -> tuple[str | list[int], str]:
-    """The prompt's text or tokens, and its cache_salt. what: its name in errors; only a prompt may be a mapping."""
+    """Return a prompt's text or tokens, and its cache_salt.
+
+    `what` is its name in errors. Only a "prompt" may be a mapping. Raises RequestError for an invalid prompt.
+    """
     salt = ""
     if isinstance(prompt, Mapping) and what == "prompt":
         salt = prompt.get("cache_salt", "")
@@ -187,7 +190,7 @@ def parse_prompt(prompt: Prompt, what: str = "prompt") -> tuple[str | list[int],
 
 
 def each_priority(priority: Sequence[int] | None, count: int) -> list[int]:
-    """A priority for each of that many prompts."""
+    """Return a priority for each of `count` prompts. Raises RequestError if there are not `count` valid ones."""
     priorities = [0] * count if priority is None else list(priority)
     if len(priorities) != count:
         raise RequestError(f"{count} prompts were given with {len(priorities)} priorities; give one each")
@@ -197,7 +200,7 @@ def each_priority(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def each_lora(lora: str | Sequence[str | None] | None, count: int) -> list[str | None]:
-    """An adapter's name, or None, for each of that many prompts."""
+    """Return the adapter's name or None for each of `count` prompts. Raises RequestError for another number."""
     loras = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
     if len(loras) != count:
         raise RequestError(f"{count} prompts were given with {len(loras)} adapters; give one for all, or one each")
@@ -205,7 +208,7 @@ def each_lora(lora: str | Sequence[str | None] | None, count: int) -> list[str |
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt], name: str = "prompts") -> list[Prompt]:
-    """The prompts as a list, also where a single one was given: a text, a mapping, or one list of token ids."""
+    """Return prompts as a list, even for a single one: a text, a mapping, or one list of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
