@@ -367,7 +367,7 @@ class TestIndex:
         index.publish(0, b"d", b"p", b"aaaa", first=True)
         index.audit()
         index._children.clear()
-        with pytest.raises(BadValue, match="knows other blocks after their parents than by id"):
+        with pytest.raises(BadValue, match="has different blocks by parent than by id"):
             index.audit()
 
 

@@ -1,4 +1,4 @@
-"""The books of the cache, proved against the requests there are."""
+"""Verify the cache's bookkeeping against all requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from quire.request import Request
 
 
 def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
-    """Prove free + owned = total, every reference count, every table and every reusable block, given all requests.
+    """Verify free + owned = total, every reference count, every table and every reusable block, given all requests.
 
-    Raises BadValue at the first thing that is not as it should be.
+    Raises BadValue at the first inconsistency.
     """
     owners = [request for request in requests if request.cache.block_ids]
     swapped = [request for request in requests if request.cache.host_block_ids]
@@ -24,7 +24,7 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
         reserved = {index.block_of(digest) for digest in manager.reserved[g] if digest in index}
         free = list(pool.next_free(pool.num_free))
         if {*free[pool.num_unreserved :]} != reserved.intersection(free):
-            raise BadValue(f"cache group {g} gives out other free blocks last than those that are reserved")
+            raise BadValue(f"the free blocks that cache group {g} allocates last are not the reserved ones")
         for request in owners:
             _audit_table(manager, request, g)
     if manager.disk is not None:
@@ -39,7 +39,7 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
 
 
 def _audit_table(manager: BlockManager, request: Request, g: int) -> None:
-    """Prove one request's table in the group of that index."""
+    """Verify one request's table in group `g`."""
     size, group, index, cache = manager.spans[g], manager.groups[g], manager.indexes[g], request.cache
     stored, table, freed = group.stored(cache.num_computed, cache.num_cached), cache.block_ids[g], cache.num_freed[g]
     needed = group.count(stored, size)
@@ -55,7 +55,7 @@ def _audit_table(manager: BlockManager, request: Request, g: int) -> None:
         )
     for i in range(freed, len(table)):
         block = table[i]
-        if block == NONE:  # a state that a step passes
+        if block == NONE:  # a state that a step does not store
             continue
         cached, end = index.by_block.get(block), (i + 1) * size
         if cached is not None and cached.tokens != request.tokens[end - manager.block_size : end].tobytes():

@@ -1,10 +1,11 @@
-"""What happens to blocks, as one typed stream: metrics, the inspector and the simulator read it.
+"""Cache events, one typed stream for metrics, the inspector and the simulator.
 
-From an empty pool on, the events alone rebuild every reference count and every request's blocks. BlockStored,
-BlockRemoved and AllBlocksCleared are vLLM's KV events, with its fields and a few more. `time` is the scheduler's clock,
-in seconds, at the step's start; `group` is the index of the cache group whose pool the block ids belong to.
+Starting from an empty pool, the events suffice to rebuild every reference count and every request's blocks.
+BlockStored, BlockRemoved and AllBlocksCleared are vLLM's KV events, with its fields and a few more. `time` is the
+scheduler's clock, in seconds, at the step's start; `group` is the index of the cache group whose pool the block ids
+belong to.
 
-They are not frozen, since a frozen one takes four times as long to make. Whoever hears one leaves it as it is.
+They are not frozen, because a frozen dataclass takes four times as long to create. Listeners must not change them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TypeAlias
 
 @dataclass(slots=True)
 class BlocksAllocated:
-    """Free blocks went to a request: one owner each."""
+    """Free blocks were allocated to a request: one owner each."""
 
     time: float
     group: int
@@ -26,7 +27,7 @@ class BlocksAllocated:
 
 @dataclass(slots=True)
 class BlocksShared:
-    """A request found a part of its prefix in these blocks: one owner more each."""
+    """A request reuses these blocks as a part of its prefix: one more owner each."""
 
     time: float
     group: int
@@ -36,7 +37,7 @@ class BlocksShared:
 
 @dataclass(slots=True)
 class BlocksForked:
-    """A request began as a copy of its parent and shares these blocks with it: one owner more each."""
+    """A request began as a copy of its parent and shares these blocks with it: one more owner each."""
 
     time: float
     group: int
@@ -47,7 +48,7 @@ class BlocksForked:
 
 @dataclass(slots=True)
 class BlockCopied:
-    """A request is about to write into a block that others share, and gets a free one with the same contents."""
+    """A request is about to write to a shared block, and gets a free block with the same contents."""
 
     time: float
     group: int
@@ -58,7 +59,7 @@ class BlockCopied:
 
 @dataclass(slots=True)
 class BlocksFreed:
-    """A request gave these blocks back: one owner less each."""
+    """A request freed these blocks: one owner less each."""
 
     time: float
     group: int
@@ -68,7 +69,7 @@ class BlocksFreed:
 
 @dataclass(slots=True)
 class BlocksSwappedOut:
-    """A preempted request's blocks moved to the host: one owner less each, one more for the host block beside it."""
+    """A preempted request's blocks moved to the host: one owner less each, one more for the matching host block."""
 
     time: float
     group: int
@@ -79,7 +80,7 @@ class BlocksSwappedOut:
 
 @dataclass(slots=True)
 class BlocksSwappedIn:
-    """A request came back from the host: one owner more for each block, one less for the host block beside it."""
+    """A request was swapped in: one more owner for each block, one less for the matching host block."""
 
     time: float
     group: int
@@ -90,7 +91,7 @@ class BlocksSwappedIn:
 
 @dataclass(slots=True)
 class HostBlocksFreed:
-    """A request that had been swapped out ended, or starts anew: one owner less for each host block."""
+    """A swapped-out request ended or restarts: one owner less for each host block."""
 
     time: float
     group: int
@@ -102,7 +103,7 @@ class HostBlocksFreed:
 class BlockStored:
     """Full blocks can be reused from now on by every request that begins with the same tokens under the same salt.
 
-    Each but the first one stands after the one before it.
+    They are consecutive blocks of a sequence.
     """
 
     time: float
@@ -110,10 +111,10 @@ class BlockStored:
     request_id: str
     blocks: list[int]
     block_hashes: list[bytes]
-    parent_block_hash: bytes | None  # of the block before the first one; None: that one is a request's first
+    parent_block_hash: bytes | None  # of the block before the first one; None: the first one is a request's first block
     token_ids: list[int]
     block_size: int
-    lora: str | None = None  # the name of its request's adapter; only blocks of that one's weights are shared
+    lora: str | None = None  # name of its request's adapter; blocks are shared only with requests of the same weights
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class BlockRemoved:
     group: int
     blocks: list[int]
     block_hashes: list[bytes]
-    evicted: bool  # their memory was needed; else states that their request passed and that are not kept for others
+    evicted: bool  # True: their memory was needed; False: states that their request passed, not kept for reuse
 
 
 @dataclass(slots=True)
@@ -137,7 +138,7 @@ class AllBlocksCleared:
 
 @dataclass(slots=True)
 class DiskBlockStored:
-    """A block is on the disk from now on, wherever else it is."""
+    """A block was stored on the disk; it may also be elsewhere."""
 
     time: float
     group: int

@@ -1,9 +1,9 @@
-"""Cache groups: layers whose requests share one block table, and which blocks of it a request needs.
+"""Cache groups: sets of layers for which a request has one block table, and the blocks of it that a request needs.
 
-A block is the unit of a group's pool. In attention it holds the K and V of block_size tokens. Layers that keep a state
-have two groups, because their recurrence is computed in pieces: in one a block is the state at the end
-of a piece, in the other it is the rows of the piece in progress. In every group, block i of a request's table belongs
-to the tokens i * span .. (i + 1) * span - 1, where span is the number of tokens a block stands for.
+A block is the unit of a group's pool. In attention it contains the K and V of block_size tokens. Layers that keep a
+state have two groups, because their recurrence is computed in pieces: in one a block is the state at the end of a
+piece, in the other it is the rows of the piece in progress. In every group, block i of a request's table belongs to the
+tokens i * span .. (i + 1) * span - 1, where span is the number of tokens of a block.
 """
 
 from __future__ import annotations
@@ -17,79 +17,84 @@ from quire.errors import ConfigError
 
 
 class Group(ABC):
-    """Which blocks a request needs, the same questions to every kind of group. span: tokens that a block stands for."""
+    """Computes the blocks that a request needs, for every kind of group. span: number of tokens of a block."""
 
     layers: tuple[int, ...]
-    window: int | None  # keys that a row of these layers sees, its own included; None: all before it
-    piece: int | None  # tokens of a piece, where the layers keep a state
-    is_reusable: ClassVar[bool] = True  # full blocks may be found by other requests
+    window: int | None  # keys that a row of these layers attends to, including its own; None: all before it
+    piece: int | None  # tokens of a piece, for layers that keep a state
+    is_reusable: ClassVar[bool] = True  # full blocks may be reused by other requests
 
     @abstractmethod
     def first(self, num_computed: int, span: int) -> int:
-        """The first block that the row after num_computed tokens needs; those before it are free."""
+        """Return the first block that the row after num_computed tokens needs; the blocks before it are free."""
 
     @abstractmethod
     def most(self, num_tokens: int, growth: int, span: int) -> int:
-        """Blocks that a request owns at most on its way to num_tokens tokens, `growth` at a time."""
+        """Return the maximum number of blocks of a request that grows to num_tokens tokens, `growth` at a time."""
 
     def count(self, num_tokens: int, span: int) -> int:
-        """Entries of a table for that many tokens."""
+        """Return the number of table entries for that many tokens."""
         return -(-num_tokens // span)
 
     def room(self, entries: int, span: int) -> int:
-        """Tokens that so many entries of a table are enough for."""
+        """Return the number of tokens that fit into `entries` entries of a table."""
         return entries * span
 
     def passed(self, num_sure: int, span: int) -> int:
-        """The first block that a step has to store which computes num_sure tokens or more.
+        """Return the first block that must be stored by a step that computes num_sure tokens or more.
 
-        Layers that keep a state pass it on from piece to piece, so a step stores only what comes after it.
+        Layers that keep a state pass it on from piece to piece, so a step stores only the blocks after it.
         """
         return 0 if self.piece is None else self.first(num_sure, span)
 
     def stored(self, num_computed: int, num_cached: int) -> int:
-        """Tokens that the blocks hold and that are not written again: also those that were found, but for a state."""
+        """Return the number of stored tokens, not to be written again.
+
+        It includes cached ones, unless layers keep a state.
+        """
         return max(num_computed, num_cached) if self.piece is None else num_computed
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a layer's attention: they decide how much memory a token takes there."""
+    """The heads of a layer's attention, which determine its memory per token."""
 
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
-    latent: int | None = None  # V is the first so many numbers of K, and not stored again; None: V is as wide as K
+    latent: int | None = (
+        None  # V is this number of leading columns of K, not stored separately; None: V is as wide as K
+    )
 
 
 @dataclass(frozen=True)
 class CacheGroup(Group):
     """Attention layers with the same window and heads. Most models have a single group."""
 
-    layers: tuple[int, ...]  # those with memory: a layer may read another one's, and then is not here
+    layers: tuple[int, ...]  # those with memory: a layer that reuses another one's is not listed
     window: int | None = None
-    heads: Heads = Heads(1, 1, 1)  # the books do not depend on them
+    heads: Heads = Heads(1, 1, 1)  # block tables do not depend on them
 
     piece: int | None = field(default=None, init=False, repr=False)
 
     def first(self, num_computed: int, span: int) -> int:
-        """As in Group: the window's first key is in it."""
+        """Return the block of the window's first key, see `Group.first`."""
         return 0 if self.window is None else max(0, num_computed - self.window + 1) // span
 
     def most(self, num_tokens: int, growth: int, span: int) -> int:
-        """As in Group."""
+        """See `Group.most`."""
         whole = self.count(num_tokens, span)
         if self.window is None:
             return whole
-        # What the first row of a step sees before itself, then the step's tokens; both ends may cut a block.
+        # The keys before a step's first row, then the step's tokens; both ends may be within a block.
         return min(whole, -(-(self.window - 1 + growth) // span) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSizes:
-    """What a layer keeps of a sequence besides keys and values, in the letters of `quire.ops.recurrent`."""
+    """Sizes of a layer's state, apart from keys and values, in the letters of `quire.ops.recurrent`."""
 
-    num_heads: int = 0  # Hv; 0: it is a convolution alone
+    num_heads: int = 0  # Hv; 0: it is only a convolution
     num_k_heads: int = 0  # Hk
     dim_k: int = 0  # Dk
     dim_v: int = 0  # Dv
@@ -103,33 +108,33 @@ class StateGroup(Group):
 
     layers: tuple[int, ...]
     piece: int
-    sizes: StateSizes = StateSizes()  # the books do not depend on them
+    sizes: StateSizes = StateSizes()  # block tables do not depend on them
 
     window: int | None = field(default=None, init=False, repr=False)
 
     def first(self, num_computed: int, span: int) -> int:
-        """As in Group: the state at the end of the last full piece."""
+        """Return the state at the end of the last full piece, see `Group.first`."""
         return max(0, num_computed // span - 1)
 
     def count(self, num_tokens: int, span: int) -> int:
-        """As in Group: a piece that is not full has no state at its end."""
+        """Return the number of full pieces: a partial piece has no state at its end. See `Group.count`."""
         return num_tokens // span
 
     def room(self, entries: int, span: int) -> int:
-        """As in Group."""
+        """See `Group.room`."""
         return (entries + 1) * span - 1
 
     def most(self, num_tokens: int, growth: int, span: int) -> int:
-        """As in Group: in a step the state that it begins with and the one that it ends with.
+        """Return the most states of a request: a step needs its first and its last one, see `Group.most`.
 
-        Where siblings are to be forked after a prompt, also the one before that.
+        If siblings have to be forked after a prompt, it also needs the state before the last one.
         """
         return min(self.count(num_tokens, span), 2 if growth == 1 else 3)
 
 
 @dataclass(frozen=True)
 class RowGroup(Group):
-    """The same layers as a StateGroup. A block is what they keep of the rows of a piece that is not full."""
+    """The same layers as a StateGroup. A block is the rows that they keep of a partial piece."""
 
     layers: tuple[int, ...]
     piece: int
@@ -139,11 +144,11 @@ class RowGroup(Group):
     is_reusable: ClassVar[bool] = False
 
     def first(self, num_computed: int, span: int) -> int:
-        """As in Group: the rows of a full piece have gone into a state."""
+        """Return the piece in progress, since the rows of a full piece are merged into a state. See `Group.first`."""
         return num_computed // span
 
     def most(self, num_tokens: int, growth: int, span: int) -> int:
-        """As in Group: the rows that a step begins with and those that it ends with."""
+        """Return the most blocks of rows: a step needs its first and its last one, see `Group.most`."""
         return min(self.count(num_tokens, span), 1 if growth == 1 else 2)
 
 
@@ -151,7 +156,7 @@ AnyGroup: TypeAlias = CacheGroup | StateGroup | RowGroup
 
 
 def plans_of_layers(groups: Sequence[AnyGroup]) -> dict[int, int]:
-    """By layer, the index of its plan: there is one for each group of attention and one for each group of states."""
+    """Return the index of each layer's plan: there is one per group of attention and one per group of states."""
     planned = [group for group in groups if isinstance(group, CacheGroup)]
     return {
         layer: index
@@ -161,12 +166,12 @@ def plans_of_layers(groups: Sequence[AnyGroup]) -> dict[int, int]:
 
 
 def has_states(groups: Sequence[AnyGroup]) -> bool:
-    """Whether any of these layers keep a state."""
+    """Return whether any of these layers keep a state."""
     return any(isinstance(group, StateGroup) for group in groups)
 
 
 def check_pieces(groups: Sequence[AnyGroup], block_size: int, state_snapshot_interval: int) -> None:
-    """Raise ConfigError where pieces are not whole blocks, or intervals between states not whole pieces."""
+    """Raise ConfigError if a piece is not whole blocks, or the interval between states not whole pieces."""
     for piece in {group.piece for group in groups if isinstance(group, StateGroup)}:
         if piece % block_size:
             right = [size for size in range(1, piece + 1) if piece % size == 0]
@@ -183,14 +188,14 @@ def check_pieces(groups: Sequence[AnyGroup], block_size: int, state_snapshot_int
 
 
 class StatePools(NamedTuple):
-    """Blocks of the groups of layers that keep a state. Zeros where a model has none."""
+    """Numbers of blocks of the groups of layers that keep a state; zeros for a model without such layers."""
 
     states: int = 0
     rows: int = 0
-    hosts: int = 0  # on the host, of each of the two, for requests that are swapped out
+    hosts: int = 0  # on the host, of each of the two, for swapped-out requests
 
     def of(self, group: StateGroup | RowGroup) -> int:
-        """Blocks of the group."""
+        """Return the number of blocks of the group."""
         return self.states if isinstance(group, StateGroup) else self.rows
 
 

@@ -1,6 +1,6 @@
 """Incoming blocks: blocks that are read from a disk or from another replica instead of being computed.
 
-A `BlockSource` reads in threads of its own. What it has read is kept in `Arrivals` until the engine makes it blocks of
+A `BlockSource` reads in separate threads. Blocks that it has read are kept in `Arrivals` until the engine adds them to
 the prefix cache, between two steps.
 """
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
-MOST_STAGED = 64 * 2**20  # bytes that were read and are not in the cache yet; each thread may add a block
+MOST_STAGED = 64 * 2**20  # bytes that were read and are not in the cache yet; each thread may exceed this by a block
 THREADS = 2  # of each source
-ASSUMED_RATE = 1e9  # bytes a second, until some were read
+ASSUMED_RATE = 1e9  # bytes per second, until some were read
 MEMORY = 0.3  # weight of the latest read in the rate
 
-# Whether a block of a group, with that digest, parent and tokens, can be read.
+# Returns whether a block of a group, with that digest, parent and tokens, can be read.
 Holds: TypeAlias = "Callable[[int, bytes, bytes, bytes], bool]"
 
 
 class Name(NamedTuple):
-    """What a block is found by."""
+    """The name by which a block is found."""
 
     group: int
     digest: bytes  # 16 bytes, of its tokens and all before them
 
 
 class Fault(str, Enum):
-    """Why a block could not be read."""
+    """The reason why a block could not be read."""
 
-    ABSENT = "absent"  # it is not there, or was evicted meanwhile
-    CHECKSUM = "checksum"  # its bytes are not those that were written or sent
+    ABSENT = "absent"  # it does not exist, or was evicted meanwhile
+    CHECKSUM = "checksum"  # its bytes differ from those that were written or sent
     IO = "io"  # the system could not read it, or the connection failed
-    REFUSED = "refused"  # the other replica does not send it
+    REFUSED = "refused"  # the other replica refuses to send it
 
 
 class BlockMemory(Protocol):
-    """Where the blocks of the cache are. A block's bytes are those of all layers of its group, layer by layer."""
+    """The memory of the cache's blocks. A block's bytes are those of all layers of its group, layer by layer."""
 
     def read_block(self, group: int, block: int, out: NDArray[np.uint8]) -> None:
         """Copy a block's bytes out of memory."""
@@ -60,59 +60,59 @@ class BlockMemory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A block to be read, or one that was."""
+    """A block to be read, or one that was read."""
 
     name: Name
     parent: bytes  # digest of the block before it
     tokens: bytes  # its token ids, int32
-    depth: int  # blocks of its group before it in its sequence
+    depth: int  # number of blocks of its group before it in its sequence
     payload: NDArray[np.uint8] | None = None  # None: it was not read
     is_wanted: bool = True  # False: no request waits for it any more
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Blocks that are read one after the other by one thread."""
+    """Blocks that one thread reads one after the other."""
 
     reads: Sequence[Read]
-    place: str = ""  # where from; of another replica its URL
+    place: str = ""  # the origin: for another replica its URL
 
 
 @dataclass
 class ReadCounts:
-    """What a source read since it began."""
+    """Counters of a source since it began."""
 
     blocks: int = 0
     bytes: int = 0
-    hits: int = 0  # requests that found blocks that were read for them
-    tokens: int = 0  # of these blocks: they were not computed
+    hits: int = 0  # requests that reused blocks that were read for them
+    tokens: int = 0  # tokens of these blocks, which were not computed
     # Blocks or requests that it did not serve: a Fault's value; slower (computing was expected to be faster), late (not
     # read in the time of computing it).
     misses: Counter[str] = field(default_factory=Counter)
 
 
 class Arrivals:
-    """Blocks that were read and that the engine has not taken yet, of all sources."""
+    """Blocks of all sources that were read and that the engine has not taken yet."""
 
     def __init__(self) -> None:
-        self.lock = threading.Condition()  # also of the sources' queues
+        self.lock = threading.Condition()  # also protects the sources' queues
         self._arrived: deque[Read] = deque()
         self._staged = 0  # bytes
 
     @property
     def has_room(self) -> bool:
-        """Whether more may be read. Called with the lock held."""
+        """True if more may be read. Requires the lock."""
         return self._staged < MOST_STAGED
 
     def put(self, read: Read) -> None:
-        """A block was read, or could not be."""
+        """Add a block that was read, or could not be."""
         with self.lock:
             self._arrived.append(read)
             self._staged += 0 if read.payload is None else len(read.payload)
             self.lock.notify_all()
 
     def take(self) -> list[Read]:
-        """The blocks that arrived since the last call, and those that could not be read."""
+        """Return the blocks that arrived since the last call, including those that could not be read."""
         if not self._arrived:
             return []
         with self.lock:
@@ -121,7 +121,7 @@ class Arrivals:
         return found
 
     def drop(self, reads: Sequence[Read]) -> None:
-        """Free the bytes of blocks that were taken, so that more may be read."""
+        """Free the bytes of blocks that were taken, so that more can be read."""
         with self.lock:
             for read in reads:
                 if read.payload is not None:
@@ -130,14 +130,14 @@ class Arrivals:
             self.lock.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait until something arrives, at most that long."""
+        """Wait up to `seconds` s for an arrival."""
         with self.lock:
             if not self._arrived:
                 self.lock.wait(seconds)
 
 
 class BlockSource(ABC):
-    """A place that blocks are read from. Methods that are not those of a thread are called by the engine's."""
+    """A source of blocks. The engine's thread calls all methods except those marked as running in a thread."""
 
     name: ClassVar[str]  # in metrics
 
@@ -155,15 +155,15 @@ class BlockSource(ABC):
 
     @abstractmethod
     def held(self, request: Request) -> Holds | None:
-        """Which blocks of the request can be read. None: none of them."""
+        """Return a function that tests whether a block of the request can be read, or None if no block can."""
 
     @abstractmethod
     def read(self, request: Request, reads: Sequence[Read]) -> None:
-        """Begin to read these blocks. Each of them comes up in the Arrivals."""
+        """Start reading these blocks. Each of them arrives in the Arrivals."""
 
     @abstractmethod
     def _fetch(self, batch: Batch) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
-        """Read the blocks of a batch, in a thread: each with its bytes, or why it could not be read."""
+        """Read the blocks of a batch, in a thread. Yield each with its bytes, or with the fault."""
 
     def start(self) -> None:
         """Start the threads."""
@@ -174,7 +174,7 @@ class BlockSource(ABC):
             thread.start()
 
     def close(self, seconds: float) -> None:
-        """End the threads; wait for them at most that long each."""
+        """Stop the threads; wait up to `seconds` s for each."""
         with self._lock:
             self._closing = True
             self._queue.clear()
@@ -185,22 +185,22 @@ class BlockSource(ABC):
     # ----------------------------------------------------------------------------------------------------- the price
 
     def seconds(self, num_bytes: int) -> float:
-        """How long it takes to read that many bytes, after all that is queued before."""
+        """Return the estimated seconds to read that many bytes, after everything that is queued."""
         return (self._queued + num_bytes) / self._rate
 
     @property
     def seconds_a_block(self) -> float:
-        """How long it takes to read a block of every group."""
+        """Seconds to read a block of every group."""
         return sum(self.widths) / self._rate
 
     def refuse(self, reason: str) -> None:
-        """A request is computed although blocks of it could be read."""
+        """Count a request that is computed although blocks of it could be read."""
         with self._lock:
             self.counts.misses[reason] += 1
-            self._rate += (ASSUMED_RATE - self._rate) / 64  # otherwise a slow read would be the last one
+            self._rate += (ASSUMED_RATE - self._rate) / 64  # otherwise one slow read could be the last one
 
     def _observe(self, num_bytes: int, seconds: float) -> None:
-        """That many bytes were read in that time, or could not be."""
+        """Update the rate after a read of `num_bytes` bytes, successful or not."""
         with self._lock:
             self._rate += MEMORY * (num_bytes / max(seconds, 1e-6) - self._rate)
 
@@ -213,7 +213,7 @@ class BlockSource(ABC):
             self._lock.notify_all()
 
     def read_next(self) -> bool:
-        """Read one batch, as the threads do. False: there is none."""
+        """Read one batch, like the threads. Return False if none is queued."""
         with self._lock:
             if not self._queue:
                 return False
@@ -246,14 +246,14 @@ class BlockSource(ABC):
             self._arrivals.put(read)
 
     def _wait_for_room(self) -> bool:
-        """Wait until more may be read. False: the source is closing."""
+        """Wait until more may be read. Return False if the source is closing."""
         with self._lock:
             while not self._closing and not self._arrivals.has_room:
                 self._lock.wait()
             return not self._closing
 
     def _run(self) -> None:
-        """A reading thread."""
+        """Run a reading thread."""
         while True:
             with self._lock:
                 while not self._closing and not (self._queue and self._arrivals.has_room):

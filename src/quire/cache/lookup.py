@@ -1,4 +1,4 @@
-"""PrefixLookup: from a request's tokens to the cached blocks that it begins with."""
+"""PrefixLookup: find the cached blocks of a request's first tokens."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from quire.cache.pool import NONE
 from quire.cache.prefix import PrefixIndex, block_digest, root_digest, root_salt, why_missing
 from quire.request import Miss, PrefixReport, Request
 
-ELSEWHERE = -2  # instead of a block that can be brought into a pool
+ELSEWHERE = -2  # in place of a block that can be read into a pool
 
 
 @dataclass(frozen=True)
 class Match:
-    """The blocks in which a waiting request would find the beginning of its tokens."""
+    """The cached blocks that a waiting request could share for its first tokens."""
 
-    num_blocks: int  # full blocks of block_size tokens that it need not compute
-    reach: int  # the same if no state had to be found
-    first: list[int]  # of each group, the first of them that a later row can see
+    num_blocks: int  # full blocks of block_size tokens that need not be computed
+    reach: int  # the same, disregarding missing states
+    first: list[int]  # of each group, the first block that a later row needs
     blocks: list[array[int]]  # of each group, the blocks from the first one on
 
 
 class PrefixLookup:
-    """Names the blocks of requests' tokens, and looks for them in the indexes. It takes no block and frees none."""
+    """Names the blocks of requests' tokens, and looks them up in the indexes. It neither allocates nor frees blocks."""
 
     def __init__(
         self,
@@ -37,28 +37,28 @@ class PrefixLookup:
         enable_prefix_caching: bool,
         salt: str,
     ) -> None:
-        """As `BlockManager`."""
+        """See `BlockManager`."""
         self.groups = tuple(groups)
         self.indexes = indexes
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.salt = salt
         self.spans = tuple(group.piece or block_size for group in groups)  # tokens of a block of each group
-        self.unit = max(self.spans)  # tokens: a prefix is shared as far as a multiple of it
+        self.unit = max(self.spans)  # tokens: a shared prefix is a multiple of it
         self.attention_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, CacheGroup))
         self.state_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, StateGroup))
-        # Full attention leaves the fewest blocks to look for in the other groups.
+        # Full attention leaves the fewest blocks to look up in the other groups.
         self._order = sorted(
             range(len(groups)), key=lambda g: (g not in self.attention_groups, groups[g].window is not None)
         )
 
     @property
     def leading_group(self) -> int:
-        """The group whose blocks are looked for first: full attention where there is any."""
+        """The group whose blocks are looked up first: full attention if there is any."""
         return self._order[0]
 
     def digest(self, request: Request, index: int) -> bytes:
-        """The digest of the request's full block of that index."""
+        """Return the digest of the request's full block `index`."""
         self.know_digests(request, index + 1)
         return request.cache.digests[index + 1]
 
@@ -67,7 +67,7 @@ class PrefixLookup:
         digests, size = request.cache.digests, self.block_size
         if not digests:
             salt = root_salt(self.salt, request.cache_salt, request.lora_digest)
-            if not self.enable_prefix_caching:  # a salt that only its siblings have
+            if not self.enable_prefix_caching:  # a salt that only its siblings share
                 salt += f"\0{request.schedule.rank[1]}"
             digests.append(root_digest(salt))
         tokens, last = request.tokens, digests[-1]
@@ -76,28 +76,28 @@ class PrefixLookup:
             digests.append(last)
 
     def shares(self, request: Request) -> bool:
-        """Whether others, or without a prefix cache its siblings, may use the request's full blocks, and it theirs."""
+        """Return whether the request shares blocks with others or, without a prefix cache, with its siblings."""
         return self.enable_prefix_caching or request.group is not None
 
     def num_reusable(self, request: Request) -> int:
-        """Full blocks of the request that may be taken from the cache: a multiple of the unit that prefixes share."""
+        """Return the number of the request's full blocks that may be reused ones: a multiple of the sharing unit."""
         if not self.shares(request):
             return 0
-        usable = len(request.tokens) - bool(self.state_groups)  # a state has the last token in it, or not
+        usable = len(request.tokens) - bool(self.state_groups)  # a state either includes the last token or does not
         if request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1:
             usable = request.next_prompt_logprob
         return usable // self.unit * self.unit // self.block_size
 
     def match(self, request: Request, more: Callable[[int, bytes, bytes, bytes], bool] | None = None) -> Match:
-        """Find the longest prefix of the request's tokens of which every block that is needed stands in every group.
+        """Find the longest prefix of the request's tokens whose needed blocks are cached in every group.
 
-        more: whether a block of a group, with that digest, parent and tokens, can be had besides those of the indexes;
-        such a one is ELSEWHERE in the match.
+        more: returns whether a block of a group, with that digest, parent and tokens, is available outside the indexes;
+        such a block is ELSEWHERE in the match.
         """
         count, last, size = self.num_reusable(request), len(request.tokens) - 1, self.block_size
         self.know_digests(request, count)
         found: list[array[int]] = [array("i")] * len(self.groups)
-        starts: dict[int, list[int]] = {}  # of a windowed group, for each count, where the blocks begin that lead to it
+        starts: dict[int, list[int]] = {}  # of a windowed group, by count: start of the run of blocks that ends there
         for g in self._order:
             there = self.find(request, g, 0, count * size // self.spans[g], more)
             if isinstance(self.groups[g], CacheGroup) and self.groups[g].window is None:
@@ -137,13 +137,13 @@ class PrefixLookup:
         stop: int,
         more: Callable[[int, bytes, bytes, bytes], bool] | None = None,
     ) -> Iterator[int]:
-        """The group's cached blocks start..stop of the request's tokens, one by one; NONE for one that is not there.
+        """Yield the group's cached blocks start..stop of the request's tokens; NONE for a missing one.
 
-        more: as in `match`.
+        more: see `match`.
         """
         size, span, tokens, digests = self.block_size, self.spans[group], request.tokens, request.cache.digests
         for i in range(start, stop if self.groups[group].is_reusable else start):
-            at = (i + 1) * span // size - 1  # the block of tokens that it ends with names it
+            at = (i + 1) * span // size - 1  # a block is named by the digest at its end
             names = digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes()
             found = self.indexes[group].find(*names)
             if found is None:
@@ -151,11 +151,11 @@ class PrefixLookup:
             yield found
 
     def parting(self, reach: int) -> int:
-        """Tokens that keys and values for so many would save, had a state been kept. There prefixes part."""
+        """Return the number of cached tokens at which a state would have been useful. There prefixes diverge."""
         return reach // self.unit * self.unit
 
     def explain(self, request: Request, match: Match, now: float) -> PrefixReport:
-        """Why the request finds no more than this. now: seconds."""
+        """Explain why the request finds no more blocks than this. now: seconds."""
         size, count = self.block_size, match.num_blocks
         full = (request.num_prompt - bool(self.state_groups)) // self.unit * self.unit // size
         reason, first_difference, seconds_ago, window = None, None, None, None

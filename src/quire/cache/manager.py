@@ -1,4 +1,4 @@
-"""BlockManager: from a request's tokens to its blocks."""
+"""BlockManager: assign blocks to requests' tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger("quire")
 
 
 def present(blocks: array[int]) -> array[int]:
-    """These without NONE."""
+    """Return these blocks without NONE."""
     return array("i", (block for block in blocks if block != NONE)) if NONE in blocks else blocks
 
 
 @dataclass(frozen=True)
 class Move:
-    """One block's contents go from src to dst, both in pools of that group."""
+    """A copy of one block from src to dst, both in pools of that group."""
 
     group: int
     src: int
@@ -37,15 +37,15 @@ class Move:
 
 
 class BlockManager:
-    """Hands blocks to requests as they grow and takes them back. Knows ids, counts and tokens, no tensors.
+    """Allocates blocks to requests as they grow, and frees them. It knows ids, counts and tokens, but no tensors.
 
-    A request owns, in every group, the blocks that its computed and planned tokens need; full ones may be shared with
-    any request that begins with the same tokens, the last one only with siblings, until one of them writes into it.
-    A request frees the blocks that no later row needs: those that left a window, states before the last one, the rows
-    of full pieces. Their entries stay at the front of its table, which is not read. A step stores no state but
-    the last one that it comes to, and those that others are likely to begin at; the entries of the others are NONE.
+    In every group, a request owns the blocks that its computed and planned tokens need. Full blocks may be shared with
+    any request that begins with the same tokens, the last one only with siblings, until one of them writes into it. A
+    request frees the blocks that no later row needs: those that left a window, states before the last one, the rows of
+    full pieces. Their entries stay at the front of its table, which is not read. A step stores only its last state, and
+    those that other requests are likely to begin at; the entries of the others are `NONE`.
 
-    Whatever raises here (OutOfBlocks) has taken nothing.
+    If a method raises (OutOfBlocks), it has allocated nothing.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         salt: str = "",
     ) -> None:
-        """num_blocks: N of each attention group; num_host_blocks: the same on the host, for what is swapped out.
+        """num_blocks: N of each attention group; num_host_blocks: the same on the host, for swapped-out requests.
 
-        state_pools: N of the other groups. state_snapshot_interval: tokens from one state that is kept for others to
-        the next; some others are kept, too: see `_is_kept`. max_growth: tokens that a request grows by in one step at
-        most. enable_prefix_caching: without it only siblings share. salt: what, besides a request's own salt, makes K
-        and V of the same tokens differ, such as their dtype.
-        Raises ConfigError where block_size or state_snapshot_interval do not suit layers that keep a state.
+        state_pools: N of the other groups. state_snapshot_interval: tokens between two states that are kept for reuse;
+        some others are kept, too: see `_is_kept`. max_growth: maximum number of tokens that a request grows by in one
+        step. enable_prefix_caching: without it only siblings share. salt: everything except a request's own salt that
+        makes K and V of the same tokens differ, such as their dtype. Raises ConfigError if block_size or
+        state_snapshot_interval do not suit layers that keep a state.
         """
         check_pieces(groups, block_size, state_snapshot_interval)
         self.groups = tuple(groups)
@@ -89,14 +89,16 @@ class BlockManager:
         self.attention_groups, self.state_groups = self.lookup.attention_groups, self.lookup.state_groups
         reusable = [g for g, group in enumerate(groups) if group.is_reusable]
         self._published = [(g, self.spans[g], self.indexes[g]) for g in reusable]
-        self.reserved: tuple[Counter[bytes], ...] = tuple(Counter() for _ in groups)  # digests, with their reservations
+        # Of each group, the reserved digests and their numbers of reservations.
+        self.reserved: tuple[Counter[bytes], ...] = tuple(Counter() for _ in groups)
         self.hits = HitCounts()
         self.num_evicted = 0  # reusable blocks whose memory was needed
         self.disk: DiskTier | None = None  # if set, writes blocks of prompts to a disk when their last owner frees them
-        self.memory: BlockMemory | None = None  # set where blocks may be read from elsewhere
+        self.memory: BlockMemory | None = None  # set if blocks may be read from other sources
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
-        # Requests free blocks as they go on. How much of a prompt is cached, the blocks from the first on do not say.
+        # Requests free blocks while they run. Then the first blocks of a prompt alone do not determine its cached
+        # length.
         self.frees_early = any(group.window is not None or group.piece is not None for group in groups)
         self._is_plain = len(groups) == 1 and not self.frees_early
 
@@ -111,38 +113,38 @@ class BlockManager:
     # --------------------------------------------------------------------------------------------- counting
 
     def most_blocks(self, num_tokens: int, growth: int, group: int) -> int:
-        """Blocks of the group that a request owns at most on its way to this many tokens, `growth` at a time."""
+        """Return the most blocks of the group that a request owns while it grows to num_tokens, `growth` at a time."""
         return self.groups[group].most(num_tokens, min(growth, self.max_growth), self.spans[group])
 
     def has_free(self, counts: Sequence[int]) -> bool:
-        """Whether each group has that many free blocks."""
+        """Return whether each group has that many free blocks."""
         return all(count <= pool.num_free for count, pool in zip(counts, self.pools, strict=True))
 
     def lacking(self, request: Request) -> list[int]:
-        """Blocks of each group that a running request still lacks to compute all tokens that it has."""
+        """Return the blocks of each group that a running request still lacks to compute all of its tokens."""
         return [
             max(0, self.most_blocks(len(request.tokens), request.num_missing, g) - len(self.owned(request, g)))
             for g in range(len(self.groups))
         ]
 
     def owned(self, request: Request, group: int) -> array[int]:
-        """The blocks that the request owns in the group of that index."""
+        """Return the blocks that the request owns in group `group`."""
         return present(request.cache.block_ids[group][request.cache.num_freed[group] :])
 
     # ------------------------------------------------------------------------------------------ prefix cache
 
     def needed(self, request: Request, match: Match) -> list[int]:
-        """Free blocks of each group that a waiting request takes to compute all of its tokens."""
+        """Return the free blocks of each group that a waiting request needs to compute all of its tokens."""
         growth = len(request.tokens) - match.num_blocks * self.block_size
         counts = []
         for g, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
-            idle = sum(pool.ref_counts[block] == 0 for block in blocks)  # leave the free order
+            idle = sum(pool.ref_counts[block] == 0 for block in blocks)  # sharing removes them from the free order
             most = self.most_blocks(len(request.tokens), growth, g)
             counts.append(max(0, most - len(blocks)) + idle)
         return counts
 
     def admit(self, request: Request, match: Match) -> None:
-        """Give a waiting request the blocks that it was found to share. Its last token is always computed."""
+        """Assign the matched blocks to a waiting request. Its last token is always computed."""
         if request.cache.prefix_report is None:
             request.cache.prefix_report = self.lookup.explain(request, match, self.now)
             self.hits.count(request.cache.prefix_report)
@@ -161,9 +163,9 @@ class BlockManager:
                 self._tell(events.BlocksShared(self.now, g, request.id, blocks.tolist()))
 
     def _publish(self, request: Request) -> None:
-        """Offer the request's full blocks for reuse, those of them that were not offered before.
+        """Offer the request's full blocks for reuse, except those already offered.
 
-        From the first position on whose K or V is not finite, none is offered.
+        None is offered from the first position on whose K or V is not finite.
         """
         cache, size = request.cache, self.block_size
         full = cache.num_computed // size
@@ -187,7 +189,7 @@ class BlockManager:
         cache.num_published = full
 
     def _publish_new(self, request: Request, full: int) -> bool:
-        """As `_publish`, all blocks at once, where one group publishes and knows none of them: the common case."""
+        """Publish all blocks at once if one group publishes and knows none of them: the common case of `_publish`."""
         cache, size, (g, _, index) = request.cache, self.block_size, self._published[0]
         first = cache.num_published
         blocks, digests, tokens = cache.block_ids[g][first:full], cache.digests[first : full + 1], request.tokens
@@ -200,14 +202,14 @@ class BlockManager:
         return True
 
     def _tell_stored(self, request: Request, g: int, first: int, blocks: list[int]) -> None:
-        """Report that group g has these blocks for others, which are the request's `first` one and those after it."""
+        """Report that group g stored these blocks for reuse, the request's block `first` and those after it."""
         size, digests, end = self.block_size, request.cache.digests, first + len(blocks)
         names = (blocks, digests[first + 1 : end + 1], digests[first] if first else None)
         tokens = request.tokens[first * size : end * size].tolist()
         self._tell(events.BlockStored(self.now, g, request.id, *names, tokens, size, request.lora))
 
     def reset_prefix_cache(self) -> None:
-        """Forget all reusable blocks. Running requests keep theirs."""
+        """Drop all reusable blocks. Running requests keep theirs."""
         for g, (pool, index) in enumerate(zip(self.pools, self.indexes, strict=True)):
             pool.drop([block for block in index.by_block if pool.ref_counts[block] == 0])
             index.clear()
@@ -219,7 +221,7 @@ class BlockManager:
     # ---------------------------------------------------------------------------------------------- growing
 
     def most_taken(self, request: Request, num_tokens: int) -> int:
-        """Blocks of each group that `grow` takes at most: only siblings share a block that is partly filled."""
+        """Return the most blocks of each group that `grow` takes: only siblings share a partly filled block."""
         if num_tokens <= request.cache.room:
             return 0
         tables = zip(self.groups, self.spans, request.cache.block_ids, strict=True)
@@ -227,21 +229,21 @@ class BlockManager:
         return max(0, lacking) + (request.group is not None)
 
     def grow(self, request: Request, num_tokens: int, copies: list[Move]) -> bool:
-        """Give a running request room for its first num_tokens tokens. False, with nothing taken, if blocks are short.
+        """Give a running request blocks for its first num_tokens tokens.
 
-        If the first of them falls into a block that others share, it gets a copy of its own: the copy is added to
-        `copies`, to be made before anything is written.
+        Return False, and allocate none, if blocks are short. If the first new token falls into a shared block, the
+        request gets a separate copy: it is appended to `copies`, which must be made before anything is written.
         """
         cache = request.cache
         if num_tokens <= cache.room:
             return True
-        sure = min(num_tokens, len(request.tokens))  # the others are guesses
+        sure = min(num_tokens, len(request.tokens))  # the others are draft tokens
         is_forked = request.group is not None and request.num_generated == 0 and not request.driven
         if is_forked and sure == len(request.tokens):
-            sure -= 1  # its siblings compute the last token once more
+            sure -= 1  # its siblings compute the last token again
         counts: list[int] = []  # entries that each table gets
         passed: list[int] = []  # the first of them that gets a block
-        shared: list[int] = []  # the entry of the block that is written first, if others share it; else NONE
+        shared: list[int] = []  # the entry of the first block to be written, if shared; else NONE
         for g, (group, span, table) in enumerate(zip(self.groups, self.spans, cache.block_ids, strict=True)):
             counts.append(max(len(table), group.count(num_tokens, span)))
             passed.append(min(counts[g], max(len(table), group.passed(sure, span))))
@@ -265,16 +267,16 @@ class BlockManager:
             table.extend(blocks)
             if self.listeners and blocks:
                 self._tell(events.BlocksAllocated(self.now, g, request.id, blocks.tolist()))
-        if num_tokens > cache.num_cached:  # else a block that is shared may still be written
+        if num_tokens > cache.num_cached:  # else a shared block may still be written
             tables = zip(self.groups, self.spans, cache.block_ids, strict=True)
             cache.room = min(group.room(len(table), span) for group, span, table in tables)
         return True
 
     def grow_each(self, requests: Sequence[Request]) -> bool:
-        """Give running requests a block more in every group, one after the other, each as often as it stands there.
+        """Append one block per occurrence to each listed running request, in every group.
 
-        As if each of them came to its next block in turn and `grow` were called; where `frees_early` is false, and none
-        of them has siblings. False, with nothing taken, if blocks are short.
+        Equivalent to calling `grow` when each of them reaches its next block, if `frees_early` is false and none of
+        them has siblings. Return False, taking none, if blocks are short.
         """
         counts = [len(requests)] * len(self.groups)
         if not self.has_free(counts):
@@ -289,14 +291,14 @@ class BlockManager:
         return True
 
     def evicts(self, count: int) -> bool:
-        """Whether so many further blocks of each group, which are free, cannot be had without evicting one."""
+        """Return whether allocating `count` more blocks in every group, which are free, would evict a cached block."""
         pairs = zip(self.pools, self.indexes, strict=True)
         return any(pool.in_order(count) in index.by_block for pool, index in pairs)
 
     def keep_states(self, request: Request, start: int, end: int) -> None:
-        """Let a step from token `start` to token `end`, which has all blocks that it needs, store states for others.
+        """Allocate blocks for states that a step from token `start` to token `end` stores for reuse.
 
-        For as many as there are free blocks for, the last ones first.
+        The step must already have all blocks that it needs. If free blocks are short, the last states are preferred.
         """
         if not self.lookup.shares(request):
             return
@@ -317,14 +319,14 @@ class BlockManager:
                 self._tell(events.BlocksAllocated(self.now, g, request.id, blocks.tolist()))
 
     def parted_at(self, request: Request) -> int:
-        """Tokens after which the request leaves a state, as others that begin alike will look for one there, too."""
+        """Return the number of tokens after which the request stores a state, because others may diverge there, too."""
         return self.lookup.parting(request.cache.reach)
 
     def _is_kept(self, request: Request, position: int) -> bool:
-        """Whether the state after so many tokens stays in the cache when the request has gone on.
+        """Return whether the state at `position` stays in the cache when the request has continued.
 
-        Others begin where a prompt ended, where prefixes were seen to part, where this request began itself; and for
-        what is not foreseen, at intervals.
+        Others begin where a prompt ended, where prefixes were seen to diverge, and where this request itself began; for
+        unforeseen cases, states are also kept at intervals.
         """
         return (
             position % self.state_snapshot_interval == 0
@@ -333,7 +335,7 @@ class BlockManager:
         )
 
     def _take(self, counts: Sequence[int]) -> list[array[int]]:
-        """Free blocks of each group; what they held is evicted."""
+        """Allocate free blocks of each group, evicting their contents."""
         taken: list[array[int]] = []
         try:
             for count, pool in zip(counts, self.pools, strict=True):
@@ -356,7 +358,7 @@ class BlockManager:
         return taken
 
     def advance(self, request: Request, num_new: int) -> None:
-        """The request's next `num_new` tokens are computed: full blocks are published, unseen ones freed."""
+        """Record that the next `num_new` tokens are computed: publish full blocks, free those no longer needed."""
         request.cache.num_computed += num_new
         full = request.cache.num_computed // self.block_size
         if full > request.cache.num_published and self.lookup.shares(request):
@@ -365,7 +367,7 @@ class BlockManager:
             self._trim(request)
 
     def _trim(self, request: Request) -> None:
-        """Free what the request's next row does not need. States that are not kept for others are forgotten."""
+        """Free the blocks that the request's next row does not need. States that are not kept for reuse are dropped."""
         cache = request.cache
         for g, (group, span) in enumerate(zip(self.groups, self.spans, strict=True)):
             first, freed = group.first(cache.num_computed, span), cache.num_freed[g]
@@ -381,7 +383,7 @@ class BlockManager:
                 self._offer(self.disk, request, g, freed, first, self.disk.store.next_tick())
 
     def _forget(self, group: int, block: int) -> None:
-        """Take a block that no request owns out of the index, so that no prefix finds it."""
+        """Remove an unowned block from the index, so that no prefix finds it."""
         pool, index = self.pools[group], self.indexes[group]
         if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
             if self.disk is not None:
@@ -392,7 +394,7 @@ class BlockManager:
                 self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest], evicted=False))
 
     def _give_back(self, group: int, blocks: Sequence[int]) -> None:
-        """One owner less for each block; the last ones are freed first, so that tails are evicted before heads."""
+        """Remove an owner from each block, in reverse, so that tails are evicted before heads."""
         pool, index, reserved = self.pools[group], self.indexes[group], self.reserved[group]
         pool.release(reversed(blocks), index.by_block)
         if reserved:
@@ -400,7 +402,7 @@ class BlockManager:
             pool.reserve(one.block for one in cached if one.digest in reserved)
 
     def reserve(self, names: Iterable[Name]) -> None:
-        """Evict these blocks, once they are in the cache, after all others, until `unreserve` of each."""
+        """Make these blocks, once they are cached, the last ones to be evicted, until `unreserve` of each."""
         for group, digest in names:
             self.reserved[group][digest] += 1
             block = self.indexes[group].block_of(digest)
@@ -408,7 +410,7 @@ class BlockManager:
                 self.pools[group].reserve([block])
 
     def unreserve(self, names: Sequence[Name]) -> None:
-        """End one reservation of each of these blocks. The last ones are evicted before the first ones again."""
+        """End one reservation of each of these blocks. Tails are then evicted before heads again."""
         for group, digest in reversed(names):
             self.reserved[group][digest] -= 1
             if self.reserved[group][digest] == 0:
@@ -418,16 +420,16 @@ class BlockManager:
                     self.pools[group].unreserve([block])
 
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
-        """Take these blocks back."""
+        """Free these blocks."""
         if blocks:
             self._give_back(group, blocks)
             if self.listeners:
                 self._tell(events.BlocksFreed(self.now, group, request.id, list(blocks)))
 
     def _offer(self, disk: DiskTier, request: Request, group: int, start: int, stop: int, tick: int) -> None:
-        """Let the blocks of these entries of a request's table be written to the disk that have no owner any more.
+        """Offer the unowned blocks among these table entries to the disk.
 
-        Only those of its prompt: generated tokens are written once they are part of the prompt of another request.
+        Only blocks of the prompt: generated tokens are written once they are part of another request's prompt.
         """
         pool, index, span = self.pools[group], self.indexes[group], self.spans[group]
         table = request.cache.block_ids[group]
@@ -440,9 +442,9 @@ class BlockManager:
             disk.offer(group, left, tick)
 
     def restore(self, group: int, reads: Sequence[Read], request: Request) -> int:
-        """Make blocks that were read free blocks of the prefix cache, as many as there are free blocks for them.
+        """Add blocks that were read to the prefix cache as free blocks, as many as fit. Return their number.
 
-        Returns their number. request: for which they were read.
+        request: the request for which they were read.
         """
         pool, index, size = self.pools[group], self.indexes[group], self.block_size
         new = [read for read in reads if read.name.digest not in index][: pool.num_unreserved]
@@ -466,14 +468,14 @@ class BlockManager:
         return len(new)
 
     def tell_disk_changes(self) -> None:
-        """Report what was stored on the disk, and what is no longer there."""
+        """Report the blocks that were stored on the disk, or removed from it."""
         changes = () if self.disk is None else self.disk.changes()
         for name, is_stored in changes if self.listeners else ():
             kind = events.DiskBlockStored if is_stored else events.DiskBlockRemoved
             self._tell(kind(self.now, name.group, [name.digest]))
 
     def release(self, request: Request) -> None:
-        """Free all blocks of the request, on the host too. What it had computed is forgotten."""
+        """Free all blocks of the request, also on the host. Its computed tokens are discarded."""
         for g in range(len(request.cache.block_ids)):
             self._free(request, g, self.owned(request, g))
         if self.disk is not None:
@@ -490,24 +492,24 @@ class BlockManager:
         request.cache.room = request.cache.reach = 0
 
     def forget_tokens(self, request: Request) -> None:
-        """The request, which owns nothing, gets other tokens: their blocks have other digests."""
+        """Forget the digests of a request without blocks, because its tokens will change."""
         request.cache.digests = []
 
     def mark_nonfinite(self, request: Request, position: int) -> None:
-        """K or V of that position are not finite: no block from it on is published."""
+        """Record that K or V of `position` are not finite: no block from it on is published."""
         if request.cache.nonfinite_at is None:
             request.cache.nonfinite_at = position
 
     def forget_uncomputed(self, request: Request) -> None:
-        """Drop a mark beyond what is computed: that row was a guess that was wrong."""
+        """Remove a mark beyond the computed tokens: that row was a rejected draft token."""
         cache = request.cache
         if cache.nonfinite_at is not None and cache.nonfinite_at >= cache.num_computed:
             cache.nonfinite_at = None
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let the child, which owns nothing, share the parent's blocks. Its tokens begin with those of the parent.
+        """Make the child, which owns no blocks, share the parent's. Its tokens begin with those of the parent.
 
-        Nothing is copied until one of them writes. Raises BadValue where the child would see what the parent freed.
+        Nothing is copied until one of them writes. Raises BadValue if the child needs blocks that the parent freed.
         """
         num_cached = min(len(parent.tokens), len(child.tokens))
         num_computed = min(num_cached, len(child.tokens) - 1)
@@ -521,7 +523,7 @@ class BlockManager:
                 raise BadValue(f"{child.id} needs blocks of {parent.id} that it freed; give it one more token")
         child.cache.block_ids, child.cache.num_freed = tables, first
         child.cache.num_cached, child.cache.num_computed = num_cached, num_computed
-        child.cache.room = parent.cache.room = 0  # who writes first into what they share gets a copy
+        child.cache.room = parent.cache.room = 0  # the first to write into a shared block gets a copy
         child.cache.prefix_report = child.cache.prefix_report or parent.cache.prefix_report
         child.cache.digests = parent.cache.digests[: num_cached // self.block_size + 1]
         child.cache.num_published = min(parent.cache.num_published, num_cached // self.block_size)
@@ -535,9 +537,10 @@ class BlockManager:
     # --------------------------------------------------------------------------------------------- swapping
 
     def swap_out(self, requests: Sequence[Request]) -> list[Move] | None:
-        """Move the requests' blocks to the host; what they share stays shared. None, with nothing done, if it is full.
+        """Move the requests' blocks to the host, keeping shared ones shared.
 
-        The moves are to be made before anything is written to the blocks.
+        Return None, and change nothing, if the host is full. The moves must be made before anything is written to the
+        blocks.
         """
         distinct = [dict.fromkeys(b for r in requests for b in self.owned(r, g)) for g in range(len(self.groups))]
         if any(len(those) > pool.num_free for those, pool in zip(distinct, self.host_pools, strict=True)):
@@ -556,7 +559,7 @@ class BlockManager:
             for g, host_of in enumerate(hosts):
                 blocks = self.owned(request, g)
                 own = array("i", (host_of[block] for block in blocks))
-                self.host_pools[g].share(host for host in own if (g, host) in seen)  # the first owner has it already
+                self.host_pools[g].share(host for host in own if (g, host) in seen)  # the first owner already counts
                 seen.update((g, host) for host in own)
                 request.cache.host_block_ids.append(own)
                 self._give_back(g, blocks)
@@ -567,7 +570,7 @@ class BlockManager:
         return [Move(g, block, host) for g, host_of in enumerate(hosts) for block, host in host_of.items()]
 
     def needed_to_swap_in(self, requests: Sequence[Request]) -> list[int]:
-        """Free blocks of each group that these swapped requests take to come back and compute all of their tokens."""
+        """Return the free blocks of each group that these swapped requests need to resume and compute all tokens."""
         counts = []
         for g, pool in enumerate(self.pools):
             still = self._still_cached(requests, g)
@@ -577,7 +580,7 @@ class BlockManager:
                 max(
                     0,
                     self.most_blocks(len(r.tokens), r.num_missing, g) - len(r.cache.host_block_ids[g]),
-                    # whoever writes into a block that he shares takes one more
+                    # a request that writes into a shared block needs one more
                     int(r.num_missing > 0 and r.cache.num_computed % self.spans[g] > 0 and len(requests) > 1),
                 )
                 for r in requests
@@ -586,7 +589,7 @@ class BlockManager:
         return counts
 
     def _still_cached(self, requests: Sequence[Request], group: int) -> dict[int, int]:
-        """Host blocks whose contents still stand in the prefix cache: host block -> block."""
+        """Return the host blocks whose contents are still in the prefix cache: host block -> block."""
         found: dict[int, int] = {}
         for request in requests:
             stop = request.cache.num_published * self.block_size // self.spans[group]
@@ -596,14 +599,14 @@ class BlockManager:
         return found
 
     def swap_in(self, requests: Sequence[Request]) -> list[Move]:
-        """Bring swapped requests back. Blocks that still stand in the prefix cache are shared; the others are moved."""
+        """Swap requests in. Blocks that are still in the prefix cache are shared; the others are moved."""
         still = [self._still_cached(requests, g) for g in range(len(self.groups))]
         missing = [
             list(dict.fromkeys(h for r in requests for h in r.cache.host_block_ids[g] if h not in still[g]))
             for g in range(len(self.groups))
         ]
         for pool, found in zip(self.pools, still, strict=True):
-            pool.share(found.values())  # before anything is taken, so that it is not evicted
+            pool.share(found.values())  # before anything is allocated, so that it is not evicted
         try:
             taken = self._take([len(hosts) for hosts in missing])
         except BaseException:
@@ -628,5 +631,5 @@ class BlockManager:
                     self._tell(shown)
             request.cache.host_block_ids = []
             request.cache.room = 0
-            request.cache.num_published = 0  # what was moved may be offered again
+            request.cache.num_published = 0  # moved blocks may be published again
         return [Move(g, host, block_of[g][host]) for g, hosts in enumerate(missing) for host in hosts]

@@ -1,4 +1,4 @@
-"""BlockPool: who owns a block."""
+"""BlockPool: reference counts of blocks."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from itertools import chain, islice
 
 from quire.errors import BadValue, OutOfBlocks
 
-NONE = -1  # instead of a block
+NONE = -1  # in place of a block
 
 
 class BlockPool:
-    """Reference counts of N blocks, and the order in which the free ones are given out.
+    """Reference counts of N blocks, and the order in which free blocks are allocated.
 
-    The free order is the eviction order: blocks are taken from its front, and one whose contents can be reused comes
-    back at its end, so that it keeps them for as long as possible. Reserved blocks are free blocks that are given out
-    after all others, so that a request that waits finds what they hold. Every operation is O(1) a block.
+    The free order is the eviction order: blocks are allocated from its front, and a block with reusable contents is put
+    at its end, so that it keeps them for as long as possible. Reserved blocks are free blocks that are allocated after
+    all others, so that a waiting request still finds their contents. Every operation is O(1) per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts = array("i", bytes(4 * num_blocks))  # [N], owners of each block
+        self.ref_counts = array("i", bytes(4 * num_blocks))  # [N], number of owners of each block
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._reserved: dict[int, None] = {}  # free blocks that are given out after those, the last one first
+        self._reserved: dict[int, None] = {}  # free blocks that are allocated after the others, last in first out
 
     @property
     def num_free(self) -> int:
-        """Blocks without an owner."""
+        """Number of blocks without an owner."""
         return len(self._free) + len(self._reserved)
 
     @property
     def num_unreserved(self) -> int:
-        """Free blocks that are not reserved."""
+        """Number of free blocks that are not reserved."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Blocks with at least one owner."""
+        """Number of blocks with at least one owner."""
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> array[int]:
-        """Take free blocks: empty ones, then those that were freed the longest ago, then reserved ones.
+        """Allocate free blocks: empty ones, then the least recently freed ones, then reserved ones.
 
-        Raises OutOfBlocks, taking none, if there are fewer.
+        Raises OutOfBlocks, and allocates none, if there are fewer than `count`.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} KV blocks were asked for and {self.num_free} of {self.num_blocks} are free")
@@ -57,19 +57,19 @@ class BlockPool:
         return blocks
 
     def in_order(self, number: int) -> int:
-        """The free block that is given out as the number-th from now on, the first one being 1."""
+        """Return the block of the `number`-th allocation from now on, counted from 1."""
         return next(islice(self._order(), number - 1, None))
 
     def next_free(self, count: int) -> Iterator[int]:
-        """The free blocks that are given out from now on, up to so many."""
+        """Iterate over the next `count` free blocks in the order of their allocation."""
         return islice(self._order(), count)
 
     def _order(self) -> Iterator[int]:
-        """The free blocks in the order in which they are given out."""
+        """Iterate over the free blocks in the order of their allocation."""
         return chain(self._free, reversed(self._reserved))
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more owner for each block; a free one leaves the free order. Raises BadValue for an unknown id."""
+        """Add an owner to each block; a free one leaves the free order. Raises BadValue for an unknown id."""
         for block in blocks:
             self._check_id(block)
             if self.ref_counts[block] == 0:
@@ -77,10 +77,10 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int], keep: Container[int] = ()) -> None:
-        """One owner less for each block. One without any is free: at the end of the order if it stands in `keep`, as
-        its contents can be reused, else at the front.
+        """Remove an owner from each block.
 
-        Raises BadValue for a block that nobody owns.
+        A block without any becomes free: at the end of the order if it is in `keep`, because its contents can be
+        reused, else at the front. Raises BadValue for a block without an owner.
         """
         free, ref_counts, num_blocks = self._free, self.ref_counts, self.num_blocks
         for block in blocks:
@@ -88,7 +88,7 @@ class BlockPool:
                 self._check_id(block)
             left = ref_counts[block] - 1
             if left < 0:
-                raise BadValue(f"block {block} is released, but nobody owns it")
+                raise BadValue(f"block {block} is released, but has no owner")
             ref_counts[block] = left
             if left == 0:
                 free[block] = None
@@ -96,31 +96,31 @@ class BlockPool:
                     free.move_to_end(block, last=False)
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Nobody will reuse the contents of these free blocks: they go to the front of the order."""
+        """Move these free blocks to the front of the order, because their contents will not be reused."""
         for block in blocks:
             self._reserved.pop(block, None)
             self._free[block] = None
             self._free.move_to_end(block, last=False)
 
     def reserve(self, blocks: Iterable[int]) -> None:
-        """Give out those of these blocks that are free after all others."""
+        """Make those of these blocks that are free the last ones to be allocated."""
         for block in blocks:
             if block in self._free:
                 del self._free[block]
                 self._reserved[block] = None
 
     def unreserve(self, blocks: Iterable[int]) -> None:
-        """Those of these blocks that are reserved come to the end of the free order."""
+        """Move those of these blocks that are reserved to the end of the free order."""
         for block in blocks:
             if block in self._reserved:
                 del self._reserved[block]
                 self._free[block] = None
 
     def audit(self, owned: Iterable[Iterable[int]], keep: Container[int] = ()) -> None:
-        """Prove the books against all block tables there are: every block is free or owned, each owner counted, and of
-        the free ones those in `keep` stand after all others.
+        """Verify the pool against all block tables.
 
-        Raises BadValue at the first block of which that is not true.
+        Every block must be free or owned, each owner counted, and of the free ones those in `keep` must come after all
+        others. Raises BadValue at the first block that violates this.
         """
         expected = array("i", bytes(4 * self.num_blocks))
         for table in owned:

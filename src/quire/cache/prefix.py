@@ -1,4 +1,4 @@
-"""PrefixIndex: which full blocks can be reused, and why one could not."""
+"""PrefixIndex: the full blocks that can be reused, and the reasons for misses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from quire.request import Miss, PrefixReport
 
 DIGEST_SIZE = 16  # bytes
 TOKEN_SIZE = 4  # bytes
-MAX_CHILDREN = 4096  # of one parent, among which the nearest is looked for
+MAX_CHILDREN = 4096  # of one parent, among which the nearest is searched
 
 
 def root_digest(salt: str) -> bytes:
-    """What stands before the first block. Another salt gives another root, so nothing is shared between salts."""
+    """Return the digest that precedes the first block. It depends on the salt, so nothing is shared between salts."""
     return blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_SIZE, person=b"quire root").digest()
 
 
 def root_salt(salt: str, cache_salt: str, lora_digest: str) -> str:
-    """The salt of a request's blocks: the cache's own, and what the request's K and V depend on besides tokens.
+    """Return the salt of a request's blocks: the cache's, and everything but tokens that its K and V depend on.
 
-    Nothing in a cache_salt, which clients choose, can stand for an adapter.
+    No cache_salt, which clients choose, can imitate an adapter.
     """
     return f"{salt} with {lora_digest}\0{cache_salt}" if lora_digest else f"{salt}\0{cache_salt}"
 
 
 def block_digest(parent: bytes, tokens: bytes) -> bytes:
-    """A block's name: its own tokens and, by the parent's name, all those before it."""
+    """Return a block's name: a digest of its tokens and, through the parent's name, of all tokens before it."""
     return blake2b(parent + tokens, digest_size=DIGEST_SIZE).digest()
 
 
@@ -45,22 +45,22 @@ class CachedBlock(NamedTuple):
     tokens: bytes  # its B token ids, int32
 
 
-_made = partial(tuple.__new__, CachedBlock)  # as CachedBlock, in half of the time
+_made = partial(tuple.__new__, CachedBlock)  # equivalent to CachedBlock, in half of the time
 
 
 class PrefixIndex:
     """The reusable blocks of one pool, by digest and by id.
 
-    A digest finds a block, but is not believed: the tokens are compared too. The index also remembers what it lost,
-    as many digests as it can hold blocks, so that a miss can be explained.
+    A digest finds a block, but is not trusted: the tokens are compared too. The index also remembers the digests that
+    it lost, up to the number of blocks, so that a miss can be explained.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.by_block: dict[int, CachedBlock] = {}
         self._by_digest: dict[bytes, CachedBlock] = {}
         self._children: dict[bytes, list[bytes]] = {}  # digest -> tokens of the blocks after it, sorted
-        self._roots: dict[bytes, set[bytes]] = {}  # a first block's tokens -> its parents, one for each salt
-        self._evicted: OrderedDict[bytes, float] = OrderedDict()  # digest -> when, oldest first
+        self._roots: dict[bytes, set[bytes]] = {}  # tokens of a first block -> its parents, one for each salt
+        self._evicted: OrderedDict[bytes, float] = OrderedDict()  # digest -> time of eviction, oldest first
         self._num_remembered = num_blocks
 
     def __len__(self) -> int:
@@ -70,26 +70,26 @@ class PrefixIndex:
         return digest in self._by_digest
 
     def block_of(self, digest: bytes) -> int | None:
-        """The block with that digest."""
+        """Return the block with that digest, or None."""
         found = self._by_digest.get(digest)
         return None if found is None else found.block
 
     def block_before(self, block: int) -> int | None:
-        """The block whose tokens stand before this one's. None: it is a first block, or that one is gone."""
+        """Return the block that precedes this one. None: it is a first block, or the other one was evicted."""
         return self.block_of(self.by_block[block].parent)
 
     def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
-        """The block with these tokens after that parent."""
+        """Return the block with these tokens after that parent, or None."""
         found = self.entry(digest, parent, tokens)
         return None if found is None else found.block
 
     def entry(self, digest: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:
-        """The entry of the block with these tokens after that parent: another one each time that it is published."""
+        """Return the entry of the block with these tokens after that parent, a new one after each publication."""
         found = self._by_digest.get(digest)
         return found if found is not None and found.tokens == tokens and found.parent == parent else None
 
     def publish(self, block: int, digest: bytes, parent: bytes, tokens: bytes, *, first: bool) -> bool:
-        """Offer a full block for reuse. False, and nothing changes, where another one has that digest."""
+        """Offer a full block for reuse. Return False, and change nothing, if another block has that digest."""
         if digest in self._by_digest:
             return False
         if block in self.by_block:
@@ -108,9 +108,9 @@ class PrefixIndex:
             self._roots.setdefault(tokens, set()).add(parent)
 
     def publish_new(self, blocks: Sequence[int], digests: list[bytes], tokens: list[bytes], *, first: bool) -> bool:
-        """As `publish` of blocks one after the other. False, and nothing changes, where one of them is known already.
+        """Publish consecutive blocks at once. Return False, and change nothing, if any of them is already known.
 
-        digests: of the block before them, then theirs. first: whether the first of them is a request's first one.
+        digests: of the block before them, then theirs. first: whether the first of them is a request's first block.
         """
         parents, own = digests[:-1], digests[1:]
         is_new = len({*own}) == len(own) and self._by_digest.keys().isdisjoint(own)
@@ -127,7 +127,7 @@ class PrefixIndex:
         return True
 
     def evict(self, blocks: Iterable[int], now: float) -> list[CachedBlock]:
-        """Forget what these blocks hold, whose memory is needed, and remember when that was. What it was."""
+        """Remove these blocks, whose memory is needed, remember the time, and return the removed entries."""
         evicted, lost = self._evicted, []
         for block in blocks:
             cached = self.by_block.pop(block, None)
@@ -141,16 +141,16 @@ class PrefixIndex:
         return lost
 
     def withdraw(self, block: int) -> CachedBlock:
-        """Forget a block."""
+        """Remove a block."""
         cached = self.by_block.pop(block)
         self._unlink(cached)
         return cached
 
     def _unlink(self, cached: CachedBlock) -> None:
-        """Let no other table have a block that is forgotten."""
+        """Remove a block from the other tables."""
         del self._by_digest[cached.digest]
         siblings = self._children.get(cached.parent)
-        if siblings == [cached.tokens]:  # as most are
+        if siblings == [cached.tokens]:  # the common case
             del self._children[cached.parent]
         elif siblings is not None:
             at = bisect_left(siblings, cached.tokens)
@@ -163,34 +163,34 @@ class PrefixIndex:
                 del self._roots[cached.tokens]
 
     def clear(self) -> None:
-        """Forget everything, also what was lost."""
+        """Clear the index, including the evicted digests."""
         for table in (self.by_block, self._by_digest, self._children, self._roots, self._evicted):
             table.clear()
 
     # --------------------------------------------------------------------------------------- why there is no block
 
     def evicted_at(self, digest: bytes) -> float | None:
-        """When the block of that digest was evicted, if that is remembered."""
+        """Return the time when the block of that digest was evicted, if known."""
         return self._evicted.get(digest)
 
     def known_under_another_root(self, tokens: bytes, parent: bytes) -> bool:
-        """Whether these first tokens are cached, but under another salt."""
+        """Return whether these first tokens are cached under another salt."""
         return any(root != parent for root in self._roots.get(tokens, ()))
 
     def nearest(self, parent: bytes, tokens: bytes) -> int | None:
-        """How many tokens the blocks after that parent have in common with these at most; None: there are none.
+        """Return the longest common prefix, in tokens, of these tokens and any block after that parent.
 
-        In sorted order the nearest one stands beside the place of these tokens. Of a parent with more than MAX_CHILDREN
-        blocks after it, as many are compared.
+        None if no block follows the parent. In sorted order the nearest one is adjacent to the position of these
+        tokens. Of a parent with more than MAX_CHILDREN blocks after it, only that many are compared.
         """
         siblings = self._children.get(parent, [])
         at = bisect_left(siblings, tokens)
         return max((_common_tokens(other, tokens) for other in siblings[max(0, at - 1) : at + 1]), default=None)
 
     def audit(self) -> None:
-        """Prove that all tables say the same. Raises BadValue where they do not."""
+        """Verify that all tables agree. Raises BadValue if they do not."""
         if self.by_block.keys() != {cached.block for cached in self._by_digest.values()}:
-            raise BadValue("the prefix index knows other blocks by id than by digest")
+            raise BadValue("the prefix index has different blocks by id than by digest")
         for block, cached in self.by_block.items():
             if cached.block != block or self._by_digest.get(cached.digest) is not cached:
                 raise BadValue(f"block {block} is in the prefix index under another id or digest")
@@ -198,12 +198,12 @@ class PrefixIndex:
         for cached in self.by_block.values():
             children.setdefault(cached.parent, set()).add(cached.tokens)
         listed = {parent: set(tokens) for parent, tokens in self._children.items()}
-        if self._num_remembered <= MAX_CHILDREN and listed != children:  # else some may have found no room there
-            raise BadValue("the prefix index knows other blocks after their parents than by id")
+        if self._num_remembered <= MAX_CHILDREN and listed != children:  # else some were not listed for lack of room
+            raise BadValue("the prefix index has different blocks by parent than by id")
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """Tokens before the first difference of two blocks of the same size."""
+    """Return the number of tokens before the first difference of two blocks of the same size."""
     different = int.from_bytes(a, "little") ^ int.from_bytes(b, "little")
     if different == 0:
         return len(a) // TOKEN_SIZE
@@ -211,8 +211,9 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 
 
 def why_missing(index: PrefixIndex, parent: bytes, digest: bytes, tokens: bytes, is_first: bool) -> tuple[Miss, float]:
-    """Why a block does not stand there: with DIFFERS the tokens that it has in common with the nearest one, with
-    EVICTED when that was.
+    """Return the reason why a block is missing.
+
+    With DIFFERS, also return the number of tokens that it has in common with the nearest block, with EVICTED the time.
     """
     evicted_at, common = index.evicted_at(digest), index.nearest(parent, tokens)
     if evicted_at is not None:
@@ -226,16 +227,16 @@ def why_missing(index: PrefixIndex, parent: bytes, digest: bytes, tokens: bytes,
 
 @dataclass
 class HitCounts:
-    """What requests found in the prefix cache when they first ran."""
+    """Counters of the prefix cache's hits for requests when they first ran."""
 
-    hits: int = 0  # every full block of the prompt was there
+    hits: int = 0  # every full block of the prompt was cached
     partial_hits: int = 0
-    misses: int = 0  # nothing was there, or the prompt has no full block
+    misses: int = 0  # nothing was cached, or the prompt has no full block
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
     def count(self, report: PrefixReport) -> None:
-        """Take in one request."""
+        """Count one request."""
         self.prompt_tokens += report.num_prompt
         self.cached_tokens += report.num_cached
         if report.num_cached == 0:
@@ -247,5 +248,5 @@ class HitCounts:
 
     @property
     def rate(self) -> float:
-        """Share of the prompt tokens that need not be computed."""
+        """Share of the prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,4 +1,4 @@
-"""How many blocks each pool of a cache has: as asked for, or what a part of the free memory holds."""
+"""Choose the number of blocks of each pool of a cache: as configured, or as many as fit into the budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BlockBytes(NamedTuple):
     """Bytes of a block over all layers of its kind."""
 
     attention: int  # `bytes_per_block`
-    state: int = 0  # `bytes_of_states`; zeros where a model has no layers that keep a state
+    state: int = 0  # `bytes_of_states`; zeros for a model without layers that keep a state
     rows: int = 0
 
 
@@ -30,10 +30,10 @@ def choose_pools(
     free: int | None,
     blocks_a_sequence: int,
 ) -> tuple[int, StatePools]:
-    """N of attention, and of the groups of layers that keep a state.
+    """Return N of attention, and the pools of the groups of layers that keep a state.
 
-    What max_num_seqs sequences take of states and rows comes first, but at most half of the memory. The rest holds
-    blocks, and a state for every state_snapshot_interval of their tokens. See `choose_num_blocks` for the arguments.
+    The states and rows of max_num_seqs sequences are reserved first, up to half of the memory. The rest is for blocks,
+    and a state for every state_snapshot_interval of their tokens. See `choose_num_blocks` for the arguments.
     """
     if sizes.state == sizes.rows == 0:
         return choose_num_blocks(
@@ -56,7 +56,7 @@ def choose_pools(
         )
     own = _for_sequences(1)
     for_states = max(_bytes(own, sizes), min(budget // 2, budget - blocks_a_sequence * sizes.attention))
-    each = 2 * (sizes.state + sizes.rows)  # of a sequence more
+    each = 2 * (sizes.state + sizes.rows)  # for each additional sequence
     seqs = min(max_num_seqs, 1 + (for_states - _bytes(own, sizes)) // each)
     left = budget - _bytes(_for_sequences(seqs), sizes)
     num_blocks = 0
@@ -71,16 +71,16 @@ def choose_pools(
 
 
 def state_pools(config: CacheConfig, num_blocks: int, num_seqs: int) -> StatePools:
-    """What so many sequences take, and a state for every state_snapshot_interval tokens of the blocks."""
+    """Return the pools of `num_seqs` sequences, plus a state for every state_snapshot_interval tokens of the blocks."""
     kept = num_blocks * config.block_size // config.state_snapshot_interval if config.enable_prefix_caching else 0
     states, rows, _ = _for_sequences(num_seqs)
     return StatePools(states + kept, rows)
 
 
 def _for_sequences(num_seqs: int) -> StatePools:
-    """What sequences take that begin and end a step with a state and rows of their own each.
+    """Return the pools of sequences that each begin and end a step with separate states and rows.
 
-    And one more state: see `StateGroup.most`.
+    They include one more state: see `StateGroup.most`.
     """
     return StatePools(2 * num_seqs + 1, 2 * num_seqs)
 
@@ -92,9 +92,10 @@ def _bytes(pools: StatePools, sizes: BlockBytes) -> int:
 def choose_host_pools(
     config: CacheConfig, sizes: BlockBytes, most_blocks: int, max_num_seqs: int, free: int | None
 ) -> tuple[int, int]:
-    """Blocks on the host for swapped requests: of attention, at most `most_blocks`, and of each other group.
+    """Return the host blocks for swapped requests: of attention, up to `most_blocks`, and of each other group.
 
-    What swap_space holds; none where nothing is swapped. Raises ConfigError where it holds nothing, or is not there.
+    As many as fit into swap_space; none if nothing is swapped. Raises ConfigError if not even one fits, or the memory
+    is not free.
     """
     if config.preemption != "swap":
         return 0, 0
@@ -122,11 +123,11 @@ def choose_num_blocks(
     free: int | None,
     blocks_a_sequence: int | None = None,
 ) -> int:
-    """N: as given, or what the memory budget holds, at most what max_num_seqs sequences of full length could use.
+    """Return N: as given, or the blocks that fit into the memory budget, up to max_num_seqs sequences of full length.
 
-    block_bytes: `bytes_per_block`. free: `free_memory`. blocks_a_sequence: what a sequence of max_model_len tokens owns
-    at most, where windows make that less than all of its tokens.
-    Raises ConfigError where the budget does not hold one sequence of max_model_len tokens, or is not there.
+    block_bytes: `bytes_per_block`. free: `free_memory`. blocks_a_sequence: maximum number of blocks of a sequence of
+    max_model_len tokens, if windows make that fewer than for all of its tokens. Raises ConfigError if one sequence of
+    max_model_len tokens does not fit into the budget, or the memory is not free.
     """
     if config.num_blocks is not None:
         _check_free(f"num_blocks={config.num_blocks}", config.num_blocks * block_bytes, free)
@@ -155,9 +156,9 @@ def _mib(amount: int) -> str:
 
 
 def free_memory(device: str = "cpu", root: Path = Path("/")) -> int | None:
-    """Bytes that are really free: the GPU's, or MemAvailable held to what the control groups still allow.
+    """Return the free bytes: the GPU's, or MemAvailable limited by the remaining memory of the control groups.
 
-    None where the system does not say. root: where /proc and /sys are.
+    None if the system does not report it. root: the directory of /proc and /sys.
     """
     if device != "cpu":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -170,7 +171,7 @@ def free_memory(device: str = "cpu", root: Path = Path("/")) -> int | None:
 
 
 def _cgroup_headrooms(root: Path) -> list[int]:
-    """What each control group that this process stands in, and each one above it, still allows."""
+    """Return the bytes that each control group of this process, and each one above it, still allows."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -191,10 +192,10 @@ def _cgroup_headrooms(root: Path) -> list[int]:
 
 
 def _cgroup_headroom(limit: Path, usage: Path, stat: Path) -> list[int]:
-    """What one control group still allows; nothing where it sets no limit."""
+    """Return the bytes that one control group still allows; nothing if it sets no limit."""
     try:
         headroom = int(limit.read_text()) - int(usage.read_text())
-        # File pages that the kernel drops when it needs room count as used, but are free for us.
+        # Inactive file pages count as used, but the kernel drops them when it needs memory.
         cached = [int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("inactive_file ")]
     except (OSError, ValueError):  # no such group, or "max"
         return []

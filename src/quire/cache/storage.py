@@ -1,4 +1,4 @@
-"""KVCache: the memory of the blocks, and how much of it there is."""
+"""KVCache: the memory of the blocks, and its size."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-SCALE = torch.float32  # of a row of integers
+SCALE = torch.float32  # of the scale of a row of integers
 CACHE_LINE = 64  # bytes
-RESIDENT = 64 * 2**20  # bytes that are there from the start; more would be a part of a second before the first request
+RESIDENT = 64 * 2**20  # bytes touched at the start; more would delay the first request by a fraction of a second
 Record: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
 
 
 class KVCache:
-    """What every layer keeps, one pool of blocks for each cache group.
+    """The cache memory of every layer, one pool of blocks for each cache group.
 
-    A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block of a
-    layer moves one piece of memory. With integers, the scales [2, Hkv, B] follow them in the same piece, where an fp32
-    may begin. A latent cache is [N, Hkv, B, D], with the scales after it: its V are columns of K. A block of a layer
-    that keeps a state is the tensors of a record one after the other, each where a cache line begins. No other module
-    knows these layouts. On a CPU the memory lies in huge pages where the system offers them, and its first blocks are
-    there from the start: no step waits for the system to find a page for them.
+    A layer's memory is [N, 2, Hkv, B, D]: HND, with K and V of a block adjacent, so that copying or swapping a block of
+    a layer moves one contiguous range. With integers, the scales [2, Hkv, B] follow them in the same range, aligned for
+    fp32. A latent cache is [N, Hkv, B, D], with the scales after it: its V are columns of K. A block of a layer that
+    keeps a state consists of the tensors of a record one after the other, each aligned to a cache line. No other module
+    depends on these layouts. On a CPU the memory is in huge pages if the system offers them, and its first blocks are
+    touched at the start, so that no step waits for page faults there.
 
-    On a GPU blocks are swapped on a stream of their own, beside the computation; asking for a layer makes the current
-    stream wait for that layer's blocks, and for no others.
+    On a GPU blocks are swapped on a separate stream, concurrently with the computation. Accessing a layer makes the
+    current stream wait for that layer's blocks only.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class KVCache:
         state_pools: StatePools = NO_STATES,
         model_dtype: torch.dtype | None = None,
     ) -> None:
-        """num_host_blocks: room on the host for requests that are swapped out; it takes memory when it is used.
+        """num_host_blocks: blocks on the host for swapped-out requests; they take memory when they are first used.
 
-        dtype: of K and V. backend: what moves blocks; None: the fastest one for the device. state_pools: blocks of the
-        groups of layers that keep a state. model_dtype: that they compute in; None: dtype.
+        dtype: of K and V. backend: moves blocks; None: the fastest one for the device. state_pools: blocks of the
+        groups of layers that keep a state. model_dtype: compute dtype of these; None: dtype.
         """
         self._groups = tuple(groups)
         make = partial(in_huge_pages, touched=RESIDENT // max(1, sum(len(group.layers) for group in groups)))
@@ -86,11 +86,11 @@ class KVCache:
         if num_host_blocks or state_pools.hosts:
             host = [own for by_layer in self._host for own in by_layer.values()]
             self._swap = (backend or load("auto", device)).swap(device, host)
-        # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
+        # Before any memory is freed. At the interpreter's exit the system frees everything.
         weakref.finalize(self, self._swap.close).atexit = False
 
     def layer(self, index: int) -> PagedKV | RecurrentCache:
-        """What the layer keeps, the same object at each call. Who uses it asks for it in every step.
+        """Return the cache of a layer, the same object at each call. Must be called in every step that uses it.
 
         K and V are two views [N, Hkv, B, D], of int8 with scales [N, Hkv, B].
         """
@@ -98,18 +98,18 @@ class KVCache:
         return self._layers[index]
 
     def kv(self, index: int) -> PagedKV:
-        """The K and V of a layer of attention, as `layer`. Raises BadValue for a layer that keeps a state."""
+        """Return the K and V of a layer of attention, see `layer`. Raises BadValue for a layer that keeps a state."""
         kept = self.layer(index)
         if not isinstance(kept, PagedKV):
             raise BadValue(f"layer {index} keeps a state; it has no K and V")
         return kept
 
     def layers(self, group: int) -> list[PagedKV | RecurrentCache]:
-        """What the layers of the cache group of that index keep."""
+        """Return the caches of the layers of cache group `group`."""
         return [self.layer(layer) for layer in self._groups[group].layers]
 
     def settle(self) -> None:
-        """Let the current stream wait for all blocks that are being swapped."""
+        """Make the current stream wait for all blocks that are being swapped."""
         for layer in self._layers:
             self.layer(layer)
 
@@ -122,7 +122,7 @@ class KVCache:
         self._copy(group, self._host, src, self._memory, dst)
 
     def widths(self) -> list[int]:
-        """Bytes of a block of each group, over all of its layers."""
+        """Return the bytes of a block of each group, over all of its layers."""
         return [sum(own.shape[1] * own.itemsize for own in by_layer.values()) for by_layer in self._memory]
 
     def read_block(
@@ -131,7 +131,10 @@ class KVCache:
         block: int,
         out: NDArray[np.uint8],  # [width of the group]
     ) -> None:
-        """Copy a block out of the layers' memory, one layer after the other. On a CPU; any thread may call it."""
+        """Copy a block out of the layers' memory, one layer after the other.
+
+        CPU only; may be called from any thread.
+        """
         at = 0
         for own in self._bytes[group]:
             out[at : at + own.shape[1]] = own[block]
@@ -143,7 +146,7 @@ class KVCache:
         block: int,
         data: NDArray[np.uint8],  # [width of the group]
     ) -> None:
-        """Copy a block into the layers' memory, as `read_block` gave it. On a CPU."""
+        """Copy a block, in the layout of `read_block`, into the layers' memory. CPU only."""
         at = 0
         for own in self._bytes[group]:
             own[block] = data[at : at + own.shape[1]]
@@ -151,7 +154,7 @@ class KVCache:
 
     @cached_property
     def _bytes(self) -> list[list[NDArray[np.uint8]]]:
-        """Of each group the memory of its layers, [N, bytes of a block]."""
+        """The memory of each group's layers, [N, bytes of a block]."""
         return [[own.view(torch.uint8).numpy() for own in by_layer.values()] for by_layer in self._memory]
 
     def _copy(
@@ -176,7 +179,7 @@ def group_spec(
     device: str = "cpu",
     reproducible: bool = False,
 ) -> AttentionSpec:
-    """The attention of a group's layers.
+    """Return the attention spec of a group's layers.
 
     dtype: of q; kv_dtype: of the cache, None: the same.
     """
@@ -200,27 +203,27 @@ def group_spec(
 def recurrent_spec(
     group: StateGroup | RowGroup, state_pools: StatePools, dtype: torch.dtype, device: str = "cpu"
 ) -> RecurrentSpec:
-    """What the layers of a group that keep a state work on. dtype: that the model computes in."""
+    """Return the spec of the layers of a group that keeps a state. dtype: the model's compute dtype."""
     sizes = asdict(group.sizes)
     return RecurrentSpec(**sizes, num_states=state_pools.states, num_rows=state_pools.rows, dtype=dtype, device=device)
 
 
 def state_groups(layers: tuple[int, ...], sizes: StateSizes) -> tuple[StateGroup, RowGroup]:
-    """The groups of layers that keep a state: in a model's `groups` they come after those of attention."""
+    """Return the groups of layers that keep a state: in a model's `groups` they come after those of attention."""
     return StateGroup(layers, PIECE, sizes), RowGroup(layers, PIECE, sizes)
 
 
 def bytes_per_block(groups: Sequence[AnyGroup], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block id over all layers of attention.
+    """Return the bytes of one block id over all layers of attention.
 
-    Of each 2 (K and V) · Hkv · B · (D · bytes a number + a scale's).
+    Each layer takes 2 (K and V) · Hkv · B · (D · bytes of a number + bytes of a scale).
     """
     attention = [group for group in groups if isinstance(group, CacheGroup)]
     return sum(len(group.layers) * _layer_bytes(block_size, group.heads, dtype) for group in attention)
 
 
 def bytes_of_states(groups: Sequence[AnyGroup], dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a state and of the rows of a piece, over all layers that keep a state; zeros where there are none."""
+    """Return the bytes of a state and of a piece's rows, over all layers that keep a state; zeros if none does."""
     found = {StateGroup: 0, RowGroup: 0}
     for group in groups:
         if not isinstance(group, CacheGroup):
@@ -234,12 +237,12 @@ def _record(group: StateGroup | RowGroup, spec: RecurrentSpec) -> Record:
 
 
 def _record_bytes(record: Record) -> int:
-    """Of one block of one layer that keeps a state."""
+    """Return the bytes of one block of one layer that keeps a state."""
     return sum(_in_lines(math.prod(shape) * dtype.itemsize) for shape, dtype in record.values())
 
 
 def _in_lines(size: int) -> int:
-    """That many bytes, rounded up to whole cache lines."""
+    """Round a number of bytes up to whole cache lines."""
     return -(-size // CACHE_LINE) * CACHE_LINE
 
 
@@ -247,7 +250,7 @@ def _record_views(
     memory: torch.Tensor,  # uint8 [N, bytes of a record]
     record: Record,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's records, [N, ...] each, by name."""
+    """Return the tensors of a layer's records, [N, ...] each, by name."""
     views, at = {}, 0
     for name, (shape, dtype) in record.items():
         size = math.prod(shape) * dtype.itemsize
@@ -257,19 +260,19 @@ def _record_views(
 
 
 def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
-    """The cache's dtype for a model that computes in that one."""
+    """Return the cache's dtype for a model that computes in `dtype`."""
     return {"auto": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[config.kv_cache_dtype]
 
 
 def _layer_bytes(block_size: int, heads: Heads, dtype: torch.dtype) -> int:
-    """Of one block of one layer."""
+    """Return the bytes of one block of one layer."""
     rows = heads.num_kv_heads * block_size
     numbers = (2 if heads.latent is None else 1) * rows * heads.head_dim
     return numbers * dtype.itemsize if dtype != torch.int8 else _scales_begin(numbers) + 2 * rows * SCALE.itemsize
 
 
 def _scales_begin(numbers: int) -> int:
-    """Bytes from the begin of a block with so many integers to its scales."""
+    """Return the byte offset of the scales in a block with that many integers."""
     return -(-numbers // SCALE.itemsize) * SCALE.itemsize
 
 
@@ -278,7 +281,7 @@ def _views(
     block_size: int,
     heads: Heads,
 ) -> PagedKV:
-    """K and V of a layer, and their scales where there are any."""
+    """Return K and V of a layer, and their scales for integers."""
     num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
     sizes = num_kv_heads, block_size, head_dim
     if heads.latent is not None:

@@ -1,4 +1,4 @@
-"""How the cache is used: what is reserved, owned, shared and wasted."""
+"""Cache usage: the reserved, owned, shared and wasted slots."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quire.request import Request
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """How the blocks of some groups with blocks of the same size are used at one moment."""
+    """The current usage of the blocks of some groups with the same block size."""
 
-    block_size: int  # tokens that a block stands for: B; of layers that keep a state, those of a piece
+    block_size: int  # tokens per block: B; for layers with a state, tokens per piece
     num_blocks: int  # reserved: in the pools
     used_blocks: int  # owned by at least one request
-    logical_blocks: int  # entries of all block tables: what would be owned if nothing were shared
-    cached_blocks: int  # owned by nobody, but still reusable
-    filled_slots: int  # slots of the owned blocks that hold a token
-    host_blocks: int = 0  # owned by requests that are swapped out
+    logical_blocks: int  # entries of all block tables: the owned blocks if nothing were shared
+    cached_blocks: int  # without an owner, but still reusable
+    filled_slots: int  # slots of the owned blocks that contain a token
+    host_blocks: int = 0  # owned by swapped-out requests
 
     @property
     def reserved_slots(self) -> int:
-        """Slots of all blocks there are."""
+        """Slots of all blocks."""
         return self.num_blocks * self.block_size
 
     @property
@@ -35,22 +35,22 @@ class CacheUsage:
 
     @property
     def shared_slots(self) -> int:
-        """Slots that sharing saves: what would be owned besides if every request had its own blocks."""
+        """Slots saved by sharing: additional slots if every request had separate blocks."""
         return (self.logical_blocks - self.used_blocks) * self.block_size
 
     @property
     def wasted_slots(self) -> int:
-        """Owned slots that hold nothing: the open ends of partly filled blocks."""
+        """Owned slots without a token: the open ends of partly filled blocks."""
         return self.used_slots - self.filled_slots
 
 
 def cache_usage(manager: BlockManager, requests: Iterable[Request]) -> CacheUsage:
-    """How the blocks of attention are used, given all requests."""
+    """Return the usage of the blocks of attention, given all requests."""
     return _usage(manager, requests, manager.attention_groups, manager.block_size)
 
 
 def state_usage(manager: BlockManager, requests: Iterable[Request]) -> tuple[CacheUsage, CacheUsage]:
-    """How the states, and how the rows of pieces in progress are used, given all requests."""
+    """Return the usage of the states, and of the rows of pieces in progress, given all requests."""
     listed = list(requests)
     kinds = [
         [g for g, group in enumerate(manager.groups) if isinstance(group, kind)] for kind in (StateGroup, RowGroup)
@@ -63,7 +63,7 @@ def _usage(manager: BlockManager, requests: Iterable[Request], groups: Sequence[
     logical, empty = 0, 0
     listed = [request for request in requests if request.cache.block_ids]
     for g in groups:
-        filled: dict[int, int] = {}  # of the blocks that are not full for every owner
+        filled: dict[int, int] = {}  # blocks that are not full for every owner
         for request in listed:
             cache = request.cache
             logical += len(manager.owned(request, g))
