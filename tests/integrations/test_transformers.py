@@ -431,7 +431,7 @@ class TestRefusedModels:
     @pytest.mark.parametrize("name", REFUSED_MODELS)
     def test_from_config_and_from_pretrained(self, name: str, tmp_path) -> None:
         # Of some models the one reason holds with one release of transformers, and the other with another.
-        reason = "picks an attention class of its own by the name|computes attention itself and never calls"
+        reason = "picks one of several attention classes by the name|computes attention itself and never calls"
         if name == "llama4":
             reason = "chunked attention"
         config = REFUSED_MODELS[name]()
@@ -451,7 +451,7 @@ class TestRefusedModels:
 
     def test_a_model_that_picks_its_attention_class_by_name(self) -> None:
         config = tf.GitConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-        with pytest.raises(Unsupported, match="picks an attention class of its own by the name"):
+        with pytest.raises(Unsupported, match="picks one of several attention classes by the name"):
             tf.AutoModelForCausalLM.from_config(config, attn_implementation="quire")
 
     @pytest.mark.slow
@@ -567,7 +567,7 @@ class TestRefusedArguments:
         ("options", "message"),
         [
             ({"dropout": 0.1}, "dropout is 0.1"),
-            ({"output_attentions": True}, "never forms the attention weights"),
+            ({"output_attentions": True}, "never computes the attention weights"),
             ({"position_bias": torch.zeros(1, 2, 6, 6)}, "gives position_bias"),
             ({"head_mask": torch.ones(2)}, "gives head_mask"),
             ({"indices": torch.zeros(1)}, "gives indices"),
@@ -622,7 +622,7 @@ class TestRefusedArguments:
     def test_attention_weights(self, call: str) -> None:
         options = {"max_new_tokens": 1, "return_dict_in_generate": True} if call == "generate" else {}
         model = build(FAMILIES["llama"](), "quire")
-        with pytest.raises(QuireError, match="never forms the attention weights"):
+        with pytest.raises(QuireError, match="never computes the attention weights"):
             getattr(model, call)(random_ids(1, 4), output_attentions=True, **options)
 
     @pytest.mark.parametrize("batch", [1, 2])

@@ -1,1 +1,1 @@
-"""Quire's operators inside other libraries: `transformers`, and `gate`, what is known of its models."""
+"""Quire's operators inside other libraries: `transformers`, and `gate`, which checks whether it can serve a model."""

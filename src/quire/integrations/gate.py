@@ -1,4 +1,4 @@
-"""What is known to be wrong with running a transformers model over a paged cache, before anything is run."""
+"""Known reasons why a transformers model cannot run over a paged cache, found before it is run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 import sys
 from typing import Any
 
-# Arguments that come along and do not change the result of attention.
+# Arguments of an attention function that do not change its result.
 HARMLESS = frozenset(
     "cache_position deterministic logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states "
     "output_router_logits position_embeddings return_dict use_cache".split()
 )
-# Kinds of layers whose rows see all keys before them, or a window of these.
+# Kinds of layers whose rows see all earlier keys, or a window of them.
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
-# Kinds of layers whose rows see some of these, by a mask of transformers'.
+# Kinds of layers whose rows see some earlier keys, by a mask of transformers.
 MASKED_LAYERS = {"chunked_attention"}
-# What the others are, where it can be said better than by their name.
+# Descriptions of other kinds, if clearer than their names.
 OTHER_LAYERS = {
     "chunked_attention": "chunked attention, whose rows see only the keys of their own chunk",
     "compressed_sparse_attention": "sparse attention over compressed keys",
@@ -31,9 +31,12 @@ OTHER_LAYERS = {
 
 
 def attention_refusal(model: type, config: Any, served: set[str] | None = None) -> str | None:
-    """Why the attention of a transformers model would not be computed by one that is registered; None: it would.
+    """Return the reason why a model would not use an attention function that is registered, or None if it would.
 
-    served: the kinds of layers that are; None: all that OTHER_LAYERS does not name.
+    Args:
+        model: the class of a transformers model.
+        config: its configuration.
+        served: the kinds of layers that the function supports; None: all that OTHER_LAYERS does not name.
     """
     for kind in getattr(config.get_text_config(), "layer_types", None) or ():
         if kind in OTHER_LAYERS if served is None else kind not in served:
@@ -46,8 +49,8 @@ def attention_refusal(model: type, config: Any, served: set[str] | None = None) 
             "goes through transformers' AttentionInterface"
         )
     if re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source):
-        return "its module picks an attention class of its own by the name of the implementation"
-    # A module without an attention class of its own is built of models that are asked in their turn.
+        return "its module picks one of several attention classes by the name of the implementation"
+    # A module without its own attention class is composed of other models, which are checked separately.
     own = re.search(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
     if own and "ALL_ATTENTION_FUNCTIONS" not in source:
         return f"its {own[1]} computes attention itself and never calls transformers' AttentionInterface"
@@ -55,9 +58,11 @@ def attention_refusal(model: type, config: Any, served: set[str] | None = None) 
 
 
 def refusal(model: type, config: Any) -> str | None:
-    """Why a causal language model of transformers cannot be served; None: nothing is known.
+    """Return the reason why a causal language model of transformers cannot be served, or None if no reason is known.
 
-    model: its class.
+    Args:
+        model: the class of the model.
+        config: its configuration.
     """
     if getattr(config, "quantization_config", None):
         return "its weights are quantised"
@@ -66,7 +71,7 @@ def refusal(model: type, config: Any) -> str | None:
     if towers := [name for name in getattr(config, "sub_configs", {}) if re.search("vision|audio|vq|depth|text", name)]:
         return f"it is made of several models ({', '.join(towers)}); only text models are served"
     if getattr(model, "_is_stateful", False):
-        return "it keeps a state besides keys and values"
+        return "it keeps a state in addition to keys and values"
     if getattr(config, "attention_type", None) == "block_sparse":
         return "its attention is sparse in long sequences; 'original_full' would be served as its attention_type"
     for kind in getattr(config.get_text_config(), "layer_types", None) or ():
@@ -76,9 +81,11 @@ def refusal(model: type, config: Any) -> str | None:
 
 
 def together_refusal(model: type, config: Any) -> str | None:
-    """Why the sequences of a step cannot go through a model together; None: nothing is known.
+    """Return the reason why a model cannot process the sequences of a step in one call, or None if no reason is known.
 
-    model: its class, of which `refusal` knows nothing.
+    Args:
+        model: the class of a model for which `refusal` returned None.
+        config: its configuration.
     """
     if not getattr(model, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced"

@@ -6,14 +6,14 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quire")
 
 `generate`, padded batches and flattened ragged batches (one row, with `cu_seq_lens_q` and `cu_seq_lens_k`, or with
-`use_cache=False` and `position_ids` that restart at 0) compute what eager attention computes for each sequence alone.
+`use_cache=False` and `position_ids` that restart at 0) give the result of eager attention for each sequence alone.
 The keys are not copied: a contiguous key cache is viewed as a paged one of block size 1, whose tables list the
-tokens that are not padding. Rows of padding are left out and come back as zeros.
+tokens that are not padding. Rows of padding are not computed and are returned as zeros.
 
-What a row may see is read off the mask function that the model hands to transformers' mask interface: causal, a sliding
-window, packed sequences and bidirectional are served, and anything else, or an option that would change the result, is
-refused with Unsupported. So are models whose attention does not go through transformers' attention interface, and a
-whole model under torch.compile.
+The visible keys are derived from the mask function that the model passes to transformers' mask interface. Causal
+masks, sliding windows, packed sequences and bidirectional masks are supported; other masks, and options that would
+change the result, raise Unsupported. So do models that do not use transformers' attention interface, and a whole model
+under torch.compile.
 """
 
 from __future__ import annotations
@@ -37,19 +37,29 @@ from quire.integrations.gate import HARMLESS, attention_refusal
 
 __all__ = ["NAME", "Mask", "attention", "mask", "register"]
 
-NAME = "quire"  # what attn_implementation is called
+NAME = "quire"  # the value of attn_implementation
 
 
 def register() -> None:
-    """Make attn_implementation="quire" known to transformers. Calling it again changes nothing."""
+    """Register attn_implementation="quire" with transformers. Calling it again has no effect.
+
+    Afterwards, loading a model with it raises Unsupported if Quire cannot compute the model's attention.
+
+    Example:
+        >>> import quire.integrations.transformers as quire_attention
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> quire_attention.register()
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="quire")
+    """
     if AttentionInterface().get(NAME) is attention:
         return
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     original = PreTrainedModel.get_correct_attn_implementation
 
-    # Every model asks this of itself before it builds its layers. Without the check a model that never calls the
-    # interface would take the name, and run eager attention.
+    # Every model calls this before it builds its layers. Without the check, a model that never calls the interface
+    # would accept the name and run eager attention.
     @functools.wraps(original)
     def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested_attention == NAME:
@@ -73,31 +83,30 @@ def _check_model(model: type, config: Any) -> None:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys the query rows of one forward pass see, and the plans that its layers share."""
+    """The visible keys of the query rows in one forward pass, and the plans that its layers share."""
 
     causal: bool
-    window: int | None  # keys that a row sees, its own included
+    window: int | None  # number of keys that a row sees, its own included
     num_queries: int  # Tq, padding included
     num_keys: int  # Tk, padding and the unused end of a static cache included
     filled: int  # keys up to that of the last query row
     real: Tensor | None  # bool [batch, filled], host: keys that are not padding; None: all
-    sequences: Tensor | None  # int [batch, Tq], host: which packed sequence a token is of; None: one a batch row
+    sequences: Tensor | None  # int [batch, Tq], host: the packed sequence of each token; None: one per batch row
     plans: dict[tuple[Any, ...], tuple[ops.Backend, ops.AttentionPlan, Tensor | None]] = field(default_factory=dict)
 
 
 class Mask(torch.Tensor):
-    """Stands for the mask [batch, 1, Tq, Tk] of eager attention, whose values it does not hold.
+    """A placeholder for the mask [batch, 1, Tq, Tk] of eager attention, without its values.
 
-    It may be passed on and asked for its shape. Whoever would compute with it is not the attention that it was made
-    for, and gets Unsupported.
+    Code may pass it on and read its shape. Computing with it raises Unsupported, since only `attention` can use it.
     """
 
     pattern: Pattern
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let questions about the shape pass and refuse everything else."""
-        if func is Tensor.contiguous:  # generate asks for it with a static cache
+        """Allow functions that read the shape or dtype, and raise Unsupported for all others."""
+        if func is Tensor.contiguous:  # generate calls it with a static cache
             return args[0]
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -107,11 +116,11 @@ class Mask(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         raise Unsupported(
             f"this model computes with its attention mask itself ({name}), outside transformers' AttentionInterface, "
-            f'or torch.compile does; {NAME!r} serves neither: load it with attn_implementation="eager"'
+            f'or torch.compile does; {NAME!r} supports neither: load it with attn_implementation="eager"'
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The pattern, as there are no values to be printed."""
+        """Show the pattern, as there are no values to show."""
         return f"Mask({self.pattern})"
 
 
@@ -130,7 +139,7 @@ _QUESTIONS = frozenset(
     }
 )
 
-# A closure's code belongs to the function that made it, so these tell transformers' own mask functions for certain.
+# A closure has the code object of the function that made it, so these identify transformers' own mask functions.
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _WINDOW = masking_utils.sliding_window_overlay(1).__code__
 _PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
@@ -146,17 +155,18 @@ def mask(
     kv_length: int,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,  # [batch, tokens so far]: which tokens are not padding
+    attention_mask: Tensor | None = None,  # [batch, tokens so far]: True for tokens that are not padding
     q_length: int | None = None,
     q_offset: int | Tensor = 0,
-    cache_position: Tensor | None = None,  # [Tq], what early releases give in place of q_length and q_offset
+    cache_position: Tensor | None = None,  # [Tq], given by early releases instead of q_length and q_offset
     device: torch.device | str = "cpu",
-    **_: Any,  # hints for the masks of others: dtype, local_size, allow_is_causal_skip, ...
+    **_: Any,  # hints for other implementations: dtype, local_size, allow_is_causal_skip, ...
 ) -> Mask:
-    """What transformers' AttentionMaskInterface asks for: the mask of one kind of layers in one forward pass.
+    """Make the mask of one kind of layers in one forward pass, as transformers' AttentionMaskInterface requires.
 
-    Raises Unsupported for a mask function that is not one of transformers' own for causal, sliding window, packed or
-    bidirectional attention, and for padding that could not be left out.
+    Raises:
+        Unsupported: for a mask function that is not one of transformers' own for causal, sliding window, packed or
+            bidirectional attention, and for padding that cannot be left out.
     """
     if torch.compiler.is_compiling():
         raise Unsupported(f"a whole model with {NAME!r} cannot be compiled: its mask is read on the host in every step")
@@ -169,7 +179,7 @@ def mask(
     if not q_length <= filled <= kv_length and causal:
         raise Unsupported(
             f"the query rows are at {int(q_offset)}..{int(q_offset) + q_length - 1} and the keys at "
-            f"{kv_offset}..{kv_offset + kv_length - 1}; {NAME!r} serves rows whose own keys are there"
+            f"{kv_offset}..{kv_offset + kv_length - 1}; {NAME!r} requires the rows' own keys to be among them"
         )
     real = None if attention_mask is None else _real_keys(attention_mask, batch_size, kv_offset, filled, window)
     if sequences is not None and (real is not None or sequences.shape != (batch_size, q_length) or filled != q_length):
@@ -181,7 +191,7 @@ def mask(
 
 
 def _read(mask_function: Callable[..., Any]) -> tuple[bool, int | None, Tensor | None]:
-    """Whether the mask is causal, its window, and the packed sequences int [batch, T] that it keeps apart."""
+    """Return True if the mask is causal, its window, and the packed sequences int [batch, T] that it separates."""
     found: dict[str, list[Any]] = {"causal": [], "bidirectional": [], "window": [], "packed": [], "positions": []}
     for kind, value in _parts(mask_function):
         found[kind].append(value)
@@ -199,7 +209,7 @@ def _read(mask_function: Callable[..., Any]) -> tuple[bool, int | None, Tensor |
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """The conditions that a mask function requires all at once, each with its kind."""
+    """Yield the conditions of which a mask function is the conjunction, each with its kind."""
     if mask_function is masking_utils.causal_mask_function:
         yield "causal", None
         return
@@ -228,7 +238,7 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _real_keys(attention_mask: Tensor, batch_size: int, offset: int, filled: int, window: int | None) -> Tensor | None:
-    """Which of the keys are not padding: bool [batch, filled] on the host, or None where all are real."""
+    """Return True for keys that are not padding: bool [batch, filled] on the host, or None if all are real."""
     shape = tuple(attention_mask.shape)
     if len(shape) != 2 or shape[0] != batch_size or shape[1] < offset + filled:
         raise Unsupported(
@@ -239,7 +249,7 @@ def _real_keys(attention_mask: Tensor, batch_size: int, offset: int, filled: int
     if real.all():
         return None
     if window is not None:
-        # Padding is left out, so a window that reached over padding would count other keys than it should.
+        # Padding is left out, so a window across padding would include wrong keys.
         seen = real.cumsum(1)
         inside = (seen > 0) & (seen < seen[:, -1:])
         span = (inside.sum(1) + 1).max().item()
@@ -256,7 +266,7 @@ def attention(
     query: Tensor,  # [batch, Hq, Tq, D]
     key: Tensor,  # [batch, Hkv, Tk, D]
     value: Tensor,  # [batch, Hkv, Tk, Dv]
-    attention_mask: Tensor | None,  # what `mask` returned; None: all keys
+    attention_mask: Tensor | None,  # made by `mask`, [batch, 1, Tq, Tk]; None: all keys
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -268,10 +278,14 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,  # int [S+1]
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' AttentionInterface asks for: out [batch, Tq, Hq, Dv], in the dtype of query, and no weights.
+    """Compute the attention of one layer, as transformers' AttentionInterface requires.
 
-    Raises Unsupported where gradients, dropout, attention weights, or an argument that is not known are asked for,
-    where the mask is not one that `mask` made, and where no backend serves the dtype or the device.
+    Returns:
+        out [batch, Tq, Hq, Dv], in the dtype of query, and None in place of the attention weights.
+
+    Raises:
+        Unsupported: if gradients, dropout, attention weights or an unknown argument are requested, if the mask was not
+            made by `mask`, or if no backend serves the dtype or the device.
     """
     _check_options(dropout, kwargs)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -309,12 +323,12 @@ def attention(
 
 
 def _check_options(dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise Unsupported for what would change the result and is not computed here."""
+    """Raise Unsupported for options that would change the result and are not implemented."""
     if dropout:
         raise Unsupported(f"dropout is {dropout}; {NAME!r} is for inference, so call model.eval()")
     if kwargs.get("output_attentions"):
         raise Unsupported(
-            f"output_attentions is set, but {NAME!r} never forms the attention weights; load the model with "
+            f"output_attentions is set, but {NAME!r} never computes the attention weights; load the model with "
             'attn_implementation="eager" to see them'
         )
     for name, value in kwargs.items():
@@ -325,7 +339,7 @@ def _check_options(dropout: float, kwargs: dict[str, Any]) -> None:
 def _pattern(
     module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool | None
 ) -> Pattern:
-    """The pattern of the mask, which must be of this query and these keys."""
+    """Return the pattern of the mask. Raises Unsupported unless it was made for this query and these keys."""
     (batch, _, num_queries, _), num_keys = query.shape, key.shape[2]
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -347,8 +361,8 @@ def _pattern(
 
 
 def _window(pattern: Pattern, asked: int | None) -> int | None:
-    """The window of the mask; the layer may ask for the same one only."""
-    # Eager attention goes by the mask and flash attention by the layer: where they differ there is no right answer.
+    """Return the window of the mask. Raises Unsupported if the layer asks for another one."""
+    # Eager attention uses the mask's window and flash attention the layer's: if they differ, no result is right.
     if asked is not None and asked != pattern.window and asked < pattern.filled:
         raise Unsupported(f"the layer asks for a window of {asked}, but its mask has {pattern.window or 'none'}")
     return pattern.window
@@ -360,7 +374,7 @@ _Cuts = tuple[tuple[int, int, int, int, int], ...]  # batch row, rows from and t
 def _cuts(
     pattern: Pattern, batch: int, position_ids: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None
 ) -> _Cuts | None:
-    """Where a flattened batch is cut into sequences; None where each batch row is one."""
+    """Return the cuts of a flattened batch into sequences, or None if each batch row is one sequence."""
     whole = pattern.real is None and pattern.filled == pattern.num_keys
     packed = None if pattern.sequences is None else _runs(pattern.sequences)
     if starts_q is not None or starts_k is not None:
@@ -388,7 +402,7 @@ def _cuts(
 
 
 def _runs(sequences: Tensor) -> _Cuts:
-    """The cuts of packed sequences int [batch, T], each a run of equal numbers."""
+    """Return the cuts of packed sequences int [batch, T], each a run of equal numbers."""
     cuts = []
     for row, numbers in enumerate(sequences):
         lengths = torch.unique_consecutive(numbers, return_counts=True)[1]
@@ -398,7 +412,7 @@ def _runs(sequences: Tensor) -> _Cuts:
 
 
 def _restarts(position_ids: Tensor | None) -> bool:
-    """Whether the positions of some row count up from 0 several times."""
+    """Return True if the positions of a row count up from 0 more than once."""
     if position_ids is None or position_ids.dim() != 2:
         return False
     positions = position_ids.cpu()
@@ -410,7 +424,7 @@ def _restarts(position_ids: Tensor | None) -> bool:
 def _plan(
     pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, window: int | None, step: int, cuts: _Cuts | None
 ) -> tuple[ops.Backend, ops.AttentionPlan, Tensor | None]:
-    """The backend, its plan, and which of the batch * Tq query rows it is for (None: all)."""
+    """Return the backend, its plan, and the indices of the batch * Tq query rows that it is for (None: all)."""
     (batch, heads, rows, dim), device = query.shape, query.device
     backend = ops.load("auto", device.type)
     spec = ops.AttentionSpec(
@@ -433,10 +447,10 @@ def _plan(
         tables = (row * step + k_from)[:, None] + torch.arange(int(lens.max()))
     else:
         lens = pattern.real.sum(1)
-        tables = torch.argsort(~pattern.real, dim=1, stable=True)[:, : int(lens.max())]  # what is real comes first
+        tables = torch.argsort(~pattern.real, dim=1, stable=True)[:, : int(lens.max())]  # real tokens first
         tables = tables + torch.arange(batch)[:, None] * step
         new = torch.full((batch,), rows)
-        if pattern.causal:  # the rows are the last tokens; where these are padding there is no row
+        if pattern.causal:  # the rows are the last tokens; padding among these has no row
             asks = pattern.real[:, pattern.filled - rows :]
             new, chosen = asks.sum(1), asks.flatten().nonzero().flatten().to(device)
     starts = torch.nn.functional.pad(new.cumsum(0), (1, 0))
@@ -449,19 +463,19 @@ def _plan(
 
 
 def _token_step(x: Tensor) -> int | None:
-    """How many tokens' strides lie between two batch rows of x [batch, H, T, D]; None where there is no such number."""
+    """Return the distance between batch rows of x [batch, H, T, D] in token strides, or None if it is not whole."""
     batch_stride, _, token_stride, last = x.stride()
     if last != 1:
         return None
     if x.shape[2] == 1:  # no two tokens: the stride between them may be anything
         return 1
-    if len(x) == 1:  # the same as if it were contiguous, so that both of K and V have it
+    if len(x) == 1:  # the number of a contiguous tensor, so that K and V agree
         return x.shape[1] * x.shape[2]
     return batch_stride // token_stride if token_stride > 0 and batch_stride % token_stride == 0 else None
 
 
 def _as_blocks(x: Tensor, step: int) -> Tensor:
-    """x [batch, H, T, D] as blocks of one token, [N, H, 1, D]: token t of batch row b is block b * step + t."""
+    """View x [batch, H, T, D] as blocks of one token, [N, H, 1, D]: token t of batch row b is block b * step + t."""
     batch, heads, tokens, dim = x.shape
     batch_stride, head_stride, token_stride, _ = x.stride()
     stride = batch_stride if tokens == 1 else token_stride

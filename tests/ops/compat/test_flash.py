@@ -436,7 +436,7 @@ def test_no_past_and_nothing_kept(device):
         ([0, -2], [0, 1], BadValue, r"read_index\[1\] is -2"),
         ([0], [0, 4], BadValue, r"write_index\[1\] is 4"),
         ([0], [2, 2], BadValue, "write_index names slot 2 twice"),
-        ([0, -1], [0, 1], BadValue, "read_index has -1 1 times; it stands for each of the 2 new tokens"),
+        ([0, -1], [0, 1], BadValue, "read_index has -1 1 times; it must occur 2 times, once per new token"),
         ([0], [0], BadShape, "write_index has 1 entries for 2 new tokens"),
         ([[0]], [0, 1], BadShape, "read_index has shape"),
         ([0.5], [0, 1], BadDtype, "read_index has dtype torch.float32"),

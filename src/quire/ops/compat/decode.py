@@ -1,4 +1,4 @@
-"""Decode as RoseLLM has it: the new token's K and V stand beside the cache, and enter it afterwards."""
+"""RoseLLM's decode: the new token's K and V are separate arguments, and are appended to the cache afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.ops.backend import load
 from quire.ops.paged import describe
 from quire.ops.spec import AttentionSpec, PagedKV
 
-# What the operators call them -> what they are called here.
+# An operator's name of an argument -> its name here.
 LAYER = {
     "block_tables": "block_table",
     "k_cache": "k_cache_layer",
@@ -28,23 +28,33 @@ def paged_attention_decode(
     k_cache_layer: Tensor,  # [N, Hkv, B, D]
     v_cache_layer: Tensor,  # [N, Hkv, B, Dv]
     block_table: Tensor,  # int32 or int64 [S, M]
-    context_lens: Tensor,  # int32 or int64 [S], the new token NOT included
+    context_lens: Tensor,  # int32 or int64 [S]: cached tokens of each sequence, the new token NOT included
     *,
-    scale: float | None = None,
-    block_size: int | None = None,
-    backend: str = "auto",
+    scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
+    block_size: int | None = None,  # if given, checked against the cache
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> Tensor:
-    """Attention of one new token a sequence over itself and its context_lens[s] cached ones: out [S, Hq, Dv].
+    """Compute attention of one new token per sequence over itself and its context_lens[s] cached tokens.
 
-    The new token's K and V are the first element of the running softmax; the cache is read and not written, so its
-    table needs no room for the new token yet: `append_token` writes it. Everywhere else in Quire a context length
-    includes the step's own tokens; here it does not.
+    The new token's K and V are the first element of the running softmax. The cache is read and not written, so its
+    table needs no room for the new token yet; `append_token` writes it. Here a context length does not include the new
+    token, unlike in the rest of Quire.
 
-    Table entries at or beyond ceil(context_lens[s] / B) are not read and may be padded with anything, 0 as well.
-    block_size: where given, it is checked against the cache.
+    Table entries at or beyond ceil(context_lens[s] / B) are not read and may have any value, for example 0.
 
-    Raises BadShape (also for more than one query token a sequence), BadDtype, BadStride, or BadValue for a table that
-    is too short for its length, naming the sequence.
+    Returns:
+        out, [S, Hq, Dv].
+
+    Raises:
+        BadShape: also for more than one query token per sequence.
+        BadDtype, BadStride: naming the argument.
+        BadValue: also for a table that is too short for its length, naming the sequence.
+
+    Example:
+        >>> q, new, cache = torch.randn(2, 8, 64), torch.randn(2, 2, 2, 64), torch.randn(2, 32, 2, 16, 64)
+        >>> cached = *new, *cache, torch.tensor([[7, 2, 11], [5, 0, 0]]), torch.tensor([40, 3])
+        >>> out = paged_attention_decode(q, *cached)
+        >>> append_token(*cached)
     """
     table, lens = checks.to_host("block_table", block_table, 2), checks.to_host("context_lens", context_lens, 1)
     if q.dim() != 3 or len(q) != len(lens):
@@ -58,7 +68,7 @@ def paged_attention_decode(
         if block_size is not None and block_size != spec.block_size:
             raise BadValue(f"block_size is {block_size}; the cache has blocks of {spec.block_size}")
         plan = ops.plan(spec, torch.arange(len(q) + 1, dtype=torch.int32), lens, table)
-        # Rows stand at their context's last token here, and see all of it.
+        # A row has the position of the last cached token here, and sees all of them.
         cached = ops.attention(q, PagedKV(k_cache_layer, v_cache_layer), plan, scale=scale, return_lse=True)
     k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k_new, v_new))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -73,15 +83,17 @@ def append_token(
     k_cache_layer: Tensor,  # [N, Hkv, B, D], written
     v_cache_layer: Tensor,  # [N, Hkv, B, Dv], written
     block_table: Tensor,  # int32 or int64 [S, M]
-    context_lens: Tensor,  # int32 or int64 [S], the new token not included
+    context_lens: Tensor,  # int32 or int64 [S]: cached tokens of each sequence, the new token not included
     *,
-    backend: str = "auto",
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> None:
-    """Put each sequence's new token after its context_lens[s] cached ones.
+    """Append each sequence's new token to its context_lens[s] cached tokens.
 
-    The block for it must stand in the table: an entry that was only padded with 0 names block 0, which is then written.
+    The table must already have the block for it. Padding with 0 names block 0, which would then be written.
 
-    Raises BadShape, BadDtype, or BadValue for a table without room, naming the sequence; nothing is written then.
+    Raises:
+        BadShape, BadDtype: naming the argument. Nothing is written then.
+        BadValue: for a table without room, naming the sequence. Nothing is written then.
     """
     table, lens = checks.to_host("block_table", block_table, 2), checks.to_host("context_lens", context_lens, 1)
     with checks.renamed(**LAYER, q="k_new", slots="new_token_slots"):
@@ -100,7 +112,7 @@ def _check_new(k_new: Tensor, v_new: Tensor, spec: AttentionSpec, num_seqs: int)
 
 
 def _slots_after(lens: Tensor, table: Tensor, num_new: int, spec: AttentionSpec) -> Tensor:
-    """Where each sequence's new token goes: int64 [S]."""
+    """Return the slot of each sequence's new token: int64 [S]."""
     if len(table) != num_new or len(lens) != num_new:
         raise BadShape(f"there are {num_new} new tokens, {len(table)} tables and {len(lens)} lengths")
     column = lens // spec.block_size

@@ -1,4 +1,4 @@
-"""Paged prefill as InfiniOP has it: a descriptor that is made once, from shapes alone, and run many times."""
+"""InfiniOP's paged prefill: a descriptor that is made once, from shapes alone, and run many times."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DIMS = ((3,), (3,), (4,), (4,), (2,), (1,), (1,), (1, 2))
 
 @dataclass(frozen=True)
 class PagedPrefillInfo:
-    """What a descriptor knows. Strides are in numbers, not bytes."""
+    """Properties of the calls that a descriptor was made for. Strides are in elements."""
 
-    dtype: torch.dtype
-    scale: float
+    dtype: torch.dtype  # of q, the caches and out
+    scale: float  # factor of q·k
     num_seqs: int
     num_heads: int
     num_kv_heads: int
@@ -42,7 +42,7 @@ class PagedPrefillInfo:
 
 
 class Look(NamedTuple):
-    """What a descriptor remembers of a tensor."""
+    """The properties of a tensor that a call has to repeat."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -50,21 +50,34 @@ class Look(NamedTuple):
 
 
 class PagedPrefill:
-    """Causal attention of ragged query rows over a paged cache, made once and run many times.
+    """Causal attention of ragged query rows over a paged cache, made once and run many times (InfiniOP).
 
-    `create` looks at shapes, strides and dtypes only, so tensors on torch's "meta" device describe as well as real
-    ones. `run` wants tensors that look the same, and allocates no tensor: the plan's memory is the descriptor's own, so
-    one descriptor serves one caller at a time. (The check of values on the host takes some memory while it runs; so
-    does a GPU's run without host copies, for a column of the tables at a time.)
+    `create` reads shapes, strides and dtypes only, so tensors on torch's "meta" device are accepted. `run` takes
+    tensors with the same properties and allocates no tensor: the descriptor owns the plan's memory, so only one caller
+    may use it at a time. (The check of values on the host takes some temporary memory; so does a run on a GPU without
+    host copies, for one column of the tables at a time.)
 
-    All errors are `quire.errors` with a `status`: BAD_SHAPE, BAD_DTYPE, BAD_STRIDE or BAD_VALUE; UNSUPPORTED where
-    there is no such device or backend.
+    All errors are `quire.errors` with a `status`: BAD_SHAPE, BAD_DTYPE, BAD_STRIDE, BAD_VALUE or UNSUPPORTED.
+
+    Example:
+        >>> q, cache = torch.randn(3, 8, 64), torch.randn(32, 2, 16, 64)
+        >>> tensors = {
+        ...     "out": torch.empty_like(q),
+        ...     "q": q,
+        ...     "k_cache": cache,
+        ...     "v_cache": torch.randn_like(cache),
+        ...     "block_tables": torch.tensor([[7, 2, 11]]),
+        ...     "seq_lens": torch.tensor([40]),
+        ...     "cum_seq_lens_q": torch.tensor([0, 3]),
+        ... }
+        >>> with PagedPrefill.create("cpu", **tensors) as prefill:
+        ...     prefill.run(**tensors)
     """
 
     def __init__(
         self, info: PagedPrefillInfo, num_blocks: int, device: torch.device, looks: dict[str, Look | None], backend: str
     ) -> None:
-        """Use `create`."""
+        """Make a descriptor from checked properties. Use `create` instead."""
         self._info, self._device, self._looks = info, device, looks
         spec = AttentionSpec(
             num_heads=info.num_heads,
@@ -82,7 +95,7 @@ class PagedPrefill:
     @classmethod
     def create(
         cls,
-        device: str | torch.device,
+        device: str | torch.device,  # of the tensors of a run
         out: Tensor,  # [T, Hq, D]
         q: Tensor,  # [T, Hq, D]
         k_cache: Tensor,  # [N, Hkv, B, D]
@@ -91,17 +104,23 @@ class PagedPrefill:
         seq_lens: Tensor,  # int32 or int64 [S]
         cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
         alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-        scale: float | None = None,
+        scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
         *,
-        backend: str = "auto",
+        backend: str = "auto",  # name of a backend, as in `load`
     ) -> PagedPrefill:
-        """A descriptor of calls with tensors like these; no number in them is read. scale: None is 1 / sqrt(D).
+        """Make a descriptor of calls with tensors like these. The values of the tensors are not read.
 
-        Raises BadShape: wrong number of dimensions, sizes that do not match, no query token, no head, no sequence, a
-        head size beyond 1,024. BadDtype: q, k, v and out of several dtypes, or of another than fp16, bf16 and fp32;
-        tables and lengths that are neither int32 nor int64. BadStride: a last dimension that is not contiguous; caches
-        that lie differently. BadValue: a scale that is not finite, a block size beyond 256. Unsupported: no such
-        device.
+        Returns:
+            The descriptor. Close it to free its memory, or use it in a `with` statement.
+
+        Raises:
+            BadShape: for a wrong number of dimensions, sizes that do not match, no query token, no head, no sequence,
+                or a head size above 1,024.
+            BadDtype: if q, k, v and out have different dtypes, or one other than fp16, bf16 and fp32; or if tables and
+                lengths are neither int32 nor int64.
+            BadStride: if a last dimension is not contiguous, or the caches have different strides.
+            BadValue: for a scale that is not finite, or a block size above 256.
+            Unsupported: if there is no such device or backend.
         """
         given = (out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes)
         tensors = dict(zip(NAMES, given, strict=True))
@@ -132,14 +151,14 @@ class PagedPrefill:
 
     @property
     def info(self) -> PagedPrefillInfo:
-        """What the descriptor knows; frozen."""
+        """Properties of the calls that the descriptor was made for."""
         return self._info
 
     @property
     def workspace_size(self) -> int:
-        """Bytes of workspace that `run` needs: none on a CPU, and none with the triton backend.
+        """Size in bytes of the workspace that `run` needs: 0 on a CPU and with the triton backend.
 
-        Another backend on a GPU, where the host does not look at lengths, needs the state of the running softmax.
+        Other backends on a GPU, if the host does not read the lengths, need the state of the running softmax.
         """
         if self._device.type == "cpu" or self._open_plan().takes_device_metadata:
             return 0
@@ -156,24 +175,25 @@ class PagedPrefill:
         cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
         alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         *,
-        workspace: Tensor | None = None,  # at least workspace_size bytes
-        stream: torch.cuda.Stream | None = None,
+        workspace: Tensor | None = None,  # [bytes], at least workspace_size of them
+        stream: torch.cuda.Stream | None = None,  # None: torch's current one
         host_metadata: tuple[Tensor, Tensor, Tensor] | None = None,  # [S, M], [S], [S+1] on the CPU
     ) -> None:
-        """Compute `out`. Sequence s owns the query rows cum_seq_lens_q[s]:[s+1], the last of its seq_lens[s] tokens.
+        """Compute `out`. Sequence s has the query rows cum_seq_lens_q[s]:[s+1], the last of its seq_lens[s] tokens.
 
-        On a CPU everything is checked: cum_seq_lens_q starts at 0, never falls and ends at T; every KV length is at
-        least its query length and fits its table; every table entry that is read is a block's id.
+        On a CPU all values are checked: cum_seq_lens_q starts at 0, never falls and ends at T; every KV length is at
+        least its query length and fits its table; every table entry that is read is the id of a block.
 
-        On a GPU the work is put on `stream` (None: torch's current one), and the host waits for nothing. Values that
-        lie there are therefore not checked, unless `host_metadata` brings copies of block_tables, seq_lens and
-        cum_seq_lens_q, which cost a copy to the host where the caller does not have them anyway. Unchecked, a wrong
-        length or id reads another sequence's block and gives wrong numbers, never memory outside the cache; and all
-        columns of the tables are walked, whatever the lengths, by other backends than triton. With host copies long
-        contexts are divided among programs, too.
+        On a GPU the work is queued on `stream` without a synchronisation. Values on the device are therefore not
+        checked, unless `host_metadata` has copies of block_tables, seq_lens and cum_seq_lens_q. Unchecked, a wrong
+        length or id reads another sequence's block and gives wrong numbers, but never reads memory outside the cache;
+        and backends other than triton walk all columns of the tables, whatever the lengths. With host copies, long
+        contexts are also divided among programs.
 
-        Raises BadShape, BadDtype or BadStride for a tensor that looks different from the described one; BadValue for
-        values, for a workspace that is too small, a stream on a CPU, or a descriptor that was closed.
+        Raises:
+            BadShape, BadDtype, BadStride: for a tensor that differs from the described one.
+            BadValue: for invalid values, a workspace that is too small or missing, a stream on a CPU, or a closed
+                descriptor.
         """
         given = (out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes)
         tensors = dict(zip(NAMES, given, strict=True))
@@ -215,7 +235,7 @@ class PagedPrefill:
                 )
 
     def close(self) -> None:
-        """Give the descriptor's memory back; it cannot be run any more. Closing twice is harmless."""
+        """Free the descriptor's memory. It cannot be run afterwards. Closing twice is allowed."""
         self._plan = None
 
     def __enter__(self) -> PagedPrefill:
@@ -266,7 +286,7 @@ class PagedPrefill:
             )
 
     def _check_host(self, metadata: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The metadata, if its values are as they should be."""
+        """Check the metadata and return it."""
         if not isinstance(metadata, tuple) or len(metadata) != 3:
             raise BadValue("host_metadata must be a tuple: copies of block_tables, seq_lens and cum_seq_lens_q")
         tables, lens, starts = metadata
@@ -279,7 +299,7 @@ class PagedPrefill:
         return metadata
 
     def _check_values(self, lens: Tensor, starts: Tensor) -> None:
-        """What the seed's interface asks of lengths; the plan checks the rest."""
+        """Check the requirements of InfiniOP's interface on lengths. The plan checks the rest."""
         rows = starts.diff()
         if starts[0] != 0:
             raise BadValue(f"cum_seq_lens_q[0] is {starts[0]}; the first sequence's rows start at 0")
@@ -311,9 +331,9 @@ def attend_unseen(
     scale: float,
     state: Tensor,  # fp32 [T * Hq * (D + 2)], overwritten
 ) -> None:
-    """The same attention with lengths and tables that the host never sees: every column of the tables is walked.
+    """Compute the same attention without reading lengths and tables on the host: walk every column of the tables.
 
-    Each row finds its sequence by binary search and masks what it does not see; ids are held to those of the cache.
+    Each row finds its sequence by binary search and masks the keys that it does not see. Ids are clamped to the cache.
     """
     (T, Hq, D), (N, Hkv, B, _) = q.shape, k_cache.shape
     row = torch.arange(T, device=q.device)
@@ -334,9 +354,9 @@ def attend_unseen(
             score += slopes.view(*slopes.shape[:-1], Hkv, -1, 1) * (key - position)[:, None, None]
         score = score.masked_fill(~visible, -torch.inf)
         new_top = torch.maximum(top, score.amax(-1, keepdim=True))
-        shift = new_top.masked_fill(new_top == -torch.inf, 0.0)  # of a row that has seen no key yet
+        shift = new_top.masked_fill(new_top == -torch.inf, 0.0)  # -inf: the row has seen no key yet
         weight, correction = torch.exp(score - shift), torch.exp(top - shift)
-        values = v_cache[ids].float().masked_fill(~visible.mT, 0.0)  # what nobody owns may be NaN
+        values = v_cache[ids].float().masked_fill(~visible.mT, 0.0)  # unowned slots may be NaN
         total.mul_(correction).add_(weight.sum(-1, keepdim=True))
         mix.mul_(correction).add_(torch.einsum("thgb,thbd->thgd", weight, values))
         top.copy_(new_top)
@@ -347,7 +367,7 @@ def attend_unseen(
 
 
 def _check_looks(tensors: dict[str, Tensor | None]) -> None:
-    """Shapes, dtypes and strides, without a value."""
+    """Check shapes, dtypes and strides, without reading values."""
     for (name, x), dims in zip(tensors.items(), DIMS, strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise BadDtype(f"{name} is a {type(x).__name__}; it must be a tensor")

@@ -1,7 +1,7 @@
-"""flash-attn's functions and the cache update of transformers' continuous batching, over Quire's operators.
+"""flash-attn's functions and the cache update of transformers' continuous batching, with Quire's operators.
 
-Caches are NHD here, `[N, B, Hkv, D]`, as these libraries have them. Argument names are theirs, but for return_lse,
-whose LSE is Quire's: a row a token. An option that they have and Quire has not is no argument: passing it is an error.
+Caches are NHD here, `[N, B, Hkv, D]`, as in these libraries. Argument names are theirs, except for return_lse: its LSE
+has Quire's shape, one row per token. Options that Quire does not have are not accepted: passing one is a TypeError.
 """
 
 from __future__ import annotations
@@ -25,27 +25,38 @@ def varlen_attention(
     q: Tensor,  # [Tq, Hq, D] or [1, Tq, Hq, D]
     k: Tensor,  # [Tk, Hkv, D] or [1, Tk, Hkv, D]
     v: Tensor,  # [Tk, Hkv, Dv] or [1, Tk, Hkv, Dv]
-    cu_seqlens_q: Tensor,  # int32 or int64 [S+1]
-    cu_seqlens_k: Tensor,  # int32 or int64 [S+1]
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_q: Tensor,  # int32 or int64 [S+1]: sequence s has the query rows cu_seqlens_q[s]:[s+1]
+    cu_seqlens_k: Tensor,  # int32 or int64 [S+1]: sequence s has the keys cu_seqlens_k[s]:[s+1]
+    max_seqlen_q: int,  # at least the largest number of query rows of a sequence
+    max_seqlen_k: int,  # at least the largest number of keys of a sequence
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),  # keys to the left and to the right; -1: all
-    softcap: float = 0.0,  # 0: none
+    softmax_scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
+    causal: bool = False,  # a query sees no key after its own position
+    window_size: Window = (-1, -1),  # number of keys to the left and to the right; -1: all
+    softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0: no cap
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-    return_lse: bool = False,
-    backend: str = "auto",
+    return_lse: bool = False,  # also return the LSE
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ragged queries over ragged keys, as flash_attn_varlen_func: out [(1,) Tq, Hq, Dv] (, LSE [Tq, Hq]).
+    """Compute attention of ragged queries over ragged keys, as flash-attn's flash_attn_varlen_func.
 
-    Sequence s owns the query rows cu_seqlens_q[s]:[s+1] and the keys cu_seqlens_k[s]:[s+1]; its last query stands at
-    its last key. There may be fewer keys than queries, and none at all: a row that sees nothing gives zeros. K and V
-    are read where they lie. cu_seqlens and a window on a GPU are copied to the host, which waits for them.
+    The last query of a sequence is at the position of its last key. There may be fewer keys than queries, or none: a
+    row that sees no key gives zeros. K and V are read in place. cu_seqlens and a window on a GPU are copied to the
+    host, which synchronises.
 
-    Raises BadShape, BadDtype, BadStride; BadValue for cu_seqlens that do not start at 0, fall, or do not end at the
-    number of rows, and for a max_seqlen below the longest; Unsupported for windows other than causal ones.
+    Returns:
+        out [Tq, Hq, Dv], or [1, Tq, Hq, Dv] for q with 4 dimensions, and with `return_lse` the LSE, fp32 [Tq, Hq].
+
+    Raises:
+        BadShape, BadDtype, BadStride: naming the argument.
+        BadValue: for cu_seqlens that do not start at 0, fall, or do not end at the number of rows, and for a max_seqlen
+            below the longest sequence.
+        Unsupported: for windows other than causal ones.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 8, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)
+        >>> varlen_attention(q, k, v, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 5]), 2, 3, causal=True).shape
+        torch.Size([3, 8, 64])
     """
     batched = q.dim() == 4
     q, k, v = (_ragged(name, x, batched) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -58,7 +69,7 @@ def varlen_attention(
             f"cu_seqlens_q has {len(starts_q)} entries and cu_seqlens_k {len(starts_k)}, k {len(k)} rows and v "
             f"{len(v)}; they must be the same"
         )
-    if len(k) == 0:  # a cache has a block at least
+    if len(k) == 0:  # a cache needs at least one block
         k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
     kv = PagedKV(k.unsqueeze(2), v.unsqueeze(2))  # blocks of one token: nothing is copied
     with checks.renamed(k_cache="k", v_cache="v", k="k", v="v"):
@@ -75,30 +86,40 @@ def varlen_attention(
 
 def attention_with_kvcache(
     q: Tensor,  # [S, Tq, Hq, D]
-    k_cache: Tensor,  # [N, B, Hkv, D], written where k is given
-    v_cache: Tensor,  # [N, B, Hkv, Dv], written where v is given
+    k_cache: Tensor,  # [N, B, Hkv, D], written if k is given
+    v_cache: Tensor,  # [N, B, Hkv, Dv], written if v is given
     k: Tensor | None = None,  # [S, Tnew, Hkv, D]
     v: Tensor | None = None,  # [S, Tnew, Hkv, Dv]
     *,
-    cache_seqlens: int | Tensor,  # int32 or int64 [S], tokens in the cache, new ones not included; a number: of each
+    cache_seqlens: int | Tensor,  # int32 or int64 [S], cached tokens without the new ones; an int: of every sequence
     block_table: Tensor,  # int32 or int64 [S, M]; -1: no block
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
+    softmax_scale: float | None = None,  # factor of q·k; None: 1 / sqrt(D)
+    causal: bool = False,  # a query sees no key after its own position
+    window_size: Window = (-1, -1),  # number of keys to the left and to the right; -1: all
+    softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0: no cap
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-    return_lse: bool = False,
-    backend: str = "auto",
+    return_lse: bool = False,  # also return the LSE
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Append k and v to a paged cache in place and attend over all of it, as flash_attn_with_kvcache.
+    """Append k and v to a paged cache in place and attend over all of it, as flash-attn's flash_attn_with_kvcache.
 
-    The new tokens of sequence s go after its cache_seqlens[s] cached ones, through its row of block_table, which must
-    already name the blocks for them; then its Tq queries, the last ones of the sequence, attend: out [S, Tq, Hq, Dv]
-    (, LSE [S, Tq, Hq]). Without k and v the cache holds everything already. Lengths, a table and a window on a GPU are
-    copied to the host, which waits for them.
+    The new tokens of sequence s are written after its cache_seqlens[s] cached tokens. Its row of block_table must
+    already name the blocks for them. Then its Tq queries, the last ones of the sequence, attend. Without k and v the
+    cache has all tokens already. Lengths, a table and a window on a GPU are copied to the host, which synchronises.
 
-    Raises BadShape, BadDtype, BadStride; BadValue for a table that is too short or has -1 where a token is or goes,
-    naming the sequence; Unsupported for windows other than causal ones. Nothing is written then.
+    Returns:
+        out [S, Tq, Hq, Dv], and with `return_lse` the LSE, fp32 [S, Tq, Hq].
+
+    Raises:
+        BadShape, BadDtype, BadStride: naming the argument. Nothing is written after any of these errors.
+        BadValue: for a table that is too short, or has -1 at a cached or new token, naming the sequence.
+        Unsupported: for windows other than causal ones.
+
+    Example:
+        >>> cache, q, new = torch.zeros(2, 8, 32, 2, 64), torch.randn(1, 1, 8, 64), torch.randn(2, 1, 1, 2, 64)
+        >>> table = torch.tensor([[2, 5]])
+        >>> attention_with_kvcache(q, *cache, *new, cache_seqlens=0, block_table=table, causal=True).shape
+        torch.Size([1, 1, 8, 64])
     """
     causal, window = _window(causal, window_size)
     table = checks.to_host("block_table", block_table, 2).long()
@@ -125,7 +146,7 @@ def attention_with_kvcache(
         slots = _slots_after(cached, num_new, table, spec.block_size)
         lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
         plan = ops.plan(spec, starts * rows, lens, table)
-        # Everything is checked before anything is written.
+        # Check all arguments before the cache is written.
         validate.check_attention(flat, kv, plan, softmax_scale, alibi_slopes, cap, None, None, None, True)
         if k is not None and v is not None:
             writer = ops.plan(spec, starts * num_new, lens, table, slots)
@@ -142,20 +163,24 @@ def update_and_gather(
     value_states: Tensor,  # [1, Hkv, T, Dv]
     k_cache: Tensor,  # [N, B, Hkv, D], written
     v_cache: Tensor,  # [N, B, Hkv, Dv], written
-    read_index: Tensor,  # int [Tk], slots; -1: the next of the new tokens
-    write_index: Tensor,  # int [T], slots; -1: not kept
+    read_index: Tensor,  # int32 or int64 [Tk], slots; -1: the next of the new tokens
+    write_index: Tensor,  # int32 or int64 [T], slots; -1: not written
 ) -> tuple[Tensor, Tensor]:
-    """Write new tokens to a paged cache and gather K and V for attention: [1, Hkv, Tk, D] and [1, Hkv, Tk, Dv].
+    """Write new tokens to a paged cache and gather K and V for attention.
 
-    What transformers' PagedAttentionCache.update does for one layer, before `varlen_attention`. A slot is
-    `block_id * B + offset`. Without -1 in read_index the cache is read after it was written. With -1, which stands for
-    the new tokens in turn, it is read as it was before: so a sliding window may write over what it still reads. An
-    empty read_index gives the new tokens back: no sequence has a past.
+    This does the work of transformers' PagedAttentionCache.update for one layer, before `varlen_attention`. A slot is
+    `block_id * B + offset`. Without -1 in read_index the cache is read after it is written. With -1, which means the
+    new tokens in order, it is read before: so a sliding window may overwrite slots that it still reads. An empty
+    read_index returns the new tokens, for sequences without cached tokens.
 
-    -1 stands where transformers has a number of its own (its `sentinel_index` among the read, its `write_trash_index`
-    among the written slots): `read_index.masked_fill(read_index == sentinel, -1)` brings its indices here.
+    transformers uses other numbers than -1 (`sentinel_index` among the read, `write_trash_index` among the written
+    slots): convert its indices by `read_index.masked_fill(read_index == sentinel, -1)`.
 
-    Raises BadShape, BadDtype, BadStride or BadValue; nothing is written then.
+    Returns:
+        K [1, Hkv, Tk, D] and V [1, Hkv, Tk, Dv].
+
+    Raises:
+        BadShape, BadDtype, BadStride, BadValue: naming the argument. Nothing is written then.
     """
     read, write = _check_update(key_states, value_states, k_cache, v_cache, read_index, write_index)
     gathered = []
@@ -188,16 +213,19 @@ def _ragged(name: str, x: Tensor, batched: bool) -> Tensor:
 
 
 def _check_alibi(alibi_slopes: Tensor | None, causal: bool, rows: int) -> None:
-    """flash-attn's bias is -slope * |distance|, Quire's slope * (key - query): the same where keys lie to the left."""
+    """Raise Unsupported if a row may see keys to its right.
+
+    flash-attn's bias is -slope * |distance|, Quire's is slope * (key - query): they are equal for keys to the left.
+    """
     if alibi_slopes is not None and not causal and rows > 1:
         raise Unsupported(
-            "alibi_slopes with causal=False and several query rows: a key to the right of its query would gain by its "
-            "distance, where flash-attn lets it lose; give causal=True"
+            "alibi_slopes with causal=False and several query rows: for a key to the right of its query the bias would "
+            "grow with the distance, where flash-attn's falls; give causal=True"
         )
 
 
 def _window(causal: bool, window_size: Window) -> tuple[bool, int | None]:
-    """Quire's causal and window, which counts the row's own key, for flash-attn's."""
+    """Convert flash-attn's causal and window_size to Quire's, whose window includes the row's own key."""
     given = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise BadValue(f"window_size is {window_size!r}; it must be a pair: keys to the left and to the right")
@@ -218,7 +246,7 @@ def _window(causal: bool, window_size: Window) -> tuple[bool, int | None]:
 
 
 def _starts(name: str, cu_seqlens: Tensor, total: int, max_name: str, longest: int) -> Tensor:
-    """The offsets on the host, int64, if they divide `total` rows into sequences of at most `longest`."""
+    """Check that the offsets divide `total` rows into sequences of up to `longest`. Return them on the host, int64."""
     starts = checks.to_host(name, cu_seqlens, 1).long()
     if len(starts) == 0:
         raise BadShape(f"{name} has shape (0,); expected [S+1]")
@@ -246,7 +274,7 @@ def _new_rows(k: Tensor, v: Tensor | None, num_seqs: int) -> int:
 
 
 def _slots_after(cached: Tensor, num_new: int, table: Tensor, block_size: int) -> Tensor:
-    """Slots of the new tokens [S * Tnew]; the blocks for them must be in the table."""
+    """Return the slots of the new tokens, [S * Tnew]. Raises BadValue if the table has no block for one."""
     width = table.shape[1]
     for s, length in enumerate(cached.tolist()):
         if length < 0 or length + num_new > width * block_size:
@@ -293,11 +321,11 @@ def _check_update(
         raise BadShape(f"write_index has {len(write)} entries for {num_new} new tokens; it needs one per token")
     fresh = int((read < 0).sum())
     if fresh not in (0, num_new):
-        raise BadValue(f"read_index has -1 {fresh} times; it stands for each of the {num_new} new tokens, or for none")
+        raise BadValue(f"read_index has -1 {fresh} times; it must occur {num_new} times, once per new token, or never")
     slots = write[write >= 0].sort().values
     twice = (slots.diff() == 0).nonzero().flatten()
     if len(twice):
-        raise BadValue(f"write_index names slot {slots[twice[0]]} twice; every token needs a slot of its own")
+        raise BadValue(f"write_index names slot {slots[twice[0]]} twice; every token needs its own slot")
     checks.check_written(
         {"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states}
     )

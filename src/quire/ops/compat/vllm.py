@@ -1,9 +1,9 @@
-"""vLLM's first paged-attention kernels: their arguments and their packed caches, over Quire's operators.
+"""vLLM's first paged-attention kernels: their arguments and their packed caches, with Quire's operators.
 
-Both versions decode: one query token a sequence, over a cache in the packed layout of `layouts`. V1 gives all keys of a
-sequence and head to one worker; V2 cuts them into partitions of 512 tokens and merges. For Quire's kernels that is no
-difference worth two functions (they cut long contexts by themselves, at fixed positions): they stand here for who
-calls them. The blocks that a call reads are unpacked in each call; who can, converts the cache once.
+Both versions decode: one query token per sequence, over a cache in the packed layout of `layouts`. In vLLM V1 gives all
+keys of a sequence and head to one thread block; V2 cuts them into partitions of 512 tokens and merges these. Quire's
+kernels do not need two versions, as they cut long contexts at fixed positions: both exist for existing callers. Each
+call unpacks the blocks that it reads; if possible, convert the cache once instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,32 @@ from quire.ops.paged import describe
 from quire.ops.spec import PagedKV
 from quire.ops.state import AttentionState
 
-NAMES = {"q": "query", "k": "key_cache", "v": "value_cache"}  # what the operators call them -> what vLLM does
+NAMES = {"q": "query", "k": "key_cache", "v": "value_cache"}  # an operator's name of an argument -> vLLM's
 PARTITION = 512  # tokens, in V2
-LONG_CONTEXT = 8_192  # tokens: below it one worker a sequence and head is enough
-MANY_PAIRS = 512  # sequences x heads: above it V1 keeps a GPU busy by itself
+LONG_CONTEXT = 8_192  # tokens: below it one thread block per sequence and head is enough
+MANY_PAIRS = 512  # sequences x heads: above it V1 alone keeps a GPU busy
 
 
 def choose_version(num_seqs: int, num_heads: int, max_context_len: int) -> str:
-    """The kernel, "v1" or "v2": V2 for long contexts, unless there are enough pairs of sequence and head anyway."""
+    """Choose a kernel by vLLM's rule: V2 for long contexts, unless there are many pairs of sequence and head.
+
+    Args:
+        num_seqs: S.
+        num_heads: Hq.
+        max_context_len: the longest context in tokens.
+
+    Returns:
+        "v1" or "v2".
+
+    Example:
+        >>> choose_version(num_seqs=2, num_heads=8, max_context_len=10_000)
+        'v2'
+    """
     return "v1" if max_context_len < LONG_CONTEXT or num_seqs * num_heads > MANY_PAIRS else "v2"
 
 
 def num_partitions(max_context_len: int) -> int:
-    """Partitions of V2, the size of its buffers."""
+    """Return the number of V2's partitions, P, which is the size of its buffers."""
     return max(1, -(-max_context_len // PARTITION))
 
 
@@ -41,19 +54,20 @@ def paged_attention(
     key_cache: Tensor,  # [N, Hkv, D/x, B, x], x = 16 // bytes of a number
     value_cache: Tensor,  # [N, Hkv, D, B]
     head_mapping: Tensor,  # int [Hq], the KV head of each query head
-    scale: float,
+    scale: float,  # factor of q·k
     block_tables: Tensor,  # int32 or int64 [S, M]
-    context_lens: Tensor,  # int32 or int64 [S]
-    block_size: int,
-    max_context_len: int,
+    context_lens: Tensor,  # int32 or int64 [S]: tokens of each sequence, the query token included
+    block_size: int,  # B
+    max_context_len: int,  # at least the longest context in tokens
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     *,
-    version: str = "auto",
-    backend: str = "auto",
+    version: str = "auto",  # "v1", "v2", or the one that `choose_version` returns
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> None:
-    """V1 or V2 by name, or with "auto" the one that `choose_version` names; V2's buffers are allocated.
+    """Call `paged_attention_v1` or `paged_attention_v2`, and allocate the buffers of V2.
 
-    Raises as they do, and BadValue for another version.
+    Raises:
+        BadShape, BadDtype, BadStride, BadValue: as the called version does, and for another `version`.
     """
     if version not in ("auto", "v1", "v2"):
         raise BadValue(f"version is {version!r}; it must be 'auto', 'v1' or 'v2'")
@@ -79,19 +93,22 @@ def paged_attention_v1(
     key_cache: Tensor,  # [N, Hkv, D/x, B, x], x = 16 // bytes of a number
     value_cache: Tensor,  # [N, Hkv, D, B]
     head_mapping: Tensor,  # int [Hq], the KV head of each query head
-    scale: float,
+    scale: float,  # factor of q·k
     block_tables: Tensor,  # int32 or int64 [S, M]
-    context_lens: Tensor,  # int32 or int64 [S]
-    block_size: int,
-    max_context_len: int,
+    context_lens: Tensor,  # int32 or int64 [S]: tokens of each sequence, the query token included
+    block_size: int,  # B, 1..256
+    max_context_len: int,  # at least the longest context in tokens
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     *,
-    backend: str = "auto",
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> None:
-    """Attention of one query token a sequence over its context_lens[s] cached tokens, its own included.
+    """Compute attention of one query token per sequence over its context_lens[s] cached tokens, its own included.
 
-    Any block size up to 256 and any mapping of heads; vLLM's kernel takes blocks of 8, 16 and 32.
-    Raises BadShape, BadDtype, BadStride or BadValue.
+    The block size may be any up to 256, and the mapping of heads is arbitrary; vLLM's kernel takes blocks of 8, 16 and
+    32.
+
+    Raises:
+        BadShape, BadDtype, BadStride, BadValue: naming the argument, the sequence and the value.
     """
     tables, lens = _check(
         query, key_cache, value_cache, head_mapping, block_tables, context_lens, block_size, max_context_len
@@ -113,21 +130,24 @@ def paged_attention_v2(
     key_cache: Tensor,  # [N, Hkv, D/x, B, x], x = 16 // bytes of a number
     value_cache: Tensor,  # [N, Hkv, D, B]
     head_mapping: Tensor,  # int [Hq], the KV head of each query head
-    scale: float,
+    scale: float,  # factor of q·k
     block_tables: Tensor,  # int32 or int64 [S, M]
-    context_lens: Tensor,  # int32 or int64 [S]
-    block_size: int,
-    max_context_len: int,
+    context_lens: Tensor,  # int32 or int64 [S]: tokens of each sequence, the query token included
+    block_size: int,  # B, a divisor of 512 up to 256
+    max_context_len: int,  # at least the longest context in tokens
     alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     *,
-    backend: str = "auto",
+    backend: str = "auto",  # name of a backend, as in `load`
 ) -> None:
-    """As `paged_attention_v1`, each partition of 512 tokens by itself, then merged in ascending order.
+    """Compute `paged_attention_v1` separately for partitions of 512 tokens, and merge them in ascending order.
 
-    P is at least num_partitions(max_context_len). The buffers receive the partitions' states: tmp_out their outputs,
-    and max_logits + log(exp_sums) their LSE (which stands in max_logits, with 1 in exp_sums; -inf and 0 where a
-    partition lies after the context).
-    Raises as V1 does, and BadValue for a block size that does not divide 512.
+    P is at least ceil(max_context_len / 512) and at least 1. The buffers receive the partitions' states: tmp_out their
+    outputs, and max_logits + log(exp_sums) their LSE. (max_logits has the LSE and exp_sums is 1; for partitions after
+    the context they are -inf and 0.)
+
+    Raises:
+        BadShape, BadDtype, BadStride, BadValue: as `paged_attention_v1`, and BadValue for a block size that does not
+            divide 512.
     """
     tables, lens = _check(
         query, key_cache, value_cache, head_mapping, block_tables, context_lens, block_size, max_context_len
@@ -141,7 +161,7 @@ def paged_attention_v2(
         {"query": query, "key_cache": key_cache, "value_cache": value_cache, "alibi_slopes": alibi_slopes},
     )
     kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
-    # Every partition is a sequence of the batch: its share of the table, its share of the length, the same query.
+    # Every partition is a sequence of the batch, with its part of the table and of the length, and the same query.
     columns = PARTITION // block_size
     padded = torch.nn.functional.pad(tables, (0, max(0, P * columns - tables.shape[1])))[:, : P * columns]
     first = torch.arange(P) * PARTITION
@@ -157,7 +177,7 @@ def paged_attention_v2(
             slopes = slopes.repeat_interleave(P, 0) if slopes.dim() == 2 else slopes
         parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=slopes, return_lse=True)
     states = [AttentionState(parts[p::P], lse[p::P].contiguous()) for p in range(P)]
-    if alibi_slopes is not None:  # a partition's own last token is not where the query stands
+    if alibi_slopes is not None:  # the query's position is not that of a partition's last token
         lag = (first + part_lens - lens[:, None]).to(lse.device)  # [S, P]
         states = [state.shifted(alibi_slopes * lag[:, p, None]) for p, state in enumerate(states)]
     for p, state in enumerate(states):
@@ -168,7 +188,7 @@ def paged_attention_v2(
 
 
 def _check_buffers(query: Tensor, P: int, out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor) -> None:
-    """What V2 writes to."""
+    """Check the tensors that V2 writes."""
     num_seqs, num_heads, head_dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     checks.check_tensor("out", out, tuple(query.shape), query.dtype, query.device)
@@ -195,7 +215,7 @@ def _check(
     block_size: int,
     max_context_len: int,
 ) -> tuple[Tensor, Tensor]:
-    """Tables and lengths on the host, if everything fits together."""
+    """Check all arguments. Return the tables and lengths on the host."""
     if query.dim() != 3 or key_cache.dim() != 5:
         raise BadShape(
             f"query has shape {tuple(query.shape)} and key_cache {tuple(key_cache.shape)}; expected [S, Hq, D] and "
@@ -245,9 +265,9 @@ def _check(
 def _unpacked(
     key_cache: Tensor, value_cache: Tensor, head_mapping: Tensor, tables: Tensor, lens: Tensor
 ) -> tuple[PagedKV, Tensor]:
-    """The blocks that the tables name, as Quire lays them out, and the tables with the new ids.
+    """Unpack the blocks that the tables name to Quire's layout. Return them, and the tables with the new ids.
 
-    Where query heads are not mapped to KV heads in equal consecutive groups, every query head gets a copy of its own.
+    If query heads are not mapped to KV heads in equal consecutive groups, every query head gets a separate copy.
     """
     block_size = key_cache.shape[3]
     read = torch.arange(tables.shape[1]) < -(-lens[:, None] // block_size)
