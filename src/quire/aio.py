@@ -1,8 +1,8 @@
-"""AsyncLLM: an LLM on a thread of its own, for event loops.
+"""AsyncLLM: an LLM on a dedicated thread, for event loops.
 
-The engine belongs to its thread alone. The event loop sends it functions, which it runs between two steps; it sends
-back, once a step, what that step reported. What happens to one request stays with it: the thread ends only when it is
-asked to, or when the engine can serve no one any more, and then all who wait get the reason.
+Only that thread uses the engine. The event loop sends it functions, which it runs between two steps, and gets back the
+reports of each step. An error of one request affects no other request: the thread ends only when it is stopped or when
+the engine has failed, and then all pending calls raise EngineStopped with the reason.
 """
 
 from __future__ import annotations
@@ -33,26 +33,51 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """What came of a step of the engine, as its observers see it."""
+    """The result of an engine step, for observers."""
 
     events: Sequence[Event]  # as the engine reported them
-    texts: Sequence[tuple[Event, RequestOutput]]  # of these, those of outputs, with the ends that the texts made
-    searches: Sequence[Search]  # those that have ended
-    start: float  # s of time.monotonic()
-    end: float
+    texts: Sequence[tuple[Event, RequestOutput]]  # the events of outputs, with the ends that stop strings caused
+    searches: Sequence[Search]  # searches that have ended
+    start: float  # s, time.monotonic()
+    end: float  # s, time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the step in seconds."""
         return self.end - self.start
 
 
 class AsyncLLM:
-    """A model whose engine runs on a thread of its own; what several tasks ask for is computed in the same batches.
+    """A model for event loops, whose engine runs on a dedicated thread.
 
-    It works with any event loop, with one at a time. The thread starts at first use.
+    Prompts of several tasks are computed in the same batches. One event loop at a time can use it. The thread starts at
+    first use. `async with` closes it at the end.
 
-    model, lora and the options are those of `LLM`, and the same errors are raised.
+    Args:
+        model: see `LLM`.
+        lora: see `LLM`.
+        **options: see `LLM`.
+
+    Raises:
+        ConfigError: see `LLM`.
+        ModelError: see `LLM`.
+        Unsupported: see `LLM`.
+
+    Example:
+        ```python
+        import asyncio
+
+        from quire import AsyncLLM, SamplingParams
+
+
+        async def main() -> None:
+            async with AsyncLLM(num_blocks=128) as llm:
+                async for output in llm.generate("def fibonacci(", SamplingParams(max_tokens=8)):
+                    print(output.outputs[0].text)
+
+
+        asyncio.run(main())
+        ```
     """
 
     def __init__(
@@ -62,7 +87,14 @@ class AsyncLLM:
 
     @classmethod
     def of(cls, llm: LLM) -> AsyncLLM:
-        """Let a thread have the engine of an LLM, which then must not be called by others."""
+        """Wrap an LLM. Afterwards only the engine's thread may call it.
+
+        Args:
+            llm: the LLM.
+
+        Returns:
+            An AsyncLLM of the same engine.
+        """
         made = cls.__new__(cls)
         made._own(llm)
         return made
@@ -70,21 +102,21 @@ class AsyncLLM:
     def _own(self, llm: LLM) -> None:
         self.llm = llm
         self.engine = llm.engine
-        self.failure: str | None = None  # why the engine serves no one any more
+        self.failure: str | None = None  # why the engine has stopped
         self.on_failure: Callable[[], None] = lambda: None  # called on the event loop when the engine has failed
         # Called on the engine's thread after each step.
         self.observers: list[Callable[[Step], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: dict[Job, Callable[[], None]] = {}  # and whom to call when the engine has done with it
+        self._open: dict[Job, Callable[[], None]] = {}  # and the callback for when the engine is done with it
         self._calls: set[asyncio.Future[Any]] = set()
         self._names: set[str] = set()  # of the loop's prompts that have not ended
-        # From here on the engine thread's.
+        # The engine's thread owns the attributes below.
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: float | None = None
         self._processor = llm.processor
         if llm.group is not None:
             llm.group.on_lost = partial(_end_lost, weakref.ref(self), llm.group)
-            self.post(llm.group.check)  # it may have been lost before
+            self.post(llm.group.check)  # it may have been lost already
         self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
         self._searches: dict[str, Search] = {}  # by the id of each beam
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
@@ -106,17 +138,25 @@ class AsyncLLM:
         priority: int = 0,
         lora: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt: all that there is of its output, whenever it has grown, the last time when it has ended.
+        """Continue a prompt. Yield its output whenever it has grown, the last time when it has ended.
 
-        Each is a copy of its own. What comes while the caller does other things is in the next one, so a caller that
-        is slow makes nothing wait and takes no memory. Closing the iterator, or cancelling the task that waits for it,
-        takes the prompt back.
+        Each output is complete and a separate copy. Tokens that arrive while the caller is busy are in the next output,
+        so a slow caller neither blocks the engine nor uses more memory. Closing the iterator, or cancelling the task
+        that waits for it, aborts the prompt.
 
-        prompt, sampling_params, priority and lora are as `LLM.generate` takes them. request_id: the output's, which no
-        other prompt that runs may have; None: a number.
+        Args:
+            prompt: a text, a list of token ids, or a dictionary, see `LLM.generate`.
+            sampling_params: parameters of sampling; None is `LLM.get_default_sampling_params()`.
+            request_id: id of the output, which must be unique among running prompts. None: a number.
+            priority: lower is first, with scheduling_policy="priority".
+            lora: name of an adapter; None is the model without an adapter.
 
-        Raises RequestError for a prompt that is invalid or can never fit, EngineStopped where the engine ends before
-        the prompt does. A prompt whose step failed has the finish_reason "error" and says why in its `error`.
+        Yields:
+            The output so far. If a step failed, its finish_reason is "error" and its `error` has the reason.
+
+        Raises:
+            RequestError: the prompt is invalid or can never fit.
+            EngineStopped: the engine stopped before the prompt ended.
         """
         own = (sampling_params, request_id, priority, lora)
         async for output in self._generate(lambda: self.llm.prompts.encoded(prompt), *own):
@@ -132,10 +172,40 @@ class AsyncLLM:
         lora: str | None = None,
         **rendering: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation, as `generate` continues a prompt.
+        """Answer a conversation. Yield the output whenever it has grown, as `generate` does.
 
-        rendering: chat_template, add_generation_prompt, continue_final_message, tools and chat_template_kwargs, as
-        `LLM.chat` takes them.
+        Args:
+            messages: messages with a role and a content, see `LLM.chat`.
+            sampling_params: see `generate`.
+            request_id: see `generate`.
+            priority: see `generate`.
+            lora: see `generate`.
+            **rendering: chat_template, add_generation_prompt, continue_final_message, tools and chat_template_kwargs of
+                `LLM.chat`.
+
+        Yields:
+            The output so far, see `generate`.
+
+        Raises:
+            RequestError: see `LLM.chat`.
+            ModelError: the model's template is invalid.
+            EngineStopped: the engine stopped before the answer ended.
+
+        Example:
+            ```python
+            import asyncio
+
+            from quire import AsyncLLM
+
+
+            async def main() -> None:
+                async with AsyncLLM(num_blocks=128) as llm:
+                    async for output in llm.chat([{"role": "user", "content": "hello"}]):
+                        print(output.outputs[0].text)
+
+
+            asyncio.run(main())
+            ```
         """
         own = (sampling_params, request_id, priority, lora)
         async for output in self._generate(lambda: self.llm.prompts.encoded_chat(messages, **rendering), *own):
@@ -150,7 +220,38 @@ class AsyncLLM:
         priority: int = 0,
         lora: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """The embedding of a prompt, as `LLM.embed` has it. Raises what `generate` raises."""
+        """Return the embedding of a prompt.
+
+        Args:
+            prompt: a text, a list of token ids, or a dictionary, see `LLM.generate`.
+            request_id: see `generate`.
+            dimensions: number of leading values to keep, see `LLM.embed`; None keeps all.
+            priority: see `generate`.
+            lora: see `generate`.
+
+        Returns:
+            The embedding, see `LLM.embed`.
+
+        Raises:
+            RequestError: the prompt or another argument is invalid, or the prompt can never fit.
+            EngineStopped: the engine stopped before the prompt ended.
+
+        Example:
+            ```python
+            import asyncio
+
+            from quire import AsyncLLM
+
+
+            async def main() -> None:
+                async with AsyncLLM(num_blocks=128) as llm:
+                    first, second = await asyncio.gather(llm.embed("import os"), llm.embed("import sys"))
+                    print(len(first.outputs.embedding), len(second.outputs.embedding))
+
+
+            asyncio.run(main())
+            ```
+        """
         check_dimensions(dimensions, self.llm.hidden_size)
         name = self._named(request_id)
         make = partial(self.llm.prompts.embedding_request, name, prompt, priority, lora)
@@ -165,9 +266,9 @@ class AsyncLLM:
         return embedding_output(job.outputs[0], dimensions)
 
     async def close(self) -> None:
-        """End the engine after its present step and free its memory, see `LLM.close`. Who waits gets EngineStopped."""
+        """Stop the engine after its current step and free its memory. Pending calls raise EngineStopped."""
         await self.stop("the AsyncLLM is closed")
-        self.engine = self._processor = Closed()  # type: ignore[assignment]  # else its memory would not be free
+        self.engine = self._processor = Closed()  # type: ignore[assignment]  # a reference would keep its memory
         self.llm.close()
 
     async def _generate(
@@ -195,7 +296,7 @@ class AsyncLLM:
             self.abort(job)
 
     def _named(self, request_id: str | None) -> str:
-        """A prompt's name, which is taken from now on."""
+        """Return a prompt's name and reserve it."""
         self.start()
         name = request_id
         if name is None:
@@ -203,13 +304,13 @@ class AsyncLLM:
         elif not isinstance(name, str) or not name:
             raise RequestError(f"request_id is {name!r}; it must be a text of at least one character")
         elif name in self._names:
-            raise RequestError(f"request_id is {name!r}, which another prompt has that has not ended")
+            raise RequestError(f"request_id is {name!r}, which a running prompt has; choose another one")
         self._names.add(name)
         return name
 
     async def _made(self, name: str, make: Callable[[], T]) -> T:
-        """A prompt's request, made on another thread: long texts and grammars take their time."""
-        names = self._names  # which another loop does not have
+        """Make a prompt's request on another thread, since long texts and grammars take long."""
+        names = self._names  # each event loop has its own
         try:
             return await asyncio.to_thread(make)
         except BaseException:
@@ -226,9 +327,11 @@ class AsyncLLM:
     # ------------------------------------------------------------------------------------------------ for servers
 
     def start(self) -> None:
-        """Begin to serve the event loop in which this is called.
+        """Begin to serve the current event loop.
 
-        Raises QuireError while another one waits for something, EngineStopped if nothing is served any more.
+        Raises:
+            QuireError: another event loop still waits for prompts.
+            EngineStopped: the engine has stopped.
         """
         if self.failure is not None:
             raise EngineStopped(self.failure)
@@ -244,7 +347,12 @@ class AsyncLLM:
             self._thread.start()
 
     async def stop(self, why: str, patience: float | None = None) -> None:
-        """End. The step that is being computed is waited for, that many seconds; then who still waits gets an error."""
+        """Stop the engine's thread and fail pending calls with EngineStopped.
+
+        Args:
+            why: the reason, for the message of EngineStopped.
+            patience: seconds to wait for the current step; None waits until it has ended.
+        """
         if self._thread.ident is not None:
             self._inbox.put(None)
             await asyncio.to_thread(self._thread.join, patience)
@@ -252,19 +360,32 @@ class AsyncLLM:
 
     @property
     def busy_for(self) -> float:
-        """Seconds since the engine began what it is doing; 0 while it has nothing to do."""
+        """Seconds since the engine began its current work; 0 while it is idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def post(self, function: Callable[[], None]) -> None:
-        """Let the engine's thread run a function between two steps, in the order of these calls.
+        """Make the engine's thread run a function between two steps, in the order of the calls of `post`.
 
-        If it raises, the engine serves no one any more.
+        If the function raises, the engine stops.
+
+        Args:
+            function: the function, which takes no argument.
         """
         self._inbox.put(function)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between two steps: what it returns or raises."""
+        """Run a function on the engine's thread between two steps. Return its result or raise its exception.
+
+        Args:
+            function: the function, which takes no argument.
+
+        Returns:
+            The result of the function.
+
+        Raises:
+            EngineStopped: the engine stopped before the function ran.
+        """
         self.start()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.add(future)
@@ -281,9 +402,15 @@ class AsyncLLM:
         return await future
 
     def submit(self, job: Job, released: Callable[[], None] = lambda: None) -> None:
-        """Queue a job. Raises RequestError, queueing nothing, if it could never run.
+        """Queue a job.
 
-        released: called on the event loop when the engine has done with it.
+        Args:
+            job: the job.
+            released: called on the event loop when the engine is done with the job.
+
+        Raises:
+            RequestError: the job could never run. Nothing was queued.
+            EngineStopped: the engine has stopped.
         """
         self.start()
         job.check(self.engine)
@@ -291,12 +418,20 @@ class AsyncLLM:
         self.post(partial(self._begin, job))
 
     def abort(self, job: Job) -> None:
-        """Take a job back, if it has not ended: it ends with the engine's next step."""
+        """Abort a job that has not ended: it ends with the engine's next step.
+
+        Args:
+            job: the job.
+        """
         if job in self._open and self.failure is None:
             self.post(partial(job.stop, self.engine))
 
     def end_all(self, why: str) -> None:
-        """Say to all who wait that no further step is computed for them, and take no further jobs."""
+        """Fail all pending calls with EngineStopped and accept no further jobs.
+
+        Args:
+            why: the reason, for the message of EngineStopped.
+        """
         if self.failure is not None:
             return
         self.failure = why
@@ -309,27 +444,27 @@ class AsyncLLM:
     # ------------------------------------------------------------------------------ called by the engine's thread
 
     def _release(self, job: Job) -> None:
-        """The engine has done with a job."""
+        """Call the callback of a job that the engine is done with."""
         released = self._open.pop(job, None)
         if released is not None:
             released()
 
     def _leave(self) -> None:
-        """Take back what an event loop has left that is closed."""
+        """Abort the jobs of an event loop that was closed."""
         for job in list(self._open):
             self.abort(job)
             self._release(job)
         self._calls.clear()
-        self._names = set()  # some may be of prompts that were still being made
+        self._names = set()  # prompts that are still being made use the old set
 
     def _close(self, job: Job, error: QuireError | None = None) -> None:
         end(job, error)
         self._release(job)
 
     def _deliver(self, reports: Sequence[tuple[Generation, list[Delta], bool]]) -> None:
-        """Hand over what a step brought to each job, and whether it was the last of it."""
+        """Pass a step's deltas to each job, and end the jobs whose last step it was."""
         for job, deltas, is_last in reports:
-            if not job.ended.is_set():  # else its time was up
+            if not job.ended.is_set():  # it may have timed out
                 job.take(deltas)
             if is_last:
                 self._close(job)
@@ -341,10 +476,10 @@ class AsyncLLM:
     # ---------------------------------------------------------------------------------------- the engine's thread
 
     def _report(self, function: Callable[[], None]) -> None:
-        """Let the event loop run a function."""
+        """Make the event loop run a function."""
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # it is closed, and no one waits there any more
+            with suppress(RuntimeError):  # the loop is closed, so no call is pending
                 loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:
@@ -352,11 +487,11 @@ class AsyncLLM:
             while self._turn():
                 pass
         except BaseException as error:
-            log.exception("the engine stops: it can serve no one any more")
+            log.exception("the engine has failed and stops; pending requests end with an error")
             self._report(partial(self._die, f"{type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:
-        """Do what the event loop asked for, then a step. False: it asked for the end."""
+        """Run the functions of the event loop, then a step. Return False if the engine must stop."""
         if not self.engine.has_work:
             self._busy_since = None
             asked = self._inbox.get()
@@ -391,7 +526,7 @@ class AsyncLLM:
         shown = []
         for name, output in grown.items():
             job = self._generations.get(name)
-            if job is None:  # it could not be queued as a whole
+            if job is None:  # not all of it could be queued
                 continue
             if output.finished:
                 job.num_open -= 1
@@ -405,8 +540,8 @@ class AsyncLLM:
         for observe in self.observers:
             try:
                 observe(step)
-            except Exception:  # who watches must not hurt who is served
-                log.exception("a step could not be counted or shown")
+            except Exception:  # an observer's failure must not affect requests
+                log.exception("an observer of engine steps failed")
         for search in searches:
             self._report(partial(self._close, search))
 
@@ -416,7 +551,7 @@ class AsyncLLM:
             self._step()
         try:
             job.start(self._processor)
-        except Exception as error:  # nothing that `check` saw; what was queued of it is taken back
+        except Exception as error:  # `check` did not detect it; abort the queued part of the job
             log.exception("a job could not be queued")
             job.stop(self.engine)
             self._report(partial(self._close, job, QuireError(f"{type(error).__name__}: {error}")))
@@ -429,13 +564,13 @@ class AsyncLLM:
     def _is_leaving(self, request_id: str) -> bool:
         """Return whether the engine holds a request that has ended for its caller, until its next commit.
 
-        Such a request ended at a stop string, or was aborted, so that its caller may use its name again already.
+        Such a request ended at a stop string or was aborted, so its caller may already use its name again.
         """
         request = self.engine.scheduler.requests.get(request_id)
         return request is not None and request.finish_reason is not None
 
     def _lead(self, search: Search, event: Event) -> bool:
-        """Give a search an event of one of its beams. True: it has ended."""
+        """Pass a search an event of one of its beams. Return True if the search has ended."""
         driver = search.driver
         try:
             driver.take(event)
@@ -460,7 +595,7 @@ def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
 
 
 def _end_lost(of: weakref.ref[AsyncLLM], group: Group) -> None:
-    """Let the engine end now; else it would with the next request."""
+    """Stop the engine now rather than at the next request."""
     here = of()
     if here is not None:
         here.post(group.check)

@@ -1,7 +1,7 @@
-"""Jobs: what one caller asked of an engine, as the event loop and the engine's thread both see it.
+"""Jobs: units of work of one caller, shared by the event loop and the engine's thread.
 
-The methods `check`, `take` and those that wait are the event loop's, the others the engine thread's. What the engine
-thread fills, the event loop reads when the job has ended; before that it gets copies.
+The event loop calls `check`, `take` and the methods that wait; the engine's thread calls the others. The event loop
+reads the objects that the engine's thread fills only after the job has ended; before that it gets copies.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
 
 class Delta(NamedTuple):
-    """What came to one sample since it was last reported."""
+    """Output of one sample since the previous delta."""
 
-    output: RequestOutput  # its ids do not change; what grows is the engine thread's until the job has ended
-    sample: int  # its index
+    output: RequestOutput  # its ids are constant; other fields belong to the engine's thread until the job has ended
+    sample: int  # index of the sample
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
-    is_known: bool = False  # the caller has it already
+    is_known: bool = False  # the caller already has this delta
 
 
 class Job(Protocol):
-    """What an engine's thread serves."""
+    """A unit of work for an engine's thread."""
 
-    num_samples: int  # seats that it takes at most
-    requests: list[Request]  # those that are counted
+    num_samples: int  # most sequences that it runs at the same time
+    requests: list[Request]  # the requests that are counted
     ended: asyncio.Event
-    error: QuireError | None  # why it ended, if not for its samples' own reasons
+    error: QuireError | None  # why it ended, if not for the samples' own reasons
 
     def check(self, engine: Engine) -> None:
         """Raise RequestError if it could never run."""
 
     def start(self, processor: TextEngine) -> None:
-        """Queue it. Raises what Engine.add raises; then some of it may stand in the queue."""
+        """Queue the job. Raises the errors of Engine.add; then some of its requests may be in the queue."""
 
     def stop(self, engine: Engine) -> None:
-        """Take it back."""
+        """Abort the job's requests."""
 
     def take(self, deltas: list[Any]) -> None:
-        """Take in what a step brought."""
+        """Receive the deltas of a step."""
 
 
 class Generation:
-    """Prompts to be continued."""
+    """Prompts to continue."""
 
     def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
         self.outputs = [output for output, _ in prompts]
@@ -64,13 +64,13 @@ class Generation:
         self.num_samples = len(self.requests)
         self.ended = asyncio.Event()
         self.error: QuireError | None = None
-        self.num_open = len(self.outputs)  # the engine thread's: outputs that have not ended
+        self.num_open = len(self.outputs)  # outputs that have not ended; the engine thread's
         self.prompts = prompts
 
     def check(self, engine: Engine) -> None:
-        """Raise RequestError if one of them could never run."""
+        """Raise RequestError if one of the prompts could never run."""
         for _, requests in self.prompts:
-            engine.check(requests[0])  # its siblings are like it
+            engine.check(requests[0])  # represents its siblings
 
     def start(self, processor: TextEngine) -> None:
         """Queue all samples."""
@@ -80,27 +80,27 @@ class Generation:
                 processor.add(request, output, ended)
 
     def stop(self, engine: Engine) -> None:
-        """Take all samples back."""
+        """Abort all samples."""
         for request in self.requests:
             engine.abort(request.id)
 
     def news(self, output: RequestOutput) -> list[Any]:
-        """What is to be reported of an output that has grown, as `take` takes it: nothing until the end."""
+        """Return the deltas of an output that has grown, for `take`. Here none before the end."""
         return []
 
     def take(self, deltas: list[Any]) -> None:
-        """Take in what a step brought."""
+        """Receive the deltas of a step."""
 
 
 class Reported(Generation):
-    """Prompts to be continued, of which every step's news are reported."""
+    """Prompts to continue, with deltas after every step."""
 
     def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
         super().__init__(prompts)
-        self._reported: dict[tuple[str, int], tuple[int, int]] = {}  # characters and tokens; the engine thread's
+        self._reported: dict[tuple[str, int], tuple[int, int]] = {}  # characters, tokens; the engine thread's
 
     def news(self, output: RequestOutput) -> list[Any]:
-        """What is new in an output: a Delta for each sample."""
+        """Return the new part of an output: a Delta for each sample that has one."""
         found = []
         for sample in output.outputs:
             key = (output.request_id, sample.index)
@@ -116,14 +116,14 @@ class Reported(Generation):
     def mark_reported(
         self, output: RequestOutput, sample: int, characters: int, tokens: int, *, is_whole: bool
     ) -> None:
-        """So much of a sample is not to be reported again; of one that is whole, nothing more."""
+        """Note the part of a sample that must not be reported again. With `is_whole` nothing more is reported."""
         self._reported[output.request_id, sample] = (-1, -1) if is_whole else (characters, tokens)
 
 
 class Growing(Reported):
-    """One prompt to be continued, whose output its reader sees grow at the reader's own pace.
+    """One prompt to continue, whose output the reader observes at its own pace.
 
-    What comes between two reads is merged, so that it takes no more memory than the output itself.
+    Deltas between two reads are merged, so that they take no more memory than the output itself.
     """
 
     def __init__(self, output: RequestOutput, requests: list[Request]) -> None:
@@ -133,17 +133,17 @@ class Growing(Reported):
         self._came = asyncio.Event()
 
     def take(self, deltas: list[Delta]) -> None:
-        """Take in what a step brought."""
+        """Merge the deltas of a step."""
         for delta in deltas:
             _grow(self._output.outputs[delta.sample], delta)
-            # All logprobs of the prompt are there before the first token.
+            # All logprobs of the prompt arrive before the first token.
             self._output.prompt_logprobs = delta.output.prompt_logprobs
             self._output.prefix_report = delta.output.prefix_report
             self._output.num_running -= delta.finish_reason is not None
         self._came.set()
 
     async def grown(self) -> RequestOutput:
-        """A copy of the output, as soon as it has grown since the last one. Raises what the job ended with."""
+        """Wait until the output has grown since the last call and return a copy. Raises the job's error."""
         await self._came.wait()
         self._came.clear()
         if self.error is not None:
@@ -169,43 +169,43 @@ def _grow(sample: CompletionOutput, delta: Delta) -> None:
 
 
 class Search:
-    """A beam search on the engine."""
+    """A beam search."""
 
     def __init__(self, driver: BeamDriver) -> None:
         self.driver = driver
         self.requests = [driver.request]
-        self.fingerprint: str | None = None  # this process does it
+        self.fingerprint: str | None = None  # this process computes it
         self.num_samples = len(driver.request_ids)
         self.ended = asyncio.Event()
         self.error: QuireError | None = None
 
     def check(self, engine: Engine) -> None:
-        """Raise RequestError if it could never run."""
+        """Raise RequestError if the search could never run."""
         self.driver.check()
 
     def start(self, processor: TextEngine) -> None:
-        """Queue it."""
+        """Queue the search."""
         self.driver.start()
 
     def stop(self, engine: Engine) -> None:
-        """Take it back."""
+        """Abort the search."""
         self.driver.stop()
 
     def take(self, deltas: list[Any]) -> None:
-        """Nothing comes before its end."""
+        """Do nothing, since a search reports no deltas."""
 
     @property
     def failure(self) -> str | None:
-        """What failed."""
+        """The reason of a failure, or None."""
         return self.driver.error
 
     def results(self) -> list[Hypothesis]:
-        """What it has found, best first."""
+        """Return the hypotheses found, best first."""
         return self.driver.results()
 
 
 def end(job: Job, error: QuireError | None = None) -> None:
-    """Let the caller that waits for a job go on. Its blocks may still be the engine's."""
+    """End a job, which wakes its caller. The engine may still hold the job's blocks."""
     if not job.ended.is_set():
         job.error = error
         job.ended.set()

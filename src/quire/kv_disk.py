@@ -1,4 +1,4 @@
-"""The option kv_disk: an engine's blocks go to a directory and come from it."""
+"""The option kv_disk: stores an engine's blocks in a directory and reads them from it."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ DEFAULT_SPACE = "10GiB"
 
 
 def check_disk(config: EngineConfig, backend: Backend) -> None:
-    """Make the directory that the config names, if it names one. Called before weights are read.
+    """Create the directory of the option kv_disk, if the option is set. Called before weights are read.
 
-    Raises ConfigError where blocks cannot be kept there, or not with these options.
+    Raises ConfigError if blocks cannot be stored there, or not with these options.
     """
     path = config.cache.kv_disk
     if path is None:
         return
     if config.device != "cpu":
         raise ConfigError(
-            f"kv_disk is {path!r}; blocks go to a disk from a CPU's memory alone, not from {config.device!r}"
+            f"kv_disk is {path!r}; blocks are stored only with the device 'cpu', not with {config.device!r}"
         )
     if not backend.keeps_bits(config.device):
         raise ConfigError(
-            f"kv_disk is {path!r} and attention_backend {backend.name!r}, whose bits depend on the batch; blocks are "
-            f"kept only where they are the ones that would be computed, as with the backend 'cpu'"
+            f"kv_disk is {path!r} and attention_backend {backend.name!r}, which is not batch-invariant; blocks are "
+            f"stored only if computing them again gives the same bits, as with the backend 'cpu'"
         )
     make_root(Path(path))
 
 
 def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
-    """Let an engine keep blocks in the directory that its config names, if it names one.
+    """Make an engine store blocks in the directory of its option kv_disk, if the option is set.
 
-    Raises ConfigError where a process has that directory, or where it cannot be written or holds no block.
+    Raises ConfigError if a process already uses the directory, if it is not writable, or if the disk space is too small
+    for one block.
     """
     options = config.cache
     if options.kv_disk is None:
@@ -57,8 +58,8 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
     runner = engine.runner
     if not model.rows_keep_bits or not isinstance(runner, Runner):
         raise ConfigError(
-            f"kv_disk is {options.kv_disk!r}; with what transformers computes of this model, bits may depend on the "
-            f"batch, and blocks are kept only where they are the ones that would be computed"
+            f"kv_disk is {options.kv_disk!r}; parts of this model that transformers computes may not be "
+            f"batch-invariant, and blocks are stored only if computing them again gives the same bits"
         )
     root, manager = Path(options.kv_disk), engine.scheduler.manager
     widths = runner.cache.widths()
@@ -76,7 +77,7 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
         store = DiskStore(place.path, place.secret, widths, counts)
     except OSError as error:
         os.close(place.lock)
-        raise ConfigError(f"kv_disk is {options.kv_disk!r}: {error}; it must be a directory to write to") from error
+        raise ConfigError(f"kv_disk is {options.kv_disk!r}: {error}; it must be a writable directory") from error
     prefetch = prefetch_of(engine, model, runner.cache)
     manager.disk = tier = DiskTier(store, runner.cache, prefetch.arrivals, release=lambda: os.close(place.lock))
     prefetch.sources.append(tier.reader)
@@ -85,7 +86,7 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
 
 
 def prefetch_of(engine: Engine, model: Model, memory: BlockMemory) -> Prefetch:
-    """What reads blocks from elsewhere into the engine's memory; it is made where there is none yet."""
+    """Return the object that reads blocks from other places into the engine's memory. Create it at the first call."""
     scheduler = engine.scheduler
     if scheduler.prefetch is None:
         scheduler.manager.memory = memory
@@ -95,10 +96,10 @@ def prefetch_of(engine: Engine, model: Model, memory: BlockMemory) -> Prefetch:
 
 
 def capacities(groups: tuple[AnyGroup, ...], widths: list[int], options: CacheConfig) -> list[int]:
-    """Slots of each group, within the space that there is.
+    """Return the number of slots of each group within the disk space of the options.
 
-    As many for each group of attention, and two states for the tokens of an interval between states. Rows of pieces
-    are not kept. Raises ConfigError where there is no room for one of each.
+    Each attention group gets the same number, and for the tokens of one snapshot interval there are two states. Rows of
+    pieces are not stored. Raises ConfigError if the space is too small for one slot of each.
     """
     asked = DEFAULT_SPACE if options.kv_disk_space is None else options.kv_disk_space
     space = parse_memory(asked, free=None, name="kv_disk_space")

@@ -1,4 +1,4 @@
-"""LLM: the offline interface. Prompts in; texts, embeddings or log-likelihoods out."""
+"""LLM: the offline interface, from prompts to texts, embeddings or log-likelihoods."""
 
 from __future__ import annotations
 
@@ -62,15 +62,28 @@ log = logging.getLogger("quire")
 
 
 class LLM:
-    """A model, ready to continue prompts.
+    """A loaded model with its engine, tokenizer and KV cache.
 
-    model: a directory or a Hugging Face repository; None is the model that comes with Quire.
-    Further options are those of `EngineConfig` and `CacheConfig`, under vLLM's names where it has them: dtype,
-    max_model_len, max_num_seqs, max_num_batched_tokens, block_size, seed, ...
-    lora: LoRA adapters as PEFT saves them, directories by the names that `generate` takes.
+    Args:
+        model: a directory, a GGUF file, or the name of a Hugging Face repository; None is the model that comes with
+            Quire.
+        lora: LoRA adapters in PEFT's format: their directories, by the names that `generate` takes.
+        **options: fields of `EngineConfig` and `CacheConfig`, with vLLM's names where it has them: dtype, device,
+            max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks, seed and others.
 
-    Raises ConfigError for an unknown or impossible option, ModelError for a checkpoint that cannot be served,
-    Unsupported where the device or the attention backend is not to be had.
+    Raises:
+        ConfigError: an option is unknown, invalid, or cannot be satisfied.
+        ModelError: the checkpoint or an adapter cannot be found or read.
+        Unsupported: the device, the attention backend or the model is not supported.
+
+    Example:
+        ```python
+        from quire import LLM, SamplingParams
+
+        with LLM(num_blocks=128) as llm:
+            [output] = llm.generate("def fibonacci(", SamplingParams(temperature=0.0))
+            print(output.outputs[0].text)
+        ```
     """
 
     @uncollected()
@@ -83,7 +96,7 @@ class LLM:
         self.config: EngineConfig = replace(config, device=check_device(config.device))
         self.files: Files = files_of(locate(self.config.model, self.config.gguf_file))
         self.text_files: Files = self._find_text_files()
-        # What SamplingParams have where a request does not say.
+        # Fields of SamplingParams for requests without any.
         self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.files)
         self.backend: ops.Backend = ops.load(self.config.attention_backend, self.config.device)
         self._say_if_slow()
@@ -93,7 +106,7 @@ class LLM:
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
         check_disk(self.config, self.backend)
         self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.text_files)
-        self.group: Group | None = None  # of the processes that compute the model together
+        self.group: Group | None = None  # the processes that compute the model together
         self._load()
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.processor = TextEngine(self.engine, self.tokenizer)
@@ -102,9 +115,10 @@ class LLM:
             self.load_lora(name, directory)
 
     def _load(self) -> None:
-        """Read the weights and build the engine. The other ranks of a group do so at the same time.
+        """Read the weights and build the engine, at the same time as the other ranks of a group.
 
-        In a process that a launcher has started as one of these, it ends with the group: this call raises SystemExit.
+        In a process that a launcher started as another rank, this call serves that rank until the group ends, and then
+        raises SystemExit.
         """
         config = self.config
         exchange = None
@@ -128,14 +142,14 @@ class LLM:
             raise
 
     def _say_if_slow(self) -> None:
-        """Nothing falls back silently: the reference computes every model, and is many times slower."""
+        """Log a warning if the reference backend was chosen, which runs every model but is many times slower."""
         if self.config.attention_backend == "auto" and self.backend.name == "reference":
             fast = "cpu" if self.config.device == "cpu" else "triton"
             reason = ops.unavailable(fast, self.config.device)
-            log.warning("the slow backend 'reference' computes, since there is no %r here: %s", fast, reason)
+            log.warning("the slow backend 'reference' is used, since %r is not available: %s", fast, reason)
 
     def _find_text_files(self) -> Files:
-        """What the tokenizer and the chat template are read from."""
+        """Return the files from which the tokenizer and the chat template are read."""
         if self.config.tokenizer is None:
             return self.files
         found = files_of(locate_description(self.config.tokenizer))
@@ -144,15 +158,30 @@ class LLM:
         return found
 
     def load_lora(self, name: str, directory: str | Path) -> None:
-        """Let prompts name a LoRA adapter. The engine must have been built with lora or enable_lora.
+        """Load a LoRA adapter, so that prompts can use it. The LLM must have been created with lora or enable_lora.
 
-        Raises ModelError for an adapter that cannot be read or is of another model, ConfigError where the name is taken
-        or a limit (max_loras, max_lora_rank) does not let it in.
+        docs/lora.md has an example that creates and loads an adapter.
+
+        Args:
+            name: the name that `generate` takes.
+            directory: the adapter in PEFT's format.
+
+        Raises:
+            ModelError: the adapter cannot be read, or belongs to another model.
+            ConfigError: the LLM was created without adapters, the name is used already, or the adapter exceeds
+                max_loras or max_lora_rank.
         """
         self.engine.load_lora(name, prepare(self.engine.known_loras(), Path(directory)))
 
     def unload_lora(self, name: str) -> None:
-        """Let no further prompt name that adapter. Raises RequestError where there is none."""
+        """Unload a LoRA adapter. Running prompts that use it continue with it.
+
+        Args:
+            name: the adapter's name.
+
+        Raises:
+            RequestError: no adapter has this name.
+        """
         self.engine.unload_lora(name)
 
     def __enter__(self) -> LLM:
@@ -162,9 +191,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the weights, the KV cache and the processes of grammars and templates. What is called later raises.
+        """Free the weights and the KV cache, and stop the processes of grammars and templates.
 
-        Streams that have not ended raise QuireError, like every later call. To close it once more changes nothing.
+        Streams that have not ended and all later calls raise QuireError. Closing an LLM again has no effect.
         """
         if isinstance(self.engine, Closed):
             return
@@ -178,7 +207,7 @@ class LLM:
             self.tokenizer.close()
         for name in ("engine", "decoder", "backend", "processor", "prompts"):
             setattr(self, name, Closed())
-        gc.collect()  # an engine's parts know one another
+        gc.collect()  # an engine's parts refer to one another
         if self.config.device != "cpu":
             torch.cuda.empty_cache()
 
@@ -192,17 +221,33 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the results are in the prompts' order.
+        """Continue each prompt.
 
-        prompts: one or a list of texts, lists of token ids, or {"prompt_token_ids": [...]}.
-        prompt_token_ids: in place of prompts, one or a list of lists of token ids.
-        sampling_params: one for all prompts or one each; None is `get_default_sampling_params()`.
-        use_tqdm: show a progress bar, if standard error is a terminal.
-        priority: one for each prompt, the lower the sooner; for scheduling_policy="priority".
-        lora: the name of an adapter for all prompts, or one each; None is the model alone.
+        Args:
+            prompts: one prompt or a list. A prompt is a text, a list of token ids, {"prompt": text} or
+                {"prompt_token_ids": ids}. A dictionary may have a "cache_salt": prompts with different salts share no
+                cached blocks.
+            sampling_params: one for all prompts, or one for each; None is `get_default_sampling_params()`.
+            prompt_token_ids: one list of token ids or a list of them, instead of prompts.
+            use_tqdm: show a progress bar if standard error is a terminal.
+            priority: one for each prompt, lower is first; for scheduling_policy="priority".
+            lora: the name of an adapter for all prompts, or one for each; None is the model without an adapter.
 
-        Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
-        step failed has the finish_reason "error" and says why in its `error`; the others are not affected.
+        Returns:
+            One output for each prompt, in the same order. If a step failed, the outputs of its prompts have the
+                finish_reason "error" and the reason in `error`. Other prompts are not affected.
+
+        Raises:
+            RequestError: a prompt is invalid or can never fit. Nothing was computed.
+
+        Example:
+            ```python
+            from quire import LLM, SamplingParams
+
+            with LLM(num_blocks=128) as llm:
+                for output in llm.generate(["import os", "class Queue:"], SamplingParams(max_tokens=8, seed=1)):
+                    print(output.prompt, output.outputs[0].text)
+            ```
         """
         if (prompts is None) == (prompt_token_ids is None):
             given = "neither" if prompts is None else "both"
@@ -229,16 +274,37 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or each of a list; the results are in their order, as those of `generate`.
+        """Answer one conversation or each of a list.
 
-        messages: each with a role and a content, as OpenAI's clients write them; of parts of a content, texts only.
-        chat_template: a template's text, in place of the model's. add_generation_prompt: the prompt ends where the
-        model's answer begins. continue_final_message: the model goes on with the last message, in place of that.
-        tools: functions that the model may call, as OpenAI's clients describe them; a call is a part of the answer's
-        text. chat_template_kwargs: what the template sees besides. The rest is as in `generate`.
+        Args:
+            messages: one conversation or a list. A conversation is a list of messages with a role and a content, in the
+                form of OpenAI's API. A content with parts may have text parts only.
+            sampling_params: see `generate`.
+            use_tqdm: see `generate`.
+            chat_template: the text of a template to use instead of the model's.
+            add_generation_prompt: end the prompt where the model's answer begins.
+            continue_final_message: continue the last message instead of beginning an answer. Needs
+                add_generation_prompt=False.
+            tools: functions that the model may call, in the form of OpenAI's API. Calls are part of the answer's text.
+            chat_template_kwargs: additional variables of the template.
+            priority: see `generate`.
+            lora: see `generate`.
 
-        Raises RequestError as `generate` does, and where there is no template or it does not take such messages;
-        ModelError where the model's template is none.
+        Returns:
+            One output for each conversation, in the same order, see `generate`.
+
+        Raises:
+            RequestError: see `generate`; or there is no template, or it does not support the messages.
+            ModelError: the model's template is invalid.
+
+        Example:
+            ```python
+            from quire import LLM, SamplingParams
+
+            with LLM(num_blocks=128) as llm:
+                [output] = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=8))
+                print(output.prompt, output.outputs[0].text)
+            ```
         """
         rendering: dict[str, Any] = {
             "chat_template": chat_template,
@@ -260,9 +326,28 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Like `generate`, but yields an output whenever it has grown. It is the same object each time.
+        """Continue each prompt and yield its output whenever it has grown. Closing the iterator aborts the prompts.
 
-        Closing the iterator early takes the prompts back.
+        Args:
+            prompts: see `generate`.
+            sampling_params: see `generate`.
+            priority: see `generate`.
+            lora: see `generate`.
+
+        Yields:
+            The output of a prompt, the same object each time. It has all text so far.
+
+        Raises:
+            RequestError: see `generate`.
+
+        Example:
+            ```python
+            from quire import LLM, SamplingParams
+
+            with LLM(num_blocks=128) as llm:
+                for output in llm.stream("def fibonacci(", SamplingParams(max_tokens=8)):
+                    print(output.outputs[0].text, output.finished)
+            ```
         """
         yield from self._run(
             self.prompts.requests(
@@ -277,12 +362,30 @@ class LLM:
         *,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search each prompt for its most probable continuations; the results are in the prompts' order.
+        """Search for the most probable continuations of each prompt.
 
-        The sequences are those of transformers' `generate` with as many beams, best first. Beams share the blocks that
-        they have in common.
+        The sequences are those of transformers' `generate` with the same number of beams. Beams share the KV blocks of
+        their common prefixes.
 
-        Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed.
+        Args:
+            prompts: see `generate`.
+            params: the width and the end of the search.
+            lora: see `generate`.
+
+        Returns:
+            One output for each prompt, in the same order, each with its sequences, best first.
+
+        Raises:
+            RequestError: a prompt is invalid or can never fit. Nothing was computed.
+
+        Example:
+            ```python
+            from quire import LLM, BeamSearchParams
+
+            with LLM(num_blocks=128) as llm:
+                [output] = llm.beam_search("import", BeamSearchParams(beam_width=3, max_tokens=4))
+                print([sequence.text for sequence in output.sequences])
+            ```
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
@@ -299,7 +402,7 @@ class LLM:
             for _, _, driver in searches:
                 driver.start()
             while not all(driver.done for _, _, driver in searches):
-                with deferred_interrupts():  # a search knows its beams only between two steps
+                with deferred_interrupts():  # a search is consistent only between two steps
                     events = self.engine.step()
                     list(self.processor.process(events))  # also those of other streams
                     for event in events:
@@ -323,15 +426,34 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding of each prompt: the hidden state of its last token after the final norm, of length 1, in fp32.
+        """Compute an embedding of each prompt: the hidden state of its last token after the final norm, of length 1.
 
-        The results are in the prompts' order. prompts, use_tqdm, priority and lora are those of `generate`;
-        prompts are computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep
-        the first so many numbers, for models that were trained so that these say nearly as much; they are normalised
-        then.
+        Prompts are computed in the same batches and with the same prefix cache as those of `generate`. No token is
+        drawn.
 
-        Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
-        step failed has no numbers and says why in its `error`; the others are not affected.
+        Args:
+            prompts: see `generate`.
+            dimensions: number of leading values to keep, 1..hidden_size, for models that were trained for that. They
+                are normalised to length 1 again. None keeps all.
+            use_tqdm: see `generate`.
+            priority: see `generate`.
+            lora: see `generate`.
+
+        Returns:
+            One output for each prompt, in the same order, with fp32 values. If a step failed, the outputs of its
+                prompts have no values and the reason in `error`. Other prompts are not affected.
+
+        Raises:
+            RequestError: a prompt is invalid or can never fit, or dimensions is out of range. Nothing was computed.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                [output] = llm.embed("import os", dimensions=64)
+                print(len(output.outputs.embedding))
+            ```
         """
         check_dimensions(dimensions, self.hidden_size)
         listed = list_prompts(prompts)
@@ -351,18 +473,36 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How similar the prompts of each pair are: the cosine of their embeddings, -1..1, as vLLM scores a decoder.
+        """Compute the similarity of pairs of prompts: the cosine of their embeddings, -1..1, as in vLLM for decoders.
 
-        One prompt of data_1 goes with all of data_2; else there are as many of both. Models that read a pair at once,
-        cross-encoders, are not served. use_tqdm and priority are those of `generate`, for each of data_1, then of
-        data_2. lora: the name of an adapter that embeds them all.
+        Cross-encoders, which read both prompts of a pair together, are not supported.
 
-        Raises RequestError as `embed` does, and for numbers of prompts that make no pairs.
+        Args:
+            data_1: the first prompts of the pairs, see `generate`. A single one is paired with each of data_2.
+            data_2: the second prompts of the pairs.
+            use_tqdm: see `generate`.
+            priority: one for each prompt of data_1, then of data_2; see `generate`.
+            lora: the name of an adapter for all prompts.
+
+        Returns:
+            One output for each pair, in the same order. If a step failed, the scores of its prompts are NaN.
+
+        Raises:
+            RequestError: see `embed`; or the numbers of prompts differ, and data_1 has more than one.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                for output in llm.score("import os", ["import sys", "class Queue:"]):
+                    print(output.outputs.score)
+            ```
         """
         firsts, seconds = list_prompts(data_1, "data_1"), list_prompts(data_2, "data_2")
         if len(firsts) not in (1, len(seconds)):
             raise RequestError(
-                f"data_1 has {len(firsts)} prompts and data_2 has {len(seconds)}; give as many, or one as data_1"
+                f"data_1 has {len(firsts)} prompts and data_2 has {len(seconds)}; give equal numbers, or one as data_1"
             )
         found = self.embed([*firsts, *seconds], use_tqdm=use_tqdm, priority=priority, lora=lora)
         first, second = found[: len(firsts)], found[len(firsts) :]
@@ -380,24 +520,40 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[LoglikelihoodOutput]:
-        """How probable each continuation is after its prompt, one for each; the results are in the prompts' order.
+        """Compute the log-likelihood of each continuation after its prompt.
 
-        A text goes with a text and token ids with token ids, which are joined as they are. Of texts, the prompt with
-        the continuation after it is taken apart as a whole, and what goes beyond the prompt's own tokens is the
-        continuation. White space at the prompt's end counts as the continuation's beginning, since tokens hold it
-        there. That is how lm_eval does it; special tokens stand before the prompt, if the tokenizer has any.
+        Texts are tokenized as in lm_eval: the prompt and the continuation are tokenized as one text, and the tokens
+        after those of the prompt alone are the continuation. White space at the prompt's end belongs to the
+        continuation. The tokenizer's special tokens precede the prompt. Token ids are concatenated unchanged.
 
-        An empty prompt is refused if no special token stands before it, as nothing would stand before the
-        continuation's first token. What prompts have in common is computed once, where there is a prefix cache.
+        Args:
+            prompts: one prompt or a list, see `generate`. An empty prompt needs a special token before it.
+            continuations: one continuation for each prompt: a text after a text, token ids after token ids.
+            use_tqdm: see `generate`.
+            priority: see `generate`.
+            lora: see `generate`.
 
-        Raises RequestError for a pair that is invalid or can never fit; then nothing was computed. A pair whose step
-        failed has no logprobs and says why in its `error`; the others are not affected.
+        Returns:
+            One output for each pair, in the same order. If a step failed, the outputs of its pairs have no logprobs and
+                the reason in `error`. Other pairs are not affected.
+
+        Raises:
+            RequestError: a pair is invalid or can never fit. Nothing was computed.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                for output in llm.loglikelihood(["import "] * 2, ["os", "colour"]):
+                    print(output.continuation, output.cumulative_logprob, output.is_greedy)
+            ```
         """
         firsts, seconds = list_prompts(prompts), list_prompts(continuations, "continuations")
         if len(firsts) != len(seconds):
             raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
         requests: list[tuple[Request, RequestOutput]] = []
-        starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the prompt's tokens
+        starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the number of prompt tokens
         loras = each_lora(lora, len(firsts))
         for i, own_priority in enumerate(each_priority(priority, len(firsts))):
             prompt, salt = parse_prompt(firsts[i])
@@ -422,30 +578,56 @@ class LLM:
         return [loglikelihood_output(output, *start) for output, start in zip(ended, starts, strict=True)]
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How tokens are chosen where a call does not say: as the checkpoint's generation_config.json has it.
+        """Return the sampling parameters of calls without any: those of the checkpoint's generation_config.json.
 
-        Of that file temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens count. The option
-        generation_config names another directory, or "none".
+        Of that file temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens are used. The option
+        generation_config selects another directory, or "none".
+
+        Returns:
+            The sampling parameters.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                print(llm.get_default_sampling_params().temperature)
+            ```
         """
         return SamplingParams(**self.default_sampling)
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """The model's, with `encode`, `decode` and `apply_chat_template`. Raises RequestError where it has none."""
+        """Return the model's tokenizer, with `encode`, `decode` and `apply_chat_template`.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            RequestError: the model has no tokenizer.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                print(llm.get_tokenizer().encode("import os"))
+            ```
+        """
         if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer, so it takes and gives token ids only")
+            raise RequestError("this model has no tokenizer, so it takes and returns token ids only")
         return self.tokenizer
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of an embedding."""
+        """The number of values in an embedding."""
         return self.decoder.config.hidden_size
 
     def reset_prefix_cache(self) -> None:
-        """Forget all blocks that later prompts could reuse."""
+        """Remove all blocks from the prefix cache, so that later prompts reuse none of them."""
         self.engine.reset_prefix_cache()
 
     def _finished(self, requests: list[tuple[Request, RequestOutput]], use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests to their ends: their outputs, in the order in which they were given."""
+        """Run the requests to completion. Return their outputs in the order of the requests."""
         outputs: dict[str, RequestOutput] = {}
         names = list(dict.fromkeys(output.request_id for _, output in requests))
         with progress_bar("prompts", len(names)) if use_tqdm else nullcontext(lambda: None) as advance:
@@ -471,18 +653,18 @@ class LLM:
                     raise QuireError("events of this call were lost: an exception interrupted another call")
                 grown = self._step()
                 yield from (output for output in grown if output.request_id in pending and not output.finished)
-                while ended:  # by this step, or by one of another stream
+                while ended:  # in this step, or in one of another stream
                     output = ended.popleft()
                     pending.remove(output.request_id)
                     yield output
-            self._take_back(names)  # what a stop string has just marked to end
-        except BaseException:  # an interrupt, too, or the caller lost interest
+            self._take_back(names)  # a stop string may have just marked some to end
+        except BaseException:  # also an interrupt, or the caller closed the iterator
             self._take_back(names)
             raise
 
     @deferred_interrupts()
     def _take_back(self, request_ids: Collection[str]) -> None:
-        """Let nothing of these requests stay in the engine."""
+        """Abort these requests and remove them from the engine."""
         for request_id in request_ids:
             self.engine.abort(request_id)
         if any(request_id in self.engine.scheduler.requests for request_id in request_ids):
@@ -490,23 +672,23 @@ class LLM:
 
     @deferred_interrupts()
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine: the outputs that have grown, of this call and of others.
+        """Run one step of the engine. Return the outputs that have grown, of this call and of others.
 
-        An interrupt waits until they have: what is lost is only that they have grown.
+        An interrupt is deferred until the outputs are updated, so it loses no token, only the report of the growth.
         """
         return list({output.request_id: output for _, output in self.processor.process(self.engine.step())}.values())
 
 
 class Closed:
-    """What stands in the place of an LLM's parts when it is closed."""
+    """Placeholder for the parts of a closed LLM."""
 
     def __getattr__(self, name: str) -> Any:
-        raise QuireError("this LLM is closed and its memory is free; make another one")
+        raise QuireError("this LLM is closed and its memory is free; create another one")
 
 
 @contextmanager
 def _by_place(place: int, count: int) -> Iterator[None]:
-    """Within it, errors name a prompt by its place among the caller's, who does not know the requests' names."""
+    """Make errors name a prompt by its place in the caller's list, since the names of requests are internal."""
     try:
         yield
     except RequestError as error:

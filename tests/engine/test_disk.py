@@ -459,9 +459,9 @@ os.kill(os.getpid(), signal.SIGKILL)
         ({"kv_disk": "DIR", "kv_disk_space": "much"}, "give bytes with a unit, as in '50GiB'"),
         ({"kv_disk": "DIR", "kv_disk_space": "1KiB"}, "1,024 bytes; one block of every kind takes 20,480"),
         ({"kv_disk": "DIR", "enable_prefix_caching": False}, "enable_prefix_caching is False; leave one out"),
-        ({"kv_disk": "DIR", "attention_backend": "reference"}, "whose bits depend on the batch"),
+        ({"kv_disk": "DIR", "attention_backend": "reference"}, "which is not batch-invariant"),
         ({"kv_disk": "FILE"}, "a file; it must be a directory"),
-        ({"kv_disk": "OTHER"}, "holds something else than a KV cache"),
+        ({"kv_disk": "OTHER"}, "has other contents than a KV cache"),
         ({"kv_disk": "FILE/below"}, "it must be a directory to"),
     ],
 )
@@ -480,7 +480,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path, options: dict[str, objec
 @pytest.mark.slow
 def test_two_engines_cannot_have_one_directory(tmp_path: Path) -> None:
     with LLM(num_blocks=50, kv_disk=tmp_path / "kv"):
-        with pytest.raises(ConfigError, match=r"only one at a time can, so give this one a directory of its own"):
+        with pytest.raises(ConfigError, match=r"only one at a time can, so give this one a separate directory"):
             LLM(num_blocks=50, kv_disk=tmp_path / "kv")
         with LLM(num_blocks=50, kv_disk=tmp_path / "kv", block_size=32):
             pass

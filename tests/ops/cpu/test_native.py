@@ -116,7 +116,7 @@ def test_the_slow_backend_is_never_taken_silently(backend, monkeypatch, caplog):
     assert result.exit_code == 0
     assert result.stdout.startswith("import os")
     assert caplog.messages == [
-        "the slow backend 'reference' computes, since there is no 'cpu' here: this CPU lacks AVX2, which the native "
+        "the slow backend 'reference' is used, since 'cpu' is not available: this CPU lacks AVX2, which the native "
         "kernels need"
     ]
 
