@@ -31,11 +31,21 @@ NOT_SEARCH = MappingProxyType(
 class BeamSearchParams:
     """Parameters of a beam search, with vLLM's names and defaults.
 
-    Validated on construction: RequestError names the field.
+    Raises:
+        RequestError: a field is unknown or its value is invalid. The message names the field.
+
+    Example:
+        ```python
+        from quire import LLM, BeamSearchParams
+
+        with LLM(num_blocks=128) as llm:
+            [output] = llm.beam_search("import", BeamSearchParams(beam_width=3, max_tokens=4))
+        print(output.sequences[0].text)
+        ```
     """
 
     beam_width: int  # live beams at a time, and hypotheses to keep
-    max_tokens: int = 16
+    max_tokens: int = 16  # most tokens to generate
     ignore_eos: bool = False  # continue past the model's end-of-sequence tokens
     length_penalty: float = 1.0  # score = cumulative logprob / length**length_penalty: above 0 favours long hypotheses
     logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen one only
