@@ -307,13 +307,13 @@ def test_what_is_no_cache_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="a file; it must be a directory"):
         make_root(tmp_path / "file")
-    with pytest.raises(ConfigError, match="holds something else than a KV cache"):
+    with pytest.raises(ConfigError, match="has other contents than a KV cache"):
         make_root(tmp_path)
     with pytest.raises(ConfigError, match="holds something else"):
         clear(tmp_path)
     (tmp_path / "empty").mkdir()
     check_root(tmp_path / "empty")
-    with pytest.raises(ConfigError, match="is no KV cache"):
+    with pytest.raises(ConfigError, match="is not a KV cache"):
         listed(tmp_path / "empty")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["empty", "file"]
 

@@ -1,1 +1,1 @@
-"""What decides the bits of a model's numbers: for a fleet, and for blocks on a disk."""
+"""Fingerprints of everything that determines the bits of a model's numbers, for fleets and for blocks on a disk."""

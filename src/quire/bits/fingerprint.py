@@ -1,4 +1,7 @@
-"""Fingerprint: what decides the bits of a replica's answers. A request moves only between replicas that share one."""
+"""Fingerprint: all properties that determine the bits of a replica's answers.
+
+A request moves only between replicas with the same fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from typing import Any
 
 from quire.errors import BadValue
 
-# Raised by every change of Quire that changes bits, as another order of a sum does: two releases with the same number
-# give a request the same answer. What differs between machines is found by the probe.
+# Raised by every change of Quire that changes bits, such as another order of a sum: two releases with the same number
+# give the same answers. Differences between machines are detected by the probe.
 BITS_VERSION = 2
 DIGEST_SIZE = 8  # bytes of every digest here
 DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_SIZE}}}")
@@ -22,7 +25,7 @@ MAX_PART = 1024  # characters of a part's name, and of its value
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a replica is made of, part by part: a digest of what is large, else the value itself."""
+    """The properties of a replica, part by part: a digest of a large one, else the value itself."""
 
     parts: Mapping[str, str]
 
@@ -37,17 +40,17 @@ class Fingerprint:
         return found.hexdigest()
 
     def difference(self, other: Fingerprint) -> tuple[str, ...]:
-        """The names of the parts that differ, those that only one of the two has among them, in order."""
+        """Return the names of the parts that differ or that only one of the two has, in order."""
         names = self.parts.keys() | other.parts.keys()
         return tuple(sorted(name for name in names if self.parts.get(name) != other.parts.get(name)))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, as `from_json` takes it."""
+        """Return plain data for `from_json`."""
         return {"digest": self.digest, "parts": dict(sorted(self.parts.items()))}
 
     @classmethod
     def from_json(cls, data: object) -> Fingerprint:
-        """The fingerprint that another process has sent. Raises BadValue for anything that is none."""
+        """Parse the fingerprint that another process has sent. Raises BadValue if it is not valid."""
         if not isinstance(data, Mapping):
             raise BadValue(f"a fingerprint is a {type(data).__name__}; it must be an object")
         if set(data) != {"digest", "parts"}:
@@ -74,7 +77,7 @@ class Fingerprint:
 
 
 def short_digest(data: bytes) -> str:
-    """16 hexadecimal digits for these bytes."""
+    """Return a digest of 16 hexadecimal digits."""
     return blake2b(data, digest_size=DIGEST_SIZE).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What decides the bits of a model's numbers, part by part: where all of them agree, blocks and answers do."""
+"""The parts of a fingerprint: if all of them agree, blocks and answers have the same bits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NONE = "none"
 def bits_parts(
     model: Model, files: Files, backend: Backend, config: EngineConfig, manager: BlockManager
 ) -> dict[str, str]:
-    """The parts of a fingerprint that K, V and states depend on. Takes a part of a second.
+    """Return the parts of a fingerprint that K, V and states depend on. Takes a fraction of a second.
 
-    Of weights only a part is read, see `weights_digest`. Nothing of an engine is used, so it may be running.
+    Only a part of the weights is read, see `weights_digest`. The engine is not used, so it may be running.
 
-    Raises ConfigError where a row's bits depend on its batch, and ModelError for files that cannot be read any more.
+    Raises ConfigError if a row's bits depend on its batch, and ModelError if files can no longer be read.
     """
     check_bits_are_kept(model, files, backend, config)
     return model_parts(model, files, backend, config) | {
@@ -37,15 +37,15 @@ def bits_parts(
 
 
 def model_parts(model: Model, files: Files, backend: Backend, config: EngineConfig) -> dict[str, str]:
-    """Those that a model has by itself, without a cache. Raises ModelError for files that cannot be read any more."""
+    """Return the parts of the model alone, without a cache. Raises ModelError if files can no longer be read."""
     probed = {f"bits of {kind}": digest for kind, digest in probe(model, backend, config).items()}
     return named_parts(model, files, backend, config) | probed
 
 
 def named_parts(model: Model, files: Files, backend: Backend, config: EngineConfig) -> dict[str, str]:
-    """Return those of `model_parts` that nothing is computed for.
+    """Return the parts of `model_parts` that need no computation.
 
-    Raises ModelError for files that cannot be read any more.
+    Raises ModelError if files can no longer be read.
     """
     is_own = isinstance(model, Decoder)
     return {
@@ -64,11 +64,11 @@ def named_parts(model: Model, files: Files, backend: Backend, config: EngineConf
 
 
 def check_bits_are_kept(model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
-    """Raise ConfigError where a row's bits depend on its batch."""
+    """Raise ConfigError if a row's bits depend on its batch."""
     if not model.rows_keep_bits:
         raise ConfigError(
-            f"{files.path} has no fingerprint: with what transformers computes of it, a row's bits may depend on "
-            "the batch, so no other replica could go on with a request. A fleet needs a model of Quire's own layers "
+            f"{files.path} has no fingerprint: in layers that transformers computes, a row's bits may depend on "
+            "the batch, so no other replica could continue a request. A fleet needs a model of Quire's own layers "
             "(`quire models` lists them)"
         )
     if config.reproducible or backend.keeps_bits(config.device):
@@ -76,17 +76,17 @@ def check_bits_are_kept(model: Model, files: Files, backend: Backend, config: En
     if not backend.limits.reproducible:
         raise ConfigError(
             f"attention_backend is {backend.name!r}, which does not give the same bits in every batch, so no other "
-            "replica could go on with a request; leave it out, so that the device's own backend serves"
+            "replica could continue a request; leave it out, so that the device's own backend serves"
         )
     raise ConfigError(
         f"reproducible is False; on {config.device!r} a row's bits then depend on the batch, so no other replica "
-        "could go on with a request. Set reproducible=True (--reproducible)"
+        "could continue a request. Set reproducible=True (--reproducible)"
     )
 
 
 def library_version(library: str) -> str:
-    """The version that is installed. Raises ConfigError where that is not known."""
+    """Return the installed version. Raises ConfigError if it is not known."""
     try:
         return version(library)
-    except PackageNotFoundError:  # built into an application that has no list of its packages
+    except PackageNotFoundError:  # built into an application without package metadata
         raise ConfigError(f"the version of {library} is not known; install it as a package") from None

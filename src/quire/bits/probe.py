@@ -1,11 +1,12 @@
-"""What bits a machine computes: digests of what each operator makes of small fixed inputs.
+"""Digests of the results of each operator for small fixed inputs, which show the bits that a machine computes.
 
 Replicas with the same files and versions may round differently: another instruction set, another library of
-mathematical functions, a kernel that was compiled otherwise. Results show it whatever the reason is.
+mathematical functions, a kernel that was compiled differently. Results show it whatever the reason is.
 
-Inputs are made of integers by exact steps, so that they cannot differ. Their magnitudes do, by factors of up to 128,
-so that a sum in another order is another sum. Sums are long enough to be cut where kernels cut them: linears after 192
-inputs (bf16 on AVX-512) and groups of 128, attention after 256 and 1,024 keys, recurrences after pieces of 32 rows.
+Inputs are made of integers by exact steps, so that they cannot differ. Their magnitudes vary by factors of up to 128,
+so that summing in another order changes the sum. Sums are long enough to be split where kernels split them: linears
+after 192 inputs (bf16 on AVX-512) and groups of 128, attention after 256 and 1,024 keys, recurrences after pieces of 32
+rows.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from quire.ops.quantised import QuantisedWeight
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan, RecurrentSpec
 from quire.request import Request, SamplingParams
 
-ROWS = (1, 7, 40)  # of a linear: one, fewer than a tile has, and more
+ROWS = (1, 7, 40)  # of a linear: one, fewer than in a tile, and more
 INPUTS = 448  # two stretches of 192 and a part of one; three groups of 128 and a part of one
 OUTPUTS = 96
 SEQUENCES = ((40, 40), (7, 300), (1, 1100))  # query rows and keys: a prompt, a chunk of one, and a decoded token
 WINDOW = 100
-# Tokens of each sequence that keeps a state, after each of two steps: a prompt, a chunk of one, and a decoded token.
+# Tokens of each sequence with a state, after each of two steps: a prompt, a chunk of one, and a decoded token.
 STATE_STEPS = ((40, 93, 69), (40, 100, 70))
-STATE_PIECES = 4  # that a sequence has begun after them, at most
-VOCABULARY = 2053  # not a multiple of what the sampler looks at in one go
-NUMBERS = 4096  # that each function is computed of; fewer than torch splits among threads
+STATE_PIECES = 4  # most pieces that a sequence has begun after them
+VOCABULARY = 2053  # not a multiple of the sampler's tiles
+NUMBERS = 4096  # inputs of each function; fewer than torch splits among threads
 EPS = 1e-6
 SAMPLINGS = (
     SamplingParams(temperature=0.0, logprobs=5),
@@ -65,11 +66,11 @@ CLAMPED = Activation("silu", slope=1.702, limit=7.0, offset=1.0)  # gpt-oss's
 
 
 def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str]:
-    """A digest, 16 hexadecimal digits, of each kind of operator's results, by the kind's name.
+    """Return a digest, 16 hexadecimal digits, of the results of each kind of operator, by the kind's name.
 
-    Operators work in the model's dtype, with its heads and its dtype of the cache, whether or not its layers have all
-    of them. Integer products are among them where the model has some, and experts and operators of states too. No
-    weight of the model is read, and nothing of its engine is used.
+    Operators work in the model's dtype, with its heads and its cache dtype, whether or not its layers use all of them.
+    Integer products, experts and operators of states are included if the model has them. No weight of the model is
+    read, and its engine is not used.
     """
     case = _Case.of(model, backend, config)
     kinds: dict[str, Callable[[_Case], Iterator[Tensor]]] = {
@@ -95,12 +96,12 @@ def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str
 
 @dataclass(frozen=True)
 class _Case:
-    """What the operators are probed on, and with."""
+    """The operators to probe, and their parameters."""
 
     backend: Backend
     linears: Linears
     group: CacheGroup
-    spec: AttentionSpec  # of its layers, without a window
+    spec: AttentionSpec  # of the group's layers, without a window
 
     @classmethod
     def of(cls, model: Model, backend: Backend, config: EngineConfig) -> _Case:
@@ -117,20 +118,20 @@ class _Case:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Those of small operators: in fp32, too, one shows what rounding to a half hides in nearly all numbers."""
+        """Dtypes of small operators: fp32 shows differences that rounding to a half hides in nearly all numbers."""
         return list(dict.fromkeys((self.spec.dtype, torch.float32)))
 
     def numbers(self, seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-        """Fixed numbers of the model's dtype, as `_numbers` makes them."""
+        """Return fixed numbers of the model's dtype, see `_numbers`."""
         return self.wide_numbers(seed, *shape, scale=scale).to(self.spec.dtype)
 
     def wide_numbers(self, seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-        """The same in fp32."""
+        """Return the same numbers in fp32."""
         return _numbers(seed, shape, scale).to(self.spec.device)
 
 
 def _words(seed: int, count: int) -> NDArray[np.uint64]:
-    """The first outputs of splitmix64 (Steele et al. 2014) from a state of that seed's own."""
+    """Return the first outputs of splitmix64 (Steele et al. 2014) from a state that is specific to the seed."""
     z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -139,7 +140,7 @@ def _words(seed: int, count: int) -> NDArray[np.uint64]:
 
 
 def _numbers(seed: int, shape: Sequence[int], scale: float) -> Tensor:
-    """fp32 of that shape, between -scale and scale, which is a power of two: 24 bits, times 1, 1/2, ... or 1/128."""
+    """Return fp32 of that shape, in -scale..scale, a power of two: 24 bits, times 1, 1/2, ... or 1/128."""
     words = _words(seed, int(np.prod(shape)))
     whole = (words >> np.uint64(40)).astype(np.int32) - 2**23
     fractions = np.ldexp(whole.astype(np.float32), -23 - (words & np.uint64(7)).astype(np.int32))
@@ -173,7 +174,7 @@ def _products(case: _Case, linears: Sequence[Linear]) -> Iterator[Tensor]:
 
 
 def _integer_linears(case: _Case) -> Iterator[Tensor]:
-    """Every way in which checkpoints and roundings at load have integers."""
+    """Yield products with integers in every form that checkpoints and quantization at load time produce."""
     weights = [
         _integers(case, bits, group_size, has_zeros)
         for bits in (4, 8)
@@ -228,13 +229,13 @@ def _experts(case: _Case) -> Iterator[Tensor]:
 
 
 def _attention(case: _Case) -> Iterator[Tensor]:
-    """A prompt, a chunk and a decoded token in one step, over a cache that was written before."""
+    """Yield the results of a prompt, a chunk and a decoded token in one step, over a cache that was written before."""
     spec, backend = case.spec, case.backend
     D, block_size = spec.head_dim, spec.block_size
     kv = KVCache([case.group], spec.num_blocks, block_size, spec.cache_dtype, spec.device, backend=backend).kv(0)
     keys = [keys for _, keys in SEQUENCES]
     width = -(-max(keys) // block_size)
-    first = list(accumulate((-(-n // block_size) for n in keys[:-1]), initial=0))  # of each sequence, its first block
+    first = list(accumulate((-(-n // block_size) for n in keys[:-1]), initial=0))  # the first block of each sequence
     tables = torch.tensor(first, dtype=torch.int32)[:, None] + torch.arange(width, dtype=torch.int32)
     slots = torch.cat([block * block_size + torch.arange(n) for block, n in zip(first, keys, strict=True)])
 
@@ -275,7 +276,7 @@ def _rope(case: _Case) -> Iterator[Tensor]:
 
 
 def _state_kinds(mixer: StateConfig) -> dict[str, Callable[[_Case], Iterator[Tensor]]]:
-    """What layers with that mixer compute besides linears: of few heads, each of the model's size."""
+    """Return the operators of layers with that mixer, except linears: with few heads, each of the model's size."""
     match mixer:
         case GatedDeltaConfig():
             heads = 2 * min(3, mixer.num_heads // mixer.num_k_heads)
@@ -298,7 +299,7 @@ def _state_kinds(mixer: StateConfig) -> dict[str, Callable[[_Case], Iterator[Ten
 
 
 def _state_steps(case: _Case, sizes: StateSizes) -> Iterator[tuple[RecurrentCache, RecurrentPlan]]:
-    """The plan of one step after the other, over the same records."""
+    """Yield the plans of consecutive steps over the same records."""
     S, P, dtype, device = len(STATE_STEPS[0]), STATE_PIECES, case.spec.dtype, case.spec.device
     spec = RecurrentSpec(**asdict(sizes), num_states=S * P, num_rows=S * P, dtype=dtype, device=device)
     cache, before = RecurrentCache.allocate(spec), torch.zeros(S, dtype=torch.int32)
@@ -370,7 +371,7 @@ def _activations(case: _Case) -> Iterator[Tensor]:
 
 
 def _functions(case: _Case) -> Iterator[Tensor]:
-    """What torch computes in and around models, and in the sampler: its functions differ from CPU to CPU."""
+    """Yield the functions that torch computes in models and in the sampler: they differ from CPU to CPU."""
     x = case.wide_numbers(70, NUMBERS, scale=16.0)
     for function in (torch.exp, torch.tanh, torch.erf, torch.sin, torch.cos, torch.sigmoid):
         yield function(x)
@@ -383,7 +384,7 @@ def _functions(case: _Case) -> Iterator[Tensor]:
     yield torch.softmax(rows, -1)
     yield rows.pow(2).mean(-1)
     D = case.spec.head_dim
-    for theta in (1e4, 5e5):  # tables of RoPE are made on the host
+    for theta in (1e4, 5e5):  # RoPE tables are computed on the host
         frequencies = 1.0 / theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
         angles = torch.arange(0, 2**17, 2**17 // 32 + 1, dtype=torch.float32)[:, None] * frequencies
         yield angles.cos()
@@ -391,7 +392,7 @@ def _functions(case: _Case) -> Iterator[Tensor]:
 
 
 def _sampler(case: _Case) -> Iterator[Tensor]:
-    """Tokens and logprobs. Few draws would see another last bit in a weight: `_functions` has these."""
+    """Yield tokens and logprobs. Few draws would detect a change in a weight's last bit; `_functions` does."""
     requests = []
     for seed, sampling in enumerate(SAMPLINGS):
         given = array("i", (_words(80 + seed, 50) % np.uint64(VOCABULARY)).astype(np.int32).tolist())

@@ -1,4 +1,4 @@
-"""Which weights a model has, by a part of its files."""
+"""Digest of a model's weights, from a sample of its files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from quire.errors import ModelError
 from quire.models.files import Where, files_of
 
 PAGE = 4096  # bytes
-MAX_PAGES = 64  # of each file of weights that are read
-LENGTH = 8  # bytes at a safetensors file's start that say how long its header is
+MAX_PAGES = 64  # pages read of each file of weights
+LENGTH = 8  # bytes at the start of a safetensors file that contain the length of its header
 
 
 def weights_digest(where: Where) -> str:
-    """16 hexadecimal digits for a model's weights.
+    """Return 16 hexadecimal digits for a model's weights.
 
-    Of each file its name, its size, the header that names its tensors (safetensors), and MAX_PAGES pages, evenly from
-    the first to the last; links are followed. Two trainings of a model differ in them all. A change of single bytes
-    between these pages is not seen.
+    They depend, for each file, on its name, its size, the header that names its tensors (safetensors), and MAX_PAGES
+    pages at even distances from the first to the last; links are followed. Two trainings of a model differ in all of
+    these pages. A change of single bytes between the pages is not detected.
 
-    Raises ModelError where there are no weights, or a file cannot be read.
+    Raises ModelError if there are no weights, or a file cannot be read.
     """
     files = files_of(where)
     paths = files.weight_files()
@@ -31,7 +31,7 @@ def weights_digest(where: Where) -> str:
 
 
 def _sampled(path: Path) -> bytes:
-    """What of a file of weights counts, each piece with its length before it."""
+    """Return the sampled contents of a file of weights, each part preceded by its length."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -39,7 +39,7 @@ def _sampled(path: Path) -> bytes:
             if path.suffix == ".safetensors":
                 length = int.from_bytes(file.read(LENGTH), "little")
                 if length > size - LENGTH:
-                    raise ModelError(f"{path} has {size} bytes, and says that its header has {length}")
+                    raise ModelError(f"{path} has {size} bytes, but its header has a length of {length}")
                 found.append(file.read(length))
             for page in sampled_pages(-(-size // PAGE)):
                 file.seek(page * PAGE)
@@ -50,7 +50,7 @@ def _sampled(path: Path) -> bytes:
 
 
 def sampled_pages(count: int) -> list[int]:
-    """The pages that are read of a file with so many: all, or MAX_PAGES from the first to the last."""
+    """Return the pages to read of a file with `count` pages: all, or MAX_PAGES from the first to the last."""
     if count <= MAX_PAGES:
         return list(range(count))
     return [i * (count - 1) // (MAX_PAGES - 1) for i in range(MAX_PAGES)]

@@ -62,9 +62,7 @@ class Heads:
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
-    latent: int | None = (
-        None  # V is this number of leading columns of K, not stored separately; None: V is as wide as K
-    )
+    latent: int | None = None  # V is that number of leading columns of K, not stored again; None: V is as wide as K
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,7 @@ class BlockManager:
         self.memory: BlockMemory | None = None  # set if blocks may be read from other sources
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
-        # Requests free blocks while they run. Then the first blocks of a prompt alone do not determine its cached
-        # length.
+        # Requests free blocks while they run, so the first blocks of a prompt do not determine its cached length.
         self.frees_early = any(group.window is not None or group.piece is not None for group in groups)
         self._is_plain = len(groups) == 1 and not self.frees_early
 

@@ -1,1 +1,1 @@
-"""Blocks on a disk: what a process has computed, another one finds again."""
+"""Disk cache: KV blocks that one process computed and another can reuse."""

@@ -1,7 +1,7 @@
-"""The directory of a disk cache: in it one for each model, cache dtype and block size, which one process has.
+"""The directory of a disk cache, with a subdirectory for each model, cache dtype and block size, used by one process.
 
-PATH/CACHEDIR.TAG     says that it is a cache, to backup programs too
-PATH/secret           what digests are hashed with
+PATH/CACHEDIR.TAG     marks it as a cache, for backup programs too
+PATH/secret           the key that digests are hashed with
 PATH/<key>/           blocks of one kind: `lock`, `about.json`, and the files of `DiskStore`
 """
 
@@ -31,27 +31,27 @@ OPTION = "kv_disk"
 
 
 class Place(NamedTuple):
-    """A directory that this process has, until the lock is closed."""
+    """A directory that this process owns until the lock is closed."""
 
     path: Path
     secret: bytes
-    lock: int  # a file
+    lock: int  # a file descriptor
 
 
 @dataclass(frozen=True)
 class Found:
-    """What there is of one model."""
+    """The contents of a disk cache for one model."""
 
     path: Path
     about: Mapping[str, Any]
-    num_bytes: int  # that its files take on the disk
+    num_bytes: int  # bytes that its files take on the disk
     is_used: bool  # by a process, now
 
 
 def make_root(path: Path) -> bytes:
-    """Make the directory of a disk cache, unless it is there, and read its secret.
+    """Create the directory of a disk cache, unless it exists, and read its secret.
 
-    Raises ConfigError where the path is something else, or cannot be written.
+    Raises ConfigError if the path is something else, or cannot be written.
     """
     try:
         if not path.exists():
@@ -60,9 +60,9 @@ def make_root(path: Path) -> bytes:
         if not (path / TAG).exists():
             _write(path / TAG, SIGNATURE.encode())
         secret = path / SECRET
-        if not secret.exists() or secret.stat().st_size != SECRET_SIZE:  # with another one, nothing is found
+        if not secret.exists() or secret.stat().st_size != SECRET_SIZE:  # with another one, no block would be found
             _write(secret, secrets.token_bytes(SECRET_SIZE))
-        probe = path / f"{LOCK}.{secrets.token_hex(4)}"  # says at once whether anything can be written
+        probe = path / f"{LOCK}.{secrets.token_hex(4)}"  # detects at once whether files can be written
         _write(probe, b"")
         probe.unlink()
         return secret.read_bytes()
@@ -71,22 +71,22 @@ def make_root(path: Path) -> bytes:
 
 
 def check_root(path: Path) -> None:
-    """Raise ConfigError for what is no directory of a disk cache, and no empty one that may become one."""
+    """Raise ConfigError unless the path is the directory of a disk cache, is empty, or does not exist."""
     try:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{OPTION} is {str(path)!r}, a file; it must be a directory")
         if path.exists() and not (path / TAG).exists() and any(path.iterdir()):
             raise ConfigError(
-                f"{OPTION} is {str(path)!r}, which holds something else than a KV cache; give a directory of its own"
+                f"{OPTION} is {str(path)!r}, which has other contents than a KV cache; give a separate directory"
             )
     except OSError as error:
         raise ConfigError(f"{OPTION} is {str(path)!r}: {_reason(error)}; it must be a directory to read") from error
 
 
 def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> Place:
-    """Take the directory of that key, which no other process may have. about: of the model, for people.
+    """Lock the directory of that key, which only one process may use. about: description of the model, for people.
 
-    Raises ConfigError where a process has it, or it cannot be made.
+    Raises ConfigError if a process uses it, or it cannot be created.
     """
     path = root / key
     lock = None
@@ -104,20 +104,20 @@ def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> Place
         raise ConfigError(f"{OPTION} is {str(root)!r}: {_reason(error)}; it must be a directory to write to") from error
     raise ConfigError(
         f"{OPTION} is {str(root)!r}, whose blocks of this model process {holder or '(unknown)'} uses; only one at a "
-        f"time can, so give this one a directory of its own"
+        f"time can, so give this one a separate directory"
     )
 
 
 def listed(root: Path) -> list[Found]:
-    """What a disk cache holds, a model each. Raises ConfigError where the path is none."""
+    """Return the contents of a disk cache, one entry per model. Raises ConfigError if the path is not a disk cache."""
     check_root(root)
     if not (root / TAG).exists():
-        raise ConfigError(f"{str(root)!r} is no KV cache: there is no {TAG} in it")
+        raise ConfigError(f"{str(root)!r} is not a KV cache: there is no {TAG} in it")
     return [_found(path) for path in sorted(root.iterdir()) if path.is_dir() and (path / LOCK).exists()]
 
 
 def clear(root: Path) -> list[Found]:
-    """Remove what a disk cache holds. Raises ConfigError, removing nothing, where a process uses some of it."""
+    """Remove the contents of a disk cache. Raises ConfigError, and removes nothing, if a process uses some of it."""
     found = listed(root)
     locks: list[int] = []
     try:
@@ -130,8 +130,8 @@ def clear(root: Path) -> list[Found]:
             for path in one.path.iterdir():
                 if path.name in (LOG, NEW_LOG, ABOUT) or path.name.startswith((f"{SLOTS}.", f"{ABOUT}.")):
                     path.unlink()
-            (one.path / LOCK).unlink()  # from here on another process may have the directory
-            with suppress(OSError):  # somebody put something else there
+            (one.path / LOCK).unlink()  # from here on another process may take the directory
+            with suppress(OSError):  # it contains foreign files
                 one.path.rmdir()
     except OSError as error:
         raise ConfigError(f"{str(root)!r} cannot be cleared: {_reason(error)}") from error
@@ -142,7 +142,7 @@ def clear(root: Path) -> list[Found]:
 
 
 def _locked(path: Path) -> int | None:
-    """The file whose lock makes the directory this process's until it is closed. None: a process has it."""
+    """Lock the directory for this process until the returned file is closed. Return None if another process has it."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -162,7 +162,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _holder(path: Path) -> str:
-    """The process that has a directory, as its lock says; empty where that is gone."""
+    """Return the process that owns a directory, according to its lock file; empty if that is gone."""
     try:
         return (path / LOCK).read_text(errors="replace")[:20].strip()
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def _holder(path: Path) -> str:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return whether the open file is the one of that path."""
+    """Return whether the open file is the one at that path."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -199,7 +199,7 @@ def _found(path: Path) -> Found:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a small file, whole or not at all, readable by its owner alone."""
+    """Write a small file atomically, readable only by its owner."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

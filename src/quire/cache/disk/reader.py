@@ -1,4 +1,4 @@
-"""DiskReader: reads blocks of a disk's store for waiting requests, and for other replicas."""
+"""DiskReader: read blocks of a disk's store for waiting requests, and for other replicas."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class DiskReader(BlockSource):
     name = "disk"
 
     def __init__(self, arrivals: Arrivals, store: DiskStore, changes: deque[Change]) -> None:
-        """changes: is given the blocks that are found to be damaged."""
+        """changes: receives the blocks that are found to be damaged."""
         super().__init__(arrivals, store.widths)
         self._store = store
         self._changes = changes
 
     def held(self, _: Request) -> Holds | None:
-        """As `BlockSource`: any block may be on the disk."""
+        """Return the test of `BlockSource.held`: any block may be on the disk."""
         return self.holds if len(self._store) else None
 
     def holds(self, group: int, digest: bytes, parent: bytes, tokens: bytes) -> bool:
-        """Whether the block with these tokens after that parent is on the disk."""
+        """Return whether the block with these tokens after that parent is on the disk."""
         name = Name(group, digest)
-        # Most are not there at all, and a check takes longer than that.
+        # Most names are not on the disk, and a check takes longer than that.
         return self._store.holds_name(name) and self._store.holds(name, self._store.check_of(parent, tokens))
 
     def read(self, _: Request, reads: Sequence[Read]) -> None:
-        """As `BlockSource`. All of these blocks are of use from now on."""
+        """See `BlockSource.read`. These blocks count as used now."""
         self._store.touch([read.name for read in reads], self._store.next_tick())
         self._enqueue([Batch([read]) for read in reads])
 
@@ -61,7 +61,7 @@ class DiskReader(BlockSource):
             yield read, found
 
     def get(self, name: Name, parent: bytes, tokens: bytes) -> NDArray[np.uint8] | Fault:
-        """The bytes of the block with these tokens after that parent. Any thread may call it."""
+        """Return the bytes of the block with these tokens after that parent. May be called from any thread."""
         payload = np.empty(self.widths[name.group], np.uint8)
         fault: Fault | None = Fault.IO
         try:

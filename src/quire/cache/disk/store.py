@@ -1,9 +1,9 @@
 """DiskStore: blocks in the files of one directory, found by their digests, also after a restart.
 
-Of each cache group there is a file of slots, a block's bytes each and nothing else. A log has a record for each block
-that was written: its name, its slot and a checksum of its bytes. Nothing is ever synced to the disk: after a crash or a
-loss of power, records and blocks are checked when they are read. A record that is torn or wrong is ignored, and a slot
-whose bytes are not those of its record is a miss.
+Each cache group has a file of slots, which contain the bytes of a block each and nothing else. A log has a record for
+each block that was written: its name, its slot and a checksum of its bytes. Nothing is ever synced to the disk: after a
+crash or a power loss, records and blocks are checked when they are read. A torn or wrong record is ignored, and a slot
+whose bytes do not match its record is a miss.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FORMAT = 2  # of the files; directories of another one are not read
+FORMAT = 2  # of the files; directories of another format are not read
 LOG = "log"
 NEW_LOG = "log.new"
-SLOTS = "slots"  # and the group's number
+SLOTS = "slots"  # followed by the group's number
 FIELDS = Struct("<QIIHHI16s16s")  # tick, slot, depth, group, 0, crc of the payload, masked digest, check
 CHECKSUM = Struct("<I")  # crc of the fields
 RECORD_SIZE = FIELDS.size + CHECKSUM.size
 HASH_SIZE = 16  # bytes
-MOST_RECORDS = 1024  # in the log, besides two for each slot; with more it is written anew
+MOST_RECORDS = 1024  # in the log, in addition to two per slot; with more it is rewritten
 MAX_SLOTS = 2**32 - 1
 
 
@@ -43,37 +43,37 @@ class Entry:
     """A block in its slot."""
 
     slot: int
-    depth: int  # blocks before it in its sequence
-    tick: int  # when it was last of use, in the store's own count; larger is later
+    depth: int  # number of blocks before it in its sequence
+    tick: int  # time of the last use, in the store's own count; larger is later
     crc: int  # of the payload
-    check: bytes  # of parent and tokens: a digest is not believed
+    check: bytes  # of parent and tokens, because a digest is not trusted
 
 
 class DiskStore:
     """Blocks by name, within a number of slots for each group.
 
-    Where a group has no free slot, its least recently used block is evicted, and of those used at one moment the one
-    with the most blocks before it: a sequence loses its tail before its head. Any thread may call any method; `put` and
+    If a group has no free slot, its least recently used block is evicted, and of those with the same time the one with
+    the most blocks before it: a sequence loses its tail before its head. Any thread may call any method; `put` and
     `clear` wait for one another.
     """
 
     def __init__(self, directory: Path, secret: bytes, widths: Sequence[int], capacities: Sequence[int]) -> None:
-        """Open the files, or make them.
+        """Open the files, or create them.
 
-        widths: bytes of a block of each group; capacities: slots of each. secret: what names are hashed with. Raises
-        OSError where the files cannot be opened or written.
+        widths: bytes of a block of each group; capacities: slots of each. secret: the key for hashing names. Raises
+        OSError if the files cannot be opened or written.
         """
         self.directory = directory
         self.widths = tuple(widths)
         self.capacities = tuple(min(count, MAX_SLOTS) for count in capacities)
         self.tick = 0
-        self.cleared_at = -1  # tick of the last `clear`: what was of use until then is not written any more
+        self.cleared_at = -1  # tick of the last `clear`: blocks used until then are not written any more
         self._secret = secret
-        self._lock = threading.Lock()  # of the tables
-        self._writing = threading.Lock()  # of the files' contents
+        self._lock = threading.Lock()  # protects the tables
+        self._writing = threading.Lock()  # protects the files' contents
         self._entries: list[dict[bytes, Entry]] = [{} for _ in self.widths]
-        self._free: list[list[int]] = []  # slots that are not in use, below those that never were
-        self._next = [0] * len(self.widths)  # the first slot that never was in use
+        self._free: list[list[int]] = []  # unused slots below `_next`
+        self._next = [0] * len(self.widths)  # the first slot that was never used
         self._order: list[list[tuple[int, int, bytes]]] = [[] for _ in self.widths]  # heaps: tick, -depth, digest
         self._num_records = 0
         self._log = -1
@@ -81,7 +81,7 @@ class DiskStore:
         try:
             for group, (width, count) in enumerate(zip(self.widths, self.capacities, strict=True)):
                 self._files.append(_open(directory / f"{SLOTS}.{group}", os.O_RDWR))
-                os.ftruncate(self._files[group], width * count)  # sparse: it takes what is written
+                os.ftruncate(self._files[group], width * count)  # sparse: only written bytes take space
             self._replay()
             self._rewrite_log()
         except BaseException:
@@ -100,11 +100,11 @@ class DiskStore:
     # ------------------------------------------------------------------------------------------------------- names
 
     def check_of(self, parent: bytes, tokens: bytes) -> bytes:
-        """What a block's parent and tokens are compared by: 16 bytes that say nothing without the secret."""
+        """Return a hash for comparing a block's parent and tokens: 16 bytes that reveal nothing without the secret."""
         return blake2b(parent + tokens, key=self._secret, digest_size=HASH_SIZE, person=b"quire check").digest()
 
     def _mask(self, tick: int, slot: int, digest: bytes) -> bytes:
-        """The digest as the log has it, and the reverse."""
+        """Return the masked digest for the log or, from a masked one, the digest."""
         nonce = tick.to_bytes(8, "little") + slot.to_bytes(8, "little")
         pad = blake2b(nonce, key=self._secret, digest_size=HASH_SIZE, person=b"quire mask").digest()
         return (int.from_bytes(digest, "little") ^ int.from_bytes(pad, "little")).to_bytes(HASH_SIZE, "little")
@@ -112,7 +112,7 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------------- reading
 
     def next_tick(self) -> int:
-        """A moment: blocks that were of use in it are evicted before those that are of use later."""
+        """Return a new time of use: blocks last used in it are evicted before those used later."""
         self.tick += 1
         return self.tick
 
@@ -121,20 +121,20 @@ class DiskStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return sum(len(entries) * width for entries, width in zip(self._entries, self.widths, strict=True))
 
     def holds_name(self, name: Name) -> bool:
-        """Whether there is a block of that name, whatever it is made of."""
+        """Return whether there is a block of that name, whatever its contents."""
         return name.digest in self._entries[name.group]
 
     def holds(self, name: Name, check: bytes) -> bool:
-        """Whether there is a block of that name, made of what `check` stands for."""
+        """Return whether there is a block of that name and `check`."""
         entry = self._entries[name.group].get(name.digest)
         return entry is not None and entry.check == check
 
     def digests(self, group: int) -> list[bytes]:
-        """Of all blocks of the group."""
+        """Return the digests of all blocks of the group."""
         with self._lock:
             return list(self._entries[group])
 
@@ -142,9 +142,12 @@ class DiskStore:
         self,
         name: Name,
         check: bytes,
-        out: NDArray[np.uint8],  # [width]; undefined where a Fault is returned
+        out: NDArray[np.uint8],  # [width]; undefined if a Fault is returned
     ) -> Fault | None:
-        """Read a block. A Fault: it is not that one; what is wrong in the store is forgotten."""
+        """Read a block into `out`.
+
+        Return a Fault if it is not there or damaged; a damaged one is removed from the store.
+        """
         entry = self._entries[name.group].get(name.digest)
         if entry is None or entry.check != check:
             return Fault.ABSENT
@@ -156,14 +159,14 @@ class DiskStore:
         except (OSError, IndexError):  # closed meanwhile
             fault = Fault.IO
         with self._lock:
-            if self._entries[name.group].get(name.digest) is not entry:  # its slot may have been written meanwhile
+            if self._entries[name.group].get(name.digest) is not entry:  # its slot may have been overwritten meanwhile
                 return Fault.ABSENT
             if fault is not None:
                 self._forget(name)
         return fault
 
     def touch(self, names: Iterable[Name], tick: int) -> None:
-        """These blocks are of use now."""
+        """Mark these blocks as used at `tick`."""
         with self._lock:
             for group, digest in names:
                 entry = self._entries[group].get(digest)
@@ -174,10 +177,10 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------------- writing
 
     def put(self, name: Name, check: bytes, depth: int, tick: int, payload: NDArray[np.uint8]) -> list[Name] | None:
-        """Write a block. Returns those that were evicted for it.
+        """Write a block. Return the blocks that were evicted for it.
 
-        None: it is not written, as it would be the first to be evicted itself, or was of use only before `clear`.
-        Raises OSError where the system could not write it. Then it is not there.
+        Return None if it is not written, because it would itself be evicted first, or was last used before `clear`.
+        Raises OSError if the system could not write it. Then it is not in the store.
         """
         with self._writing:
             with self._lock:
@@ -204,7 +207,7 @@ class DiskStore:
             return gone
 
     def clear(self) -> None:
-        """Forget all blocks. Raises OSError where a file could not be emptied; they are forgotten all the same."""
+        """Remove all blocks. Raises OSError if a file could not be emptied; they are removed nevertheless."""
         with self._writing:
             with self._lock:
                 self.cleared_at = self.tick
@@ -215,7 +218,7 @@ class DiskStore:
                     self._next[group] = 0
             self._num_records, failed = 0, None
             sizes = (width * count for width, count in zip(self.widths, self.capacities, strict=True))
-            # No record is of use without its block, so one of the two is enough after a restart.
+            # A record is useless without its block, so emptying one of the two is enough for a restart.
             for file, size in ((self._log, 0), *zip(self._files, sizes, strict=True)):
                 try:
                     os.ftruncate(file, 0)
@@ -226,7 +229,7 @@ class DiskStore:
                 raise failed
 
     def _slot(self, group: int, place: tuple[int, int]) -> tuple[int, list[Name]] | None:
-        """A slot for a block with that place in the order, and the block that was evicted for it."""
+        """Return a slot for a block with that place in the order, and the block that was evicted for it."""
         if self._free[group]:
             return self._free[group].pop(), []
         if self._next[group] < self.capacities[group]:
@@ -236,7 +239,7 @@ class DiskStore:
         while order:
             tick, depth, digest = order[0]
             entry = entries.get(digest)
-            if entry is None or (entry.tick, -entry.depth) != (tick, depth):  # touched, or gone
+            if entry is None or (entry.tick, -entry.depth) != (tick, depth):  # touched since, or removed
                 heapq.heappop(order)
                 continue
             if (tick, depth) > place:
@@ -267,7 +270,7 @@ class DiskStore:
         return body + CHECKSUM.pack(crc32(body))
 
     def _replay(self) -> None:
-        """Take in what the log has. Of the records of a slot, and of a name, the last one counts."""
+        """Load the log. Of the records of a slot, and of a name, the last one counts."""
         owners: list[dict[int, bytes]] = [{} for _ in self.widths]  # of each group, digests by slot
         for name, entry in self._records():
             entries, owner = self._entries[name.group], owners[name.group]
@@ -284,7 +287,7 @@ class DiskStore:
             heapq.heapify(self._order[group])
 
     def _records(self) -> Iterator[tuple[Name, Entry]]:
-        """The log's records, those left out that cannot be."""
+        """Yield the log's records, skipping invalid ones."""
         try:
             data = memoryview((self.directory / LOG).read_bytes())
         except FileNotFoundError:
@@ -294,12 +297,12 @@ class DiskStore:
             if crc32(body) != CHECKSUM.unpack_from(data, start + FIELDS.size)[0]:
                 continue
             tick, slot, depth, group, zero, crc, masked, check = FIELDS.unpack(body)
-            if zero or group >= len(self.widths) or slot >= self.capacities[group]:  # the space may be smaller now
+            if zero or group >= len(self.widths) or slot >= self.capacities[group]:  # the capacity may be smaller now
                 continue
             yield Name(group, self._mask(tick, slot, masked)), Entry(slot, depth, tick, crc, check)
 
     def _rewrite_log(self) -> None:
-        """Write a log of what there is, and put it in the old one's place."""
+        """Write a log of the current blocks, and replace the old one."""
         new = self.directory / NEW_LOG
         log = _open(new, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
         try:
@@ -320,7 +323,7 @@ class DiskStore:
         self._log, self._num_records = log, len(listed)
 
     def audit(self) -> None:
-        """Prove that each slot has one owner at most. Raises ValueError where that is not so."""
+        """Verify that each slot has at most one owner. Raises ValueError if not."""
         with self._lock:
             for group, entries in enumerate(self._entries):
                 taken = [entry.slot for entry in entries.values()]
@@ -330,12 +333,12 @@ class DiskStore:
 
 
 def _seed(name: Name, check: bytes) -> int:
-    """What a payload's checksum begins with: another block's bytes have another one."""
+    """Return the initial value of a payload's checksum, which differs between blocks."""
     return crc32(name.group.to_bytes(2, "little") + name.digest + check)
 
 
 def _open(path: Path, flags: int) -> int:
-    """A file that its owner alone may read."""
+    """Open a file that only its owner may read."""
     file = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with suppress(OSError):
         os.fchmod(file, 0o600)

@@ -1,8 +1,8 @@
-"""DiskTier: writes blocks of the prefix cache to a disk, in a thread of its own.
+"""DiskTier: writes blocks of the prefix cache to a disk, in a separate thread.
 
 A block is written after its last owner has freed it, while it is still in the prefix cache. No step waits for that: if
-the block is evicted first, it is not written. The thread copies the block and checks afterwards that it was not evicted
-in between, so that no mixture of two blocks is written.
+the block is evicted first, it is not written. The thread copies the block and then checks that it was not evicted
+meanwhile, so that no mixture of two blocks is written.
 
 Blocks are read by its `DiskReader`.
 """
@@ -25,8 +25,8 @@ from quire.cache.prefix import CachedBlock
 
 log = logging.getLogger("quire")
 
-BUSY_RATE = 2 * 2**20  # bytes a second that are written while the engine computes: it shares its cores with that
-IDLE_AFTER = 0.02  # s after a step; then writing is not limited
+BUSY_RATE = 2 * 2**20  # bytes per second written while the engine computes, because the thread shares its cores
+IDLE_AFTER = 0.02  # s after a step; then the rate of writing is not limited
 FLUSH_WITHIN = 2.0  # s that `close` waits for pending writes
 
 
@@ -36,23 +36,23 @@ class Pending:
 
     group: int
     cached: CachedBlock
-    depth: int  # blocks before it in its sequence
+    depth: int  # number of blocks before it in its sequence
     tick: int
     check: bytes
 
 
 @dataclass
 class WriteCounts:
-    """What the tier wrote since it began."""
+    """Counters of the blocks that the tier wrote since it began."""
 
     blocks: int = 0
     bytes: int = 0
-    # Blocks that were not written: evicted (before they could be), full (those on the disk are of more use), error.
+    # Blocks that were not written: evicted (before they could be), full (those on the disk are more useful), error.
     unwritten: Counter[str] = field(default_factory=Counter)
 
 
 class DiskTier:
-    """Writes blocks of one engine. Methods that are not those of the thread are called by the engine's."""
+    """Writes blocks of one engine. The engine's thread calls all methods except those marked as run by the thread."""
 
     def __init__(
         self,
@@ -61,18 +61,18 @@ class DiskTier:
         arrivals: Arrivals,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take over a store. release: is called when it is closed. Nothing is written or read before `start`."""
+        """Take over a store. release: called when it is closed. Nothing is written or read before `start`."""
         self.store = store
         self.counts = WriteCounts()
         self.is_writing = True  # False: the disk failed, and nothing is written any more
-        self.is_computing = False  # set by the scheduler, with the next one: both limit the rate of writing
+        self.is_computing = False  # set by the scheduler, with last_step: both limit the rate of writing
         self.last_step = 0.0  # s, of time.monotonic
         self._memory = memory
         self._release = release
         self._lock = threading.Condition()
-        self._pending: dict[tuple[int, int], Pending] = {}  # by group and block, what is to be written
-        self._to_write: deque[Pending] = deque()  # the same, and what was evicted since
-        self._copied: Pending | None = None  # the block that is being written: its memory is no longer needed
+        self._pending: dict[tuple[int, int], Pending] = {}  # by group and block, the blocks to be written
+        self._to_write: deque[Pending] = deque()  # the same, including blocks that were evicted since
+        self._copied: Pending | None = None  # the block being written: its memory is no longer needed
         self._changes: deque[Change] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -85,7 +85,7 @@ class DiskTier:
         self.reader.start()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all pending blocks are written, at most that long. Whether they are."""
+        """Wait up to `seconds` s until all pending blocks are written. Return whether they are."""
         deadline = time.monotonic() + seconds
         self.is_computing, self.last_step = False, 0.0
         with self._lock:
@@ -94,7 +94,7 @@ class DiskTier:
             return not self._pending
 
     def close(self) -> None:
-        """Write pending blocks for a moment, and end. May be called again."""
+        """Write pending blocks for a limited time, and stop. May be called again."""
         if self._closing:
             return
         self.flush(FLUSH_WITHIN)
@@ -109,7 +109,7 @@ class DiskTier:
         self._release()
 
     def offer(self, group: int, blocks: Iterable[tuple[int, CachedBlock]], tick: int) -> None:
-        """Let these reusable blocks of a group be written, each with the number of blocks before it in its sequence."""
+        """Queue reusable blocks of a group for writing, each with the number of blocks before it in its sequence."""
         there: list[Name] = []
         with self._lock:
             for depth, cached in blocks:
@@ -125,7 +125,7 @@ class DiskTier:
             self.store.touch(there, tick)
 
     def cancel(self, group: int, block: int) -> None:
-        """Do not write a block that is evicted: its memory is about to be overwritten, or it is no longer reusable."""
+        """Cancel writing an evicted block: its memory is about to be overwritten, or it is no longer reusable."""
         if (group, block) in self._pending:
             with self._lock:
                 entry = self._pending.pop((group, block), None)
@@ -133,7 +133,7 @@ class DiskTier:
                     self.counts.unwritten["evicted"] += 1
 
     def clear(self) -> None:
-        """Forget all blocks on the disk, and those to be written."""
+        """Remove all blocks on the disk, and those to be written."""
         widths = self.store.widths
         with self._lock:  # a block that is being written is reported before that, or not at all
             self._pending.clear()
@@ -145,12 +145,12 @@ class DiskTier:
             self._changes.extend(Change(name, is_stored=False) for name in gone)
 
     def pending(self) -> list[Pending]:
-        """The blocks to be written."""
+        """Return the blocks to be written."""
         with self._lock:
             return list(self._pending.values())
 
     def changes(self) -> list[Change]:
-        """What was stored on the disk since the last call, and what is no longer there."""
+        """Return the blocks that were stored on the disk since the last call, or removed from it."""
         found = []
         while self._changes:
             found.append(self._changes.popleft())
@@ -159,7 +159,7 @@ class DiskTier:
     # -------------------------------------------------------------------------------------------------- the thread
 
     def write_next(self) -> int:
-        """Write one block, as the thread does. Returns its bytes; 0: there is none to be written."""
+        """Write one block, like the thread. Return its bytes, or 0 if none is pending."""
         with self._lock:
             entry = None
             while self._to_write and entry is None:
@@ -172,7 +172,7 @@ class DiskTier:
         self._memory.read_block(entry.group, entry.cached.block, payload)
         key = entry.group, entry.cached.block
         with self._lock:
-            if self._pending.get(key) is not entry:  # it was evicted while it was copied
+            if self._pending.get(key) is not entry:  # it was evicted while it was being copied
                 return len(payload)
             self._copied = entry
         name = Name(entry.group, entry.cached.digest)
@@ -186,7 +186,7 @@ class DiskTier:
                 del self._pending[key]
             self._lock.notify_all()
             self._changes.extend(Change(other, is_stored=False) for other in gone or ())
-            if entry.tick <= self.store.cleared_at:  # forgotten meanwhile
+            if entry.tick <= self.store.cleared_at:  # cleared meanwhile
                 pass
             elif gone is None:
                 self.counts.unwritten["full"] += 1
