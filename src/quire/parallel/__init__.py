@@ -1,1 +1,1 @@
-"""Several processes that compute one model together, each a part of it: tensor parallelism."""
+"""Tensor parallelism: several processes that compute one model together, each a shard of it."""

@@ -1,6 +1,6 @@
-"""Which cores a rank computes on: those of one memory node, where that can be.
+"""Assign cores to ranks: those of one memory node, if possible.
 
-What a process writes first lies in the memory of the node on which it runs, its weights and its cache too.
+Memory is allocated on the node of the process that first writes to it; that includes weights and the cache.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ SYSTEM = Path("/sys/devices/system")
 
 
 class Binding(NamedTuple):
-    """The CPUs that a thread may use, and how many threads it computes with."""
+    """The CPUs that a thread may use, and the number of threads that it computes with."""
 
     cpus: tuple[int, ...]
     threads: int
-    thread: int  # whose CPUs they are
+    thread: int  # the thread that may use the CPUs
 
     @classmethod
     def now(cls) -> Binding:
-        """This thread's. No CPUs where the system does not say."""
+        """Return the binding of this thread, without CPUs if the system does not report them."""
         cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
         return cls(cpus, torch.get_num_threads(), threading.get_native_id())
 
     def take(self) -> None:
-        """Let the thread, and those that it starts, have these."""
+        """Apply this binding to the thread and to the threads that it starts."""
         if self.cpus:
             with suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(self.thread, self.cpus)
         torch.set_num_threads(self.threads)
 
     def take_back(self, taken: Binding) -> None:
-        """Let it have these again, if it has what was taken, and nothing else was chosen since."""
+        """Restore this binding if the thread still has the binding `taken`, unchanged since."""
         now = Binding.now()
         cpus = self.cpus
         with suppress(ProcessLookupError):
@@ -48,7 +48,7 @@ class Binding(NamedTuple):
         Binding(cpus, threads, self.thread).take()
 
     def part(self, index: int, count: int) -> Binding:
-        """One of so many parts, of whole cores. Where there are too few of these, all parts have all of them."""
+        """Return one of `count` parts, in whole cores. If there are too few cores, all parts share all of them."""
         cores = by_place(self.cpus)
         threads = max(1, self.threads // count)
         if count == 1:
@@ -60,7 +60,7 @@ class Binding(NamedTuple):
 
 
 def by_place(cpus: Sequence[int], system: Path = SYSTEM) -> list[list[int]]:
-    """CPUs by cores, of which each has one or several, and the cores in the order of their memory nodes."""
+    """Group CPUs by core, with one or several each, and sort the cores by their memory nodes."""
     places: dict[tuple[int, int, int], list[int]] = {}
     for cpu in cpus:
         directory = system / "cpu" / f"cpu{cpu}"

@@ -1,7 +1,7 @@
-"""A tensor-parallel group: processes that compute one model together, each a part of it.
+"""A tensor-parallel group: processes that compute one model together, each a shard of it.
 
 Rank 0 is the process that was asked for a model. It starts the others itself, unless a launcher has started them all.
-On one host they exchange numbers through shared memory, between hosts by torch.distributed (gloo).
+On one host they communicate through shared memory, between hosts through torch.distributed (gloo).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from quire.parallel import launch
 from quire.parallel.cores import Binding, by_place
 
 JOIN_WITHIN = 120.0  # s from the first process's start to the last one's
-LOAD_WITHIN = 3600.0  # s that the slowest rank may take for its weights
-END_WITHIN = 5.0  # s that the other ranks have to end
-POLL = 0.005  # s between two looks at what is waited for
-SHARED = Path("/dev/shm")  # memory that has names, where a system has it
+LOAD_WITHIN = 3600.0  # s: limit for loading the weights on the slowest rank
+END_WITHIN = 5.0  # s: limit for the other ranks to end
+POLL = 0.005  # s between two polls while waiting
+SHARED = Path("/dev/shm")  # named shared memory, on systems that have it
 
 
 class Group:
-    """The ranks as one of them sees them."""
+    """The group as one of its ranks sees it."""
 
     def __init__(
         self,
@@ -52,25 +52,25 @@ class Group:
         directory: Path | None = None,
         launched: bool = False,
     ) -> None:
-        """processes: the other ranks, where this one has started them. directory: of the store, that ends with it."""
+        """processes: the other ranks, if this one started them. directory: of the store, removed at the end."""
         self.store, self.rank, self.size = store, rank, size
         self.processes, self._directory, self._launched = processes, directory, launched
-        self.on_lost: Callable[[], None] = lambda: None  # called once, on a thread of its own, when a rank is lost
+        self.on_lost: Callable[[], None] = lambda: None  # called once, on a separate thread, when a rank is lost
         self._exchange: Exchange | None = None
-        self._pid = os.getpid()  # a fork of it is no rank
+        self._pid = os.getpid()  # a fork of this process is not a rank
         self._before = self._taken = Binding.now()
 
     @property
     def exchange(self) -> Exchange:
-        """What the ranks exchange numbers through. Raises GroupLost before the group is formed, and after its end."""
+        """The collectives of the ranks. Raises GroupLost before the group is formed, and after its end."""
         if self._exchange is None:
             raise GroupLost("the tensor-parallel group has ended")
         return self._exchange
 
     def form(self, config: EngineConfig, backend: Backend) -> None:
-        """Agree on the options, take cores, and open the exchange.
+        """Agree on the options, bind to cores, and set up the collectives.
 
-        Raises ConfigError where options differ, GroupLost where a rank does not come.
+        Raises ConfigError if options differ, GroupLost if a rank does not arrive.
         """
         self.agree("options", {name: repr(value) for name, value in launch.options(config).items()}, JOIN_WITHIN)
         places = self.said("place", json.dumps([host_name(), self._before.cpus]))
@@ -88,10 +88,10 @@ class Group:
         exchange.reason = self._failure
         self._exchange = exchange
         threading.Thread(target=self._watch, args=(exchange,), name="quire-ranks", daemon=True).start()
-        self.said("formed", "")  # from here on a rank that dies is seen to be lost
+        self.said("formed", "")  # from here on the death of a rank is detected
 
     def agree(self, what: str, own: Mapping[str, str], seconds: float) -> None:
-        """Raise ConfigError unless all ranks have the same. what: a name for it, that was not used before."""
+        """Raise ConfigError unless all ranks have the same values. `what`: a name for them that was not used before."""
         found = [json.loads(text) for text in self.said(what, json.dumps(own), seconds)]
         for rank, other in enumerate(found):
             for name in {**found[0], **other}:
@@ -102,7 +102,10 @@ class Group:
                     )
 
     def said(self, what: str, own: str, seconds: float = JOIN_WITHIN) -> list[str]:
-        """What each rank says to that, in their order. Raises GroupLost where one ends before, or takes longer."""
+        """Exchange a text under the name `what`.
+
+        Return the texts of all ranks in order. Raises GroupLost if a rank ends first, or takes longer than `seconds`.
+        """
         self.store.set(f"{what}/{self.rank}", own)
         return [self._wait_for(f"{what}/{rank}", seconds) for rank in range(self.size)]
 
@@ -112,14 +115,14 @@ class Group:
             while not self.store.check([key]):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise GroupLost(f"{key!r} did not come from the tensor-parallel group within {seconds:g} s")
+                    raise GroupLost(f"{key!r} did not arrive from the tensor-parallel group within {seconds:g} s")
                 time.sleep(POLL)
             return str(self.store.get(key).decode())
-        except RuntimeError as error:  # of the store, whose process has ended
+        except RuntimeError as error:  # raised by the store, whose process has ended
             raise GroupLost(f"rank 0 of the tensor-parallel group does not answer: {error}") from error
 
     def check(self) -> None:
-        """Raise GroupLost where a rank has ended or hangs."""
+        """Raise GroupLost if a rank has ended or hangs."""
         for rank, process in enumerate(self.processes, 1):
             if (status := process.poll()) is not None:
                 ended = f"rank {rank} of the tensor-parallel group has ended with status {status}"
@@ -130,14 +133,14 @@ class Group:
             raise GroupLost(failure)
 
     def _failure(self) -> str | None:
-        """What a rank that failed has said."""
+        """Return the message of a rank that failed, if any."""
         try:
             return str(self.store.get("failure").decode()) if self.store.check(["failure"]) else None
         except RuntimeError:  # the store has ended
             return None
 
     def fail(self, error: BaseException) -> None:
-        """Say to the others why this rank ends."""
+        """Report to the other ranks why this rank ends."""
         with suppress(RuntimeError):
             if not self.store.check(["failure"]):
                 self.store.set("failure", f"rank {self.rank} of the tensor-parallel group has failed: {error}")
@@ -145,7 +148,7 @@ class Group:
             self._exchange.lose(self.rank)
 
     def close(self) -> None:
-        """End the other ranks, and free this one's cores. May be called again."""
+        """End the other ranks, and release this one's cores. May be called again."""
         if os.getpid() != self._pid:
             return
         exchange, self._exchange = self._exchange, None
@@ -164,7 +167,7 @@ class Group:
         self._before.take_back(self._taken)
 
     def _shared_memory(self, size: int) -> Tensor | None:
-        """Memory of so many bytes that all ranks have; None: they cannot, since they are on several hosts."""
+        """Return memory of `size` bytes that all ranks share, or None if they are on several hosts."""
         memory, path = None, Path(SHARED if SHARED.is_dir() else tempfile.gettempdir(), f"quire-{secrets.token_hex(8)}")
         try:
             if self.rank == 0:
@@ -180,16 +183,16 @@ class Group:
         return memory if all(each == "True" for each in have) else None
 
     def _watch(self, exchange: Exchange) -> None:
-        """Until the group ends, and with it this process if it is not rank 0."""
+        """Watch the group until it ends, and then end this process if it is not rank 0."""
         exchange.watch(ends=self.rank > 0)
         if exchange.lost is not None:
             self.on_lost()
 
 
 def join(config: EngineConfig, backend: Backend) -> Group:
-    """Become a rank of the group that the config asks for: rank 0, unless a launcher says otherwise.
+    """Join the group that the config asks for, as rank 0 unless a launcher specifies another rank.
 
-    Raises ConfigError where ranks disagree or cannot meet, GroupLost where one does not come.
+    Raises ConfigError if ranks disagree or cannot meet, GroupLost if one does not arrive.
     """
     size, place = config.tensor_parallel_size, launch.place()
     if place is not None:
@@ -199,14 +202,14 @@ def join(config: EngineConfig, backend: Backend) -> Group:
                 "there are as many processes as ranks"
             )
         return _formed(Group(_met(place), place.rank, size, launched=True), config, backend)
-    directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # which no other user can open
+    directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # accessible to this user only
     store, threads = str(directory / "store"), torch.get_num_threads()
     others = [launch.start(launch.Given(rank, size, store, threads, config)) for rank in range(1, size)]
     return _formed(Group(FileStore(store, size), 0, size, others, directory), config, backend)
 
 
 def join_started(given: launch.Given, backend: Backend) -> Group:
-    """Become a rank that rank 0 has started. Raises what `join` does."""
+    """Join as a rank that rank 0 has started. Raises the exceptions of `join`."""
     return _formed(Group(FileStore(given.store, given.size), given.rank, given.size), given.config, backend)
 
 
@@ -228,12 +231,12 @@ def _met(place: launch.Place) -> Store:
         why = str(error).partition("\n")[0]
         raise ConfigError(f"ranks cannot meet at MASTER_ADDR:MASTER_PORT {place.address}: {why}") from error
     if again:
-        raise ConfigError("the processes of a launcher compute one model; this is the second one with several ranks")
+        raise ConfigError("the processes of a launcher compute one model; this is the second model with several ranks")
     return store
 
 
 def host_name() -> str:
-    """A name of this host that another one does not have."""
+    """Return a name that is unique to this host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -242,11 +245,11 @@ def host_name() -> str:
 
 
 def _made(path: Path, size: int) -> Tensor:
-    """A new file of so many bytes as memory. Raises ConfigError where there is no room for it."""
+    """Return a new file of `size` bytes as memory. Raises ConfigError if there is no room for it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            if hasattr(os, "posix_fallocate"):  # else a write to what is not there would end the process
+            if hasattr(os, "posix_fallocate"):  # else a write to an unallocated page would end the process
                 os.posix_fallocate(descriptor, 0, size)
             else:
                 os.ftruncate(descriptor, size)
@@ -262,10 +265,10 @@ def _made(path: Path, size: int) -> Tensor:
 
 
 def mapped(descriptor: int, size: int) -> Tensor:
-    """The first bytes of a file, which is closed: uint8 [size]."""
+    """Map the first bytes of a file, and close it: uint8 [size]."""
     try:
         return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-    except ValueError as error:  # it has fewer
+    except ValueError as error:  # it has fewer bytes
         raise OSError(str(error)) from error
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What a rank other than the first does: it loads its part of a model, and follows rank 0."""
+"""Ranks other than the first: they load their shard of a model, and follow rank 0."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from quire.parallel.group import LOAD_WITHIN, Group, join_started
 
 
 def follow(group: Group, files: Files, config: EngineConfig, backend: Backend) -> None:
-    """Be a rank of the group until rank 0 ends it.
+    """Run as a rank of the group until rank 0 ends it.
 
-    Raises GroupLost where another rank dies or hangs, ConfigError where they disagree, and what `load_model` raises.
+    Raises GroupLost if another rank dies or hangs, ConfigError if the ranks disagree, and the exceptions of
+    `load_model`.
     """
     with suppress(ValueError):  # not in the main thread
-        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 obeys these, and ends the others when it has ended
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles these, and ends the others when it has ended
             signal.signal(number, signal.SIG_IGN)
     try:
         runner = follower(files, config, backend, group.exchange)
@@ -44,22 +45,22 @@ def follow(group: Group, files: Files, config: EngineConfig, backend: Backend) -
 
 
 def agree_on_model(group: Group, model: Model, files: Files, config: EngineConfig, backend: Backend) -> None:
-    """Raise ConfigError unless all ranks have loaded parts of the same model, which give the same bits."""
+    """Raise ConfigError unless all ranks have loaded shards of the same model that give the same bits."""
     group.agree("fingerprint", model_parts(model, files, backend, config), LOAD_WITHIN)
 
 
 def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Exchange) -> FollowingRunner:
-    """The runner of a rank, with its part of the model and of the cache."""
+    """Create the runner of a rank, with its shard of the model and of the cache."""
     model = load_model(files, config, backend, exchange)
     if (free := free_memory()) is not None:
-        least(exchange, free // exchange.size_here)  # for the size of the cache, which is rank 0's choice
+        least(exchange, free // exchange.size_here)  # for rank 0, which chooses the size of the cache
     pools: Pools = unpack(exchange.receive())
     return make_runner(FollowingRunner, model, backend, config, pools)
 
 
 def main() -> None:
-    """A process that rank 0 has started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to rank 0, too
+    """Run a process that rank 0 has started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to rank 0, too
     given = launch.given()
     config = given.config
     torch.set_num_threads(given.threads)
@@ -67,7 +68,7 @@ def main() -> None:
         backend = ops.load(config.attention_backend, config.device)
         group = join_started(given, backend)
         follow(group, files_of(locate(config.model, config.gguf_file)), config, backend)
-    except QuireError:  # rank 0 says why
+    except QuireError:  # rank 0 reports it
         sys.exit(1)
 
 
