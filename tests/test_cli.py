@@ -230,7 +230,7 @@ def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}')
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
     assert shown.exit_code == 1
-    assert "it keeps a state besides keys and values" in shown.stderr
+    assert "it keeps a state in addition to keys and values" in shown.stderr
 
 
 def test_info_says_how_a_model_is_quantised(tmp_path: Path) -> None:
