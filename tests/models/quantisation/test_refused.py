@@ -238,4 +238,4 @@ def test_experts_whose_parts_differ(tmp_path: Path) -> None:
         return one(module, weight) if ".w1" in module else None
 
     directory = write(tmp_path, gptq_config(desc_act=True), two, "Mixtral").directory
-    refused(directory, "int4 in groups of 32 of 128 inputs, in an order of their own, not quantised.*experts only")
+    refused(directory, "int4 in groups of 32 of 128 inputs, in a separate order, not quantised.*experts only")

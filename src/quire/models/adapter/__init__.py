@@ -1,1 +1,1 @@
-"""Models that have no family here: transformers' own modeling code, with Quire's attention in it."""
+"""Models without a family here: transformers' modelling code with Quire's attention."""

@@ -1,7 +1,7 @@
-"""One sequence at a time: models that compute attention themselves, or cannot be given a row of several sequences.
+"""One sequence at a time: models that compute attention themselves, or do not accept a row of several sequences.
 
-Each sequence of a step goes through the model alone, with transformers' eager attention, positions and masks. The cache
-is ours: it stores the new keys and values in the sequence's blocks and hands out all that stand there, gathered.
+Each sequence of a step runs through the model alone, with transformers' eager attention, positions and masks. The cache
+is ours: it stores the new keys and values in the sequence's blocks and returns all of them, gathered.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ PROBE = 2  # tokens
 
 
 class Apart:
-    """How a step goes through a backbone: each sequence alone, with attention of transformers' own."""
+    """A way to run a step through a backbone: each sequence alone, with transformers' attention."""
 
     implementation = "eager"  # of attention
     note = ", one sequence at a time"
     rows_depend: str | None = "its attention is computed by transformers"
 
     def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
-        """Run it with two tokens and see what it stores, in which layers.
+        """Run the backbone with two tokens and record which layers store keys and values.
 
         dtype: of keys and values. device: of the model, which may have no tensor left that shows it.
 
-        Raises Unsupported where that is not keys and values of each token.
+        Raises Unsupported if a layer stores anything but keys and values of each token.
         """
         self._backbone, self._backend, self._dtype = backbone, backend, dtype
         found = DynamicCache()
         tokens = torch.zeros(1, PROBE, dtype=torch.int64, device=device)
         with torch.inference_mode():
             self.output = backbone(input_ids=tokens, past_key_values=found, use_cache=True)
-        self._stored: dict[int, int] = {}  # the model's number of a layer -> the cache's
+        self._stored: dict[int, int] = {}  # index of a layer in the model -> in the cache
         layers: list[LayerCall] = []
         for index, layer in enumerate(found.layers):
             if not layer.is_initialized:
@@ -60,11 +60,11 @@ class Apart:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """None: its own masks leave out what is beyond a window, among all keys."""
+        """None for each layer: all keys are stored, and the model's own masks apply windows."""
         return (None,) * len(self.layers)
 
     def hidden(self, step: Step) -> Tensor:
-        """Hidden states of all rows: [T, H]. The model counts positions itself, from what its cache holds."""
+        """Return the hidden states of all rows: [T, H]. The model derives positions from the length of its cache."""
         first, parts = step.plans[0], []
         starts = first.query_starts[: first.num_seqs + 1].tolist()
         for s, (start, stop) in enumerate(pairwise(starts)):
@@ -92,7 +92,7 @@ class Apart:
         return torch.cat(parts)
 
     def _alone(self, plan: AttentionPlan, s: int, start: int, stop: int) -> AttentionPlan:
-        """The plan of sequence s, which owns these rows."""
+        """Return a plan for sequence s alone, which has the rows start..stop."""
         return self._backend.plan(
             plan.spec,
             torch.tensor([0, stop - start], dtype=torch.int32),
@@ -108,27 +108,27 @@ class _Nothing(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
 
     def __init__(self, length: int) -> None:
-        """length: tokens of the sequence that were computed before."""
+        """Start a step. length: tokens of the sequence that were computed before."""
         super().__init__()
         self.length = length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to do."""
+        """Do nothing."""
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise Unsupported."""
         raise Unsupported("a layer stores keys and values that stored none when the model was loaded")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys of the next step, and the position of the first."""
+        """Return the number of keys in the next step, and the position of the first."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return self.length
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1, which means no limit."""
         return -1
 
 
@@ -136,13 +136,13 @@ class _Layer(_Nothing):
     """One layer's keys and values of one sequence."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype, kv: PagedKV, plan: AttentionPlan, length: int) -> None:
-        """dtype: of what is written; plan: of this sequence alone."""
+        """Start a step. dtype: of stored keys and values. plan: of this sequence alone."""
         super().__init__(length)
         self.backend, self.dtype, self.kv, self.plan = backend, dtype, kv, plan
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store those of the new tokens, [1, Hkv, n, D], and give all: [1, Hkv, context length, D]."""
+        """Store keys and values of the new tokens, [1, Hkv, n, D]. Return all: [1, Hkv, context length, D]."""
         new = (key_states, value_states)
         width = self.kv.k.shape[3]
         k, v = (F.pad(x[0].transpose(0, 1).to(self.dtype), (0, width - x.shape[3])).contiguous() for x in new)
@@ -165,7 +165,7 @@ def _gathered(
     length: int,
     like: Tensor,  # [1, Hkv, _, size]
 ) -> Tensor:
-    """The first rows of these blocks, as many as the length: [1, Hkv, length, size]."""
+    """Gather the first `length` rows of these blocks: [1, Hkv, length, size]."""
     blocks = blocks.to(stored.device)
     found = stored[blocks][..., : like.shape[3]]
     if scale is not None:

@@ -1,4 +1,4 @@
-"""The attention that a transformers model calls: what its layers ask for, and the paged attention that they get."""
+"""The attention function that a transformers model calls, and its implementation by paged attention."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from quire.models.adapter.lora import CurrentLora
 from quire.ops import AttentionPlan, Backend
 from quire.ops.lora import LoraRows
 
-NAME = "quire_paged"  # what attn_implementation is called
+NAME = "quire_paged"  # the name of the attn_implementation
 
 SCORES = frozenset("scaling softcap s_aux sliding_window dropout is_causal position_ids".split())
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one attention layer asked for."""
+    """The sizes of one attention layer's call."""
 
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv
@@ -35,53 +35,53 @@ class LayerCall:
 
     @property
     def heads(self) -> Heads:
-        """As the cache has them: K and V are filled up with zeros to one width."""
+        """The heads in the cache, where K and V are padded with zeros to one width."""
         return Heads(self.num_heads, self.num_kv_heads, max(self.head_dim, self.head_dim_v))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step brings to the layers."""
+    """The inputs of a step."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     cache: KVCache
-    plans: Sequence[AttentionPlan]  # one a layer
+    plans: Sequence[AttentionPlan]  # one per layer
     current_lora: CurrentLora = field(default_factory=CurrentLora)  # of the model's linears
     lora_rows: LoraRows | None = None  # None: no row has an adapter
 
 
 class Pass(Protocol):
-    """What the layers' attention does in one forward pass of the model."""
+    """The attention of all layers in one forward pass of the model."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """The next layer's attention: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
+        """Compute the next layer's attention: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
 
 
 @dataclass
 class Recorder:
-    """Notes what the layers ask for; they get zeros."""
+    """A pass that records the layers' calls and returns zeros."""
 
     calls: list[LayerCall] = field(default_factory=list)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Zeros."""
+        """Record the call. Return zeros."""
         self.calls.append(LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window")))
         return q.new_zeros(*q.shape[:2], v.shape[2])
 
 
 @dataclass
 class PagedPass:
-    """One step over the cache: the i-th call is layer i."""
+    """A pass over the paged cache, in which the i-th call is layer i."""
 
     backend: Backend
     step: Step
-    layers: Sequence[LayerCall]  # as they were recorded
+    layers: Sequence[LayerCall]  # as recorded when the model was loaded
     dtype: torch.dtype  # of the model
     done: int = 0  # layers
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Store K and V in the layer's cache, and attend to all that stands there."""
+        """Store K and V in the layer's cache, and attend to all of the cache."""
         index, self.done = self.done, self.done + 1
         if index == len(self.layers):
             raise Unsupported(f"the model called attention more than {index} times, and did not when it was loaded")
@@ -112,7 +112,7 @@ class PagedPass:
 
 @dataclass
 class Passes:
-    """The pass that is going on in one model; its modules keep this."""
+    """The current pass of a model. All of the model's modules refer to this object."""
 
     current: Pass | None = None
 
@@ -125,15 +125,15 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' AttentionInterface asks for: out [1, T, Hq, Dv], and no weights.
+    """Implement transformers' AttentionInterface: return out [1, T, Hq, Dv], and None for the weights.
 
-    Raises Unsupported for an option that is not known, for a mask, and for tokens that are not one row.
+    Raises Unsupported for an unknown option, for a mask, and for tokens that are not one row.
     """
     passes = getattr(module, "quire_passes", None)
     if passes is None or passes.current is None:
         raise Unsupported(f"{NAME!r} is the attention of models that Quire's engine has loaded")
     if attention_mask is not None:
-        raise Unsupported(f"{type(module).__name__} makes a mask of its own, of shape {tuple(attention_mask.shape)}")
+        raise Unsupported(f"{type(module).__name__} makes its own mask, of shape {tuple(attention_mask.shape)}")
     for name, option in options.items():
         if name not in HARMLESS and name not in SCORES and option is not None and option is not False:
             raise Unsupported(f"{type(module).__name__} gives {name} to its attention, which is not known")

@@ -1,4 +1,4 @@
-"""From a checkpoint to an `AdaptedModel`: the model's class, whether it can be served, its trial, its weights."""
+"""Loading an `AdaptedModel` from a checkpoint: find the model's class, try it out, and read its weights."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import Backend
 
-BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; their models make them
-UNKNOWN_LENGTH = 2048  # of the longest sequence, where a config does not say
+BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; models compute them
+UNKNOWN_LENGTH = 2048  # tokens of the longest sequence, if a config does not specify it
 
 
 class Found(NamedTuple):
-    """What transformers has for a checkpoint."""
+    """The transformers model for a checkpoint."""
 
     model: Any  # the class of its causal language model
     config: Any
-    way: type[Together | Apart]  # how steps go through it
+    way: type[Together | Apart]  # to run steps through it
 
 
 def find(raw: Mapping[str, Any]) -> Found:
-    """The class and the config of a model with that config.json, after its trial.
+    """Find and try out the transformers model for a config.json.
 
-    Raises Unsupported, with the reason, where transformers has none, or has one that cannot be served.
+    Raises Unsupported, with the reason, if transformers has no such model, or it cannot be served.
     """
     kind = raw.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise Unsupported(f"transformers {transformers.__version__} knows no model of type {kind!r}")
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(raw))
-    except Exception as error:  # a config's ways to be wrong are many
+    except Exception as error:  # an invalid config raises many types of errors
         raise Unsupported(f"transformers cannot read its config.json: {' '.join(str(error).split())[:200]}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Unsupported(f"transformers has no causal language model of type {config.model_type!r}")
-    for key in SCHEMES:  # else transformers would look for who reads such weights: we do
+    for key in SCHEMES:  # otherwise transformers would look for a reader of quantised weights, which we read
         config.__dict__.pop(key, None)
     models = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model = models[0] if isinstance(models, tuple) else models
@@ -67,7 +67,7 @@ def find(raw: Mapping[str, Any]) -> Found:
 
 
 def _way(model: Any, config: Any) -> type[Together | Apart]:
-    """The faster one of those in which its trial succeeds. Raises Unsupported, with the reason, where none does."""
+    """Return the faster way whose trial succeeds. Raises Unsupported, with the reason, if both fail."""
     reason = together_refusal(model, config)
     backend = ops_room.load("auto", "cpu")
     if reason is None:
@@ -84,7 +84,7 @@ def _way(model: Any, config: Any) -> type[Together | Apart]:
 
 
 def longest_sequence(config: Any) -> int:
-    """Tokens of the longest sequence that a config was made for."""
+    """Return the tokens of the longest sequence that a config supports."""
     text = config.get_text_config()
     for key in ("max_position_embeddings", "max_seq_len", "seq_length"):
         if isinstance(length := getattr(text, key, None), int) and length > 0:
@@ -104,9 +104,9 @@ def load(
     quantisation: Quantisation,
     lora: LoraLimits | None,
 ) -> AdaptedModel:
-    """The model with its weights.
+    """Load the model with its weights.
 
-    Raises Unsupported, with the reason, where it cannot be served; ModelError for weights that are missing or too many.
+    Raises Unsupported, with the reason, if it cannot be served, ModelError for missing or superfluous weights.
     """
     unread: dict[str, Form] = {}  # by module
     kind = found.model
@@ -143,9 +143,10 @@ def load(
 
 
 def _with_unread(kind: Any, scheme: Scheme, checkpoint: Tensors, dtype: torch.dtype, unread: dict[str, Form]) -> Any:
-    """The model's class, whose linears that the checkpoint has as integers are left for us to read.
+    """Return a subclass of the model with placeholders for the linears that are quantised in the checkpoint.
 
-    unread: gets their names. A class of its own, since transformers makes the model and then looks what it lacks.
+    unread: their names are added. A subclass is needed because transformers builds the model and then checks for
+    missing weights.
     """
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -166,12 +167,12 @@ def _with_unread(kind: Any, scheme: Scheme, checkpoint: Tensors, dtype: torch.dt
                 setattr(module, last, Unread(child, partial(form.read, stored, dtype)))
                 unread[name] = form
 
-    # By its own name: transformers and our checks look for the source of that.
+    # It keeps the model's name, by which transformers and our checks look up the source.
     return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
 def _is_of(tensor: str, unread: Mapping[str, Form], checkpoint: Tensors) -> bool:
-    """Whether a tensor belongs to a linear that we read; some writers give every one a bias, of zeros."""
+    """Return whether a tensor belongs to a linear that we read. Some tools write a bias of zeros for every linear."""
     name, _, kind = tensor.rpartition(".")
     if name not in unread:
         return False
@@ -182,7 +183,7 @@ def _is_of(tensor: str, unread: Mapping[str, Form], checkpoint: Tensors) -> bool
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """No progress bars of transformers."""
+    """Disable transformers' progress bars within this context."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

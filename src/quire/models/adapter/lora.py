@@ -1,4 +1,4 @@
-"""Which low-rank adapter each row has that goes through a model of transformers."""
+"""The LoRA adapter of each row during a step of a transformers model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from quire.ops.lora import LoraRows
 
 
 class CurrentLora:
-    """What the linears of one model look at, while a step goes through it."""
+    """The rows' adapters, which the linears of one model read during a step."""
 
     def __init__(self) -> None:
-        self.rows: LoraRows | None = None  # None: none has one
+        self.rows: LoraRows | None = None  # None: no row has an adapter
 
     @contextmanager
     def of(self, rows: LoraRows | None) -> Iterator[None]:
-        """Within it, linears get these rows."""
+        """Set the rows' adapters within this context."""
         self.rows = rows
         try:
             yield

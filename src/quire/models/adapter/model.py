@@ -1,7 +1,7 @@
-"""Models that have no family here: transformers' own modelling code over a paged cache.
+"""Models without a family here: transformers' modelling code over a paged KV cache.
 
-Linears are those of Quire's decoder, and logits are made only of the rows that are asked for. How the rows of a step
-go through the layers is a matter of their own: all together, with paged attention, or each sequence apart.
+Linears are those of Quire's decoder, and logits are computed only for the requested rows. There are two ways to run
+the rows of a step through the layers: all together, with paged attention, or one sequence at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdaptedModel:
 
     def __init__(
         self,
-        model: Any,  # a PreTrainedModel that was made with the way's implementation of attention
+        model: Any,  # a PreTrainedModel that was created with the attention implementation of `way`
         backend: Backend,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -56,11 +56,11 @@ class AdaptedModel:
         way: type[Together | Apart] = Together,
         lora: LoraLimits | None = None,
     ) -> None:
-        """Take the model over: its linears are replaced by ours.
+        """Take over a model and replace its linears by ours.
 
-        way: how a step goes through it. lora: of adapters; None: there are none.
+        way: runs a step through the model. lora: limits of LoRA adapters; None: no adapters.
 
-        Raises Unsupported, with the reason, where a trial with two tokens shows a model that cannot be served.
+        Raises Unsupported, with the reason, if a trial with two tokens shows that the model cannot be served.
         """
         self.backend, self.max_model_len, self.eos_token_ids = backend, max_model_len, eos_token_ids
         self.dtype, self.device = model.dtype, model.device
@@ -87,8 +87,8 @@ class AdaptedModel:
         self.weight_bytes = WeightBytes(layers=multiplied, head=packing.head_bytes, looked_up=looked_up)
         self.quantisation = quantisation.description
         if quantisation.linears is not None and any(weight.dim() == 3 for weight in left):
-            self.quantisation = f"{self.quantisation}; experts not quantised"  # transformers multiplies these
-        # The decoder within an OPT, say; some call their output projection a decoder, or their base by another name.
+            self.quantisation = f"{self.quantisation}; experts not quantised"  # transformers computes these
+        # For example the decoder within OPT. Some models name their output projection "decoder", or rename their base.
         parts = [model.get_decoder(), model.base_model, *model.children()]
         found = [part for part in parts if isinstance(part, PreTrainedModel) and part is not model]
         if not found:
@@ -100,19 +100,19 @@ class AdaptedModel:
         self.config = self.whole = _shape(model, self._way, output[0].shape[-1])
         groups = plans_of_layers(self.config.groups)
         self._group_of_layer = [groups[layer] for layer in range(len(groups))]
-        self.rows_depend = way.rows_depend or rows_depend(model)  # why a row's bits may depend on the step's other rows
+        self.rows_depend = way.rows_depend or rows_depend(model)  # reason why the model is not batch-invariant, or None
 
     @property
     def rows_keep_bits(self) -> bool:
-        """Whether what transformers computes here gives a row the same bits in every batch."""
+        """True if transformers' part of the computation is batch-invariant."""
         return self.rows_depend is None
 
-    capturable = False  # transformers' code may ask the host
-    origin = "adapter"  # whoever chose it adds why
+    capturable = False  # transformers' code may synchronise with the host
+    origin = "adapter"  # `load_model` adds the reason
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
-        """Hidden states as the model hands them to its output projection: [T, H], or [R, H] of the rows int64 [R]."""
-        own = [plan for plan in plans if isinstance(plan, AttentionPlan)]  # it has no layers that keep a state
+        """Return the input of the output projection: [T, H], or [R, H] for the rows int64 [R]."""
+        own = [plan for plan in plans if isinstance(plan, AttentionPlan)]  # these models have no recurrent layers
         tokens, positions = batch.token_ids.to(self.device), batch.positions.to(self.device)
         hidden = self.run(tokens, positions, cache, own, batch.lora_slots)
         return hidden if rows is None else hidden[rows]
@@ -125,7 +125,7 @@ class AdaptedModel:
         plans: Sequence[AttentionPlan],
         lora_slots: Tensor | None = None,  # int32 [T]
     ) -> Tensor:
-        """Hidden states of all rows: [T, H]."""
+        """Return the hidden states of all rows: [T, H]."""
         with self._lock:  # engines on several threads may share the model
             by_layer = [plans[g] for g in self._group_of_layer]
             rows = None if lora_slots is None else LoraRows(lora_slots)
@@ -135,32 +135,32 @@ class AdaptedModel:
         self,
         hidden: Tensor,  # [R, H]
     ) -> Tensor:
-        """Logits over the vocabulary: fp32 [R, V]."""
+        """Return logits over the vocabulary: fp32 [R, V]."""
         with self._lock:
             return self._head.of(hidden)
 
 
 @dataclass(frozen=True)
 class AdaptedShape:
-    """The sizes of a model of transformers that decide about memory and about the attention plans."""
+    """The sizes of a transformers model that determine memory use and attention plans."""
 
     vocab_size: int  # V
     hidden_size: int  # H
-    layer_width: int  # numbers that a layer computes of a row at most, besides the residual, its norm and a branch
+    layer_width: int  # most numbers that a layer computes per row, in addition to the residual, its norm and a branch
     groups: tuple[CacheGroup, ...]
 
 
 class _Head:
-    """What a causal language model does after its backbone: projection, scaling, caps."""
+    """The part of a causal language model after its backbone: projection, scaling, caps."""
 
     def __init__(self, model: Any, backbone: nn.Module, output: Any) -> None:
-        """output: what the backbone returned once; its hidden states come first."""
+        """Split off the head. output: a result of the backbone, whose first entry is the hidden states."""
         self._stub = _Stub(output)
         path = next(name for name, module in model.named_modules() if module is backbone).split(".")
         self._model = _with(model, path, self._stub)
 
     def of(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states [R, H]: fp32 [R, V]."""
+        """Return the logits of hidden states [R, H]: fp32 [R, V]."""
         self._stub.hidden = hidden[None]
         token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
@@ -168,7 +168,7 @@ class _Head:
 
 
 def _with(module: Any, path: Sequence[str], replacement: nn.Module) -> Any:
-    """A module with the same parts but one, the one at `path`."""
+    """Return a copy of a module with the part at `path` replaced. All other parts are shared."""
     if not path:
         return replacement
     changed = copy.copy(module)
@@ -178,7 +178,7 @@ def _with(module: Any, path: Sequence[str], replacement: nn.Module) -> Any:
 
 
 class _Stub(nn.Module):
-    """Stands for the backbone, and returns what it is given."""
+    """A replacement of the backbone that returns given hidden states."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def _shape(model: Any, way: Together | Apart, hidden_size: int) -> AdaptedShape:
     heads = [layer.heads for layer in way.layers]
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, list) else inner
-    chosen = getattr(config, "num_experts_per_tok", None) or 0  # each computes rows of their own
+    chosen = getattr(config, "num_experts_per_tok", None) or 0  # each chosen expert computes separate rows
     return AdaptedShape(
         config.vocab_size,
         hidden_size,

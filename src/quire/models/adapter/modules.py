@@ -1,7 +1,7 @@
-"""Parts of Quire's that stand in transformers' models for its own: linears, activations, and tables of RoPE's angles.
+"""Quire's replacements for modules of transformers models: linears, activations, and tables of RoPE angles.
 
-They are faster, and a row's bits do not depend on the rows beside it, as they do with torch's SiLU: it computes the end
-of an array, and of each thread's part of it, otherwise than the rest.
+They are faster, and batch-invariant. Torch's SiLU, for example, is not: it computes the end of an array, and of each
+thread's part of it, differently than the rest.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ GELUS: dict[type, Literal["none", "tanh"]] = {
     nn.GELU: "none",
 }
 SILUS = (activations.ACT2CLS["silu"], nn.SiLU)
-# Functions of torch whose bits depend on where a number stands in its array.
+# Functions of torch whose bits depend on a number's position in its array.
 BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|mish|gelu|elu|celu|selu)(?=\b[ ,()\n])|\b(approximate)=")
 BY_NUMBER = (nn.ReLU, nn.Tanh)  # activations of torch whose bits do not
 CHUNK = 4096  # positions
-ROUTERS = ("gate", "router", "shared_expert_gate")  # linears that choose experts, by their last name
+ROUTERS = ("gate", "router", "shared_expert_gate")  # linears that choose experts, by the last part of their names
 
 
 class Unread(nn.Module):
-    """A linear of a checkpoint that has its weight quantised, which transformers does not read."""
+    """A placeholder for a linear whose weight is quantised in the checkpoint, so that transformers does not read it."""
 
     def __init__(self, theirs: Any, read: Callable[[], QuantisedWeight | BlockWeight | NarrowWeight]) -> None:
-        """theirs: the nn.Linear or Conv1D that it stands for."""
+        """Replace a linear. theirs: an nn.Linear or a Conv1D. read: reads its weight."""
         super().__init__()
         self.read = read
-        self.weight = torch.empty_like(theirs.weight, device="meta")  # some initialise it
+        self.weight = torch.empty_like(theirs.weight, device="meta")  # some models initialise it
         self.bias: nn.Parameter | None = theirs.bias  # [out]
 
 
 class Packing:
-    """Packs the weights of a model's linears, as integers where they are to be, and counts their bytes."""
+    """A packer of the weights of a model's linears, which quantises them if requested and counts their bytes."""
 
     def __init__(self, linears: Linears, quantisation: Quantisation, dtype: torch.dtype, device: str) -> None:
-        """dtype: of x."""
+        """Start with no weights. dtype: of x."""
         self.linears = linears
-        self.layer_bytes = self.head_bytes = 0  # of the weights so far
+        self.layer_bytes = self.head_bytes = 0  # of the weights packed so far
         self._quantisation, self._dtype, self._device = quantisation, dtype, device
 
     def weight(self, theirs: Any, name: str, is_head: bool) -> LinearWeight:
-        """The weight [out, in] of an nn.Linear, a Conv1D, which keeps its own as [in, out], or an Unread one."""
+        """Return the weight [out, in] of an nn.Linear, a Conv1D, which stores [in, out], or an Unread."""
         if isinstance(theirs, Unread):
             read = theirs.read()
             weight: LinearWeight = read if isinstance(read, NarrowWeight) else self._quantisation.multiplied(read)
@@ -77,11 +77,11 @@ class Packing:
 
 
 def replace_tied_embedding(model: Any, packing: Packing) -> None:
-    """One weight of ours where the output projection is the embedding."""
+    """Replace the embedding and an output projection that is tied to it by modules that share one packed weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is not nn.Linear or head.weight is not embedding.weight:
         return
-    # Some multiply what they look up; whether that is all is tried out.
+    # Some embeddings scale the rows that they look up. Compare a few rows to see that they do nothing else.
     scale = getattr(embedding, "embed_scale", None)
     tokens = torch.arange(min(8, len(head.weight)), device=head.weight.device)
     ours = _Embedding(PlainEmbedding(head.weight.detach(), head.weight.dtype), scale, head.weight)
@@ -97,9 +97,10 @@ def replace_tied_embedding(model: Any, packing: Packing) -> None:
 
 
 def replace_linears(model: Any, packing: Packing, current_lora: CurrentLora, tables: LoraTables | None = None) -> None:
-    """Ours, packed, for all plain linears. tables: gets one for each but the output projection; None: there are none.
+    """Replace all plain linears by packed ones of ours.
 
-    current_lora: which of them the rows have.
+    tables: a LoRA table is added for each linear except the output projection; None: no adapters.
+    current_lora: holds the adapter of each row during a step.
     """
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
@@ -114,7 +115,7 @@ def replace_linears(model: Any, packing: Packing, current_lora: CurrentLora, tab
 
 
 def replace_activations(model: nn.Module, backend: Backend) -> None:
-    """Ours for SiLU and GELU."""
+    """Replace SiLU and GELU by ours."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) in SILUS:
@@ -124,7 +125,7 @@ def replace_activations(model: nn.Module, backend: Backend) -> None:
 
 
 def replace_rope(model: nn.Module, max_model_len: int) -> None:
-    """Tables for modules that compute the angles of RoPE."""
+    """Replace modules that compute RoPE angles by tables."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             parameters = list(inspect.signature(child.forward).parameters)
@@ -133,14 +134,14 @@ def replace_rope(model: nn.Module, max_model_len: int) -> None:
 
 
 def leave_files(model: nn.Module) -> None:
-    """Copy what is left out of the mapped files: memory of our own is aligned and stays resident."""
+    """Copy the remaining tensors out of the mapped files, as copies are aligned and stay resident."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_cpu:
             tensor.data = tensor.data.clone()
 
 
 def rows_depend(model: nn.Module) -> str | None:
-    """Why a row's bits may depend on the rows beside it, once all of ours are in place; None: they do not."""
+    """Return the reason why a model is not batch-invariant after all replacements; None: it is batch-invariant."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     others = [name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in tables]
     if others:
@@ -158,7 +159,7 @@ def rows_depend(model: nn.Module) -> str | None:
 
 
 class _Embedding(nn.Module):
-    """Rows of a weight that the output projection has, too."""
+    """An embedding that shares its weight with the output projection."""
 
     def __init__(self, rows: Embedding, scale: Any, weight: Tensor) -> None:
         super().__init__()
@@ -173,15 +174,15 @@ class _Embedding(nn.Module):
 
 
 class _PackedModule(nn.Module):
-    """One of our linears."""
+    """A module with one of our linears."""
 
     def __init__(self, linear: Linear, weight: LinearWeight, added: Tensor | None = None) -> None:
-        """added: what the linear itself does not add, [out]."""
+        """Wrap a linear. added: a bias that the linear itself does not add, [out]."""
         super().__init__()
         self.linear, self._added = linear, added
         self.current_lora = CurrentLora()
         self.table: LoraTable | None = None
-        # Some ask for its dtype or shape. There are no values: they are in the linear.
+        # Some models read its dtype or shape. The values are in the linear.
         shape = weight.shape if isinstance(weight, Tensor) else (weight.out_size, weight.in_size)
         self.weight = torch.empty(shape, dtype=weight.dtype, device="meta")
 
@@ -195,7 +196,7 @@ class _PackedModule(nn.Module):
 
 
 def _packed(theirs: Any, packing: Packing, name: str, is_head: bool) -> _PackedModule:
-    """theirs: an nn.Linear, a Conv1D, or an Unread one."""
+    """Pack a linear. theirs: an nn.Linear, a Conv1D, or an Unread."""
     weight, linears = packing.weight(theirs, name, is_head), packing.linears
     bias = None if theirs.bias is None else theirs.bias.detach()
     if is_head and bias is None:
@@ -227,10 +228,10 @@ class _Gelu:
 
 
 class _RopeTable(nn.Module):
-    """Angles looked up by position, where transformers computes them anew in each step.
+    """A table of angles by position, which transformers would compute again in each step.
 
-    Its cosines have other bits at other places of an array, and with some kinds of RoPE the angles change with the
-    longest sequence of a batch. Here they are those of a sequence of max_model_len tokens.
+    The bits of its cosines depend on their position in the array, and with some kinds of RoPE the angles depend on the
+    longest sequence of the batch. The table has the angles of a sequence of max_model_len tokens.
     """
 
     def __init__(self, rope: nn.Module, max_model_len: int) -> None:
@@ -241,7 +242,7 @@ class _RopeTable(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # of the module that it stands for
+        except AttributeError:  # an attribute of the replaced module
             return getattr(super().__getattr__("rope"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -252,9 +253,9 @@ class _RopeTable(nn.Module):
         return table[:, positions] if isinstance(table, Tensor) else tuple(part[:, positions] for part in table)
 
     def _made(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The angles of all positions, some at a time: they take much room on the way.
+        """Compute the angles of all positions in chunks, as they need much temporary memory.
 
-        The last position comes along each time, so that the sequence is always known to be that long.
+        Each chunk includes the last position, so that the module sees a sequence of the full length.
         """
         last = torch.tensor([self._length - 1], device=x.device)
         chunks = []

@@ -1,4 +1,4 @@
-"""A model's config made small: the same kinds of layers with a few dozen numbers each, so that it can be tried out."""
+"""Shrinking a model's config for a trial: the same kinds of layers, each with a few dozen numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 HEAD_DIM, ROPE_DIM, HIDDEN, INNER, VOCAB, EXPERTS, WINDOW = 16, 8, 64, 48, 96, 4, 5
 LAYERS = 4
 
-# What a key that matches becomes, the first match first. Sizes that are left out (null) stay so.
+# Pattern of a key -> its new value. The first match applies. Sizes that are null stay null.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"qk_rope_head_dim|index_head_dim|rotary_dim|attn_rotary_emb", ROPE_DIM),
     (r"(global_|swa_|cross_|attention_|v_|qk_nope_|kv_)*(head_dim|head_size|kv_channels)(_v)?|v_head_dim", HEAD_DIM),
@@ -22,7 +22,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"q_lora_rank|kv_lora_rank|\w+_lora_rank|attention_rank|laurel_rank|altup_\w*rank", 16),
     (r"hidden_size_per_layer_input", 8),
     (r"vocab_size(_per_layer_input)?", VOCAB),
-    (r"max_position_embeddings", 2**20),  # tables of angles have a row for each
+    (r"max_position_embeddings", 2**20),  # limited because tables of angles have a row for each
     (
         r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size)",
         WINDOW,
@@ -38,15 +38,15 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_atten
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "kv_n_heads")
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-LISTED = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")  # numbers of layers of one kind
+LISTED = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")  # indices of layers of one kind
 TOKENS = re.compile(r"\w+_token_ids?")
-FACTORS = ("short_factor", "long_factor")  # of longrope, one a rotated pair
+FACTORS = ("short_factor", "long_factor")  # of longrope, one per rotated pair
 
 
 def shrink(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The small form of a config.json's content.
+    """Return a small version of a config.json's content.
 
-    Layers of every kind that its lists tell apart are kept, and four at least where there are so many.
+    It keeps layers of every kind that its lists distinguish, and at least four layers if the model has them.
     """
     depth = next((raw[key] for key in DEPTH if isinstance(raw.get(key), int)), 0)
     chosen = _chosen_layers(raw, depth)
@@ -59,7 +59,7 @@ def _chosen_layers(raw: Mapping[str, Any], depth: int) -> list[int]:
         lists.append([own.get(layer, own.get(str(layer))) for layer in range(depth)])
     lists += [[layer in raw[key] for layer in range(depth)] for key in LISTED if isinstance(raw.get(key), list)]
     kinds = [tuple(str(values[layer]) for values in lists) for layer in range(depth)]
-    # The first and the last of each kind: late layers may share the keys of early ones.
+    # Keep the first and the last of each kind, as late layers may share the keys of early ones.
     backwards = kinds[::-1]
     chosen = {layer for kind in set(kinds) for layer in (kinds.index(kind), depth - 1 - backwards.index(kind))}
     for layer in range(depth):
@@ -100,12 +100,12 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         return len(chosen)
     if key == "num_kv_shared_layers":
         return sum(layer >= depth - value for layer in chosen)
-    if key == "head_dim" and "qk_rope_head_dim" in raw:  # of DeepSeek's kind: what is rotated
+    if key == "head_dim" and "qk_rope_head_dim" in raw:  # in DeepSeek-like models, head_dim is the rotated part
         return ROPE_DIM
-    if key == "mamba_n_heads":  # which have to fill the mixer's width
+    if key == "mamba_n_heads":  # the heads must fill the mixer's width
         return int(raw.get("mamba_expand", 2) * HIDDEN) // HEAD_DIM
     if key in (*HEADS, *KV_HEADS) and any(raw.get(width, HIDDEN) < HIDDEN for width in WIDTHS):
-        return value  # they divide a width that stays unchanged
+        return value  # the heads divide a width that is not changed
     if key in HEADS:
         return HIDDEN // HEAD_DIM
     if key in KV_HEADS:
@@ -113,7 +113,7 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         return HIDDEN // HEAD_DIM if value >= heads else 1 if value == 1 else 2
     found = next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), value)
     if found == WINDOW and value >= (raw.get("max_position_embeddings") or value + 1):
-        return value  # a window that no sequence outgrows stays one
+        return value  # a window that no sequence exceeds stays without effect
     if found == HEAD_DIM and value != raw.get("head_dim", value) and "v_head_dim" not in raw:
-        found *= 2  # layers that differ stay so
+        found *= 2  # head sizes that differ between layers stay different
     return min(value, found)

@@ -1,6 +1,6 @@
-"""All sequences together: a step is one row of tokens with their positions, and attention is ours.
+"""All sequences together: a step is one row of tokens with their positions, and Quire computes attention.
 
-No masks are built, and transformers keeps no cache.
+No masks are built, and transformers' cache is not used.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from quire.ops import Backend
 
 
 class Together:
-    """How a step goes through a backbone: all its sequences at once, with paged attention."""
+    """A way to run a step through a backbone: all sequences at once, with paged attention."""
 
     implementation = NAME  # of attention
     note = ""
-    rows_depend: str | None = None  # on nothing that is of this way
+    rows_depend: str | None = None  # this way does not affect batch invariance
 
     def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
-        """Run it with two tokens and see what each layer asks for.
+        """Run the backbone with two tokens and record the attention calls of its layers.
 
         dtype: of keys and values. device: of the model, which may have no tensor left that shows it.
 
-        Raises Unsupported, with the reason, where that cannot be served.
+        Raises Unsupported, with the reason, if these calls cannot be served.
         """
         self._backbone, self._backend, self._dtype, self._passes = backbone, backend, dtype, Passes()
         for module in backbone.modules():
@@ -49,9 +49,9 @@ class Together:
         )
 
     def _windows(self, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-        """Each layer's. kinds: of the layers, as the config has them, and the window of those that are sliding.
+        """Return each layer's window. kinds: the config's layer types. window: that of sliding layers.
 
-        Raises Unsupported where a layer asks for a window and is of full attention.
+        Raises Unsupported if a layer of full attention asks for a window.
         """
         found = [layer.window for layer in self.layers]
         for i, kind in enumerate(kinds):
@@ -62,7 +62,7 @@ class Together:
         return tuple(found)
 
     def hidden(self, step: Step) -> Tensor:
-        """Hidden states of all rows: [T, H]."""
+        """Return the hidden states of all rows: [T, H]."""
         paged = PagedPass(self._backend, step, self.layers, self._dtype)
         with self._during(paged), step.current_lora.of(step.lora_rows):
             hidden: Tensor = self._called(step.token_ids, step.positions)[0][0]

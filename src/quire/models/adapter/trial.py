@@ -1,8 +1,8 @@
-"""The trial of a transformers model before it is served: a small copy of it has to compute what eager attention does.
+"""The trial of a transformers model before it is served: a small copy must give the same results as eager attention.
 
-What a model's code does with masks, windows, positions or a cache of its own cannot be read off its config. So a model
-of the same kind with random weights and small layers answers a mixed batch of prompts, chunks of prompts and single
-tokens, and each of its sequences alone with eager attention; both answers have to be the same.
+A config does not show how the model's code handles masks, windows, positions or a cache. So a model of the same type,
+with random weights and small layers, computes a mixed batch of prompts, chunks of prompts and single tokens, and each
+sequence alone with eager attention. The logits of both must agree.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from quire.ops import Backend
 
 BLOCK_SIZE, MAX_LEN = 4, 16
 TOLERANCE = 1e-4  # of the largest logit
-# Rows that each step computes of each sequence: prompts whole and in chunks, then single tokens beside them.
+# Rows of each sequence in each step: whole prompts and chunks of prompts, together with single tokens.
 STEPS: tuple[dict[int, int], ...] = ({0: 5, 1: 1}, {0: 3, 1: 1, 2: 11}, {0: 1, 2: 1}, {1: 2, 0: 1, 2: 1})
 
 
 class Verdict(NamedTuple):
-    """How far the small model was from eager attention."""
+    """The difference between the small model and eager attention."""
 
     error: float  # the largest difference of two logits
     scale: float  # the largest logit
 
 
 def check(model: type, config: Any, backend: Backend, way: type[Together | Apart] = Together) -> Verdict:
-    """Compare the small form of a model with eager attention over whole sequences.
+    """Compare a small copy of a model with eager attention over whole sequences.
 
-    model: a causal language model's class; config: the checkpoint's; way: how steps are to go through it.
-    Raises Unsupported, with the reason, where it cannot be built small, cannot be served, or answers differently.
+    model: a causal language model's class; config: the checkpoint's; way: to run steps through it.
+    Raises Unsupported, with the reason, if there is no small copy, it cannot be served, or its logits differ.
     """
     eager, ours = _pair(model, config, way.implementation)
     try:
@@ -62,7 +62,7 @@ def _line(error: Exception) -> str:
 
 
 def _pair(model: type, config: Any, implementation: str) -> tuple[Any, Any]:
-    """Two small models with the same weights: with eager attention and with that one."""
+    """Create two small models with the same weights: with eager attention, and with that implementation."""
     try:
         small = type(config).from_dict(shrink(config.to_dict()))
         made = [_made(model, type(config).from_dict(small.to_dict()), name) for name in ("eager", implementation)]
@@ -80,7 +80,7 @@ def _made(model: Any, config: Any, attention: str) -> Any:
 
 
 def randomise(model: nn.Module) -> None:
-    """Weights with which every part of the model has its say: those of a fresh model are next to nothing."""
+    """Set random weights that are large enough for every part to affect the logits, unlike initial weights."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -95,10 +95,10 @@ def _compared(eager: Any, served: AdaptedModel) -> Verdict:
     generator = torch.Generator().manual_seed(1)
     lengths = [sum(step.get(s, 0) for step in STEPS) for s in range(3)]
     config = eager.config.get_text_config()
-    vocab_size = min(VOCAB, getattr(config, "vocab_size", VOCAB))  # a smaller one stays
+    vocab_size = min(VOCAB, getattr(config, "vocab_size", VOCAB))  # `shrink` keeps a smaller one
     texts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
     padding = getattr(config, "pad_token_id", None)
-    if padding is not None:  # some count positions without it
+    if padding is not None:  # some models do not count padding tokens in positions
         texts = [torch.where(text == padding, (padding + 1) % vocab_size, text) for text in texts]
     expected = [_alone(eager, text) for text in texts]
     got: list[list[Tensor]] = [[] for _ in texts]
@@ -109,18 +109,18 @@ def _compared(eager: Any, served: AdaptedModel) -> Verdict:
 
 
 def _alone(eager: Any, text: Tensor) -> Tensor:
-    # Without positions: what the model takes them to be is what ours have to be.
+    # No positions are passed: the model's defaults are the reference for ours.
     logits: Tensor = eager(input_ids=text[None], use_cache=False).logits[0]
     return logits.float()
 
 
 def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """The logits [rows, V] of each piece of each text, in the order in which STEPS computes them."""
+    """Return the text's index and the logits [rows, V] of each chunk, in the order of STEPS."""
     shape, blocks = served.config, -(-MAX_LEN // BLOCK_SIZE)
     num_blocks = blocks * len(texts)
     cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, served.dtype)
     for kv in (cache.kv(layer) for group in shape.groups for layer in group.layers):
-        kv.k.fill_(float("nan"))  # what was not written is not read
+        kv.k.fill_(float("nan"))  # slots that were not written must not be read
         kv.v.fill_(float("nan"))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).view(len(texts), blocks)
     done = [0] * len(texts)

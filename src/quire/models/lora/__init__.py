@@ -1,1 +1,1 @@
-"""Low-rank adapters of a model: read as PEFT saves them, fitted to its linears, held in slots."""
+"""LoRA adapters: read in PEFT's format, fitted to a model's linears, and stored in slots."""

@@ -1,4 +1,4 @@
-"""From an adapter's modules to the columns of our linears, where it fits the model."""
+"""Fitting an adapter to a model: mapping its modules to the columns of our linears."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SHOWN = 3  # modules in an error
 
 
 def prepare(loras: Loras, directory: Path) -> Prepared:
-    """Read an adapter for this model, changing nothing: any thread may.
+    """Read an adapter and check it against this model. It does not change the model, so any thread may call it.
 
-    Raises ModelError where it is none of this model, ConfigError for a rank above the limit.
+    Raises ModelError if it does not fit the model, ConfigError for a rank above the limit.
     """
     adapter = read_adapter(directory)
     if adapter.rank > loras.limits.max_rank:
@@ -47,7 +47,7 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
 
 
 def _target(loras: Loras, directory: Path, module: str) -> tuple[str, Target, LoraTable]:
-    """The model's module of that name, whatever stands before it in either, and its table. Raises ModelError."""
+    """Return the model's module of that name, ignoring a prefix of either name, and its table. Raises ModelError."""
     targets, name = loras.targets, module
     if loras.part is not None:
         own = loras.part.name(f"{module}.weight")
@@ -68,7 +68,7 @@ def _target(loras: Loras, directory: Path, module: str) -> tuple[str, Target, Lo
 
 
 def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target: Target, table: LoraTable) -> LoraPart:
-    """What the table takes of a module's adapter. Raises ModelError where that is of other sizes."""
+    """Convert a module's adapter to a part of the table. Raises ModelError if its sizes are wrong."""
     a, b = low_rank.a, low_rank.b
     if a.shape[1] != table.in_size or len(b) != target.size:
         raise ModelError(
@@ -82,7 +82,7 @@ def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target:
 
 
 def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables) -> dict[str, Target]:
-    """The modules of a checkpoint of our decoder."""
+    """Return the modules of a checkpoint that runs on our decoder."""
     found: dict[str, Target] = {}
     for name, (shape, rows) in config.weights.items():
         if len(shape) != 2:
@@ -98,7 +98,7 @@ def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables)
                 order = _order(sources.adapt, name, part, size)
                 found[module] = Target(table, "", first, size, order)
             first += size
-    for theirs in sources.ends.values():  # a tied output projection, too
+    for theirs in sources.ends.values():  # includes a tied output projection
         found.setdefault(_module(theirs), Target(None, _refusal("")))
     return found
 
@@ -108,7 +108,7 @@ def _module(tensor: str) -> str:
 
 
 def _order(adapt: Callable[[str, str, Tensor], Tensor] | None, name: str, part: str, size: int) -> Tensor | None:
-    """Where a family has the outputs of a module in an order of ours: as it moves the rows of the weight."""
+    """Return the order in which our linear has a module's outputs, which is that of its rows; None: the same."""
     usual = torch.arange(size)
     if adapt is None:
         return None

@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: adapter_config.json, and adapter_model.safetensors with two matrices for each module."""
+"""Adapters in PEFT's format: adapter_config.json, and adapter_model.safetensors with two matrices for each module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"  # as target_modules
 MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 DIGEST_SIZE = 16  # bytes
-# Keys that say how the adapter was trained, or nothing that counts here.
+# Keys about training, or without effect on the computation.
 IMMATERIAL = frozenset(
     """
     auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode
@@ -38,7 +38,7 @@ READ = frozenset(
     rank_pattern target_modules task_type use_rslora
     """.split()
 )
-# Keys that ask for something else than two matrices a linear, and what that is.
+# Keys that ask for more than two matrices per linear -> their effect.
 NOT_SERVED = {
     "use_dora": "DoRA scales the columns of the weights",
     "modules_to_save": "whole modules are replaced",
@@ -51,12 +51,12 @@ NOT_SERVED = {
     "arrow_config": "a router mixes adapters",
     "loftq_config": "the weights of the model are changed",
 }
-INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")  # ways to begin that leave the model's weights alone
+INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")  # initialisations that do not change the model's weights
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one module's results: scale * (x @ a.T) @ b.T."""
+    """An adapter of one module. It adds scale * (x @ a.T) @ b.T to the module's results."""
 
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
@@ -65,21 +65,21 @@ class LowRank:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter, read."""
+    """An adapter that was read from its files."""
 
     directory: Path
     modules: Mapping[str, LowRank]  # by the module's name within the model
-    digest: str  # of all numbers: another one for other weights
+    digest: str  # of all numbers, which identifies the weights
     config: Mapping[str, Any]
-    patterns: Mapping[str, Pattern]  # of keys that name modules by a pattern for whole names
+    patterns: Mapping[str, Pattern]  # by the keys that name modules by a pattern for whole names
 
     @property
     def rank(self) -> int:
-        """The largest of its modules."""
+        """The largest rank of its modules."""
         return max(len(one.a) for one in self.modules.values())
 
     def is_meant_for(self, module: str) -> bool:
-        """Whether its target_modules name that linear of the model."""
+        """Return whether the adapter's target_modules name that linear of the model."""
         config = self.config
         if self._names("exclude_modules", module):
             return False
@@ -96,7 +96,7 @@ class PeftAdapter:
         return layer is not None and layer in ([chosen] if isinstance(chosen, int) else chosen)
 
     def _names(self, key: str, module: str) -> bool:
-        """Return whether a key names a module: by a pattern for whole names, or a list of what names end with."""
+        """Return whether a key names a module: by a pattern for whole names, or a list of suffixes."""
         if key in self.patterns:
             return self.patterns[key].begins(module)
         names = self.config.get(key)
@@ -104,16 +104,15 @@ class PeftAdapter:
 
 
 def read_adapter(directory: Path) -> PeftAdapter:
-    """The adapter of a directory.
+    """Read the adapter of a directory.
 
-    Raises ModelError for files that are missing or malformed, and for anything that is not two matrices for each of
-    some linears.
+    Raises ModelError for files that are missing or malformed, and for anything but two matrices per linear.
     """
     path = directory / TENSORS
     try:
         path.open("rb").close()
-    except (OSError, ValueError) as error:  # also for a path that is none
-        # The caller may be a remote client: the directory's contents go to the log.
+    except (OSError, ValueError) as error:  # ValueError: the path is invalid
+        # The caller may be a remote client, so the directory's contents only go to the log.
         log.warning("no adapter: %s; the directory holds %s", error, _listed(directory))
         raise ModelError(f"{directory} is no PEFT adapter: it has no {TENSORS} that can be read") from error
     config = read_json(directory / CONFIG)
@@ -140,7 +139,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
 
 
 def _listed(directory: Path) -> str:
-    """The names of a directory's files, some of them if there are many."""
+    """Return the names of a directory's files, only some of them if there are many."""
     try:
         return shown(sorted(path.name for path in directory.iterdir()))
     except (OSError, ValueError):
@@ -175,7 +174,7 @@ def _check_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_modules(where: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for what names no modules, or no layers."""
+    """Raise ModelError for keys that do not contain names of modules or indices of layers."""
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         if not isinstance(given := config.get(key) or "", (str, list)) or not all(
             isinstance(one, str) for one in given
@@ -184,7 +183,7 @@ def _check_modules(where: str, config: Mapping[str, Any]) -> None:
     given = config.get("layers_pattern") or []
     for name in [given] if isinstance(given, str) else given:
         if not re.fullmatch(r"\w+(\.\w+)*", name):
-            raise ModelError(f"{where}: layers_pattern has {shown(name)}; it must be the name of what holds the layers")
+            raise ModelError(f"{where}: layers_pattern has {shown(name)}; it must be the name of the list of layers")
     chosen = config.get("layers_to_transform")
     for layer in [] if chosen is None else chosen if isinstance(chosen, list) else [chosen]:
         if type(layer) is not int:

@@ -1,4 +1,4 @@
-"""Which adapters a model has, in which slots of its tables."""
+"""The LoRA adapters of a model, and the slots of its tables that they occupy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.ops.lora import LoraPart, LoraTable
 
 
 class LoraLimits(NamedTuple):
-    """Adapters at the same time, and the rank of each."""
+    """The limits of the number of loaded adapters, and of the rank of each."""
 
     max_loras: int
     max_rank: int
@@ -26,12 +26,12 @@ class LoraTables:
     """The tables of a model's linears, by the linear's name."""
 
     def __init__(self, linears: Linears, dtype: torch.dtype, limits: LoraLimits) -> None:
-        """dtype: of the linears' inputs and results."""
+        """Start without tables. dtype: of the linears' inputs and results."""
         self.by_name: dict[str, LoraTable] = {}
         self._linears, self._dtype, self._limits = linears, dtype, limits
 
     def made(self, name: str, in_size: int, out_size: int, num_parts: int = 1) -> LoraTable:
-        """A new table. num_parts: modules that the linear stands for."""
+        """Create a table. num_parts: the number of modules that the linear consists of."""
         count, rank = self._limits
         most_rank = num_parts * (rank + rank % 2)
         self.by_name[name] = self._linears.lora(in_size, out_size, self._dtype, count, most_rank)
@@ -41,15 +41,15 @@ class LoraTables:
 class Target(NamedTuple):
     """A module of a checkpoint that adapters may name."""
 
-    table: LoraTable | None  # of the linear that it is a part of; None: it can have no adapter
-    why: str = ""  # not
-    first: int = 0  # column of the linear's results
-    size: int = 0
-    order: Tensor | None = None  # int64 [size]: the module's output that each of ours is; None: the same
+    table: LoraTable | None  # of the linear that contains the module; None: it cannot have an adapter
+    why: str = ""  # reason, if it cannot
+    first: int = 0  # its first column in the linear's results
+    size: int = 0  # columns
+    order: Tensor | None = None  # int64 [size]: the module's output for each of our columns; None: the same
 
 
 class Lora(NamedTuple):
-    """An adapter that is loaded."""
+    """A loaded adapter."""
 
     name: str
     slot: int
@@ -59,7 +59,7 @@ class Lora(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """An adapter that was read and fits the model."""
+    """An adapter that was read and checked against the model."""
 
     directory: Path
     digest: str
@@ -68,21 +68,21 @@ class Prepared(NamedTuple):
 
 
 class Loras:
-    """The adapters of a model. A slot that was left is free once no request has it."""
+    """The adapters of a model. The slot of an unloaded adapter becomes free when no request uses it any more."""
 
     def __init__(
         self, targets: Mapping[str, Target], limits: LoraLimits, dtype: torch.dtype, device: str | torch.device
     ) -> None:
-        """targets: by the module's name in checkpoints. dtype: of the matrices."""
+        """Start without adapters. targets: by the module's name in checkpoints. dtype: of the matrices."""
         self.limits = limits
-        self.by_name: dict[str, Lora] = {}  # of those that requests may name
+        self.by_name: dict[str, Lora] = {}  # adapters that requests may name
         self.targets, self.dtype, self.device = targets, dtype, device
-        self.part: TextPart | None = None  # of the checkpoint that the model is; set when it was loaded
+        self.part: TextPart | None = None  # the served part of the checkpoint; set after loading
         self._tables = list({id(one.table): one.table for one in targets.values() if one.table is not None}.values())
-        self.left: set[int] = set()  # slots whose adapters no request can name any more
+        self.left: set[int] = set()  # slots of unloaded adapters that running requests may still use
 
     def __getitem__(self, name: str) -> Lora:
-        """The adapter of that name. Raises RequestError where there is none."""
+        """Return the adapter of that name. Raises RequestError if it is not loaded."""
         if name not in self.by_name:
             known = ", ".join(map(repr, self.by_name)) or "none"
             raise RequestError(f"there is no adapter {name!r}; loaded are: {known}", "lora")
@@ -90,14 +90,14 @@ class Loras:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a step takes at most for each token, besides what it takes without adapters."""
+        """The most bytes per token that a step needs for adapters, in addition to its other memory."""
         return 4 * max((table.in_size + 8 * self.limits.max_rank for table in self._tables), default=0)
 
     def put(self, name: str, prepared: Prepared, in_use: Collection[int] = (), *, replace: bool = False) -> Lora:
         """Load an adapter under a name. in_use: slots of requests that have not ended.
 
-        replace: instead of the one that has this name; requests that have begun go on with that one.
-        Raises ConfigError where the name is taken, or all slots are.
+        replace: replace the adapter of this name; running requests continue with the old one.
+        Raises ConfigError if the name is taken, or all slots are.
         """
         if name in self.by_name and not replace:
             raise ConfigError(f"there is an adapter {name!r} already; unload it first, or choose another name")
@@ -110,8 +110,8 @@ class Loras:
         slot = next((slot for slot in range(self.limits.max_loras) if slot not in taken), None)
         if slot is None:
             raise ConfigError(
-                f"{name!r} finds no room: max_loras is {self.limits.max_loras}, and so many adapters are loaded, or "
-                "unloaded with requests that still run"
+                f"{name!r} finds no room: max_loras is {self.limits.max_loras}, and all slots have adapters that are "
+                "loaded, or unloaded with requests that still run"
             )
         try:
             for table, parts in prepared.parts:
@@ -125,13 +125,13 @@ class Loras:
         return self.by_name[name]
 
     def remove(self, name: str, in_use: Collection[int] = ()) -> None:
-        """Let no further request name an adapter; those that have begun end with it. Raises RequestError."""
+        """Unload an adapter. Running requests keep using it until they end. Raises RequestError if it is not loaded."""
         self.left.add(self[name].slot)
         del self.by_name[name]
         self.settle(in_use)
 
     def settle(self, in_use: Collection[int]) -> None:
-        """Free the slots that were left and that no request has."""
+        """Free the slots of unloaded adapters that no request uses."""
         for slot in self.left.difference(in_use):
             self.left.discard(slot)
             self._clear(slot)

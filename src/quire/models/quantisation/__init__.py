@@ -1,5 +1,5 @@
-"""Checkpoints of integers: what their config.json says of them, and the readers of their tensors.
+"""Quantised checkpoints: the formats in their config.json, and the readers of their tensors.
 
-A format has a module: its scheme, made of `quantization_config`, knows for each linear of the model how it is stored.
-The integers and scales of the file are those that are multiplied; they are only put into another order.
+Each format has a module. Its scheme, built from `quantization_config`, returns the storage form of each linear. The
+file's integers and scales are used unchanged in products; they are only reordered.
 """

@@ -1,4 +1,4 @@
-"""AWQ's checkpoints (Lin et al. 2023), of version gemm."""
+"""AWQ checkpoints (Lin et al. 2023) of version gemm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.ops.quantised import QuantisedWeight
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each number of a word
-# What says nothing about the weights: how they were found, how another program computes with them.
+# Keys that do not affect the weights: settings of the quantisation algorithm, and of other programs' kernels.
 IMMATERIAL = """
     backend do_fuse exllama_config fuse_max_seq_len modules_to_fuse meta desc_act sym damp_percent pack_dtype
     checkpoint_format true_sequential lm_head
@@ -24,7 +24,7 @@ IMMATERIAL = """
 
 @dataclass(frozen=True)
 class AwqForm:
-    """(q - z) s: words of eight outputs."""
+    """A weight (q - z) s, packed into words of eight outputs."""
 
     group_size: int
     rounds_rows = True
@@ -32,11 +32,11 @@ class AwqForm:
     takes = ()
 
     def nbytes(self, out_size: int, in_size: int) -> int:
-        """Bytes that such a weight takes, once it was read."""
+        """Return the bytes that such a weight takes in memory."""
         return bytes_read(out_size, in_size, BITS, self.group_size, has_zeros=True)
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
         factor = 32 // BITS
         module.check_multiple("outputs", module.out_size, factor)
         groups = module.groups(self.group_size)
@@ -50,14 +50,14 @@ class AwqForm:
 
 @dataclass(frozen=True)
 class Awq:
-    """One form for all linears but those that are left out."""
+    """One form for all linears except excluded ones."""
 
     group_size: int
     left_out: Modules
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Awq:
-        """What the quantization_config says. Raises ModelError for what is not served."""
+        """Read a quantization_config. Raises ModelError if it is not supported."""
         config = SchemeReader(raw, "awq", IMMATERIAL)
         version = str(config.get("version", config.get("format", "gemm"))).lower()
         if version != "gemm":
@@ -74,9 +74,9 @@ class Awq:
         return described("awq", BITS, self.group_size, {"zeros": True})
 
     def form(self, name: str) -> Form | None:  # noqa: ARG002  # all are alike
-        """How the linear of that name is stored if it is quantised."""
+        """Return the form of a linear if it is quantised."""
         return AwqForm(self.group_size)
 
     def excludes(self, name: str) -> bool:
-        """Whether it is left out: the output projection always is."""
+        """Return whether a linear is excluded from quantisation. The output projection always is."""
         return name == "lm_head" or self.left_out.have(name)

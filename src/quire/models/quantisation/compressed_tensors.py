@@ -26,38 +26,38 @@ ARGUMENTS = "block_structure observer observer_kwargs scale_dtype zp_dtype".spli
 
 @dataclass(frozen=True)
 class _Form:
-    """What both forms have."""
+    """The common part of both forms."""
 
     bits: int
     group_size: int
     symmetric: bool
-    whole_rows: bool  # activations have a scale a row
+    whole_rows: bool  # activations have one scale per row
     rounds_rows: ClassVar[bool] = True
     values: ClassVar[str]  # the kind of tensor that has the integers
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Kinds of tensors that there have to be."""
+        """The kinds of tensors that are required."""
         return (self.values, "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
 
     def nbytes(self, out_size: int, in_size: int) -> int:
-        """Bytes that such a weight takes, once it was read."""
+        """Return the bytes that such a weight takes in memory."""
         return bytes_read(out_size, in_size, self.bits, self.group_size, not self.symmetric)
 
     def _rounding(self, in_size: int) -> int:
-        """Inputs of a row of x that share a scale."""
+        """Return the number of inputs of a row of x that share a scale."""
         return in_size if self.whole_rows else ACTIVATION_GROUP
 
 
 @dataclass(frozen=True)
 class PackedForm(_Form):
-    """(q - z) s: words of consecutive inputs."""
+    """A weight (q - z) s, packed into words of consecutive inputs."""
 
     values = "weight_packed"
     takes = ("weight_shape", "weight_g_idx")
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
         rows, columns, factor = module.out_size, module.in_size, 32 // self.bits
         groups = module.groups(self.group_size)
         if module.has("weight_shape"):
@@ -72,7 +72,7 @@ class PackedForm(_Form):
             zeros = unpacked(zero_words, self.bits, 0)[:rows]
         if module.has("weight_g_idx"):
             group_of = module.tensor("weight_g_idx", (columns,), torch.int32, torch.int64)
-            group_of = None if (group_of == -1).all() else group_of  # never set
+            group_of = None if (group_of == -1).all() else group_of  # all -1 means that it was never set
         whole = words.contiguous().view(torch.uint8)
         values = (whole if self.bits == 8 else nibbles(whole))[:, :columns]
         return module.weight(
@@ -82,13 +82,13 @@ class PackedForm(_Form):
 
 @dataclass(frozen=True)
 class BytesForm(_Form):
-    """(q - z) s: a byte for each integer."""
+    """A weight (q - z) s, with one byte per integer."""
 
     values = "weight"
     takes = ()
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
         groups = module.groups(self.group_size)
         scales = module.scales("weight_scale", (module.out_size, groups))
         zeros = None
@@ -104,19 +104,19 @@ class BytesForm(_Form):
         if low < -half or high >= half:
             wrong = low if low < -half else high
             raise module.error(kind, f"holds {wrong}; integers of {self.bits} bits lie in {-half}..{half - 1}")
-        return signed.view(torch.uint8).add(half)  # which wraps around, as it should
+        return signed.view(torch.uint8).add(half)  # the addition relies on wrapping around
 
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """A form for each group of linears; names come before classes."""
+    """A form for each group of linears. Names take precedence over classes."""
 
     forms: tuple[tuple[Modules, PackedForm | BytesForm | Fp8Form], ...]  # targets, form
     ignored: Modules
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> CompressedTensors:
-        """What the quantization_config says. Raises ModelError for what is not served."""
+        """Read a quantization_config. Raises ModelError if it is not supported."""
         config = SchemeReader(raw, "compressed-tensors", TOP)
         usual = config.get("format")
         for key in ("kv_cache_scheme", "transform_config"):
@@ -128,7 +128,7 @@ class CompressedTensors:
         groups = config.mapping("config_groups")
         if not groups:
             raise ModelError(
-                "config.json: quantization_config has no config_groups; they say what is quantised, and how"
+                "config.json: quantization_config has no config_groups, which list the quantised modules and formats"
             )
         forms, patterns = [], Patterns(PLACE)
         for name, group in groups.items():
@@ -156,17 +156,17 @@ class CompressedTensors:
         return described("compressed-tensors", form.bits, form.group_size, extras)
 
     def form(self, name: str) -> Form | None:
-        """How the linear of that name is stored if it is quantised."""
+        """Return the form of a linear if it is quantised."""
         named = (form for targets, form in self.forms if targets.have(name))
         return next(chain(named, (form for targets, form in self.forms if LINEAR in targets.names)), None)
 
     def excludes(self, name: str) -> bool:
-        """Whether it is ignored."""
+        """Return whether a linear is excluded from quantisation."""
         return self.ignored.have(name)
 
 
 def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm | Fp8Form:
-    """The form of a group of linears."""
+    """Return the form of a group of linears."""
     if stored in FLOATS and group.mapping("weights").get("type") == "float":
         return _fp8_form(group)
     if stored not in FORMATS:
@@ -194,7 +194,7 @@ def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm | Fp8Fo
 
 
 def _fp8_form(group: SchemeReader) -> Fp8Form:
-    """The form of a group of e4m3 weights. What is said of activations is not followed, see fp8.py."""
+    """Return the form of a group of e4m3 weights. Settings of activations are ignored, see fp8.py."""
     weights = SchemeReader(group.mapping("weights"), "compressed-tensors", [*ARGUMENTS, "actorder"])
     weights.only("num_bits", 8)
     weights.only("type", "float")
@@ -214,7 +214,7 @@ def _fp8_form(group: SchemeReader) -> Fp8Form:
 
 
 def _rounds_rows(group: SchemeReader) -> bool:
-    """Whether activations are rounded to int8 with a scale a row; else they are not, by the config's word."""
+    """Return whether the config asks for activations in int8 with one scale per row. Otherwise it asks for none."""
     if group.get("output_activations"):
         raise unserved("compressed-tensors with quantised output_activations")
     if not group.get("input_activations"):

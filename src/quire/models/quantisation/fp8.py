@@ -1,7 +1,7 @@
-"""FP8 checkpoints, as the labs publish them: e4m3 weights with a scale for all numbers, an output, or a block.
+"""FP8 checkpoints as model vendors publish them: e4m3 weights with a scale per tensor, per output, or per block.
 
-Rows of x are not rounded to FP8, whatever a checkpoint says of activations: that is a means to use a GPU's FP8 units,
-and leaving it out can only bring the product nearer to what the weights mean.
+Rows of x are not rounded to FP8, whatever a checkpoint specifies for activations: rounding them only serves to use a
+GPU's FP8 units, and products without it are at least as accurate.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from quire.models.quantisation.module import Form, Module
 from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
 from quire.ops.narrow import E4M3, NarrowWeight, narrow_bytes
 
-SCALES = ("weight_scale_inv", "weight_scale")  # which are the same: the number is the code times the scale
-# How activations are rounded elsewhere, and how others compute.
+SCALES = ("weight_scale_inv", "weight_scale")  # both have the same meaning: the number is the code times the scale
+# Keys about activations, and about other programs' kernels.
 IMMATERIAL = ["scale_fmt", "dequantize", "ignore"]
 
 
 @dataclass(frozen=True)
 class Fp8Form:
-    """number * scale."""
+    """A weight number * scale."""
 
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None: all, or all inputs of an output
     needs = ("weight",)
@@ -34,11 +34,11 @@ class Fp8Form:
     rounds_rows = False
 
     def nbytes(self, out_size: int, in_size: int) -> int:
-        """Bytes that such a weight takes, once it was read."""
+        """Return the bytes that such a weight takes in memory."""
         return narrow_bytes(out_size, in_size, E4M3)
 
     def read(self, module: Module, dtype: torch.dtype) -> NarrowWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
         rows, columns, size = module.out_size, module.in_size, E4M3.group_size
         kind = next((kind for kind in SCALES if module.has(kind)), None)
         if kind is None:
@@ -62,14 +62,14 @@ class Fp8Form:
 
 @dataclass(frozen=True)
 class Fp8:
-    """One form for all linears but those that are left out."""
+    """One form for all linears except excluded ones."""
 
     usual: Fp8Form
     left_out: tuple[Modules, ...]
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Fp8:
-        """What the quantization_config says. Raises ModelError for what is not served."""
+        """Read a quantization_config. Raises ModelError if it is not supported."""
         config = SchemeReader(raw, "fp8", IMMATERIAL)
         fmt = config.get("fmt", "e4m3")
         if fmt not in ("e4m3", "float8_e4m3fn"):
@@ -87,16 +87,16 @@ class Fp8:
         return fp8_description("fp8", self.usual)
 
     def form(self, name: str) -> Form | None:  # noqa: ARG002  # all are alike
-        """How the linear of that name is stored if it is quantised."""
+        """Return the form of a linear if it is quantised."""
         return self.usual
 
     def excludes(self, name: str) -> bool:
-        """Whether it is left out: the output projection mostly is."""
+        """Return whether a linear is excluded from quantisation. The output projection usually is."""
         return name == "lm_head" or any(modules.have(name) for modules in self.left_out)
 
 
 def block_size(config: SchemeReader, key: str) -> tuple[int, int] | None:
-    """The outputs and inputs that share a scale; None where there are no blocks. Raises ModelError for others."""
+    """Return the outputs and inputs that share a scale; None: no blocks. Raises ModelError for any other value."""
     block = config.get(key)
     if block is None:
         return None
@@ -109,6 +109,6 @@ def block_size(config: SchemeReader, key: str) -> tuple[int, int] | None:
 
 
 def fp8_description(name: str, form: Fp8Form) -> str:
-    """A scheme's description."""
+    """Return a scheme's description."""
     blocks = "" if form.block is None else f", blocks of {form.block[0]} x {form.block[1]}"
     return f"{name} e4m3{blocks}, multiplied in 16 bits"

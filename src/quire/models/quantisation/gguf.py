@@ -1,4 +1,4 @@
-"""Quantised tensors of GGUF files: blocks of 32 or 256 inputs, of a kind that each tensor has of its own."""
+"""Quantised tensors of GGUF files: blocks of 32 or 256 inputs. Each tensor has its own kind of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.models.quantisation.module import Form, Module
 from quire.ops.gguf_blocks import MXFP4, SIZES, BlockWeight, weight_of
 from quire.ops.narrow import NarrowWeight
 
-KIND = "blocks"  # of a quantised tensor in our names, which else is a "weight"
+KIND = "blocks"  # suffix of a quantised tensor in our names, instead of "weight"
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class BlocksForm:
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether rows of x are rounded where they are multiplied with it."""
+        """True if rows of x are rounded before they are multiplied with the weight."""
         return self.kind != MXFP4
 
     def nbytes(self, out_size: int, in_size: int) -> int:
-        """Bytes in the file, and about as many in memory."""
+        """Return the bytes in the file, which are about those in memory."""
         numbers, size = SIZES[self.kind]
         return out_size * in_size // numbers * size
 
     def read(self, module: Module, dtype: torch.dtype) -> BlockWeight | NarrowWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
         numbers, size = SIZES[self.kind]
         blocks = module.tensors[f"{module.name}.{KIND}"]
         if blocks.shape != (module.out_size, module.in_size // numbers * size) or module.in_size % numbers:
@@ -60,7 +60,7 @@ class BlocksForm:
 
 @dataclass(frozen=True)
 class Gguf:
-    """Each tensor's kind is in the file."""
+    """One form per tensor, by its kind in the file."""
 
     description: str
     kinds: Mapping[str, str]  # by the names of modules
@@ -68,13 +68,13 @@ class Gguf:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Gguf:
-        """As `GgufModel.config` says it."""
+        """Read the quantization_config of `GgufModel.config`."""
         return cls(str(raw["description"]), raw["kinds"], raw["column_turns"])
 
     def form(self, name: str) -> Form | None:
-        """How the tensor of that name is stored if it is quantised."""
+        """Return the form of a tensor if it is quantised."""
         return BlocksForm(self.kinds[name], self.column_turns.get(name)) if name in self.kinds else None
 
     def excludes(self, name: str) -> bool:
-        """Whether it is numbers."""
+        """Return whether a tensor is not quantised."""
         return name not in self.kinds

@@ -1,4 +1,4 @@
-"""GPTQ's checkpoints (Frantar et al. 2022), of both versions."""
+"""GPTQ checkpoints (Frantar et al. 2022), of both versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unser
 from quire.ops.quantised import QuantisedWeight
 
 VERSIONS = ("gptq", "gptq_v2")
-# What says nothing about the weights: how they were found, how another program computes with them.
+# Keys that do not affect the weights: settings of the quantisation algorithm, and of other programs' kernels.
 IMMATERIAL = """
     act_group_aware backend batch_size block_name_to_quantize cache_block_outputs checkpoint_format damp_auto_increment
     damp_percent dataset desc_act disable_exllama exllama_config failsafe format hessian lm_head max_input_length
@@ -30,22 +30,22 @@ IMMATERIAL = """
 
 @dataclass(frozen=True)
 class GptqForm:
-    """s[g] (q - z[g]) with g the group of an input: words of consecutive inputs."""
+    """A weight s[g] (q - z[g]), with g the group of an input, packed into words of consecutive inputs."""
 
     bits: int
     group_size: int
     symmetric: bool
-    version: str  # what the config says; for weights with zeros
+    version: str  # from the config; only used for weights with zeros
     rounds_rows = True
     needs = ("qweight", "qzeros", "scales")
     takes = ("g_idx",)
 
     def nbytes(self, out_size: int, in_size: int) -> int:
-        """Bytes that such a weight takes, once it was read."""
+        """Return the bytes that such a weight takes in memory."""
         return bytes_read(out_size, in_size, self.bits, self.group_size, not self.symmetric)
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
         factor = 32 // self.bits
         module.check_multiple("inputs", module.in_size, factor)
         module.check_multiple("outputs", module.out_size, factor)
@@ -64,10 +64,10 @@ class GptqForm:
         module: Module,
         words: Tensor,  # int32 [groups, out * bits / 32]
     ) -> Tensor | None:
-        """uint8 [groups, out]; None: the weight is symmetric.
+        """Return the zeros, uint8 [groups, out]; None: the weight is symmetric.
 
-        The first version stores a zero less one. Writers name the first version and store as the second does, so where
-        it can be seen, it is not asked for.
+        Version 1 stores zeros minus one. Some tools write version 1 in the config and store version 2, so the version
+        is ignored where the tensors show it.
         """
         middle = 2 ** (self.bits - 1)
         if self.symmetric:
@@ -79,10 +79,11 @@ class GptqForm:
                 raise module.error("qzeros", f"{found}; a symmetric weight of {self.bits} bits has {served}")
             return None
         if self.version == VERSIONS[0]:
-            # A zero of 0 borrows from the next number: writers take the ones of a word away at once, and readers add
-            # them at once (GPTQModel, gptqmodel/utils/model.py: convert_gptq_v2_to_v1_format_module and the way back;
-            # AutoGPTQ's last sources, auto_gptq/modeling/_utils.py). AutoGPTQ's older `pack` (qlinear_cuda.py) put
-            # 2 ** 32 - 1 over all numbers from such a zero on, which nothing undoes. Without one both write the same.
+            # A zero of 0 borrows from the next number: writers subtract the ones of a whole word at once, and readers
+            # add them at once (GPTQModel, gptqmodel/utils/model.py: convert_gptq_v2_to_v1_format_module and its
+            # inverse; AutoGPTQ's last version, auto_gptq/modeling/_utils.py). AutoGPTQ's older `pack`
+            # (qlinear_cuda.py) sets all bits from such a zero on, which cannot be undone. Without such a zero, both
+            # write the same.
             ones = sum(1 << i for i in range(0, 32, self.bits))
             words = words + ones  # int32 wraps around
         return unpacked(words, self.bits, 1)
@@ -93,14 +94,14 @@ class Gptq:
     """One form for most linears, others by the patterns of `dynamic`."""
 
     usual: GptqForm
-    ordered: bool  # desc_act, as the config has it
+    ordered: bool  # desc_act in the config
     dynamic: tuple[tuple[Pattern, GptqForm | None], ...]  # None: not quantised
     left_out: Modules
-    head: bool = False  # whether the output projection is quantised
+    head: bool = False  # the output projection is quantised
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Gptq:
-        """What the quantization_config says. Raises ModelError for what is not served."""
+        """Read a quantization_config. Raises ModelError if it is not supported."""
         config = SchemeReader(raw, "gptq", IMMATERIAL)
         version = str(config.get("checkpoint_format", config.get("format", VERSIONS[0])))
         if version not in VERSIONS or config.get("is_marlin_format", False):
@@ -123,11 +124,11 @@ class Gptq:
         return described("gptq", self.usual.bits, self.usual.group_size, extras)
 
     def form(self, name: str) -> Form | None:
-        """How the linear of that name is stored if it is quantised; the first pattern that it begins with decides."""
+        """Return the form of a linear if it is quantised. The first pattern that matches its beginning decides."""
         return next((form for pattern, form in self.dynamic if pattern.begins(name)), self.usual)
 
     def excludes(self, name: str) -> bool:
-        """Whether it is left out: the output projection mostly is."""
+        """Return whether a linear is excluded from quantisation. The output projection usually is."""
         return (name == "lm_head" and not self.head) or self.left_out.have(name)
 
 
@@ -137,7 +138,7 @@ def _form(config: SchemeReader, version: str) -> GptqForm:
 
 
 def _changed(usual: GptqForm, changes: Any, pattern: str) -> GptqForm:
-    """The form where a pattern of `dynamic` changes something."""
+    """Return the form with the changes of a pattern of `dynamic`."""
     if not isinstance(changes, dict):
         raise ModelError(f"{PLACE}: dynamic's {shown(pattern)} is {shown(changes)}; it must be an object")
     fields = {"bits": usual.bits, "group_size": usual.group_size, "sym": usual.symmetric}

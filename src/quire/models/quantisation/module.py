@@ -1,4 +1,4 @@
-"""A quantised linear's tensors in a checkpoint, and what all readers of them do alike."""
+"""A quantised linear's tensors in a checkpoint, and functions that all readers share."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Tensors(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it is, for errors."""
+        """The path of the checkpoint, for error messages."""
 
     @property
     def names(self) -> frozenset[str]:
-        """All there are."""
+        """The names of all tensors."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of that name; of a name as "x[3]" that entry of the tensor x, and no others are read."""
+        """Read a tensor. A name such as "x[3]" reads only that entry of the tensor x."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A linear in a checkpoint, by the name that its tensors begin with; "x[3]": one entry of them all."""
+    """A linear in a checkpoint, by the prefix of its tensors' names. "x[3]" is entry 3 of each of its tensors."""
 
     tensors: Tensors
     name: str
@@ -45,15 +45,15 @@ class Module:
     in_size: int
 
     def has(self, kind: str) -> bool:
-        """Whether there is such a tensor of it."""
+        """Return whether the linear has a tensor of that kind."""
         return tensor_name(self.name, kind).partition("[")[0] in self.tensors.names
 
     def shape(self, kind: str) -> torch.Size:
-        """The shape of its tensor of that kind."""
+        """Return the shape of the linear's tensor of that kind."""
         return self._stored(kind).shape
 
     def tensor(self, kind: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
-        """Its tensor of that kind. Raises ModelError where it has another shape, or none of these dtypes."""
+        """Read the linear's tensor of that kind. Raises ModelError for any other shape or dtype."""
         tensor = self._stored(kind)
         if tensor.shape != shape:
             raise self.error(kind, f"has shape {tuple(tensor.shape)}; its format and config.json ask for {shape}")
@@ -66,7 +66,7 @@ class Module:
         return self.tensors[tensor_name(self.name, kind)]
 
     def scales(self, kind: str, shape: tuple[int, ...]) -> Tensor:
-        """Its scales in fp32, which is exact. Raises ModelError where one is not finite."""
+        """Read the linear's scales, converted to fp32 exactly. Raises ModelError if one is not finite."""
         scales = self.tensor(kind, shape, *SCALES).float()
         if not scales.isfinite().all():
             place = (~scales.isfinite()).nonzero()[0].tolist()
@@ -74,7 +74,7 @@ class Module:
         return scales
 
     def groups(self, group_size: int) -> int:
-        """Groups of inputs. Raises ModelError where the last one would have fewer."""
+        """Return the number of groups of inputs. Raises ModelError if the last group would be incomplete."""
         if group_size != WHOLE and self.in_size > group_size and self.in_size % group_size:
             raise ModelError(
                 f"{self.name} has {self.in_size} inputs, which groups of {group_size} do not divide; its format has "
@@ -83,7 +83,7 @@ class Module:
         return self.groups_begun(group_size)
 
     def groups_begun(self, group_size: int) -> int:
-        """Groups of inputs, the last of which may have fewer."""
+        """Return the number of groups of inputs. The last group may be incomplete."""
         return 1 if group_size == WHOLE else -(-self.in_size // group_size)
 
     def check_multiple(self, what: str, size: int, factor: int) -> None:
@@ -97,13 +97,13 @@ class Module:
         scales: Tensor,  # fp32 [out, groups]
         zeros: Tensor | None,  # uint8 [out, groups]
         bits: int,
-        group_size: int,  # as the format has it
+        group_size: int,  # in the format's notation
         dtype: torch.dtype,  # of x
-        group_of: Tensor | None = None,  # integers [in]: the group of each input; None: one after the other
+        group_of: Tensor | None = None,  # integers [in]: the group of each input; None: consecutive groups
         group_kind: str = "",  # the kind of tensor that group_of is
         activation_group: int = ACTIVATION_GROUP,
     ) -> QuantisedWeight:
-        """The weight. Raises ModelError, with the module's name, where it cannot be multiplied."""
+        """Build the weight. Raises ModelError, with the module's name, if no kernel supports it."""
         order = None if group_of is None else self._order(group_kind, group_of, group_size, scales.shape[1])
         stored = mapped((self.out_size, self.in_size), torch.uint8)
         stored.copy_(values if order is None else values[:, order])
@@ -121,7 +121,7 @@ class Module:
             raise ModelError(f"{self.name}: {error}") from error
 
     def _order(self, kind: str, group_of: Tensor, group_size: int, groups: int) -> Tensor | None:
-        """The inputs, one group after the other; None where they come so, or where all share a group."""
+        """Return the inputs sorted by group; None if they are sorted already, or all in one group."""
         if groups == 1 and not group_of.any():
             return None
         if (group_of < 0).any() or (group_of >= groups).any():
@@ -138,34 +138,34 @@ class Module:
         return None if torch.equal(order, torch.arange(self.in_size)) else order
 
     def error(self, kind: str, what: str) -> ModelError:
-        """That something is wrong with a tensor of it."""
+        """Return the error for an invalid tensor of the linear."""
         return ModelError(f"{tensor_name(self.name, kind)} {what}")
 
 
 class Form(Protocol):
-    """How a format stores one linear."""
+    """The form in which a format stores one linear."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The kinds of tensors that there have to be."""
+        """The kinds of tensors that are required."""
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether rows of x are rounded where they are multiplied with it."""
+        """True if rows of x are rounded before they are multiplied with the weight."""
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The kinds of tensors that there may be besides."""
+        """The kinds of tensors that are optional."""
 
     def nbytes(self, out_size: int, in_size: int) -> int:
-        """Bytes that such a weight takes, once it was read."""
+        """Return the bytes that such a weight takes in memory."""
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight | BlockWeight | NarrowWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
 
 
 def tensor_name(module: str, kind: str) -> str:
-    """The tensor of that kind of a linear. Of an entry "x[3]" the weight is x[3], and its weight_scale x_scale[3]."""
+    """Return the name of a linear's tensor. The weight of an entry "x[3]" is x[3], its weight_scale is x_scale[3]."""
     whole, bracket, entry = module.partition("[")
     if not bracket:
         return f"{module}.{kind}"
@@ -173,24 +173,24 @@ def tensor_name(module: str, kind: str) -> str:
 
 
 class Scheme(Protocol):
-    """What a checkpoint's config.json says of its quantised linears."""
+    """The description of quantised linears in a checkpoint's config.json."""
 
     @property
     def description(self) -> str:
-        """The format, as in "awq int4, groups of 128, zeros"."""
+        """The format, such as "awq int4, groups of 128, zeros"."""
 
     def form(self, name: str) -> Form | None:
-        """How the linear of that name is stored if it is quantised; None: not in a way that the scheme knows."""
+        """Return the form of a linear if it is quantised; None: the scheme has no form for it."""
 
     def excludes(self, name: str) -> bool:
-        """Whether the linear of that name is said to be stored as it is in a 16-bit checkpoint."""
+        """Return whether the config excludes a linear from quantisation."""
 
 
 def form_of(scheme: Scheme, name: str, names: Collection[str]) -> Form | None:
-    """How a linear is stored in a checkpoint with tensors of these names; None: as in a 16-bit checkpoint.
+    """Return the form of a linear in a checkpoint with tensors of these names; None: it is not quantised.
 
-    What is in the files decides: makers' lists of what they left out are patterns, which they read in many ways. The
-    lists say what is missing where the files have neither.
+    The tensors in the files decide, since the lists of excluded modules are patterns that tools interpret in various
+    ways. The lists decide only if the files have neither form.
     """
     form = scheme.form(name)
     if form is None:
@@ -203,7 +203,7 @@ def form_of(scheme: Scheme, name: str, names: Collection[str]) -> Form | None:
 
 
 def bytes_read(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:
-    """Of a weight as `Module.weight` makes it."""
+    """Return the bytes of a weight that `Module.weight` builds."""
     size = in_size if group_size == WHOLE or group_size >= in_size else min(group_size, GROUPS[-1])
     return number_bytes(out_size, in_size, bits, size, has_zeros)
 
@@ -211,10 +211,10 @@ def bytes_read(out_size: int, in_size: int, bits: int, group_size: int, has_zero
 def unpacked(
     words: Tensor,  # int32 [rows, columns]
     bits: int,
-    dim: int,  # along which a word's numbers lie
-    order: tuple[int, ...] = (),  # where the i-th number of a word belongs among its neighbours; (): at i
+    dim: int,  # along which a word's numbers are consecutive
+    order: tuple[int, ...] = (),  # the index, within its word, of the i-th number; (): i
 ) -> Tensor:
-    """The unsigned numbers of words, from the lowest bits up: uint8, that dimension 32 / bits times as long."""
+    """Unpack the unsigned numbers of words, from the lowest bits up: uint8, that dimension 32 / bits times as long."""
     factor = 32 // bits
     shape = [*words.shape]
     shape.insert(dim + 1, factor)
@@ -227,7 +227,7 @@ def unpacked(
 def nibbles(
     pairs: Tensor,  # uint8 [..., n]: two numbers each, the first in the lower four bits
 ) -> Tensor:
-    """The numbers: uint8 [..., 2 n]."""
+    """Unpack pairs of numbers: uint8 [..., 2 n]."""
     numbers = mapped((*pairs.shape, 2), torch.uint8)
     torch.bitwise_and(pairs, 15, out=numbers[..., 0])
     torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
@@ -235,6 +235,6 @@ def nibbles(
 
 
 def described(name: str, bits: int, group_size: int, extras: Mapping[str, bool]) -> str:
-    """A scheme's description; extras: what it may have, and whether it does."""
+    """Return a scheme's description. extras: optional properties, and whether it has them."""
     groups = "a scale an output" if group_size == WHOLE else f"groups of {group_size}"
     return ", ".join([f"{name} int{bits}", groups, *(extra for extra, has in extras.items() if has)])

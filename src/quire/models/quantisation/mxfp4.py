@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling 1.0), in which gpt-oss has its experts: numbers of 4 bits, 32 of which share an exponent."""
+"""MXFP4 (OCP Microscaling 1.0), the format of gpt-oss's experts: 4-bit numbers, 32 of which share an exponent."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from quire.models.quantisation.module import Form, Module, nibbles
 from quire.models.quantisation.reader import SchemeReader
 from quire.ops.narrow import E2M1, NarrowWeight, narrow_bytes, powers_of_two
 
-IMMATERIAL = ["modules_to_not_convert", "dequantize"]  # what is stored so has other names; how others compute
+# Excluded modules have other tensor names; `dequantize` is for other programs' kernels.
+IMMATERIAL = ["modules_to_not_convert", "dequantize"]
 
 
 @dataclass(frozen=True)
 class Mxfp4Form:
-    """number * 2 ** (exponent - 127)."""
+    """A weight number * 2 ** (exponent - 127)."""
 
     needs = ("blocks", "scales")
     takes = ()
     rounds_rows = False
 
     def nbytes(self, out_size: int, in_size: int) -> int:
-        """Bytes that such a weight takes, once it was read."""
+        """Return the bytes that such a weight takes in memory."""
         return narrow_bytes(out_size, in_size, E2M1)
 
     def read(self, module: Module, dtype: torch.dtype) -> NarrowWeight:
-        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        """Read the weight; dtype: of x. Raises ModelError, with the tensor's name, if it violates the format."""
         rows, columns, size = module.out_size, module.in_size, E2M1.group_size
         module.check_multiple("inputs", columns, size)
         pairs = module.tensor("blocks", (rows, columns // size, size // 2), torch.uint8)
@@ -44,21 +45,21 @@ class Mxfp4Form:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Weights of all experts are stored as blocks; no linear that the checkpoint has by itself is."""
+    """Blocks for the weights of all experts; linears with separate tensors are not quantised."""
 
     description = "mxfp4, multiplied in 16 bits"
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Mxfp4:
-        """What the quantization_config says. Raises ModelError for what is not understood."""
+        """Read a quantization_config. Raises ModelError for an unknown key."""
         config = SchemeReader(raw, "mxfp4", IMMATERIAL)
         config.finish()
         return cls()
 
     def form(self, name: str) -> Form | None:
-        """How the linear of that name is stored if it is quantised: entries of tensors are."""
+        """Return the form of a linear if it is quantised. Entries of tensors are."""
         return Mxfp4Form() if name.endswith("]") else None
 
     def excludes(self, name: str) -> bool:
-        """Whether the linear of that name is stored as usual."""
+        """Return whether a linear is not quantised."""
         return not name.endswith("]")

@@ -1,4 +1,4 @@
-"""Which weights of a model are integers: those that the checkpoint has so, and those that are rounded at load."""
+"""The quantisation policy: weights that are quantised in the checkpoint, and weights that are rounded at load."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "gptq": Gptq.of,
     "mxfp4": Mxfp4.of,
 }
-CHUNK = 2**22  # numbers of a weight that are made of integers at a time: what is on the way takes more
+CHUNK = 2**22  # numbers of a weight that are dequantised at a time, which bounds the temporary memory
 
 
 def read_scheme(raw: Mapping[str, Any]) -> Scheme | None:
-    """How a config.json says that its checkpoint is quantised; None: it is not.
+    """Return the quantisation scheme in a config.json; None: the checkpoint is not quantised.
 
-    Raises ModelError for a way that is not served, or not understood to the last key.
+    Raises ModelError for a format that is not supported, or has an unknown key.
     """
     given = [raw[key] for key in SCHEMES if raw.get(key) is not None]
     for config in given:
@@ -57,7 +57,7 @@ def read_scheme(raw: Mapping[str, Any]) -> Scheme | None:
 
 @dataclass(frozen=True)
 class Rounding:
-    """To the nearest integers of so many bits."""
+    """Rounding to the nearest integers of `bits` bits."""
 
     bits: int
     group_size: int  # inputs that share a scale, at most; WHOLE: all
@@ -66,7 +66,7 @@ class Rounding:
         return f"int{self.bits}"
 
     def group(self, in_size: int) -> int:
-        """Inputs that share a scale, of so many. Groups are whole where some can be: no other engine reads others."""
+        """Return the group size for `in_size` inputs. It divides them if possible: other engines need whole groups."""
         if self.group_size == WHOLE or in_size <= self.group_size:
             return in_size
         whole = [size for size in GROUPS if size <= self.group_size and in_size % size == 0]
@@ -78,7 +78,7 @@ class Rounding:
         dtype: torch.dtype,  # of x
         name: str,
     ) -> QuantisedWeight:
-        """The weight rounded. Raises ModelError, with its name, where it is not finite."""
+        """Round a weight. Raises ModelError, with its name, if it is not finite."""
         try:
             return quantised(weight, self.bits, self.group(weight.shape[1]), dtype)
         except QuireError as error:
@@ -90,16 +90,16 @@ ROUNDINGS = {"int4": Rounding(4, 128), "int8": Rounding(8, WHOLE)}
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What becomes of a model's weights."""
+    """The quantisation of a model's weights."""
 
     scheme: Scheme | None = None  # of the checkpoint
     linears: Rounding | None = None  # of the layers, at load
     head: Rounding | None = None  # of the output projection, at load
-    rounds_activations: bool = True  # else weights are multiplied in the model's dtype, and are held in it
+    rounds_activations: bool = True  # else weights are dequantised at load and multiplied in the model's dtype
 
     @classmethod
     def of(cls, config: EngineConfig, scheme: Scheme | None) -> Quantisation:
-        """What the options ask for, and a checkpoint has. Raises ConfigError for options that contradict it."""
+        """Combine the options and a checkpoint's scheme. Raises ConfigError if they contradict each other."""
         if scheme is not None and config.quantization is not None:
             raise ConfigError(
                 f"quantization is {config.quantization!r}, and the checkpoint is quantised already "
@@ -117,7 +117,7 @@ class Quantisation:
 
     @property
     def description(self) -> str | None:
-        """The format of the weights, as in "awq int4, groups of 128, zeros" or "int4 at load"; None: all as usual."""
+        """The format of quantised weights, such as "awq int4, groups of 128, zeros" or "int4 at load"; else None."""
         parts = [] if self.scheme is None else [self.scheme.description]
         if self.linears is not None:
             parts.append(f"{self.linears} at load" + ("" if self.linears.group_size == WHOLE else ", groups of 128"))
@@ -134,15 +134,15 @@ class Quantisation:
         name: str,
         is_head: bool,
     ) -> LinearWeight:
-        """A linear's weight as it is to be multiplied, itself where nothing is asked of it.
+        """Return a linear's weight, rounded if the policy asks for it.
 
-        Raises ModelError, with its name, where it is to be rounded and is not finite.
+        Raises ModelError, with its name, if it must be rounded and is not finite.
         """
         rounding = self.head if is_head else self.linears
         return weight if rounding is None else self.multiplied(rounding.of(weight, dtype, name))
 
     def multiplied(self, weight: QuantisedWeight | BlockWeight) -> LinearWeight:
-        """Integers as they are to be multiplied: themselves, or in memory of their own the numbers that they mean."""
+        """Return a quantised weight unchanged, or dequantised if rows are not rounded."""
         if self.rounds_activations:
             return weight
         shape = (weight.out_size, weight.in_size)
@@ -159,7 +159,7 @@ def dequantised_into(
     home: Tensor,  # [out, in]
     weight: QuantisedWeight | BlockWeight | NarrowWeight,
 ) -> None:
-    """Put the weight's numbers there, some rows at a time."""
+    """Dequantise a weight into `home`, some rows at a time."""
     step = max(1, CHUNK // weight.in_size)
     for start in range(0, weight.out_size, step):
         rows = torch.arange(start, min(start + step, weight.out_size))

@@ -1,4 +1,4 @@
-"""Several projections of the same input as one weight."""
+"""Stacking several projections of the same input into one weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.ops.quantised import PARTS, QuantisedWeight
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """Parts that differ too much to be one weight: in kind, in their groups, or in the order of their inputs."""
+    """Parts that cannot be one weight, as they differ in kind, in their groups, or in the order of their inputs."""
 
     parts: tuple[LinearWeight, ...]  # [out, in] each
 
@@ -28,14 +28,14 @@ Weight: TypeAlias = LinearWeight | StackedWeight
 
 
 def tensor(weight: Weight) -> Tensor:
-    """A weight that cannot be quantised. Raises ModelError where it is."""
+    """Return a weight that must be a plain tensor. Raises ModelError if it is quantised."""
     if not isinstance(weight, Tensor):
-        raise ModelError(f"a {type(weight).__name__} stands where only a tensor can: at a norm, a bias or an embedding")
+        raise ModelError(f"a norm, a bias or an embedding is a {type(weight).__name__}; only a tensor is served there")
     return weight
 
 
 def matrix(weight: Weight) -> LinearWeight:
-    """A weight that cannot be stacked of parts that differ. Raises ModelError where it is."""
+    """Return a weight that must be a single matrix. Raises ModelError if it consists of different parts."""
     if isinstance(weight, StackedWeight):
         kinds = ", ".join(map(_described, weight.parts))
         raise ModelError(
@@ -45,7 +45,7 @@ def matrix(weight: Weight) -> LinearWeight:
 
 
 def stacked(parts: Sequence[LinearWeight]) -> LinearWeight | StackedWeight:
-    """The outputs of all parts, one part after the other; some of these are quantised."""
+    """Concatenate the outputs of all parts, at least one of which is quantised."""
     if len(parts) == 1:
         return parts[0]
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
@@ -72,7 +72,7 @@ def stacked(parts: Sequence[LinearWeight]) -> LinearWeight | StackedWeight:
 
 
 def _narrow(parts: Sequence[NarrowWeight]) -> NarrowWeight:
-    """The same of a format's weights."""
+    """Concatenate the outputs of NarrowWeights."""
     codes = mapped((sum(part.out_size for part in parts), parts[0].in_size), torch.uint8)
     torch.cat([part.codes for part in parts], out=codes)
     return parts[0].derived(codes, torch.cat([part.scales for part in parts]))
@@ -87,7 +87,7 @@ def _agree(a: QuantisedWeight | BlockWeight, b: QuantisedWeight | BlockWeight) -
 
 
 def _kind(weight: QuantisedWeight | BlockWeight) -> tuple[object, ...]:
-    """What parts of one weight have in common."""
+    """Return the properties that must be equal in all parts of one weight."""
     if isinstance(weight, BlockWeight):
         return (weight.kind,)
     has_minimums, dtype = weight.minimums is not None, weight.scales.dtype
@@ -95,7 +95,7 @@ def _kind(weight: QuantisedWeight | BlockWeight) -> tuple[object, ...]:
 
 
 def _zeros(weight: QuantisedWeight) -> Tensor:
-    """fp32 [out, groups]: those of a symmetric weight, too."""
+    """Return the zeros, also of a symmetric weight: fp32 [out, groups]."""
     return torch.full_like(weight.scales, 2 ** (weight.bits - 1)) if weight.zeros is None else weight.zeros
 
 
@@ -104,7 +104,7 @@ def _described(part: LinearWeight) -> str:
         return "not quantised"
     if isinstance(part, NarrowWeight):
         return part.format.name
-    order = "" if part.order is None else ", in an order of their own"
+    order = "" if part.order is None else ", in a separate order"
     if isinstance(part, BlockWeight):
         return f"{part.kind}{order}"
     return f"int{part.bits} in groups of {part.group_size} of {part.in_size} inputs{order}"
