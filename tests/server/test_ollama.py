@@ -128,7 +128,7 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
         ("/api/chat", {"messages": USER, "options": {"temprature": 1}}, "did you mean 'temperature'"),
         ("/api/chat", {"messages": USER, "temperature": 1}, "use options.temperature"),
         ("/api/generate", {"prompt": "a", "context": [1]}, "send the whole conversation to /api/chat"),
-        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, "system has no place where raw is true"),
+        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, "system cannot be used, because raw is true"),
         ("/api/generate", {"prompt": "a" * 30_000}, "maximum context length"),
         ("/api/generate", {"prompt": "a", "format": "xml"}, "format"),
         ("/api/show", {"model": "m"}, "there is no model 'm'"),

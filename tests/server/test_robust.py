@@ -175,7 +175,7 @@ def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ("body", "words"),
     [
         (b"{", "not JSON"),
-        (b"[]", "no JSON object"),
+        (b"[]", "not a JSON object"),
         (b"", "missing"),
         (b"null", "missing"),
         (b'{"prompt": "a", "temperature": NaN}', "finite"),

@@ -1,1 +1,1 @@
-"""The routes: what a request may hold, what the engine does for it, and what is answered."""
+"""The routes: from a request's body to the engine's jobs, and from these to the answer."""

@@ -1,4 +1,4 @@
-"""Reading: what one chat request's answers are read as, and the grammar that makes sure that they can be."""
+"""Reading: the parsing of a chat request's answers, and the grammar that guarantees that they can be parsed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from quire.server.tools.dialect import ANALYSIS
 from quire.server.tools.grammar import NO_ARGUMENTS, Demand, Function, grammar_of
 from quire.server.tools.parser import AnswerParser, Kind, Piece
 
-REASONING = ("reasoning_content", "reasoning")  # both names that clients look for
+REASONING = ("reasoning_content", "reasoning")  # clients look for either name
 
 
 class Reading:
-    """How one request's answers are read."""
+    """The rules for parsing one request's answers."""
 
     def __init__(self, service: Service, body: ChatRequest, name: str, prompt: Prompt, continued: str | None) -> None:
-        """name: of the answer. continued: the text of the message that goes on, if one does.
+        """Create it. name: of the answer. continued: the text of the message to continue, if any.
 
-        Raises ApiError for what the model is not known to write.
+        Raises ApiError for tool calls or a reasoning budget if the model's syntax for them is unknown.
         """
         dialect = service.model.dialect
         self.dialect = dialect
@@ -45,7 +45,7 @@ class Reading:
             message = f"the chat template of {served} writes calls in no syntax that is known here"
             raise ApiError(f"{message}; the server takes its name as --tool-call-parser NAME", param="tools")
         if body.thinking_token_budget is not None and dialect.thoughts is None:
-            message = f"the chat template of {served} writes thoughts in no syntax that is known here"
+            message = f"the chat template of {served} writes reasoning in no syntax that is known here"
             raise ApiError(
                 f"{message}; the server takes its name as --reasoning-parser NAME", param="thinking_token_budget"
             )
@@ -59,17 +59,17 @@ class Reading:
         self.tools = partial(self._grammar, self._demand(body)) if self._has_grammar(body) else None
 
     def parser(self) -> AnswerParser:
-        """What reads one answer."""
+        """Return a parser for one answer."""
         return self.dialect.parser(self._functions, self._special, may_call=self._may_call, begins=self._begins)
 
     def call_id(self, sample: int, number: int) -> str:
-        """A call's id: the same for the same answer, so that a stream can be continued elsewhere."""
+        """Return a call's id: the same for the same answer, so that another replica can continue a stream."""
         size = 24 if self.dialect.syntax is None else self.dialect.syntax.id_size
         digest = blake2b(f"{self._name}/{sample}/{number}".encode(), digest_size=16).hexdigest()[:size]
         return digest if size < 10 else f"call_{digest}"
 
     def num_reasoning(self, tokens: Sequence[int], reasoning: str) -> int:
-        """Tokens of an answer that are thoughts. Where no single token ends them, those that their text would have."""
+        """Count the reasoning tokens of an answer. If no single token ends the reasoning, tokenize its text again."""
         if not reasoning or self.dialect.thoughts is None:
             return 0
         end = self._ids(self.dialect.thoughts.end)
@@ -80,7 +80,7 @@ class Reading:
         return size - (len(begin) if tuple(tokens[: len(begin)]) == begin else 0)
 
     def counted(self, num_reasoning: int) -> int | None:
-        """That number as the usage has it; None: the model is not known to think."""
+        """Return the number of reasoning tokens for the usage, or None if the model is not known to reason."""
         return None if self.dialect.thoughts is None else num_reasoning
 
     # ------------------------------------------------------------------------------------------------- grammars
@@ -96,14 +96,14 @@ class Reading:
             if limit is not None:
                 message = "thinking_token_budget does not go with a grammar for this model; leave one of them out"
                 raise ApiError(message, param="thinking_token_budget")
-            return None  # its grammar has the thoughts
+            return None  # the grammar includes the reasoning
         begin, is_inside = self._ids(thoughts.begin), self._begins == "thinking"
         if len(begin) > 1 and not is_inside and body.grammar_field() != "thinking_token_budget":
-            return None  # what begins as thoughts might as well begin what the grammar says, so there are none
+            return None  # the begin mark could also begin the grammar's text, so reasoning is not allowed
         return Thinking(begin, self._ids(thoughts.end), is_inside, limit)
 
     def _has_grammar(self, body: ChatRequest) -> bool:
-        """Whether the grammar is one of calls, or of channels."""
+        """Return whether the grammar is one of calls or of channels."""
         if body.has_calls_of_a_grammar():
             return True
         asks_json = body.grammar_field() == "response_format"
@@ -143,16 +143,16 @@ class AnswerWriter:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun."""
+        """True if a call has begun."""
         return self._num_calls > 0
 
     @property
     def call_id(self) -> str:
-        """The id of the last call that has begun."""
+        """The id of the last started call."""
         return self._reading.call_id(self._sample, self._num_calls - 1)
 
     def pieces(self, text: str, *, is_last: bool) -> Iterator[Piece]:
-        """What a text adds to the answer, without what the request does not want to see."""
+        """Parse a text, and yield the pieces that it adds to the answer, without those that the request hides."""
         if self._parser is None:
             if text:
                 yield Piece(Kind.CONTENT, text)
@@ -172,14 +172,14 @@ class AnswerWriter:
             yield piece
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """What a text adds to the message, as one piece of a stream; empty: nothing."""
+        """Parse a text, and return the delta that it adds to the message; empty if it adds nothing."""
         delta: dict[str, Any] = {}
         for piece in self.pieces(text, is_last=is_last):
             self._add(piece, delta)
         return delta
 
     def message(self, text: str) -> dict[str, Any]:
-        """The whole message of a text."""
+        """Return the complete message of a text."""
         delta = self.delta(text, is_last=True)
         content = delta.get("content", "")
         calls = [{key: one for key, one in call.items() if key != "index"} for call in delta.get("tool_calls", ())]
@@ -190,7 +190,7 @@ class AnswerWriter:
         return message | {key: one for key, one in delta.items() if key in REASONING}
 
     def reason(self, found: str | None) -> str | None:
-        """Why the answer ends, as OpenAI has it."""
+        """Return the finish reason in OpenAI's terms."""
         return "tool_calls" if found == "stop" and self.has_calls else found
 
     def _add(self, piece: Piece, delta: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The application: routes, and what is answered when one of them fails."""
+"""The application: its routes, and the answers for errors."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in,
 
 log = logging.getLogger("quire.server")
 
-INTERNAL_NAME = re.compile(r"^request [^ :]+(:?) ")  # with which the engine's sentences begin
-PROBED = ("/health", "/ready", "/metrics")  # asked for again and again
-MAX_PATH = 256  # characters of a path that is no route, which are compared with the routes
+INTERNAL_NAME = re.compile(r"^request [^ :]+(:?) ")  # the beginning of the engine's messages
+PROBED = ("/health", "/ready", "/metrics")  # requested again and again by monitoring
+MAX_PATH = 256  # characters of an unknown path that are compared with the routes
 
-# Of fields that may be of several kinds: one sentence instead of one for each kind.
+# Messages for fields of several types: one message instead of one for each type.
 WANTED = {
     "prompt": "it must be a text, a list of token ids, or a list of these",
     "input": "it must be a text, a list of token ids, or a list of these",
@@ -56,7 +56,7 @@ WANTED = {
     "tool_choice": "it must be 'none', 'auto', 'required', or an object that names one of the tools",
     "function_call": "functions are called as tools here, so it must be 'none' or 'auto'",
 }
-# Of values of another kind, and of those out of bounds, by pydantic's words for it.
+# Messages for values of a wrong type and for values out of bounds, by pydantic's error types.
 KINDS_OF_VALUES = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -79,7 +79,7 @@ BOUNDS = {
     "too_long": "have {max_length} entries at most",
     "too_short": "have {min_length} entries or more",
 }
-# The engine's names of fields, where a route has others.
+# The engine's names of fields, and the names of these fields in each route.
 ROUTES_NAMES = {
     "/v1/completions": {"beam_width": "n"},
     "/v1/chat/completions": {"beam_width": "n", "prompt": "messages"},
@@ -98,17 +98,17 @@ ROUTES_NAMES = {
 
 
 class Scraped(Protocol):
-    """What /metrics shows."""
+    """The metrics of /metrics."""
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """A body, and its content type."""
+        """Return a body and its content type."""
 
     def show_requests(self, tally: Tally) -> None:
-        """Show how requests were answered."""
+        """Include the counters of answered and refused requests."""
 
 
 def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) -> FastAPI:
-    """The application that serves a model. routers: further routes."""
+    """Return the application that serves a model. routers: further routes."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -123,10 +123,10 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
         version=__version__,
         summary="An OpenAI-compatible API for language models, over a paged KV cache.",
         lifespan=lifespan,
-        openapi_url=None,  # it would be made on the event loop
+        openapi_url=None,  # FastAPI would build the document on the event loop
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # to wherever the Host header says
+        redirect_slashes=False,  # a redirect would go to any host that the Host header names
         responses=openapi.ERRORS,
     )
     app.state.bodies = Bodies(config.max_body_size, UnknownFields(config.unknown_fields).settle)
@@ -146,7 +146,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     tally = Tally()
     metrics.show_requests(tally)
     app.add_middleware(Access, tally=tally, logs=config.access_log, quiet=PROBED)
-    if config.allowed_origins:  # outermost: a browser asks without a key whether it may ask
+    if config.allowed_origins:  # outermost, because a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
@@ -173,7 +173,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
 
 
 def _add_document(app: FastAPI, service: Service) -> None:
-    """/openapi.json. It is made when it is first asked for, which takes a tenth of a second, so a thread does it."""
+    """Add /openapi.json. It is built at the first request, on a thread, because that takes a tenth of a second."""
     app.openapi = cache(partial(openapi.document_of, app, service, openapi.STREAMS | further_forms.STREAMS))  # type: ignore[method-assign]
 
     def document(_: HttpRequest) -> JSONResponse:
@@ -210,7 +210,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         service.take_in(request, body)
         return await complete(service, request, body)
 
-    @app.post("/v1/chat/completions", responses=openapi.answer(openapi.ChatCompletion, "What is said next"))
+    @app.post("/v1/chat/completions", responses=openapi.answer(openapi.ChatCompletion, "The next message"))
     async def chat_completions(request: HttpRequest, body: ChatRequest) -> Response:
         service.take_in(request, body)
         return await chat(service, request, body)
@@ -262,13 +262,13 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
-        """200 while the engine can serve, however long a step takes; 503 with the reason when it has stopped."""
+        """Answer 200 while the engine can serve; 503 with the reason if it has stopped or needs a restart."""
         service.worker.check_alive()
         return Response()
 
     @app.get("/ready", response_class=Response)
     async def ready() -> Response:
-        """200 while requests are taken; 503 with the reason while the server drains or the engine is stuck."""
+        """Answer 200 while requests are accepted; 503 with the reason if the server drains or the engine is stuck."""
         service.check_ready()
         return Response()
 
@@ -315,21 +315,21 @@ def _without_name(found: re.Match[str]) -> str:
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
-    """What the framework refuses: an unknown route, or a method that a route has not. And what the guard does."""
+    """Answer an HTTPException: of the framework, for an unknown route or method, or of the guard."""
     if not isinstance(error, HTTPException):
         raise error
     message, headers, path = str(error.detail), error.headers or {}, cut(request.url.path)
     if error.status_code == HTTPStatus.NOT_FOUND:
         close = _route_like(request)
         hint = "" if close is None else f"; did you mean {close!r}?"
-        message = f"there is no route {path!r} here{hint or '; those of this server stand in /openapi.json'}"
+        message = f"there is no route {path!r} here{hint or '; the routes of this server are in /openapi.json'}"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}"
     return _answer(request, ApiError(message, error.status_code, headers=headers))
 
 
 def _route_like(request: HttpRequest) -> str | None:
-    """The route that was perhaps meant by a path that is none: without /v1, with a slash too many, or misspelt."""
+    """Return the route that an unknown path may mean: it lacks /v1, has an extra slash, or is misspelt. Else None."""
     app = request.scope["app"]
     routes = [path for route in app.routes if "{" not in (path := getattr(route, "path", "{")) and path != "/"]
     path = "/" + "/".join(filter(None, request.url.path[:MAX_PATH].split("/")))
@@ -342,12 +342,12 @@ def _route_like(request: HttpRequest) -> str | None:
 async def _broken(request: HttpRequest, error: Exception) -> Response:
     log.error("%s %r failed", request.method, request.url.path, exc_info=error)
     answer = _answer(request, internal_error(error))
-    answer.headers[ID_HEADER] = getattr(request.state, ID, "")  # it goes past Access
+    answer.headers[ID_HEADER] = getattr(request.state, ID, "")  # this answer bypasses Access
     return answer
 
 
 async def _invalid(request: HttpRequest, error: Exception) -> Response:
-    """A body that is not what the route takes."""
+    """Answer a request whose body is invalid."""
     if not isinstance(error, RequestValidationError):
         raise error
     first = error.errors()[0]
@@ -365,9 +365,9 @@ def _field_of(path: Sequence[str | int]) -> str | None:
 
 
 def _sentence(path: Sequence[str | int], found: dict[str, Any], *, is_of_a_kind: bool) -> str:
-    """What is wrong, where, with the value, and what would be right.
+    """Return a message with the location, the wrong value, and the valid alternatives.
 
-    is_of_a_kind: it is known which of several kinds the value is meant to be.
+    is_of_a_kind: the value's type is known, for a field of several types.
     """
     kind, message = found["type"], found["msg"]
     name, value = _dotted(path), shown(found.get("input"))
@@ -389,7 +389,7 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any], *, is_of_a_kind:
         part = _dotted([*path, found["ctx"]["index"]])
         return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"
     if not path:
-        return "the body is missing or no JSON object; send one with Content-Type: application/json"
+        return "the body is missing or not a JSON object; send one with Content-Type: application/json"
     if kind == "missing":
         return f"{name} is missing"
     field = None if is_of_a_kind else next((part for part in reversed(path[:-1]) if part in WANTED), None)
@@ -399,7 +399,7 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any], *, is_of_a_kind:
 
 
 def _wanted(found: dict[str, Any]) -> str:
-    """What a value would have to be, by what pydantic found."""
+    """Return the requirement that a value does not meet, from pydantic's error."""
     kind, bound = found["type"], found.get("ctx", {})
     if kind in KINDS_OF_VALUES:
         return f"it must be {KINDS_OF_VALUES[kind]}"
@@ -412,7 +412,7 @@ def _wanted(found: dict[str, Any]) -> str:
 
 
 def _unknown(body: type[Body], path: Sequence[str | int]) -> str:
-    """Of a field that its object has not, and that changes the text: which of that object's own was perhaps meant."""
+    """Return the message for an unknown field of an object whose fields all change the text, with a suggestion."""
     model: type[Body] | None = body
     for part in path[:-1]:
         if isinstance(part, str) and model is not None:

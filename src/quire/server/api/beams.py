@@ -1,4 +1,4 @@
-"""Beam searches of a request's prompts: their answers are those of samples, and come when the searches have ended."""
+"""Beam searches of a request's prompts. Answers look like those of samples, and are sent when all searches end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.server.http.sse import EventStream
 from quire.server.protocol.sampling import Sampling
 from quire.text import CompletionOutput, Detokenizer, RequestOutput, Tokenizer, beam_logprobs
 
-# What a beam search cannot be asked for, and what each is while it is not asked for.
+# Fields that a beam search does not support, with the values that request nothing.
 NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "prompt_logprobs": (None,),
@@ -43,10 +43,10 @@ NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
 
 
 class Beams:
-    """The searches of some prompts, a job each."""
+    """The beam searches of several prompts, with one job each."""
 
     def __init__(self, service: Service, prompts: Sequence[Prompt], name: str, width: int) -> None:
-        """name: of the answer. width: beams of each prompt."""
+        """Create the outputs. name: of the answer. width: beams of each prompt."""
         self.outputs = [  # filled when all searches have ended
             RequestOutput(f"{name}-{i}", one.text, one.tokens, [CompletionOutput(j) for j in range(width)])
             for i, one in enumerate(prompts)
@@ -56,7 +56,7 @@ class Beams:
         self._jobs: list[SearchJob] = []
 
     async def begin(self, request: HttpRequest, body: Sampling, max_tokens: int | None, logprobs: int | None) -> None:
-        """Submit them. Raises ApiError or RequestError, and then none of them goes on."""
+        """Submit the searches. Raises ApiError or RequestError, in which case all of them are aborted."""
         asked = (one for one, neutral in NOT_IN_BEAM_SEARCH.items() if getattr(body, one, None) not in neutral)
         if option := next(asked, body.grammar_field()):
             raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
@@ -84,14 +84,14 @@ class Beams:
             raise
 
     def abort(self) -> None:
-        """Take them back."""
+        """Abort the searches."""
         for job in self._jobs:
             self._service.worker.abort(job)
 
     async def ended(self, request: HttpRequest) -> list[RequestOutput]:
-        """What they have found, when all of them have ended. They are taken back when the client goes.
+        """Wait for all searches, and return their outputs. They are aborted if the client disconnects.
 
-        Raises what one of them has failed with.
+        Raises the error with which one of them has failed.
         """
         try:
             for job in self._jobs:
@@ -102,7 +102,7 @@ class Beams:
             raise
 
     def streamed(self, request: HttpRequest, writer: EventWriter) -> EventStream:
-        """The same as events: nothing is certain before the end, when all of it comes."""
+        """Return the outputs as events. All are sent at the end, because no token is final before."""
         return EventStream(self._parts(request, writer), self.abort)
 
     async def _parts(self, request: HttpRequest, writer: EventWriter) -> AsyncIterator[bytes]:
@@ -124,7 +124,7 @@ class Beams:
         yield writer.end()
 
     async def _read(self, request: HttpRequest) -> list[RequestOutput]:
-        """The outputs, filled with what was found. Raises ApiError for a search that has failed."""
+        """Fill the outputs with the searches' results. Raises ApiError for a search that has failed."""
         for output, job in zip(self.outputs, self._jobs, strict=True):
             if job.failure is not None:
                 raise request_failed(job.failure)
@@ -135,7 +135,7 @@ class Beams:
 
 
 def _samples(tokenizer: Tokenizer | None, prompt: list[int], found: Sequence[Hypothesis]) -> list[CompletionOutput]:
-    """The hypotheses as samples, the best first."""
+    """Convert hypotheses to samples, the best first."""
     return [
         CompletionOutput(
             index,
@@ -150,7 +150,7 @@ def _samples(tokenizer: Tokenizer | None, prompt: list[int], found: Sequence[Hyp
 
 
 def _text_after(tokenizer: Tokenizer | None, prompt: list[int], tokens: Sequence[int]) -> str:
-    """What tokens add to a prompt's text, which may end within a character."""
+    """Return the text that tokens add to a prompt, whose text may end within a character."""
     if tokenizer is None:
         return ""
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)

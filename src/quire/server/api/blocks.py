@@ -1,6 +1,6 @@
-"""Blocks: an answer as a list of thoughts, texts and calls, whole or while it grows.
+"""Blocks: an answer as a list of reasoning, texts and calls, complete or while it grows.
 
-Every protocol but OpenAI's chats says what an answer is made of in this way. A `Script` has one protocol's words.
+Every protocol except OpenAI's chats structures answers in this way. A `Script` writes the events of one protocol.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Block:
     name: str = ""  # of the called function
     call_id: str = ""
     parts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, where they are asked for
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, if requested
 
     @property
     def text(self) -> str:
-        """What it says; of a call, the JSON of its arguments."""
+        """The text; of a call, the JSON of its arguments."""
         return "".join(self.parts)
 
     def arguments(self) -> dict[str, Any] | None:
-        """Those of a call; None where they broke off."""
+        """Return the arguments of a call, or None if they are incomplete."""
         try:
             found = json.loads(self.text or "{}")
         except (ValueError, RecursionError):
@@ -47,7 +47,7 @@ class Block:
 
 
 class Ending(NamedTuple):
-    """How an answer has ended."""
+    """The finish reason and the token counts of an answer."""
 
     reason: str  # "stop", "length" or "tool_calls"
     stop_text: str | None  # the stop string that ended it
@@ -58,29 +58,29 @@ class Ending(NamedTuple):
 
 
 class Script(Protocol):
-    """What a stream says of an answer that grows."""
+    """Writes the events of a growing answer in one protocol."""
 
     def begin(self) -> bytes:
-        """Before all blocks."""
+        """Return the events before all blocks."""
 
     def open(self, block: Block) -> bytes:
-        """A block begins."""
+        """Return the events for a new block."""
 
     def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        """A text has come to a block."""
+        """Return the events for text that is added to a block."""
 
     def close(self, block: Block) -> bytes:
-        """A block is whole."""
+        """Return the events for a complete block."""
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
-        """The answer is whole."""
+        """Return the events for a complete answer."""
 
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
-        """The answer has ended with an error."""
+        """Return the events for an answer that ended with an error."""
 
 
 class BlockReader:
-    """Reads one answer, the first sample's, as blocks."""
+    """Parses one answer, that of the first sample, into blocks."""
 
     def __init__(self, turn: Turn) -> None:
         self.blocks: list[Block] = []
@@ -88,7 +88,7 @@ class BlockReader:
         self._writer = AnswerWriter(turn.reading, 0)
 
     def read(self, text: str, *, is_last: bool) -> Iterator[tuple[Block, str]]:
-        """The blocks that a text adds to, and what it adds. One to which nothing was added before is new."""
+        """Parse a text. Yield each block that it adds to, with the added text. A block without parts is new."""
         for kind, piece in self._writer.pieces(text, is_last=is_last):
             if kind is Kind.CALL:
                 self.blocks.append(Block(kind, len(self.blocks), piece, self._writer.call_id))
@@ -101,13 +101,13 @@ class BlockReader:
             self.blocks[-1].parts.append(piece)
 
     def logprobs(self, tokens: Sequence[int], found: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:
-        """Those of tokens as OpenAI writes them; none where they are not asked for."""
+        """Return the logprobs of tokens in OpenAI's format; empty if they were not requested."""
         turn = self._turn
         shown = chat_logprobs(turn.service.tokenizer, tokens, found, turn.body.top_logprobs or 0)
         return [] if shown is None else list(shown["content"])
 
     def ending(self, output: RequestOutput, reason: str | None, stop_reason: int | str | None) -> Ending:
-        """How an answer that has been read has ended."""
+        """Return the ending of a parsed answer."""
         [sample] = output.outputs
         return Ending(
             self._writer.reason(reason) or "stop",
@@ -119,7 +119,7 @@ class BlockReader:
         )
 
     def whole(self, output: RequestOutput, sample: CompletionOutput) -> Ending:
-        """Read an answer that has ended. The logprobs are those of what is not thought; the first text has them."""
+        """Parse a finished answer. The first text gets the logprobs of all tokens after the reasoning."""
         for _ in self.read(sample.text, is_last=True):
             pass
         ending = self.ending(output, sample.finish_reason, sample.stop_reason)
@@ -131,7 +131,7 @@ class BlockReader:
 
 
 async def read_whole(turn: Turn) -> tuple[list[Block], Ending]:
-    """The blocks of an answer, and how it ended. Raises ApiError where it cannot be served."""
+    """Compute an answer, and return its blocks and its ending. Raises ApiError if it cannot be served."""
     output = await turn.run()
     reader, [sample] = BlockReader(turn), output.outputs
     size = num_logprobs([output]) + len(sample.text)
@@ -139,33 +139,33 @@ async def read_whole(turn: Turn) -> tuple[list[Block], Ending]:
 
 
 class BlockEvents:
-    """Writes a stream by a script: an `EventWriter`."""
+    """Writes a stream with a script: an `EventWriter`."""
 
     def __init__(self, turn: Turn, job: Stream, script: Script) -> None:
         self._turn = turn
         self._script = script
         self._reader = BlockReader(turn)
         self._open: Block | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still held, as that of half a character
-        self._end: tuple[str | None, int | str | None] | None = None  # None: it has failed, or goes on
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back, such as half of a character
+        self._end: tuple[str | None, int | str | None] | None = None  # None: the answer has failed or is not finished
         [self._output] = job.outputs
 
     def begin(self) -> bytes:
-        """What the script says first."""
+        """Return the script's first events."""
         return self._script.begin()
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        """What the script says of the answer's pieces."""
+        """Return the script's events of deltas."""
         return b"".join(part for delta in deltas for part in self._events(delta))
 
     def end(self) -> bytes:
-        """What the script says last; nothing where it has said that the answer failed."""
+        """Return the script's last events; empty if the answer has failed."""
         if self._end is None:
             return b""
         return self._script.end(self._reader.blocks, self._reader.ending(self._output, *self._end))
 
     def fail(self, error: ApiError) -> bytes:
-        """What the script says of an error."""
+        """Return the script's events of an error."""
         return self._script.fail(self._reader.blocks, error)
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
@@ -181,7 +181,7 @@ class BlockEvents:
             if text:
                 yield self._grown(block, text)
         if self._open is not None and self._open.kind is not Kind.CONTENT:
-            self._logprobs = []  # those of thoughts and calls are not reported
+            self._logprobs = []  # logprobs of reasoning and calls are not reported
         if delta.finish_reason is not None:
             if self._logprobs and self._open is not None:
                 yield self._grown(self._open, "")

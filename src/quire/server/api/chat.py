@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation goes on, as OpenAI answers it."""
+"""/v1/chat/completions: the next message of a conversation, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from quire.text import Logprob, RequestOutput, Tokenizer
 async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Response:
     """Answer a request.
 
-    Where one of its samples fails, the whole answer is that error. A stream has an error event in that sample's place,
-    and the others go on to their ends.
+    If one of its samples fails, the whole answer is that error. A stream has an error event in place of that sample,
+    and the others continue to their ends.
     """
     turn = await Turn.of(service, request, body, "chatcmpl")
     name, created = turn.identity
@@ -92,7 +92,7 @@ def _choice(
 class _Events:
     """Writes the events of a streamed answer: an `EventWriter`.
 
-    Each choice's first says who speaks, its last why it ends.
+    The first event of each choice has the role, the last one the finish reason.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _Events:
         self._writers = [AnswerWriter(reading, i) for i in range(body.n or 1)]
 
     def begin(self) -> bytes:
-        """Who speaks."""
+        """Return the role of each choice."""
         if self._job.is_continued:
             return b""
         speaks = {"role": "assistant", "content": ""}
@@ -116,7 +116,7 @@ class _Events:
         return b"".join(self._piece(index, speaks, **prompt) for index in range(self._body.n or 1))
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        """The pieces of the deltas' choices."""
+        """Return the chunks of the deltas."""
         parts: list[bytes] = []
         for delta in deltas:
             self._generated += len(delta.token_ids)
@@ -126,18 +126,18 @@ class _Events:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The numbers of tokens, if they were asked for, and the mark of the end."""
+        """Return the token counts, if requested, and the end mark."""
         num_prompt, num_cached = len(self._output.prompt_token_ids), self._output.num_cached_tokens or 0
         pairs = zip(self._writers, self._output.outputs, strict=False)
         num_reasoning = sum(self._reading.num_reasoning(one.token_ids, writer.reasoning) for writer, one in pairs)
         return self._chunks.end(num_prompt, self._generated, num_cached, self._reading.counted(num_reasoning))
 
     def fail(self, error: ApiError) -> bytes:
-        """An event with an error, and the mark of the end."""
+        """Return an event with an error, and the end mark."""
         return data(error.body()) + DONE
 
     def _events(self, delta: Delta) -> list[bytes]:
-        """One piece has all that a delta brings, as a client has it or not; another one has the end."""
+        """Return the events of a delta: a chunk with its content, and another with the end of the choice."""
         body, is_last = self._body, delta.finish_reason is not None
         if delta.error is not None:
             return [data(request_failed(delta.error, body.grammar_field()).body())]
@@ -162,14 +162,14 @@ class _Events:
 
 
 def _said(index: int, text: str) -> dict[str, Any]:
-    """A piece of a choice that is but a text."""
+    """Return a part of a choice that has only text."""
     return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None, count: int
 ) -> dict[str, Any] | None:
-    """The tokens, each with the `count` most probable ones in its place."""
+    """Return the logprobs of tokens, each with the `count` most probable tokens at its position."""
     if logprobs is None:
         return None
 

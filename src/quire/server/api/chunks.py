@@ -1,4 +1,4 @@
-"""The chunks of a streamed answer, and the numbers of tokens, as OpenAI writes them."""
+"""The chunks of a streamed answer, and the token counts, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 from quire.server.http.sse import DONE, data, dumps
 from quire.server.protocol.sampling import StreamOptions
 
-HOLE = "\0"  # where a text belongs
+HOLE = "\0"  # placeholder of a text
 
 
 class Chunks:
     """Writes the chunks of one streamed answer."""
 
     def __init__(self, head: dict[str, Any], options: StreamOptions | None) -> None:
-        """head: the fields that all chunks begin with."""
+        """Create it. head: the fields that all chunks begin with."""
         self._head = head
         asked = options or StreamOptions()
         self._has_usage = asked.include_usage
         self._has_usage_so_far = asked.include_usage and asked.continuous_usage_stats
         self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # what stands before and after the texts of each choice
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # the bytes before and after the texts of each choice
 
     def choice(self, choice: dict[str, Any], num_prompt: int, num_generated: int) -> bytes:
-        """A piece of a choice; the tokens of the prompt and those generated so far are its prompt's."""
+        """Return a chunk of a choice. The counts are those of the choice's prompt, and generated for it so far."""
         if self._has_usage_so_far:
             return data(self._head | {"choices": [choice], "usage": usage(num_prompt, num_generated, 0)})
         return self._start + dumps(choice) + self._end
@@ -33,7 +33,7 @@ class Chunks:
     def text(
         self, index: int, text: str, make: Callable[[int, str], dict[str, Any]], num_prompt: int, num_generated: int
     ) -> bytes:
-        """The piece `make(index, text)` of a choice. Nothing but the text differs, so the rest is made once."""
+        """Return the chunk `make(index, text)`. Only the text of such chunks differs, so the rest is encoded once."""
         if self._has_usage_so_far:
             return self.choice(make(index, text), num_prompt, num_generated)
         around = self._around.get(index)
@@ -43,7 +43,7 @@ class Chunks:
         return around[0] + dumps(text) + around[1]
 
     def end(self, num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int | None = None) -> bytes:
-        """The end of an answer, with all of its tokens if they were asked for."""
+        """Return the end of an answer, with its token counts if requested."""
         if not self._has_usage:
             return DONE
         return (
@@ -53,7 +53,7 @@ class Chunks:
 
 
 def usage(num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int | None = None) -> dict[str, Any]:
-    """Numbers of tokens as OpenAI reports them. num_reasoning: of the generated ones; None: nothing is known of it."""
+    """Return token counts in OpenAI's format. num_reasoning: reasoning tokens among the generated; None: unknown."""
     thoughts = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
     return {
         "prompt_tokens": num_prompt,

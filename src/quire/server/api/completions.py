@@ -1,4 +1,4 @@
-"""/v1/completions: prompts go on, as OpenAI answers it."""
+"""/v1/completions: continuations of prompts, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Candidates = dict[int, Logprob]
 async def complete(service: Service, request: HttpRequest, body: CompletionRequest) -> Response:
     """Answer a request.
 
-    Where one of its samples fails, the whole answer is that error. A stream has an error event in that sample's place,
-    and the others go on to their ends.
+    If one of its samples fails, the whole answer is that error. A stream has an error event in place of that sample,
+    and the others continue to their ends.
     """
     service.check_model(body.model)
     body.check_together()
@@ -49,7 +49,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         request, size, lambda: [service.truncate(_prompt(service, one, body), body, body.max_tokens) for one in given]
     )
     prompts, ends = await _filled_in(service, request, body, prompts)
-    # Without a new token nothing would run, so one is drawn, and not reported.
+    # Without a new token nothing would run, so one is sampled and not reported.
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError("max_tokens is 0 without echo, so there would be nothing to answer", param="max_tokens")
@@ -104,7 +104,7 @@ def check_num_logprobs(service: Service, prompts: Sequence[Prompt], params: Samp
 
 
 def whole(head: dict[str, Any], choices: Iterable[dict[str, Any]], end: dict[str, Any]) -> Response:
-    """An answer, encoded choice by choice: the encoder lets no other thread run before it is done."""
+    """Return an answer, encoded choice by choice: the encoder blocks all other threads until it returns."""
     encoded = b",".join(map(dumps, choices))
     content = dumps(head)[:-1] + b',"choices":[' + encoded + b"]," + dumps(end)[1:]
     return Response(content, media_type=JsonBody.media_type)
@@ -123,7 +123,7 @@ def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -
 async def _filled_in(
     service: Service, request: HttpRequest, body: CompletionRequest, prompts: list[Prompt]
 ) -> tuple[list[Prompt], list[int]]:
-    """Prompts for what stands before the body's suffix, and the tokens that end it; without one, the prompts."""
+    """Return infill prompts for the body's suffix and the tokens that end the text; without a suffix, the prompts."""
     if not body.suffix:
         return prompts, []
     service.check_text(body.suffix, "suffix")
@@ -134,7 +134,7 @@ async def _filled_in(
 
 
 def _params(service: Service, body: CompletionRequest, max_tokens: int | None, ends: list[int]) -> SamplingParams:
-    """ends: tokens that end the text besides those that the body names."""
+    """Return the sampling parameters. ends: tokens that end the text in addition to those of the body."""
     num_choices = body.n or 1
     own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
     if ends:
@@ -143,7 +143,7 @@ def _params(service: Service, body: CompletionRequest, max_tokens: int | None, e
         if body.best_of < num_choices:
             raise ApiError(f"best_of is {body.best_of}; it must be at least n, which is {num_choices}", param="best_of")
         if body.stream and body.best_of > num_choices:
-            raise ApiError("best_of does not go with stream: which are best is known at the end", param="best_of")
+            raise ApiError("best_of does not go with stream: the best are known only at the end", param="best_of")
         own["n"] = body.best_of
         if body.best_of > num_choices and body.logprobs is None:
             own["logprobs"] = 0
@@ -164,11 +164,11 @@ class _Events:
         self._generated = [0] * len(job.outputs)
 
     def begin(self) -> bytes:
-        """Nothing: the first pieces say all."""
+        """Return nothing: the first chunks contain everything."""
         return b""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        """A piece of a choice for each delta."""
+        """Return a chunk of a choice for each delta that has something to send."""
         parts: list[bytes] = []
         for delta in deltas:
             number = self._numbers[delta.output.request_id]
@@ -189,12 +189,12 @@ class _Events:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The numbers of tokens, if they were asked for, and the mark of the end."""
+        """Return the token counts, if requested, and the end mark."""
         num_prompt, _, num_cached = counted(self._job.outputs)
         return self._chunks.end(num_prompt, sum(self._generated), num_cached)
 
     def fail(self, error: ApiError) -> bytes:
-        """An event with an error, and the mark of the end."""
+        """Return an event with an error, and the end mark."""
         return data(error.body()) + DONE
 
 
@@ -206,10 +206,10 @@ class _Writer:
         self._body = body
         self._prompts = prompts
         self._samples = body.best_of or body.n or 1
-        self._offsets: dict[tuple[int, int], int] = {}  # where the next token of a streamed choice begins
+        self._offsets: dict[tuple[int, int], int] = {}  # the text offset of the next token of a streamed choice
 
     def choices(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Those of a prompt that has ended, the n best ones."""
+        """Return the choices of a finished prompt, the n best ones."""
         num_choices = self._body.n or 1
         best = output.outputs
         if num_choices < len(best):
@@ -236,11 +236,11 @@ class _Writer:
         return choice | self._prompt_logprobs(output) | self._token_ids(output, sample.token_ids)
 
     def index(self, number: int, delta: Delta) -> int:
-        """The number of a delta's choice."""
+        """Return the index of a delta's choice."""
         return number * self._samples + delta.sample
 
     def is_plain(self, number: int, delta: Delta) -> bool:
-        """Whether a delta brings its choice some text, and nothing else that is to be sent."""
+        """Return whether a delta adds only text to its choice, so that its chunk needs no other fields."""
         if delta.logprobs is not None or delta.finish_reason is not None or delta.is_known:
             return False
         if self._body.return_token_ids:
@@ -248,7 +248,7 @@ class _Writer:
         return (number, delta.sample) in self._offsets and self._body.max_tokens != 0
 
     def piece(self, number: int, delta: Delta) -> dict[str, Any] | None:
-        """What a stream sends of a delta. None: nothing yet."""
+        """Return the part of a choice that a stream sends for a delta, or None if there is nothing to send yet."""
         shown = self._body.max_tokens != 0
         key = (number, delta.sample)
         is_first = key not in self._offsets
@@ -274,7 +274,7 @@ class _Writer:
         return choice | (self._prompt_logprobs(delta.output) if is_first else {})
 
     def _token_ids(self, output: RequestOutput | None, tokens: list[int]) -> dict[str, Any]:
-        """The choice's tokens, and those of its prompt where its output is given, if they were asked for."""
+        """Return the choice's token ids, and those of the prompt if its output is given, if they were requested."""
         if not self._body.return_token_ids:
             return {}
         prompt = {} if output is None else {"prompt_token_ids": output.prompt_token_ids}
@@ -283,7 +283,7 @@ class _Writer:
     def _echoed(self, output: RequestOutput) -> list[tuple[int, Candidates | None]]:
         if self._body.logprobs is None or output.prompt_logprobs is None:
             return []
-        # Fewer than tokens where the request was taken back within its prompt.
+        # There are fewer logprobs than tokens if the request was aborted within its prompt.
         return list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=False))
 
     def _prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
@@ -311,17 +311,17 @@ class _Writer:
 
 
 def _plain(index: int, text: str) -> dict[str, Any]:
-    """A piece of a choice that is but a text."""
+    """Return a part of a choice that has only text."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 def _goodness(sample: CompletionOutput) -> float:
-    """The mean logprob of its tokens."""
+    """Return the mean logprob of a sample's tokens."""
     return finite((sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids)))
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token as a text, and where it is no whole characters, its bytes as OpenAI writes them."""
+    """Return a token's text, or its bytes in OpenAI's notation if they are not complete characters."""
     if tokenizer is None:
         return f"token_id:{token}"
     raw = tokenizer.token_bytes(token)
@@ -332,7 +332,7 @@ def token_text(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """The prompt's logprobs as vLLM writes them."""
+    """Return the prompt's logprobs in vLLM's format."""
     if output.prompt_logprobs is None:
         return None
     return [

@@ -1,4 +1,4 @@
-"""Conversation: from messages to the prompt that a model's chat template makes of them."""
+"""Conversation: from messages to a prompt, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ async def conversation(
     rendering: Rendering,
     variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """The prompt that a conversation makes. Raises ApiError without a template, and where it refuses.
+    """Render and tokenize a conversation. Raises ApiError without a template, or if the template refuses it.
 
-    variables: what the template sees besides what the rendering asks for.
+    variables: template variables in addition to those of the rendering.
     """
     template, config = service.model.template, service.config
     if template is None:
@@ -49,20 +49,20 @@ async def conversation(
     try:
         text = await service.render(request, render, size)
         service.check_text(text, "messages")
-        return await service.encode(request, text, add_special_tokens=False)  # the template writes those itself
+        return await service.encode(request, text, add_special_tokens=False)  # the template has written them
     except RequestError as error:
         raise ApiError(str(error), param="messages") from error
 
 
 def said(message: Message) -> str:
-    """A message's text."""
+    """Return a message's text."""
     if isinstance(message.content, list):
         return "\n".join(part["text"] for part in message.content)
     return message.content or ""
 
 
 def _plain(message: Message, wants_json: bool) -> dict[str, Any]:
-    """A message as templates take it: without what it does not have."""
+    """Convert a message to the form that templates expect, without absent fields."""
     calls = [
         plain_call(call.function.name, call.function.arguments, call.id, wants_json)
         for call in message.tool_calls or ()

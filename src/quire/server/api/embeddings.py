@@ -1,4 +1,4 @@
-"""/v1/embeddings: a vector for each input, as OpenAI answers it."""
+"""/v1/embeddings: a vector for each input, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_NUMBERS = 2**22  # in one answer: some 20 bytes each
 
 
 async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) -> Response:
-    """Answer a request. Where one of its inputs fails, the whole answer is that error."""
+    """Answer a request. If one of its inputs fails, the whole answer is that error."""
     outputs = await embedded(service, request, body)
     fingerprint = await service.system_fingerprint(outputs)
     size = _num_numbers(service, body, len(outputs))
@@ -37,7 +37,7 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
 
 
 async def embedded(service: Service, request: HttpRequest, body: EmbeddingRequest) -> list[RequestOutput]:
-    """The outputs of a request's inputs, with their hidden states. Raises ApiError where one fails."""
+    """Compute the hidden states of a request's inputs, and return their outputs. Raises ApiError if one fails."""
     service.check_model(body.model)
     given = body.inputs()
     if given is None:
@@ -57,7 +57,10 @@ async def embedded(service: Service, request: HttpRequest, body: EmbeddingReques
 async def hidden_states(
     service: Service, request: HttpRequest, body: Embedding, inputs: Sequence[str | list[int]], field: str
 ) -> list[RequestOutput]:
-    """The outputs of inputs, with their hidden states. field: what has them. Raises ApiError where one fails."""
+    """Compute the hidden states of inputs, and return their outputs. field: the name of the inputs' field.
+
+    Raises ApiError if one fails.
+    """
     service.worker.check_room(len(inputs), field)
     name, priority = service.identity(request, "embd").name, body.priority or 0
     own = (priority, service.salt(request, body), service.lora_of(body.model))
@@ -76,17 +79,17 @@ async def hidden_states(
 
 
 def prompt_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """The tokens of prompts after which nothing is generated."""
+    """Return the token counts of prompts after which nothing is generated."""
     num_prompt, _, num_cached = counted(outputs)
     return usage(num_prompt, 0, num_cached)
 
 
 def unit_vector(output: RequestOutput, what: str, dimensions: int | None = None) -> NDArray[np.float32]:
-    """An output's vector, of length 1. what: it is of, for a client.
+    """Return an output's vector, normalized to length 1. The error message calls the input by the second argument.
 
-    Raises ApiError for numbers that JSON cannot hold and no client can compare.
+    Raises ApiError for numbers that are not finite.
     """
-    if output.hidden_state is None:  # it was taken back
+    if output.hidden_state is None:  # the request was aborted
         raise ApiError("the client has gone")
     vector = normalised(output.hidden_state, dimensions)
     if not np.isfinite(vector).all():
@@ -95,7 +98,7 @@ def unit_vector(output: RequestOutput, what: str, dimensions: int | None = None)
 
 
 def _num_numbers(service: Service, body: EmbeddingRequest, count: int) -> int:
-    """Numbers of so many vectors. Raises ApiError for vectors of more than the model has."""
+    """Return the total size of `count` vectors. Raises ApiError if dimensions exceed the model's hidden size."""
     try:
         check_dimensions(body.dimensions, service.model.hidden_size)
     except RequestError as error:
@@ -104,7 +107,7 @@ def _num_numbers(service: Service, body: EmbeddingRequest, count: int) -> int:
 
 
 def _prompt(service: Service, name: str, field: str, given: str | list[int], body: Embedding) -> Prompt:
-    """An input in both forms. name: of it. Raises ApiError for one that is too long, or has no token."""
+    """Return an input as text and token ids. Raises ApiError for one that is too long or has no token."""
     if isinstance(given, str):
         if service.model.tokenizer is None:
             raise ApiError(f"this model has no tokenizer, so {field} takes token ids only", param=field)
@@ -127,7 +130,7 @@ def _prompt(service: Service, name: str, field: str, given: str | list[int], bod
 def _answer(
     service: Service, body: EmbeddingRequest, outputs: list[RequestOutput], fingerprint: str | None
 ) -> Response:
-    """The vectors, encoded one by one: the encoder lets no other thread run before it is done."""
+    """Return the vectors, encoded one by one: the encoder blocks all other threads until it returns."""
     encoded = b",".join(dumps(_vector(body, i, output)) for i, output in enumerate(outputs))
     end: dict[str, Any] = {"model": service.answering(body.model), "usage": prompt_usage(outputs)}
     end["system_fingerprint"] = fingerprint

@@ -1,4 +1,4 @@
-"""Routes of further protocols, for the answers that chats, completions and embeddings are made of as well."""
+"""Routes of further protocols for chats, completions and embeddings."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from quire.server.protocol.responses import ResponsesRequest
 
 
 def router(service: Service) -> APIRouter:
-    """OpenAI's responses, Anthropic's messages, and what compares texts."""
+    """Return the routes of OpenAI's responses, Anthropic's messages, reranking and scoring."""
     routes = APIRouter(route_class=BodyRoute)
 
-    @routes.post("/v1/responses", responses=answer(forms.ModelResponse, "What is said next, in items"))
+    @routes.post("/v1/responses", responses=answer(forms.ModelResponse, "The next turn, in items"))
     async def responses(request: HttpRequest, body: ResponsesRequest) -> Response:
         service.take_in(request, body)
         return await respond(service, request, body)
 
     @routes.post(
         "/v1/messages",
-        responses=answer(forms.AnthropicMessage, "What is said next, in blocks", forms.AnthropicError),
+        responses=answer(forms.AnthropicMessage, "The next message, in blocks", forms.AnthropicError),
     )
     async def anthropic_messages(request: HttpRequest, body: MessagesRequest) -> Response:
         service.take_in(request, body)
@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
         service.take_in(request, body)
         return await count_tokens(service, request, body)
 
-    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):  # of which the document has the first
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):  # only the first is in the OpenAPI document
 
         @routes.post(
             path, responses=answer(forms.Reranked, "The documents, best first"), include_in_schema=path[:3] == "/v1"
@@ -57,7 +57,7 @@ def router(service: Service) -> APIRouter:
             service.take_in(request, body)
             return await rerank(service, request, body)
 
-    for path in ("/v1/score", "/score"):  # as well
+    for path in ("/v1/score", "/score"):  # the same here
 
         @routes.post(path, responses=answer(forms.Scored, "A score for each pair"), include_in_schema=path[:3] == "/v1")
         async def scored(request: HttpRequest, body: ScoreRequest) -> Response:
@@ -68,10 +68,10 @@ def router(service: Service) -> APIRouter:
 
 
 def ollama_router(service: Service) -> APIRouter:
-    """Ollama's."""
+    """Return Ollama's routes."""
     routes = APIRouter(route_class=BodyRoute)
 
-    @routes.post("/api/chat", responses=answer(forms.OllamaAnswer, "What is said next", forms.OllamaError))
+    @routes.post("/api/chat", responses=answer(forms.OllamaAnswer, "The next message", forms.OllamaError))
     async def chat_lines(request: HttpRequest, body: OllamaChatRequest) -> Response:
         service.take_in(request, body)
         return await ollama.ollama_chat(service, request, body)

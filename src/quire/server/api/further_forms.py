@@ -1,4 +1,4 @@
-"""What the routes of further protocols answer, as the OpenAPI document says it."""
+"""The answers of the further protocols' routes, as models for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.server.api.openapi import (
 
 
 class ItemPart(Answer):
-    """A text in an item."""
+    """A part of an item, with its text."""
 
     type: Literal["output_text", "reasoning_text"]
     text: str
@@ -27,14 +27,14 @@ class ItemPart(Answer):
 
 
 class OutputItem(Answer):
-    """What the model says, calls or thinks."""
+    """A message, a function call, or reasoning."""
 
     id: str
     type: Literal["message", "function_call", "reasoning"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] = "assistant"  # of a message
-    content: list[ItemPart] = Field(default_factory=list)  # of a message, and of thoughts
-    summary: list[Any] = Field(default_factory=list)  # of thoughts, like the next
+    content: list[ItemPart] = Field(default_factory=list)  # of a message, and of reasoning
+    summary: list[Any] = Field(default_factory=list)  # of reasoning, like the next
     encrypted_content: None = None
     call_id: str = ""  # of a call, like the next two
     name: str = ""
@@ -42,14 +42,14 @@ class OutputItem(Answer):
 
 
 class InputDetails(Answer):
-    """Of the prompt's tokens, those that were found in the cache."""
+    """Prompt tokens that were found in the cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class ResponseUsage(Answer):
-    """Numbers of tokens."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -59,20 +59,20 @@ class ResponseUsage(Answer):
 
 
 class IncompleteDetails(Answer):
-    """Why a response ended early."""
+    """The reason why a response ended early."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseError(Answer):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     code: str
     message: str
 
 
 class ModelResponse(Answer):
-    """The answer of /v1/responses, with what was asked for."""
+    """The answer of /v1/responses, with the fields of the request."""
 
     id: str
     object: Literal["response"]
@@ -106,7 +106,7 @@ class ModelResponse(Answer):
 
 
 class ResponseEvent(Answer):
-    """An event of such an answer's stream. Its type says which fields it has."""
+    """An event of a streamed response. Its type determines its fields."""
 
     type: str
     sequence_number: int
@@ -124,7 +124,7 @@ class ResponseEvent(Answer):
 
 
 class AnthropicUsage(Answer):
-    """Numbers of tokens. Those found in the cache are not counted as input."""
+    """Token counts. Tokens found in the cache are not counted as input."""
 
     input_tokens: int
     output_tokens: int
@@ -161,7 +161,7 @@ class AnthropicMessage(Answer):
 
 
 class AnthropicDelta(Answer):
-    """What an event adds to a block, or to the message."""
+    """An addition to a block or to the message."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta"] = "text_delta"
     text: str = ""
@@ -172,7 +172,7 @@ class AnthropicDelta(Answer):
 
 
 class AnthropicEvent(Answer):
-    """An event of such an answer's stream. Its type says which fields it has."""
+    """An event of a streamed message. Its type determines its fields."""
 
     type: str
     message: AnthropicMessage | None = None
@@ -189,14 +189,14 @@ class InputTokens(Answer):
 
 
 class AnthropicErrorDetail(Answer):
-    """Why a request was not served: its kind, and in words."""
+    """The type and the message of an error."""
 
     type: str
     message: str
 
 
 class AnthropicError(Answer):
-    """What a request of Anthropic's protocol that was not served is answered."""
+    """An error answer of Anthropic's protocol."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -209,7 +209,7 @@ class RankedText(Answer):
 
 
 class Ranked(Answer):
-    """A document, and how well it answers the query."""
+    """A document and its score for the query."""
 
     index: int
     relevance_score: float
@@ -227,7 +227,7 @@ class Reranked(Answer):
 
 
 class Score(Answer):
-    """How well the texts of a pair go together."""
+    """The score of a pair of texts."""
 
     index: int
     object: Literal["score"]
@@ -247,7 +247,7 @@ class Scored(Answer):
 
 
 class OllamaFunction(Answer):
-    """What is called."""
+    """The called function and its arguments."""
 
     index: int
     name: str
@@ -255,14 +255,14 @@ class OllamaFunction(Answer):
 
 
 class OllamaCall(Answer):
-    """A call."""
+    """A tool call."""
 
     id: str
     function: OllamaFunction
 
 
 class OllamaMessage(Answer):
-    """What the model says, calls and thinks."""
+    """A message of the model: its text, reasoning and calls."""
 
     role: Literal["assistant"]
     content: str
@@ -271,7 +271,7 @@ class OllamaMessage(Answer):
 
 
 class OllamaAnswer(Answer):
-    """The answer of /api/chat, with a message, or of /api/generate, with a response; or a line of it."""
+    """The answer of /api/chat, with a message, or of /api/generate, with a response; or a line of a stream."""
 
     model: str
     created_at: str
@@ -300,7 +300,7 @@ class OllamaEmbeddings(Answer):
 
 
 class OllamaDetails(Answer):
-    """What is not known of a model here."""
+    """Details of a model that are unknown here."""
 
     parent_model: str
     format: str
@@ -344,7 +344,7 @@ class OllamaShown(Answer):
 
 
 class OllamaError(Answer):
-    """What a request of Ollama's protocol that was not served is answered."""
+    """An error answer of Ollama's protocol."""
 
     error: str
 

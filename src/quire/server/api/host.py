@@ -1,4 +1,4 @@
-"""Host: what computes for the routes, be it the engine of this process or those of a fleet."""
+"""Host: the routes' interface to the computation, by the engine of this process or those of a fleet."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from quire.server.api.jobs import SearchJob
 
 
 class Host(Protocol):
-    """Serves jobs. Its methods are the event loop's."""
+    """Serves jobs. Call its methods from the event loop."""
 
     def start(self) -> None:
-        """Begin to serve, for the event loop in which this is called."""
+        """Start to serve, for the running event loop."""
 
     async def stop(self) -> None:
-        """End. Who still waits gets an error."""
+        """Stop, and fail the pending jobs."""
 
     async def fingerprint(self) -> str | None:
-        """Return the digest of what computes outputs that name no other; None where it is not known."""
+        """Return the digest of the system that computes outputs without an own fingerprint, or None if unknown."""
 
     def check_alive(self) -> None:
-        """Raise ApiError (503) if it serves no one any more."""
+        """Raise ApiError (503) if it cannot serve any more."""
 
     def check_health(self) -> None:
-        """Raise ApiError (503) if it does not serve now."""
+        """Raise ApiError (503) if it cannot serve now."""
 
     def check_room(self, num_samples: int, name: str = "n") -> None:
-        """Raise ApiError, naming a field, if so many samples cannot be taken now."""
+        """Raise ApiError, naming a field, if `num_samples` more samples cannot be accepted now."""
 
     def check(self, request: Request) -> None:
         """Raise RequestError if a request could never run, as far as that is known before it is submitted."""
@@ -38,10 +38,10 @@ class Host(Protocol):
     def search(
         self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None
     ) -> SearchJob:
-        """A beam search, not yet submitted. Raises RequestError if it could never run."""
+        """Create a beam search, not yet submitted. Raises RequestError if it could never run."""
 
     async def submit(self, job: Job) -> None:
         """Queue a job. Raises RequestError or ApiError, queueing nothing, if it cannot be served."""
 
     def abort(self, job: Job) -> None:
-        """Take a job back."""
+        """Abort a job."""

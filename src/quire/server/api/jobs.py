@@ -1,4 +1,4 @@
-"""The server's jobs: streams that send what comes at once, and searches wherever they are done."""
+"""The server's jobs: streams, which send deltas at once, and beam searches, local or remote."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from quire.text import RequestOutput
 
 
 class Stream(Reported):
-    """Prompts to be continued, reported as they grow."""
+    """Prompts to continue, with deltas while they grow."""
 
-    is_continued = False  # the client has a part of it already
+    is_continued = False  # the client already has a part of the stream
 
     def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
         super().__init__(prompts)
         self._came = asyncio.Event()
         self._deltas: list[Delta] = []
-        self._is_awaited = False  # what was taken before has been sent
+        self._is_awaited = False  # all earlier deltas have been sent
         self._send: Callable[[list[Delta]], bool] = lambda _: False
         self._failure: Exception | None = None  # of `_send`
 
     def marked(self, delta: Delta, events: list[bytes]) -> list[bytes]:
-        """The events of a delta, each with what names it for a client; the last one has the sample's end, if any."""
+        """Return the events of a delta, marked so that a client can resume after each. The last has the end, if any."""
         return events
 
     def take(self, deltas: list[Delta]) -> None:
-        """Take in what a step brought."""
+        """Accept the deltas of a step."""
         if deltas and self._is_awaited and not self._came.is_set():
             try:
                 if self._send(deltas):
                     return
-            except Exception as error:  # it is the client's who waits, not the caller's
+            except Exception as error:  # concerns the waiting client, not the caller
                 self._failure = error
         self._deltas += deltas
         self._came.set()
 
     def send_with(self, send: Callable[[list[Delta]], bool]) -> None:
-        """Send what comes at once where all before it has been sent. send: returns False where it cannot, now."""
+        """Use `send` to send deltas at once if all earlier ones are sent. It returns False if it cannot send now."""
         self._send = send
 
     async def deltas(self) -> list[Delta]:
-        """What has come since the last call and was not sent, as soon as there is something. Empty: the job has ended.
+        """Wait for deltas that were not sent at once, and return them. An empty list means that the job has ended.
 
-        Raises what failed to be sent.
+        Raises the error with which sending at once has failed.
         """
         while not self._deltas and not self.ended.is_set():
             self._came.clear()
@@ -61,13 +61,13 @@ class Stream(Reported):
 
 
 class SearchJob(Job, Protocol):
-    """A beam search, wherever it is done."""
+    """A beam search, in this process or another."""
 
-    fingerprint: str | None  # of what does it, where that is not this process
+    fingerprint: str | None  # of the system that computes it, if that is another process
 
     @property
     def failure(self) -> str | None:
-        """What failed, when it has ended."""
+        """The reason why the search failed, once it has ended."""
 
     def results(self) -> list[Hypothesis]:
-        """What it has found when it has ended, best first."""
+        """Return the hypotheses, best first, once the search has ended."""

@@ -1,4 +1,4 @@
-"""Routes that load and unload LoRA adapters while the server runs. Who may use them can have any directory read."""
+"""Routes that load and unload LoRA adapters while the server runs. Their clients can make it read any directory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def router(worker: Worker, model: ServedModel) -> APIRouter:
-    """POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, with vLLM's bodies and answers."""
+    """Return POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, with vLLM's bodies and answers."""
     routes, llm = APIRouter(route_class=BodyRoute), worker.llm
 
     @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadLoraRequest) -> Response:
-        """Let requests name an adapter as their model."""
+        """Load an adapter, so that requests can use it as their model."""
         name, directory = body.lora_name, Path(body.lora_path)
         if name in model.names:
             raise ApiError(f"lora_name is {name!r}, which is the model's own name; choose another", param="lora_name")
@@ -38,7 +38,7 @@ def router(worker: Worker, model: ServedModel) -> APIRouter:
             message = f"there is an adapter {name!r} already; unload it first, or set load_inplace"
             raise ApiError(message, param="lora_name")
         try:
-            # Other requests go on while its files are read.
+            # On another thread, so that other requests continue while its files are read.
             prepared = await asyncio.to_thread(prepare, llm.engine.known_loras(), directory)
         except (ModelError, ConfigError) as error:
             raise ApiError(str(error), param="lora_path") from error
@@ -51,7 +51,7 @@ def router(worker: Worker, model: ServedModel) -> APIRouter:
 
     @routes.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
-        """Let no further request name an adapter; those that run end with it."""
+        """Unload an adapter. Running requests still finish with it."""
         try:
             await _change(worker, partial(llm.engine.unload_lora, body.lora_name))
         except RequestError as error:
@@ -63,7 +63,7 @@ def router(worker: Worker, model: ServedModel) -> APIRouter:
 
 
 async def _change(worker: Worker, function: Callable[[], T]) -> T:
-    """Change the adapters on the engine's thread; later answers name those that there are then."""
+    """Change the adapters on the engine's thread, and update the fingerprint of later answers."""
 
     def run() -> tuple[T, dict[str, str]]:
         return function(), lora_digests(worker.llm.llm)

@@ -1,4 +1,4 @@
-"""/v1/messages: a conversation goes on, as Anthropic answers it."""
+"""/v1/messages: the next message of a conversation, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def messages(service: Service, request: HttpRequest, body: MessagesRequest
 
 
 async def count_tokens(service: Service, request: HttpRequest, body: CountTokensRequest) -> Response:
-    """Say how many tokens the prompt of a request has."""
+    """Return the number of tokens of a request's prompt."""
     service.check_model(body.model)
     chat = body.chat(can_think=service.model.dialect.thoughts is not None)
     chat.check_together()
@@ -49,7 +49,7 @@ async def count_tokens(service: Service, request: HttpRequest, body: CountTokens
 
 
 def _message(turn: Turn) -> dict[str, Any]:
-    """A message that has nothing yet."""
+    """Return a message without content."""
     usage = {"input_tokens": len(turn.prompt.tokens), "output_tokens": 0}
     return {
         "id": turn.identity.name.replace("-", "_"),
@@ -64,7 +64,7 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A block that is whole. A call whose arguments broke off is shown as the text that it is."""
+    """Return a complete block. A call with incomplete arguments is shown as text."""
     if block.kind is not Kind.CALL:
         return EMPTY[block.kind] | {EMPTY[block.kind]["type"]: block.text}
     given = block.arguments()
@@ -83,7 +83,7 @@ def _reason(ending: Ending) -> dict[str, Any]:
 
 
 def _usage(ending: Ending) -> dict[str, Any]:
-    """Numbers of tokens. Those found in the cache are not counted as input."""
+    """Return the token counts. Tokens found in the cache are not counted as input."""
     return {
         "input_tokens": ending.num_prompt - ending.num_cached,
         "cache_creation_input_tokens": 0,
@@ -93,22 +93,22 @@ def _usage(ending: Ending) -> dict[str, Any]:
 
 
 class _Script:
-    """What a stream says."""
+    """Writes the events of a stream."""
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
 
     def begin(self) -> bytes:
-        """The message is empty; and a ping, as clients are used to one."""
+        """Return an empty message, and a ping, since clients may expect one."""
         return named({"type": "message_start", "message": _message(self._turn)}) + named({"type": "ping"})
 
     def open(self, block: Block) -> bytes:
-        """A block begins."""
+        """Return the start of a block."""
         empty = _tool_use(block) if block.kind is Kind.CALL else EMPTY[block.kind]
         return named({"type": "content_block_start", "index": block.index, "content_block": empty})
 
     def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        """A text has come to a block."""
+        """Return the text that is added to a block."""
         if block.kind is Kind.CALL:
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
@@ -117,14 +117,14 @@ class _Script:
         return named({"type": "content_block_delta", "index": block.index, "delta": delta})
 
     def close(self, block: Block) -> bytes:
-        """A block is whole."""
+        """Return the end of a block."""
         return named({"type": "content_block_stop", "index": block.index})
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
-        """Why the message ends, and its tokens."""
+        """Return the reason why the message ends, and its token counts."""
         last = {"type": "message_delta", "delta": _reason(ending), "usage": _usage(ending)}
         return named(last) + named({"type": "message_stop"})
 
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
-        """An error."""
+        """Return an error."""
         return named(error.body_for(ANTHROPIC_PATHS))

@@ -1,6 +1,6 @@
-"""Ollama's routes: /api/chat and /api/generate go on with a conversation or a prompt, /api/embed embeds texts.
+"""Ollama's routes: /api/chat and /api/generate continue a conversation or a prompt, /api/embed embeds texts.
 
-The others tell of the model.
+The others describe the model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire.server.http.sse import JsonBody, dumps
 from quire.server.protocol.ollama import EmbedRequest, GenerateRequest, OllamaChatRequest, ShowRequest
 from quire.server.tools.parser import Kind
 
-VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to know what they may send
-FAR = "2318-01-01T00:00:00Z"  # when a model that stays is unloaded
+VERSION = "0.12.6"  # the version of Ollama whose API this is: clients check it before they use newer fields
+FAR = "2318-01-01T00:00:00Z"  # the expiry of a model that is never unloaded
 
 
 class LinesAnswer(StreamedAnswer):
@@ -40,7 +40,7 @@ async def ollama_chat(service: Service, request: HttpRequest, body: OllamaChatRe
 
 
 async def ollama_generate(service: Service, request: HttpRequest, body: GenerateRequest) -> Response:
-    """Answer a prompt, or continue it: where that is asked for, and where the model has no template."""
+    """Answer a prompt. Continue it instead if that is requested (raw) or the model has no template."""
     return await _answer(service, request, body, has_prompt=bool(body.prompt), field="response")
 
 
@@ -53,7 +53,7 @@ async def _answer(
     field: str,
 ) -> Response:
     began = time.perf_counter_ns()
-    if not has_prompt:  # which asks Ollama to load the model
+    if not has_prompt:  # in Ollama, a request to load the model
         model = (body.model or "").removesuffix(":latest")
         service.check_model(model)
         head = {"model": body.model or service.answering(None), "created_at": _now()}
@@ -63,7 +63,7 @@ async def _answer(
         service.check_model(chat.model)
         if body.system:
             why = "raw is true" if body.raw else "the model has no chat template"
-            raise ApiError(f"system has no place where {why}; write it into the prompt", param="system")
+            raise ApiError(f"system cannot be used, because {why}; write it into the prompt", param="system")
         text = body.prompt or ""
         service.check_text(text)
         prompt = await service.encode(request, text)
@@ -71,7 +71,7 @@ async def _answer(
     script = _Script(body.model or turn.model, field, began)
     if chat.stream:
         job = await turn.stream()
-        # There are no comments between such lines.
+        # Lines of JSON allow no comments, so none keep the stream alive.
         lines = LinesAnswer(service.worker, job, BlockEvents(turn, job, script), keep_alive=0)
         return with_fingerprint(lines, turn.system_fingerprint)
     blocks, ending = await read_whole(turn)
@@ -84,7 +84,7 @@ async def _answer(
 
 
 async def ollama_embed(service: Service, request: HttpRequest, body: EmbedRequest) -> Response:
-    """Embed texts; none of them asks Ollama to load the model."""
+    """Embed texts. Without a text, the request only asks to load the model."""
     began, asked = time.perf_counter_ns(), body.embedding()
     service.check_model(asked.model)
     outputs = await embedded(service, request, asked) if body.input else []
@@ -101,18 +101,18 @@ async def ollama_embed(service: Service, request: HttpRequest, body: EmbedReques
 
 
 def tags(service: Service) -> dict[str, Any]:
-    """/api/tags."""
+    """Return the answer of /api/tags."""
     return {"models": [_model(service, name) for name in (*service.model.names, *service.model.loras)]}
 
 
 def running(service: Service) -> dict[str, Any]:
-    """/api/ps: all models are loaded."""
+    """Return the answer of /api/ps: all models are loaded."""
     more = {"expires_at": FAR, "size_vram": 0, "context_length": service.model.max_model_len}
     return {"models": [one | more for one in tags(service)["models"]]}
 
 
 def show(service: Service, body: ShowRequest) -> dict[str, Any]:
-    """/api/show. Raises ApiError (404) for a model that is not served here."""
+    """Return the answer of /api/show. Raises ApiError (404) for a model that is not served here."""
     name = (body.model or body.name or "").removesuffix(":latest")
     service.check_model(name)
     model = service.model
@@ -136,7 +136,7 @@ def show(service: Service, body: ShowRequest) -> dict[str, Any]:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    """What is said of a model. What a server here does not know of it is empty, or 0."""
+    """Return the description of a model. Properties that are unknown here are empty or 0."""
     details = {"parent_model": "", "format": "", "family": "", "families": None}
     return {
         "name": name,
@@ -157,7 +157,7 @@ def _now() -> str:
 
 
 def _said(field: str, text: str, thoughts: str, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """A message, or a response; field: which of them."""
+    """Return the fields of a message or of a response, as `field` selects."""
     thinking = {"thinking": thoughts} if thoughts else {}
     if field == "response":
         return {"response": text} | thinking
@@ -166,33 +166,33 @@ def _said(field: str, text: str, thoughts: str, calls: Sequence[dict[str, Any]] 
 
 
 def _call(block: Block, number: int) -> dict[str, Any]:
-    """A call. number: among those of the answer. Arguments that broke off are shown as the text that they are."""
+    """Return a call. number: its index in the answer. Incomplete arguments are shown as text."""
     given = block.arguments()
     arguments = {"": block.text} if given is None else given
     return {"id": block.call_id, "function": {"index": number, "name": block.name, "arguments": arguments}}
 
 
 class _Script:
-    """What a stream says: a line for each piece. A call is one line, when it is whole."""
+    """Writes the lines of a stream: a line for each delta. A call is one line, when it is complete."""
 
     def __init__(self, model: str, field: str, began: int) -> None:
-        """began: time.perf_counter_ns() when the request came."""
+        """Create it. began: time.perf_counter_ns() when the request arrived."""
         self._model = model
         self._field = field
         self._began = began
         self._num_calls = 0
-        self._first: int | None = None  # when the first piece came
+        self._first: int | None = None  # time of the first delta
 
     def begin(self) -> bytes:
-        """Nothing."""
+        """Return nothing."""
         return b""
 
     def open(self, block: Block) -> bytes:
-        """Nothing."""
+        """Return nothing."""
         return b""
 
     def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        """A piece of the text or of the thoughts."""
+        """Return a line with text or reasoning."""
         self._first = self._first or time.perf_counter_ns()
         if block.kind is Kind.CALL:
             return b""
@@ -201,18 +201,21 @@ class _Script:
         return self._line(said | ({"logprobs": logprobs} if logprobs else {}))
 
     def close(self, block: Block) -> bytes:
-        """A call."""
+        """Return the line of a complete call."""
         if block.kind is not Kind.CALL:
             return b""
         self._num_calls += 1
         return self._line(_said(self._field, "", "", [_call(block, self._num_calls - 1)]))
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
-        """How the answer has ended."""
+        """Return the last line."""
         return dumps(self.last(ending) | _said(self._field, "", "")) + b"\n"
 
     def last(self, ending: Ending) -> dict[str, Any]:
-        """The last line, but for what is said. Durations are in nanoseconds; a whole answer's is that of its tokens."""
+        """Return the fields of the last line, except the text. Durations are in nanoseconds.
+
+        Without a stream, eval_duration covers the whole answer, since no first delta is known.
+        """
         now = time.perf_counter_ns()
         first = self._first or self._began
         numbers = {
@@ -227,7 +230,7 @@ class _Script:
         return {"model": self._model, "created_at": _now(), "done": True, "done_reason": reason} | numbers
 
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
-        """An error."""
+        """Return the line of an error."""
         return dumps(error.body_for(OLLAMA_PATHS)) + b"\n"
 
     def _line(self, said: dict[str, Any]) -> bytes:

@@ -1,6 +1,6 @@
-"""The OpenAPI document: what the routes answer, and what only this server knows of what it takes.
+"""The OpenAPI document: the models of answers, and the parts that depend on this server's configuration.
 
-Answers are written without these models, which is faster; the tests hold each of them against its model.
+Answers are written without these models, which is faster; tests compare each answer with its model.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Logprob = Annotated[
     float,
     Field(
         ge=LOWEST_LOGPROB,
-        description=f"A natural logarithm; {LOWEST_LOGPROB} stands for what is lower, or not a number",
+        description=f"A natural logarithm; {LOWEST_LOGPROB} replaces lower values and NaN",
     ),
 ]
 SystemFingerprint = Annotated[
     str | None,
     Field(
         pattern=f"^fp_[0-9a-f]{{{FINGERPRINT_SIZE}}}$",
-        description="What the answer was computed with: weights, configuration, tokenizer, template, versions and "
-        "arithmetic. The same from all replicas that give the same bits; null where it is not known",
+        description="Identifies the system that computed the answer: weights, configuration, tokenizer, template, "
+        "versions and arithmetic. The same for all replicas that return the same bits; null if unknown",
     ),
 ]
 FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
-# Those that name a model.
+# The bodies that name a model.
 BODIES = frozenset(
     "ChatRequest CompletionRequest CountTokensRequest DetokenizeRequest EmbedRequest EmbeddingRequest GenerateRequest "
     "MessagesRequest OllamaChatRequest RerankRequest ResponsesRequest ScoreRequest ShowRequest TokenizeRequest".split()
@@ -40,13 +40,13 @@ BODIES = frozenset(
 
 
 class Answer(BaseModel):
-    """All of its fields are here."""
+    """An answer, or an object in it. It has no other fields than its model."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class ErrorDetail(Answer):
-    """Why a request was not served: in words, its kind, the field that is wrong, and a word for programs."""
+    """The message of an error, its type, the wrong field, and a code for programs."""
 
     message: str
     type: str
@@ -55,31 +55,31 @@ class ErrorDetail(Answer):
 
 
 class Error(Answer):
-    """What a request that was not served is answered."""
+    """An error answer."""
 
     error: ErrorDetail
 
 
 class PromptDetails(Answer):
-    """Of the prompt's tokens, those that were found in the cache."""
+    """Prompt tokens that were found in the cache."""
 
     cached_tokens: int
 
 
 class CompletionDetails(Answer):
-    """Of the generated tokens, those that are thoughts."""
+    """Generated tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
 class Usage(Answer):
-    """Numbers of tokens."""
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails = CompletionDetails(reasoning_tokens=0)  # of models that think
+    completion_tokens_details: CompletionDetails = CompletionDetails(reasoning_tokens=0)  # of reasoning models
 
 
 class PromptLogprob(Answer):
@@ -94,7 +94,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None] | None  # by token id
 
 
 class CompletionLogprobs(Answer):
-    """A choice's tokens, each with its place in the text and its candidates."""
+    """A choice's tokens, each with its offset in the text and its candidates."""
 
     text_offset: list[int]
     token_logprobs: list[Logprob | None]
@@ -128,7 +128,7 @@ class Completion(Answer):
 
 
 class CompletionChunk(Answer):
-    """A piece of it: of one choice, or at the end of none, if numbers were asked for."""
+    """A chunk of a streamed completion. It has one choice, or none in a last chunk with the usage."""
 
     id: str
     object: Literal["text_completion"]
@@ -140,7 +140,7 @@ class CompletionChunk(Answer):
 
 
 class TopLogprob(Answer):
-    """A candidate."""
+    """A candidate token."""
 
     token: str
     logprob: Logprob
@@ -148,13 +148,13 @@ class TopLogprob(Answer):
 
 
 class ChatLogprob(TopLogprob):
-    """A token, with its most probable rivals."""
+    """A token, with the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Answer):
-    """A message's tokens."""
+    """The logprobs of a message's tokens."""
 
     content: list[ChatLogprob]
     refusal: None
@@ -168,7 +168,7 @@ class CalledFunction(Answer):
 
 
 class ToolCall(Answer):
-    """A call."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -176,7 +176,7 @@ class ToolCall(Answer):
 
 
 class ChatMessage(Answer):
-    """What the model says, calls and thinks."""
+    """A message of the model: its text, reasoning and calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -212,14 +212,14 @@ class ChatCompletion(Answer):
 
 
 class FunctionDelta(Answer):
-    """What a piece adds to a called function: its name, then parts of the arguments."""
+    """An addition to a called function: first its name, then parts of the arguments."""
 
     name: str = ""
     arguments: str
 
 
 class ToolCallDelta(Answer):
-    """What a piece adds to a call. The first one of each has an id."""
+    """An addition to a tool call. The first one of each call has an id."""
 
     index: int
     id: str = ""
@@ -228,7 +228,7 @@ class ToolCallDelta(Answer):
 
 
 class ChatDelta(Answer):
-    """What a piece adds to a message."""
+    """An addition to a message."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -238,19 +238,19 @@ class ChatDelta(Answer):
 
 
 class ChatChunkChoice(Answer):
-    """A piece of a choice; the last one has a finish_reason."""
+    """A part of a choice; the last one has a finish_reason."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
-    prompt_token_ids: list[int] = []  # of a choice's first piece
+    prompt_token_ids: list[int] = []  # in a choice's first part
     token_ids: list[int] = []
 
 
 class ChatChunk(Answer):
-    """A piece of it: of one choice, or at the end of none, if numbers were asked for."""
+    """A chunk of a streamed chat completion. It has one choice, or none in a last chunk with the usage."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -335,13 +335,13 @@ class Version(Answer):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": Error, "description": "The request cannot be served; `error` says why"},
-    "5XX": {"model": Error, "description": "The server cannot serve it now; `error` says why"},
+    "4XX": {"model": Error, "description": "The request cannot be served; `error` has the reason"},
+    "5XX": {"model": Error, "description": "The server cannot serve it now; `error` has the reason"},
 }
 
 
 def answer(model: type[Answer], description: str, error: type[Answer] | None = None) -> dict[int | str, dict[str, Any]]:
-    """A route's responses: an answer of this form. error: of another protocol than OpenAI's."""
+    """Return a route's responses with this model. error: the error's model, if it is not OpenAI's."""
     own = {} if error is None else {status: {**one, "model": error} for status, one in ERRORS.items()}
     return {200: {"model": model, "description": description}, **own}
 
@@ -356,12 +356,12 @@ SCRAPED: dict[int | str, dict[str, Any]] = {
 
 
 class Stream(NamedTuple):
-    """What a route streams."""
+    """The format of a route's stream."""
 
     piece: type[Answer]
     error: type[Answer]
     media_type: str = "text/event-stream"
-    has_done: bool = False  # a word at its end
+    has_done: bool = False  # the stream ends with [DONE]
 
 
 STREAMS = {
@@ -371,7 +371,7 @@ STREAMS = {
 
 
 def document_of(app: FastAPI, service: Service, streams: Mapping[str, Stream]) -> dict[str, Any]:
-    """What the routes say, and what they cannot say: streams, the models' names, and whether keys are wanted."""
+    """Return FastAPI's document, completed by streams, the models' names, and the security scheme if keys are set."""
     document = FastAPI.openapi(app)
     schemas, paths = document["components"]["schemas"], document["paths"]
     _, made = models_json_schema(
@@ -395,7 +395,7 @@ def document_of(app: FastAPI, service: Service, streams: Mapping[str, Stream]) -
 
 
 def _content_of(stream: Stream) -> dict[str, Any]:
-    """A media type: lines, or server-sent events, each a piece or an error. OpenAPI 3.2 has itemSchema."""
+    """Return a media type: lines or server-sent events, each a chunk or an error. itemSchema is of OpenAPI 3.2."""
     forms = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (stream.piece, stream.error)]
     if stream.media_type != "text/event-stream":
         return {"itemSchema": {"anyOf": forms}}

@@ -1,7 +1,7 @@
-"""/v1/rerank and /v1/score: how well documents answer a query, as Jina, Cohere and vLLM answer it.
+"""/v1/rerank and /v1/score: scores of documents for a query, in the format of Jina, Cohere and vLLM.
 
-A model that embeds says it by the cosine of two embeddings. One that was taught to say yes or no to a query and a
-document, as Qwen3-Reranker, says it by how probable its yes is.
+An embedding model scores a pair by the cosine of the two embeddings. A model that was trained to answer yes or no to a
+query and a document, such as Qwen3-Reranker, scores it by the probability of its yes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.server.protocol.rerank import RerankRequest, ScoreRequest
 from quire.text import RequestOutput, constraints_for, make_requests
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# What Qwen3-Reranker was taught to answer, word for word.
+# The prompt that Qwen3-Reranker was trained with, word for word.
 QUESTION = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 
 
 async def rerank(service: Service, request: HttpRequest, body: RerankRequest) -> Response:
-    """The best documents of a query, best first; of equal ones the first one comes first."""
+    """Return the best documents of a query, best first; equal ones keep their order."""
     service.check_model(body.model)
     documents = body.texts()
     found = await _scores(service, request, body, [body.query], documents, ("query", "documents"))
@@ -57,7 +57,7 @@ async def rerank(service: Service, request: HttpRequest, body: RerankRequest) ->
 
 
 async def score(service: Service, request: HttpRequest, body: ScoreRequest) -> Response:
-    """How well the texts of each pair go together."""
+    """Return a score for each pair of texts."""
     service.check_model(body.model)
     firsts, seconds = body.pairs()
     fields = ("text_1", "text_2") if body.text_1 is not None else ("queries", "documents")
@@ -76,7 +76,7 @@ async def _scores(
     seconds: Sequence[str],
     fields: tuple[str, str],
 ) -> Scores:
-    """Those of pairs of a first text and a second one. fields: what has the texts."""
+    """Return the scores of pairs of a first and a second text. fields: the names of the texts' fields."""
     if service.says_yes_or_no():
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
         return await _by_answers(service, request, body, pairs, fields[1])
@@ -106,12 +106,12 @@ async def _by_answers(
     pairs: Sequence[tuple[str, str]],
     field: str,
 ) -> Scores:
-    """How probable yes is, where the answer is yes or no."""
+    """Score pairs by the probability of yes, given that the answer is yes or no."""
     if body.truncate_prompt_tokens is not None:
         message = "the question of this model cannot be cut; leave it out, and send shorter texts"
         raise ApiError(message, param="truncate_prompt_tokens")
     if not body.add_special_tokens:
-        message = "the question of this model has the special tokens that it was taught; leave it out"
+        message = "the question of this model needs the special tokens of its training; leave it out"
         raise ApiError(message, param="add_special_tokens")
     service.worker.check_room(len(pairs), field)
     tokens = [_answer_token(service, answer) for answer in ANSWERS]
@@ -128,7 +128,7 @@ async def _by_answers(
     for prompt in prompts:
         service.check_length(prompt)
     yes = await _drawn(service, request, body, prompts, tokens[0])
-    no = await _drawn(service, request, body, prompts, tokens[1])  # whose prompts are found in the cache
+    no = await _drawn(service, request, body, prompts, tokens[1])  # finds the prompts in the prefix cache
     margins = [_logprob(one) - _logprob(other) for one, other in zip(yes, no, strict=True)]
     return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], await _numbers(service, yes))
 
@@ -140,7 +140,7 @@ async def _numbers(service: Service, outputs: Sequence[RequestOutput]) -> dict[s
 def _answer_token(service: Service, answer: str) -> int:
     tokens = service.tokenizer.encode(answer, add_special_tokens=False)
     if len(tokens) != 1:
-        message = f"{answer!r} is {len(tokens)} tokens of this model, so it was not taught to say yes or no"
+        message = f"{answer!r} is {len(tokens)} tokens of this model, so it was not trained to answer yes or no"
         raise ApiError(f"{message}; start the server with --reranker similarity")
     return tokens[0]
 
@@ -148,7 +148,7 @@ def _answer_token(service: Service, answer: str) -> int:
 async def _drawn(
     service: Service, request: HttpRequest, body: RerankRequest | ScoreRequest, prompts: Sequence[Prompt], token: int
 ) -> list[RequestOutput]:
-    """What follows each prompt where nothing but a token may, with its logprob, which is that of the raw logits."""
+    """Generate the given token after each prompt, and return the outputs with its logprob from the raw logits."""
     params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[token], logprobs=0)
     name = service.identity(request, "rerank").name
     constraints = constraints_for(params, service.model.tokenizer, service.model.vocab_size)
@@ -168,7 +168,7 @@ async def _drawn(
 
 def _logprob(output: RequestOutput) -> float:
     [sample] = output.outputs
-    if not sample.logprobs:  # it was taken back
+    if not sample.logprobs:  # the request was aborted
         raise ApiError("the client has gone")
     found = sample.logprobs[0][sample.token_ids[0]].logprob
     if not math.isfinite(found):

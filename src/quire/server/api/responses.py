@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation goes on, as OpenAI's newer API answers it. Nothing is stored between two requests."""
+"""/v1/responses: the next turn of a conversation, in OpenAI's newer API. Nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ async def respond(service: Service, request: HttpRequest, body: ResponsesRequest
 
 
 class _Writer:
-    """Writes the response, and its items."""
+    """Writes the response and its items."""
 
     def __init__(self, turn: Turn, body: ResponsesRequest) -> None:
         self._name = turn.identity.name.partition("-")[2]
         self._head = _head(turn, body)
 
     def response(self, status: str, blocks: Sequence[Block] = (), **fields: Any) -> dict[str, Any]:
-        """The response in a state. The last item of one that is not completed is not, either."""
+        """Return the response with a status. If that is not "completed", its last item is incomplete."""
         items = [self.item(block, "completed") for block in blocks]
         if items and status != "completed":
             items[-1]["status"] = "incomplete"
         return self._head | {"status": status, "output": items} | fields
 
     def ended(self, blocks: Sequence[Block], ending: Ending) -> dict[str, Any]:
-        """The response when its answer has ended."""
+        """Return the response of a finished answer."""
         usage = {
             "input_tokens": ending.num_prompt,
             "input_tokens_details": {"cached_tokens": ending.num_cached, "cache_write_tokens": 0},
@@ -62,7 +62,7 @@ class _Writer:
         return self.response("completed", blocks, usage=usage, completed_at=int(time.time()))
 
     def item(self, block: Block, status: str) -> dict[str, Any]:
-        """A block as an item."""
+        """Return a block as an item."""
         kind, name = block.kind, self.item_id(block)
         if kind is Kind.CALL:
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
@@ -74,18 +74,18 @@ class _Writer:
         return {"id": name, "type": "message", "status": status, "role": "assistant", "content": parts}
 
     def item_id(self, block: Block) -> str:
-        """The id of a block's item."""
+        """Return the id of a block's item."""
         return f"{PREFIXES[block.kind]}_{self._name}{block.index:04d}"
 
     def part(self, block: Block) -> dict[str, Any]:
-        """The one part of a block's item, as far as it has come."""
+        """Return the only part of a block's item, with the text so far."""
         if block.kind is Kind.REASONING:
             return {"type": "reasoning_text", "text": block.text}
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
 def _head(turn: Turn, body: ResponsesRequest) -> dict[str, Any]:
-    """What a response says of its request."""
+    """Return the fields of a response that repeat its request."""
     reasoning, text, params = body.reasoning, body.text, turn.body
     shown = {} if text is None or text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
     return {
@@ -130,19 +130,19 @@ def _chosen(body: ResponsesRequest) -> Any:
 
 
 class _Script:
-    """What a stream says."""
+    """Writes the events of a stream."""
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
         self._number = 0
 
     def begin(self) -> bytes:
-        """The response has begun."""
+        """Return the events for a new response."""
         first = self._writer.response("in_progress")
         return self._event("response.created", response=first) + self._event("response.in_progress", response=first)
 
     def open(self, block: Block) -> bytes:
-        """An item, and its part where it has one."""
+        """Return the events for a new item, and for its part if it has one."""
         item = self._writer.item(block, "in_progress")
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind is Kind.CALL:
@@ -150,7 +150,7 @@ class _Script:
         return added + self._event("response.content_part.added", **self._place(block), part=self._writer.part(block))
 
     def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        """A text has come to an item."""
+        """Return the event for text that is added to an item."""
         if block.kind is Kind.CALL:
             return self._event("response.function_call_arguments.delta", **self._item_of(block), delta=text)
         if block.kind is Kind.REASONING:
@@ -158,7 +158,7 @@ class _Script:
         return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=logprobs)
 
     def close(self, block: Block) -> bytes:
-        """An item is whole."""
+        """Return the events for a complete item."""
         if block.kind is Kind.CALL:
             whole = {"name": block.name, "arguments": block.text}
             done = self._event("response.function_call_arguments.done", **self._item_of(block), **whole)
@@ -174,12 +174,12 @@ class _Script:
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
-        """The response has ended."""
+        """Return the event for the finished response."""
         last = self._writer.ended(blocks, ending)
         return self._event(f"response.{last['status']}", response=last)
 
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
-        """The response has failed."""
+        """Return the event for a failed response."""
         shown = {"code": error.code or "server_error", "message": str(error)}
         return self._event("response.failed", response=self._writer.response("failed", blocks, error=shown))
 

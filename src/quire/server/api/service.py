@@ -1,4 +1,4 @@
-"""Service: what the routes have in common, from a body's fields to a job and from a job to numbers."""
+"""Service: the shared parts of the routes, from a body's fields to a job and from a job to token counts."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
 from quire.text import RequestOutput, Tokenizer, constraints_for, make_requests, truncated
 
-if TYPE_CHECKING:  # its packages are an extra
+if TYPE_CHECKING:  # needs the packages of an extra
     from quire.server.watch.traces import Traces
 
 log = logging.getLogger("quire.server")
 
 T = TypeVar("T")
-MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
+MAX_LOGPROBS = 2**19  # in one request: about a hundred bytes each in memory, and the same in the answer
 MAX_GRAMMARS = 64  # of one client that wait to be compiled
-MAX_QUICK_GRAMMARS = 2  # that are read, or compiled in no time, at the same time
-MAX_LONG_TEXTS = 2  # that are taken apart at the same time
-LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
-LOWEST_LOGPROB = -9999.0  # what stands for numbers that JSON does not have, as in vLLM
+MAX_QUICK_GRAMMARS = 2  # threads that parse grammars and compile quick ones
+MAX_LONG_TEXTS = 2  # threads that tokenize long texts
+LONG_TEXT = 4096  # characters or tokens above which a text is tokenized on another thread
+LOWEST_LOGPROB = -9999.0  # replaces numbers that JSON does not have, as in vLLM
 FINGERPRINT_SIZE = 10  # hexadecimal digits of a system_fingerprint
-FINGERPRINT_HEADER = "X-System-Fingerprint"  # of answers by protocols whose bodies have no place for one
+FINGERPRINT_HEADER = "X-System-Fingerprint"  # for protocols whose bodies have no field for it
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
           "min_tokens")  # fmt: skip
 
 
 @dataclass
 class Prompt:
-    """A prompt in both forms."""
+    """A prompt as text and as token ids."""
 
-    text: str | None  # None where token ids were given
+    text: str | None  # None if only token ids were given
     tokens: list[int]
 
 
 class Identity(NamedTuple):
-    """What an answer is called."""
+    """The id and the time of an answer."""
 
     name: str
     created: int  # seconds since 1970
@@ -73,35 +73,35 @@ class Identity(NamedTuple):
 
 @dataclass
 class ServedModel:
-    """What the routes know of a model, wherever it is computed."""
+    """The routes' view of a model, whether it runs in this process or elsewhere."""
 
-    names: tuple[str, ...]  # for clients, the first one in answers
+    names: tuple[str, ...]  # for clients; answers have the first one
     tokenizer: Tokenizer | None
     tokenizer_settings: Mapping[str, Any]  # its tokenizer_config.json
     template: ChatTemplate | None
-    dialect: Dialect  # how it writes calls and thoughts
+    dialect: Dialect  # the syntax of its tool calls and reasoning
     max_model_len: int  # tokens of the longest sequence
     vocab_size: int
     eos_token_ids: frozenset[int]
-    hidden_size: int  # numbers of an embedding
+    hidden_size: int  # dimensions of an embedding
     root: str  # the checkpoint: a directory, or a repository's name
-    default_sampling: Mapping[str, Any]  # of SamplingParams, where a body does not say
-    loras: dict[str, str] = field(default_factory=dict)  # names of adapters, models for clients, and where each lies
+    default_sampling: Mapping[str, Any]  # defaults of SamplingParams for fields that a body does not set
+    loras: dict[str, str] = field(default_factory=dict)  # directories of adapters by name; clients see them as models
 
 
 @dataclass
 class Service:
-    """A model, and what serves it."""
+    """A model, the host that computes it, and the server's resources for requests."""
 
     model: ServedModel
     worker: Host
     config: HttpConfig
     traces: Traces | None = None
-    draining: bool = False  # what runs is served to its end, and nothing more is wanted
+    draining: bool = False  # running requests are finished, further ones are not wanted
     created: int = field(default_factory=lambda: int(time.time()))
-    grammars: Grammars | None = None  # made at first use
-    compilers: Lane = field(init=False)  # of grammars that are new, or known to take long
-    _quick_grammars: Lane = field(init=False)  # reads them all, and compiles what is known to take no time
+    grammars: Grammars | None = None  # created at first use
+    compilers: Lane = field(init=False)  # for grammars that are new or known to be slow
+    _quick_grammars: Lane = field(init=False)  # parses all grammars, and compiles those known to be quick
     _texts: Lane = field(init=False)
     _templates: Lane = field(init=False)
 
@@ -114,15 +114,15 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's. Raises RequestError where it has none."""
+        """The model's tokenizer. Raises RequestError if it has none."""
         if self.model.tokenizer is None:
             raise RequestError("this model has no tokenizer, so it takes and gives token ids only", "prompt")
         return self.model.tokenizer
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """What a client has to know to handle texts as this server does, as vLLM reports it.
+        """Return the tokenizer's properties that a client needs to process texts as this server does, as in vLLM.
 
-        Raises ApiError where the model has no tokenizer.
+        Raises ApiError if the model has no tokenizer.
         """
         if self.model.tokenizer is None:
             raise ApiError("this model has no tokenizer, so it takes and gives token ids only", HTTPStatus.NOT_FOUND)
@@ -142,9 +142,9 @@ class Service:
             raise ApiError(message, 404, param="model", code="model_not_found")
 
     async def system_fingerprint(self, outputs: Sequence[RequestOutput]) -> str | None:
-        """Return what answers with these outputs name as the system that computes them, in OpenAI's form.
+        """Return the fingerprint, in OpenAI's format, of the system that computed these outputs.
 
-        None where it is not known, or where several computed them whose bits may differ.
+        Return None if it is unknown, or if several systems computed them whose bits may differ.
         """
         own = await self.worker.fingerprint()
         found = {output.fingerprint or own for output in outputs} or {own}
@@ -152,28 +152,28 @@ class Service:
         return None if digest is None else f"fp_{digest[:FINGERPRINT_SIZE]}"
 
     def check_ready(self) -> None:
-        """Raise ApiError (503) while no further requests are wanted, or none would be served."""
+        """Raise ApiError (503) while the server drains or cannot serve requests."""
         if self.draining:
             raise ApiError("the server is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         self.worker.check_health()
 
     def says_yes_or_no(self) -> bool:
-        """Whether pairs of texts are scored by the model's yes, not by the cosine of embeddings."""
+        """Return whether pairs of texts are scored by the model's yes or no, not by the cosine of embeddings."""
         how = self.config.reranker
         return how == "yes-no" or (how == "auto" and "reranker" in self.model.root.casefold())
 
     def lora_of(self, name: str | None) -> str | None:
-        """The adapter that clients mean by a model's name; None: the model itself."""
+        """Return the adapter that a model name in a request refers to, or None for the model itself."""
         return name if name in self.model.loras and name not in self.model.names else None
 
     def answering(self, name: str | None) -> str:
-        """The model's name in answers."""
+        """Return the model's name in answers to a request with this model name."""
         return self.lora_of(name) or self.model.names[0]
 
     def take_in(self, request: HttpRequest, body: Body) -> None:
-        """Log a body if that is asked for, then drop what of it would be held for nothing until the answer ends."""
+        """Log a body if configured, then drop its fields without effect, which would be held until the answer ends."""
         if self.config.enable_log_requests:
-            # As ASCII, so that nothing in it begins a line or steers a terminal.
+            # As ASCII, so that no character begins a line or controls a terminal.
             shown_body = json.dumps(body.model_dump(exclude_unset=True))
             log.info("%s %s %s", getattr(request.state, ID), request.url.path, shown_body)
         body.drop_notes()
@@ -181,16 +181,16 @@ class Service:
     # ------------------------------------------------------------------------------------------------- prompts
 
     async def encode(self, request: HttpRequest, text: str, add_special_tokens: bool = True) -> Prompt:
-        """A text and its tokens."""
+        """Tokenize a text."""
         function = partial(self.tokenizer.encode, text, add_special_tokens)
         return Prompt(text, await self.take_apart(request, len(text), function))
 
     async def render(self, request: HttpRequest, render: Callable[[], str], size: int) -> str:
-        """The text of a conversation of that many characters. Raises RequestError where the template refuses it."""
+        """Render a conversation of `size` characters. Raises RequestError if the template refuses it."""
         return await self._templates.run(client_of(request), render, size)
 
     def check_text(self, text: str, name: str = "prompt") -> None:
-        """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
+        """Raise ApiError for a text that is too long whatever its tokens are, before it is tokenized."""
         longest = self.model.max_model_len * self.tokenizer.max_token_length
         if len(text) > longest:
             message = (
@@ -200,16 +200,16 @@ class Service:
             raise ApiError(message, param=name, code="context_length_exceeded")
 
     async def take_apart(self, request: HttpRequest, size: int, function: Callable[[], T], copies: int = 1) -> T:
-        """What a function returns that goes through texts or tokens: of long ones on another thread, a few at a time.
+        """Run a function that processes texts or tokens: inline for short inputs, on a bounded pool for long ones.
 
-        size: characters or tokens. copies: how often it goes through them. Raises ApiError where too many wait.
+        size: characters or tokens. copies: how often each is processed. Raises ApiError if too much work waits.
         """
         if size * copies <= LONG_TEXT:
             return function()
         return await self._texts.run(client_of(request), function, size)
 
     def truncate(self, prompt: Prompt, body: Sampling, max_tokens: int | None) -> Prompt:
-        """The end of a prompt, where the body asks for no more of it."""
+        """Return the prompt, cut to its end if the body asks for truncation."""
         tokens = truncated(prompt.tokens, body.truncate_prompt_tokens, max_tokens, self.model.max_model_len)
         if len(tokens) == len(prompt.tokens):
             return prompt
@@ -217,7 +217,7 @@ class Service:
         return Prompt(text, tokens)
 
     def check_length(self, prompt: Prompt) -> int:
-        """Tokens that there is room for after a prompt. Raises ApiError if there is none."""
+        """Return the number of tokens that fit after a prompt. Raises ApiError if none does."""
         room = self.model.max_model_len - len(prompt.tokens)
         if room < 1:
             message = (
@@ -228,10 +228,10 @@ class Service:
         return room
 
     def room_for(self, prompts: Sequence[Prompt], body: Sampling, name: str) -> int | None:
-        """Most new tokens after each prompt, by that field or by default; None: as many as there is room for.
+        """Return the maximum number of new tokens per prompt, from a field or the default. None: as many as fit.
 
-        One that is above the room is no error: what is generated ends where the context does. Raises ApiError for a
-        prompt after which there is no room at all.
+        A number above the room is not an error: the text ends at the end of the context. Raises ApiError for a prompt
+        without room for a single token.
         """
         for prompt in prompts:
             self.check_length(prompt)
@@ -244,7 +244,7 @@ class Service:
     # ------------------------------------------------------------------------------------------------- jobs
 
     def sampling(self, body: Sampling, **own: Any) -> SamplingParams:
-        """How to choose tokens. Raises ApiError for what does not go together."""
+        """Return the sampling parameters of a body. Raises ApiError for conflicting fields."""
         given = {name: getattr(body, name) for name in COPIED if name in body.model_fields_set}
         given = {**self.model.default_sampling, **{name: one for name, one in given.items() if one is not None}}
         seed = None if body.seed is None else body.seed & MAX_SEED  # OpenAI's may be negative
@@ -269,7 +269,7 @@ class Service:
         )
 
     def check_logprobs(self, name: str, count: int | None) -> None:
-        """Raise ApiError for more candidates than this server reports."""
+        """Raise ApiError if `count` is more candidates than this server reports."""
         if count is not None and count > self.config.max_logprobs:
             message = f"{name} is {count}; this server reports at most {self.config.max_logprobs} (--max-logprobs)"
             raise ApiError(message, param=name)
@@ -281,10 +281,10 @@ class Service:
         tools: Callable[[], Spec] | None = None,
         thinking: Thinking | None = None,
     ) -> Guide | None:
-        """The grammar that the text has to follow, compiled on another thread. Raises ApiError.
+        """Compile the grammar that the text must follow, on another thread. Raises ApiError.
 
-        tools: makes the grammar of calls, where there is one. thinking: the thoughts before what the grammar says. A
-        client that goes meanwhile takes its grammar back.
+        tools: makes the grammar of tool calls, if any. thinking: the reasoning that precedes the grammar's text. If the
+        client disconnects meanwhile, compilation is cancelled.
         """
         name = body.grammar_field()
         if name is None:
@@ -313,7 +313,7 @@ class Service:
         spec, asked = None, body.structure()
         if tools is not None:
             spec = await self._quick_grammars.run(client, tools)
-        elif asked is not None and isinstance(asked.json, Mapping):  # on another thread: it may be as large as a body
+        elif asked is not None and isinstance(asked.json, Mapping):  # on a thread: it may be as large as a body
             spec = await self._quick_grammars.run(client, partial(Spec.of, asked))
         elif asked is not None:
             spec = Spec.of(asked)
@@ -324,9 +324,9 @@ class Service:
         return await self.compiled(client, spec, name)
 
     async def compiled(self, client: str, spec: Spec, field: str) -> Guide:
-        """A guide along a grammar, which a field of the client's body has.
+        """Return the guide for a grammar from a field of the client's body.
 
-        Raises RequestError for what cannot be followed, SandboxFailed, and ApiError (429).
+        Raises RequestError for a grammar that cannot be followed, SandboxFailed, and ApiError (429).
         """
         if self.grammars is None:
             self.grammars = Grammars(self.tokenizer.json(), self.model.vocab_size, self.model.eos_token_ids)
@@ -336,7 +336,7 @@ class Service:
         return await self.compilers.run(client, partial(self.grammars.compile, spec))
 
     def close(self) -> None:
-        """End the threads and processes that work for the engine."""
+        """End the threads and processes that work for the routes."""
         for lane in (self.compilers, self._quick_grammars, self._texts, self._templates):
             lane.close()
         if self.grammars is not None:
@@ -347,21 +347,21 @@ class Service:
             self.traces.close()
 
     def identity(self, request: HttpRequest, kind: str) -> Identity:
-        """The name of a request's answer, which cannot be guessed, and when it was made."""
+        """Return an unpredictable id for a request's answer, and the current time."""
         return Identity(new_name(kind), int(time.time()))
 
     def stream(
         self, request: HttpRequest, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]]
     ) -> Stream:
-        """A job that reports what comes to its prompts."""
+        """Create a job that reports deltas of its prompts."""
         return Stream(prompts)
 
     async def requests(
         self, request: HttpRequest, body: Sampling, name: str, prompts: Sequence[Prompt], params: SamplingParams,
         guide: Guide | None,
     ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
-        """An output and the requests of its samples for each prompt. Raises ApiError if there is no room for them."""
-        # Before they are made, as there can be very many.
+        """Return an output and the requests of its samples for each prompt. Raises ApiError if there is no room."""
+        # Checked before the requests are created, since there can be very many.
         self.worker.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else _samples_field(body))
         if (count := num_prompt_logprobs(prompts, params)) > MAX_LOGPROBS:
             message = (
@@ -389,16 +389,16 @@ class Service:
         return made
 
     def salt(self, request: HttpRequest, body: Sampling | Embedding) -> str:
-        """What separates this client's blocks from those of others: its key, and its own cache_salt."""
+        """Return the salt that separates this client's blocks from those of others: its key and its cache_salt."""
         client = client_of(request)
         return f"{client}:{body.cache_salt or ''}" if client or body.cache_salt else ""
 
     def note_outputs(self, request: HttpRequest, outputs: Sequence[RequestOutput]) -> None:
-        """Let the request's line in the log count the tokens of these."""
+        """Register outputs whose tokens the request's access log line counts."""
         setattr(request.state, TOKENS, lambda: counted(outputs)[:2])
 
     async def run(self, request: HttpRequest, job: Generation, grammar: str | None = None) -> list[RequestOutput]:
-        """Serve a job to its end. Raises what it ended with. grammar: the field that had a grammar."""
+        """Run a job to its end. Raises the error that it ended with. grammar: the field with a grammar."""
         self.note_outputs(request, job.outputs)
         await self.worker.submit(job)
         await self.wait(request, job)
@@ -409,7 +409,7 @@ class Service:
         return job.outputs
 
     async def wait(self, request: HttpRequest, job: Job) -> None:
-        """Wait for the end of a job, which is taken back when the client goes. Raises what it ended with."""
+        """Wait for the end of a job, and abort it if the client disconnects. Raises the error that it ended with."""
         async with noticing_disconnect(request.receive, lambda: self.worker.abort(job)):
             await job.ended.wait()
         if job.error is not None:
@@ -417,7 +417,7 @@ class Service:
 
 
 def _samples_field(body: Sampling) -> str:
-    """The field that says how many samples a prompt has."""
+    """Return the name of the field with the number of samples of a prompt."""
     return "n" if getattr(body, "best_of", None) is None else "best_of"
 
 
@@ -426,47 +426,47 @@ def _cancel(task: asyncio.Task[T]) -> None:
 
 
 async def aside(size: int, function: Callable[[], T]) -> T:
-    """What a function returns; it runs on another thread if what it goes through is long, so that no one waits."""
+    """Run a function, on another thread if its input is long, so that the event loop is not blocked."""
     return await asyncio.to_thread(function) if size > LONG_TEXT else function()
 
 
 def with_fingerprint(answer: Response, fingerprint: str | None) -> Response:
-    """Return the answer, whose header names the system that computed it, where that is known."""
+    """Add a header with the fingerprint of the computing system, if known, and return the answer."""
     if fingerprint is not None:
         answer.headers[FINGERPRINT_HEADER] = fingerprint
     return answer
 
 
 def listed(given: Any) -> list[str | list[int]]:
-    """Texts and lists of token ids as a list, also where one was given."""
+    """Return texts and lists of token ids as a list, also if a single one was given."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
 def new_name(kind: str) -> str:
-    """An id for an answer, which cannot be guessed."""
+    """Return an unpredictable id for an answer."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
 def counted(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
-    """Tokens of ended outputs: of their prompts, generated, and found in the cache."""
+    """Return the token counts of finished outputs: of their prompts, generated, and found in the cache."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     return prompt, generated, sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 def num_prompt_logprobs(prompts: Sequence[Prompt], params: SamplingParams) -> int:
-    """Logprobs that prompts will have."""
+    """Return the number of logprobs that prompts will have."""
     count = params.prompt_logprobs
     return 0 if count is None else (count + 1) * sum(len(prompt.tokens) for prompt in prompts)
 
 
 def num_logprobs(outputs: Sequence[RequestOutput]) -> int:
-    """Logprobs that ended outputs have."""
+    """Return the number of logprobs that finished outputs have."""
     prompts = (found for output in outputs for found in output.prompt_logprobs or ())
     samples = (found for output in outputs for sample in output.outputs for found in sample.logprobs or ())
     return sum(len(found or ()) for found in prompts) + sum(map(len, samples))
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can hold: LOWEST_LOGPROB stands for minus infinity, and for NaN of a model that overflows."""
+    """Return a logprob that JSON can represent: minus infinity, and NaN after an overflow, become LOWEST_LOGPROB."""
     return logprob if LOWEST_LOGPROB < logprob < math.inf else LOWEST_LOGPROB

@@ -1,4 +1,4 @@
-"""/: a chat box for a person with a browser, and what this server is, also as JSON for programs."""
+"""/: a chat page for browsers, and a description of this server as JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent / "start.html"
 
 
 def start_page(request: HttpRequest, name: str, has_template: bool, needs_key: bool) -> Response:
-    """The page of a server with that model, or the same as JSON where a program asks."""
+    """Return the start page of a server with this model, or the same information as JSON if HTML is not accepted."""
     if "text/html" not in request.headers.get("accept", ""):
         found: dict[str, Any] = {"name": "quire", "version": __version__, "model": name, "routes": list(ROUTES)}
         return JsonBody(found)
@@ -34,7 +34,7 @@ def start_page(request: HttpRequest, name: str, has_template: bool, needs_key: b
 
 
 def _curl(url: str, has_template: bool, needs_key: bool) -> str:
-    """A command that asks the model something."""
+    """Return an example command that sends a request to the model."""
     route, body = "completions", '{"prompt": "import os\\n", "max_tokens": 32}'
     if has_template:
         route, body = "chat/completions", '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'

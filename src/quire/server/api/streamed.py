@@ -1,4 +1,4 @@
-"""StreamedAnswer: a job's answer as server-sent events, which are sent while it grows."""
+"""StreamedAnswer: a job's answer as server-sent events, sent while it grows."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class EventWriter(Protocol):
     """Writes the events of one answer."""
 
     def begin(self) -> bytes:
-        """What comes before all deltas."""
+        """Return the events before all deltas."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        """What is to be sent of them; empty: nothing."""
+        """Return the events of deltas; empty if there is nothing to send."""
 
     def end(self) -> bytes:
-        """What comes when the job has ended well."""
+        """Return the events after the job has ended without an error."""
 
     def fail(self, error: ApiError) -> bytes:
-        """What comes in place of the rest."""
+        """Return the events that replace the rest after an error."""
 
 
 class StreamedAnswer(EventStream):
     """The answer of a stream."""
 
     def __init__(self, worker: Host, job: Stream, writer: EventWriter, keep_alive: float, size: int = 0) -> None:
-        """worker: what the job was submitted to. keep_alive: see EventStream.
+        """Create it. worker: the host to which the job was submitted. keep_alive: see EventStream.
 
-        size: logprobs that the first deltas may have.
+        size: the number of logprobs that the first deltas may have.
         """
         super().__init__(_parts(job, writer, size), partial(worker.abort, job), keep_alive)
         self._job = job
@@ -46,14 +46,14 @@ class StreamedAnswer(EventStream):
         self._size = size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it: what comes while the client reads, past the application's layers."""
+        """Send the events. While the client reads, deltas bypass the application's layers."""
         outlet: Outlet | None = scope.get("extensions", {}).get(OUTLET)
         if outlet is not None and self._size <= LONG_TEXT:
             self._job.send_with(partial(self._send_at_once, outlet))
         await super().__call__(scope, receive, send)
 
     def failure(self, error: ApiError) -> bytes:
-        """What stands in place of the rest."""
+        """Return the events that replace the rest after an error."""
         return self._writer.fail(error)
 
     def _send_at_once(self, outlet: Outlet, deltas: list[Delta]) -> bool:
@@ -66,7 +66,7 @@ class StreamedAnswer(EventStream):
 
 
 async def _parts(job: Stream, writer: EventWriter, size: int) -> AsyncIterator[bytes]:
-    """The answer in pieces, as far as they are not sent at once."""
+    """Yield the parts of the answer that are not sent at once."""
     if start := writer.begin():
         yield start
     while deltas := await job.deltas():

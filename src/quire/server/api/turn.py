@@ -1,4 +1,4 @@
-"""Turn: what is said next in a conversation, from a chat's body to a job. All routes with messages share it."""
+"""Turn: the next answer of a conversation, from a chat's body to a job. All routes with messages share it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from quire.text import RequestOutput
 
 
 async def prompt_of(service: Service, request: HttpRequest, body: ChatRequest) -> Prompt:
-    """The prompt that a body's messages make. Raises ApiError."""
+    """Render and tokenize a body's messages. Raises ApiError."""
     if not body.may_call():
-        body.tools = None  # what must not be called is not shown
+        body.tools = None  # the prompt must not show tools that the model may not call
     return await conversation(service, request, body.messages, body, _variables(body))
 
 
 def _variables(body: ChatRequest) -> dict[str, Any]:
-    """What the template sees of the request's own fields."""
+    """Return the template variables that follow from the request's own fields."""
     if not body.reasoning_effort:
         return {}
     quiet = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
@@ -35,7 +35,7 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
 
 @dataclass
 class Turn:
-    """One request's answers, which are not computed yet."""
+    """The answers of one request, before they are computed."""
 
     service: Service
     request: HttpRequest
@@ -44,21 +44,21 @@ class Turn:
     prompt: Prompt
     max_tokens: int | None
     reading: Reading
-    system_fingerprint: str | None = None  # of what computes them, once they are submitted (stream) or have ended (run)
+    system_fingerprint: str | None = None  # set when the job is submitted (stream) or has ended (run)
 
     @classmethod
     async def of(
         cls, service: Service, request: HttpRequest, body: ChatRequest, kind: str, prompt: Prompt | None = None
     ) -> Turn:
-        """The one that a body asks for. kind: what its name begins with. prompt: instead of what its messages make.
+        """Create the turn of a chat's body. kind: prefix of its name. prompt: replaces the rendered messages.
 
-        Raises ApiError for what cannot be served.
+        Raises ApiError if it cannot be served.
         """
         service.check_model(body.model)
         body.check_together()
         prompt = prompt or await prompt_of(service, request, body)
         continued = said(body.messages[-1]) if body.continue_final_message else None
-        body.messages.clear()  # many small parts take many times the memory of the text that they make
+        body.messages.clear()  # many small parts take several times the memory of the rendered text
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         prompt = service.truncate(prompt, body, body.max_completion_tokens or body.max_tokens)
         max_tokens = service.room_for([prompt], body, field)
@@ -69,18 +69,18 @@ class Turn:
 
     @property
     def model(self) -> str:
-        """The model's name in the answer."""
+        """The name of the model in the answer."""
         return self.service.answering(self.body.model)
 
     async def stream(self) -> Stream:
-        """A job that has been submitted, and reports what comes."""
+        """Submit a job that reports deltas, and return it."""
         job = self.service.stream(self.request, self.identity, await self._requests())
         await self.service.worker.submit(job)
         self.system_fingerprint = await self.service.system_fingerprint(job.outputs)
         return job
 
     async def run(self) -> RequestOutput:
-        """The answers when they have ended. Raises ApiError where one of them fails."""
+        """Compute the answers to their ends. Raises ApiError if one of them fails."""
         made = await self._requests()
         [output] = await self.service.run(self.request, Generation(made), self.body.grammar_field())
         self.system_fingerprint = await self.service.system_fingerprint([output])
@@ -90,7 +90,7 @@ class Turn:
         params, body = self._params(), self.body
         if self.reading.is_plain:
             guide = await self.service.guide(self.request, body)
-        else:  # the syntax may be made of special tokens
+        else:  # the syntax of calls and reasoning may consist of special tokens
             params = replace(params, skip_special_tokens=False)
             guide = await self.service.guide(self.request, body, self.reading.tools, self.reading.thinking)
         return await self.service.requests(self.request, body, self.identity.name, [self.prompt], params, guide)

@@ -1,4 +1,4 @@
-"""Worker: what a server adds to an engine on its thread: seats, deadlines, health, and a clock for each request."""
+"""Worker: the server's additions to an engine on its thread: a bounded queue, deadlines, health and request clocks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.request import Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
 from quire.server.watch.clocks import Clocks
 
-STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck, unless the step is a long one:
-HOPELESS = 10  # times that, after which the process had better be started again
-PATIENCE = 16  # times what it takes by the cost model, whose machine may be that much faster than this one
+STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck, unless the step is long
+HOPELESS = 10  # times that limit, after which the process should be restarted
+PATIENCE = 16  # times a step's duration in the cost model, whose machine may be that much faster than this one
 
 
 class Worker:
-    """Serves jobs with an engine of this process. Its methods are the event loop's."""
+    """Serves jobs with an engine of this process. Call its methods from the event loop."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class Worker:
         request_timeout: float | None = None,
         stuck_after: float | None = None,
     ) -> None:
-        """cost: of a step. max_queued: samples that may wait for a seat. request_timeout: seconds that a job may take.
+        """Create it. max_queued: samples that may wait for a slot. request_timeout: seconds that a job may take.
 
-        stuck_after: seconds that a step may take; None: by its cost.
+        cost: estimates a step's duration. stuck_after: seconds that a step may take; None: depends on its cost.
         """
-        self.identify: Callable[[], Fingerprint | None] = lambda: None  # finds that of what computes; takes its time
+        self.identify: Callable[[], Fingerprint | None] = lambda: None  # slow; finds the fingerprint of the system
         self.llm = llm
         self.engine = llm.engine
         self.clocks = clocks
@@ -52,50 +52,50 @@ class Worker:
         llm.observers.append(clocks.observe)
 
     def start(self) -> None:
-        """Begin to serve, for the event loop in which this is called."""
+        """Start to serve, for the running event loop."""
         self.llm.start()
-        self._identified = asyncio.create_task(asyncio.to_thread(self.identify))  # no answer's beginning waits for it
+        self._identified = asyncio.create_task(asyncio.to_thread(self.identify))  # on a thread, being slow
 
     async def fingerprint(self) -> str | None:
-        """Return the digest of what computes. The first answers may wait for it, for a part of a second."""
+        """Return the digest of the computing system. The first answers may wait for it, for a fraction of a second."""
         found = await asyncio.shield(self._identified)
         return None if found is None else found.digest
 
     def use_adapters(self, digests: Mapping[str, str]) -> None:
-        """Set the adapters that the fingerprint covers. digests: of their weights, by name."""
+        """Set the adapters that the fingerprint covers. digests: the digests of their weights, by name."""
         self._identified = asyncio.create_task(_with_adapters(self._identified, digests))
 
     async def stop(self) -> None:
-        """End. Who still waits gets an error; the step that is being computed is waited for, but not for ever."""
+        """Stop the engine. Wait up to STUCK_AFTER s for the current step, then fail the pending jobs."""
         await self.llm.stop("the server is stopping", STUCK_AFTER)
 
     @property
     def num_samples(self) -> int:
-        """Samples that run or wait."""
+        """The number of samples that run or wait."""
         return self._num_samples
 
     def check_alive(self) -> None:
-        """Raise ApiError (503) if the engine can serve no request any more, or is stuck beyond hope."""
+        """Raise ApiError (503) if the engine has stopped, or has been stuck for so long that a restart is needed."""
         self._check(HOPELESS)
 
     def check_health(self) -> None:
-        """Raise ApiError (503) if the engine does not serve: it has stopped, or is stuck in a step."""
+        """Raise ApiError (503) if the engine has stopped or is stuck in a step."""
         self._check(1)
 
     def _check(self, times: int) -> None:
-        """times: how often as long as it may last a step lasts before the engine counts as stuck."""
+        """Raise ApiError (503) if the engine has stopped, or a step takes longer than `times` its limit."""
         if self.llm.failure is not None:
             raise engine_stopped(self.llm.failure)
         seconds = self.llm.busy_for
         if seconds > times * (self._stuck_after or STUCK_AFTER) and seconds > times * (longest := self._longest_step()):
             message = (
                 f"the engine has been in one step for {seconds:.1f} s, which should take {longest:.1f} s at most "
-                f"(--stuck-after says how long any step may take)"
+                f"(--stuck-after sets a limit for all steps)"
             )
             raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stuck")
 
     def _longest_step(self) -> float:
-        """Seconds that what the engine is doing may take."""
+        """Return the seconds that the engine's current step may take."""
         if self._stuck_after is not None:
             return self._stuck_after
         plan = self.engine.under_way
@@ -105,7 +105,7 @@ class Worker:
         return max(STUCK_AFTER, PATIENCE * self._cost.seconds(plan, num_drawn))
 
     def check_room(self, num_samples: int, name: str = "n") -> None:
-        """Raise ApiError, naming a field, if so many samples cannot be taken now."""
+        """Raise ApiError, naming a field, if `num_samples` more samples cannot be accepted now."""
         if self.llm.failure is not None:
             raise engine_stopped(self.llm.failure)
         if num_samples > self.max_samples:
@@ -119,7 +119,7 @@ class Worker:
         self.engine.check(request)
 
     def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None) -> Search:
-        """A beam search, not yet queued. Raises RequestError if it could never run."""
+        """Create a beam search, not yet queued. Raises RequestError if it could never run."""
         driver = BeamDriver(self.engine, name, prompt, params, salt, lora)
         driver.check()
         return Search(driver)
@@ -138,11 +138,11 @@ class Worker:
         self.llm.submit(job, partial(self._release, job, timer))
 
     def abort(self, job: Job) -> None:
-        """Take a job back: it ends with the engine's next step."""
+        """Abort a job: it ends with the engine's next step."""
         self.llm.abort(job)
 
     def _release(self, job: Job, timer: asyncio.TimerHandle | None) -> None:
-        """The engine has done with a job."""
+        """Free the resources of a job that the engine has finished."""
         self._num_samples -= job.num_samples
         if timer is not None:
             timer.cancel()
@@ -150,7 +150,7 @@ class Worker:
             self.llm.post(partial(self.clocks.drop, job))
 
     def _expire(self, job: Job, seconds: float) -> None:
-        """A job's time is up. Who waits gets an error at once, even if the engine is in a step that never ends."""
+        """End a job at its deadline. Its caller gets an error at once, even if the engine is in a step without end."""
         end(job, deadline_passed(seconds))
         self.abort(job)
 
