@@ -1,8 +1,8 @@
-"""Do the packages that people build agents with pass against `quire serve`? Each runs in a process of its own.
+"""Test packages for agents against `quire serve`, each in a separate process.
 
-`python tools/check_agents.py [DIRECTORY]` keeps them in virtual environments of their own, in .venv-agents by default.
-The model is the embedded one, which cannot converse: so calls are required, and a grammar makes them. Everything is
-local.
+`python tools/check_agents.py [DIRECTORY]` installs them into separate virtual environments below DIRECTORY, which is
+.venv-agents by default. The model is the embedded one, which cannot converse, so tool calls are required and a grammar
+produces them. Everything is local.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from quire_bench.server.process import server
 
 ROOT = Path(__file__).parent.parent
-# By environment: what does not go with the others has one of its own.
+# By environment: packages that conflict with the others have a separate one.
 PACKAGES = {
     "agents": [
         "openai==3.3.0",
@@ -33,13 +33,13 @@ PACKAGES = {
     "llama-index": ["llama-index-llms-openai-like==0.8.1", "llama-index-core==0.14.25"],
 }
 MODEL = "quire-embedded"
-SECONDS = 120  # for each
+SECONDS = 120  # limit of each program
 TEMPLATE = """{% for tool in tools or [] %}# {{ tool | tojson }}
 {% endfor %}{% for m in messages %}# {{ m.role }}: {{ m.content }}
 {% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}"}</tool_call>
 {% endfor %}{% endfor %}{% if add_generation_prompt %}def answer():
 {% endif %}"""
-# What each program has before it: where the server is, and a function that is offered. It prints what it found.
+# The beginning of each program: the server's address, and a function to offer. The program prints its result.
 HEAD = """
 import asyncio, json, sys
 url, model = sys.argv[1:]
@@ -189,7 +189,7 @@ print(call.tool_name, found.response, len(pieces), "pieces", len(after), len(tex
 
 
 def main() -> int:
-    """Run all programs; 1 if one of them failed."""
+    """Run all programs. Return 1 if one of them failed."""
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-agents").absolute()
     pythons = {name: install(directory / name, packages) for name, packages in PACKAGES.items()}
     failed = False
@@ -207,7 +207,7 @@ def main() -> int:
 
 
 def install(directory: Path, packages: list[str]) -> Path:
-    """An environment with packages: its Python."""
+    """Install packages into an environment. Return the path of its Python."""
     python = directory / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     if not python.exists() or subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode != 0:

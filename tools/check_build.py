@@ -1,8 +1,8 @@
-"""Print the size of the compiled kernels and fail where it is beyond its limits: `python tools/check_build.py [BUILD]`.
+"""Print the size of the compiled kernels and fail if it exceeds its limits: `python tools/check_build.py [BUILD]`.
 
-What costs compile time, memory and bytes is the number of template instances, so it is limited for each instruction
-set, as its size is. How long ninja took for each file is printed, and limits nothing. BUILD is a folder that CMake
-compiled in, that of the editable install by default. Needs binutils, which come with a compiler.
+The number of template instances determines compile time, memory and bytes, so it is limited for each instruction set,
+and so is the size. The time that ninja took for each file is printed but not limited. BUILD is CMake's build directory,
+by default that of the editable install. Needs binutils, which come with a compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Limits(NamedTuple):
-    """Of one instruction set, or of the library."""
+    """Limits of one instruction set, or of the library."""
 
     size: int  # bytes of code and constants
     functions: int
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
 # By the number of vectors that a panel has: two on AVX2, four elsewhere.
 NARROW, WIDE = Limits(900_000, 600), Limits(2_000_000, 900)
-LIBRARY = 10_000_000  # bytes of the file, whatever sets it has
+LIBRARY = 10_000_000  # bytes of the file, for any number of instruction sets
 
 
 def sets(build: Path) -> dict[str, list[Path]]:
@@ -50,14 +50,14 @@ def functions(path: Path) -> int:
 
 
 def seconds(build: Path) -> dict[str, float]:
-    """Return how long ninja took for each of its outputs, s by name, other steps next to it or not."""
+    """Return the seconds that ninja took for each output, by name. Other steps may have run at the same time."""
     log = build / ".ninja_log"
     lines = [line.split("\t") for line in log.read_text().splitlines()[1:]] if log.exists() else []
     return {name: (int(end) - int(start)) / 1000 for start, end, _, name, *_ in lines}
 
 
 def check(build: Path) -> list[str]:
-    """Print all figures, and return a sentence for each limit that is exceeded."""
+    """Print all figures, and return an error message for each limit that is exceeded."""
     faults, taken = [], seconds(build)
     for isa, paths in sets(build).items():
         limits = NARROW if isa == "avx2" else WIDE

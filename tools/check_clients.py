@@ -1,9 +1,9 @@
-"""Do the clients that people use pass against `quire serve`? lm_eval and guidellm, run as their users run them.
+"""Test the clients lm_eval and guidellm against `quire serve`, with the commands of their users.
 
-`python tools/check_clients.py [DIRECTORY [PYTHON]]` keeps them in a virtual environment of their own, .venv-clients by
-default. PYTHON: one that has vLLM, which takes gigabytes; its `vllm bench serve` is then run as well. What lm_eval
-finds is compared with what `quire.LLM` says of the same texts. Everything is local: no model, data set or tokenizer
-is fetched.
+`python tools/check_clients.py [DIRECTORY [PYTHON]]` installs them into the virtual environment DIRECTORY, which is
+.venv-clients by default. PYTHON is the Python of an environment with vLLM, which takes gigabytes; then
+`vllm bench serve` is run as well. The results of lm_eval are compared with those of `quire.LLM` for the same texts.
+Everything is local: no model, data set or tokenizer is downloaded.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ TOKENIZER = ROOT / "src" / "quire" / "embedded"
 TASKS = "tests/data/lm_eval"
 MODEL = "quire-embedded"
 MAX_LENGTH = 1024
-WINDOW = MAX_LENGTH - 2  # tokens that lm_eval lets such a model predict at a time, one before them and one after
+WINDOW = MAX_LENGTH - 2  # tokens that lm_eval scores per request, with one before them and one after
 LARGEST_ERROR = 1e-3  # of a log-likelihood
 NUM_REQUESTS = 20
 INPUT_LEN, OUTPUT_LEN = 64, 32
 
 
-# The clients' programs, the server's URL, an empty directory, and the model itself -> what was found.
+# The clients' programs, the server's URL, an empty directory, and the model itself -> a description of the result.
 Check: TypeAlias = Callable[[Path, str, Path, LLM], str]
 
 
 class Failed(Exception):
-    """A client did not get what it has to get."""
+    """A client did not get the expected result."""
 
 
 def main() -> int:
-    """Run all clients; 1 if one of them failed."""
+    """Run all clients. Return 1 if one of them failed."""
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-clients").absolute()
     binaries = install(directory)
     print(", ".join(versions(binaries)))
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def install(directory: Path) -> Path:
-    """An environment with the clients: the directory of its programs."""
+    """Install the clients into an environment. Return the directory of its programs."""
     binaries = directory / "bin"
     if not binaries.exists():
         venv.create(directory, with_pip=True)
@@ -72,13 +72,13 @@ def install(directory: Path) -> Path:
 
 
 def versions(binaries: Path) -> list[str]:
-    """Of the clients."""
+    """Return the versions of the clients and of torch."""
     listed = subprocess.run([binaries / "pip", "freeze"], check=True, capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if line.startswith(("lm_eval==", "guidellm==", "torch=="))]
 
 
 def run(command: list[str | Path], made: Path) -> None:
-    """Run a client, with no way to any hub. Raises Failed with the end of what it said."""
+    """Run a client without access to any hub. Raises Failed with the end of its output."""
     nowhere = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(made / "home")}
     done = subprocess.run(command, cwd=ROOT, env=os.environ | nowhere, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -94,21 +94,21 @@ def task(
     batch_size: int = 1,
     tokenizer: str = f"huggingface,tokenizer={TOKENIZER}",
 ) -> Check:
-    """A check of a task that is asked as completions. lm_eval takes texts apart and sends token ids."""
+    """Return a check of a task that uses completions. lm_eval tokenizes texts and sends token ids."""
     options = ["--model", "local-completions", "--batch_size", str(batch_size)]
     arguments = f"/v1/completions,max_length={MAX_LENGTH},tokenizer_backend={tokenizer}"
     return lambda binaries, url, made, llm: compare(evaluate(binaries, made, name, options, url + arguments), llm)
 
 
 def chat_task(name: str, compare: Callable[[list[dict[str, Any]], LLM], str]) -> Check:
-    """A check of a task that is asked as chats."""
+    """Return a check of a task that uses chats."""
     options = ["--model", "local-chat-completions", "--apply_chat_template"]
     arguments = "/v1/chat/completions"
     return lambda binaries, url, made, llm: compare(evaluate(binaries, made, name, options, url + arguments), llm)
 
 
 def evaluate(binaries: Path, made: Path, name: str, options: list[str], arguments: str) -> list[dict[str, Any]]:
-    """A task's samples, as lm_eval notes them."""
+    """Run a task. Return its samples in lm_eval's format."""
     run([binaries / "lm_eval", "run", *options, "--model_args", f"model={MODEL},num_concurrent=4,base_url={arguments}",
          "--tasks", name, "--include_path", TASKS, "--output_path", made / "out", "--log_samples"], made)  # fmt: skip
     [path] = (made / "out").rglob(f"samples_{name}_*.jsonl")
@@ -116,11 +116,11 @@ def evaluate(binaries: Path, made: Path, name: str, options: list[str], argument
 
 
 def compare_choices(samples: list[dict[str, Any]], llm: LLM) -> str:
-    """The log-likelihood of each choice after its text."""
+    """Compare the log-likelihood of each choice after its text."""
     largest, count = 0.0, 0
     for sample in samples:
         for asked, [[shown, is_greedy]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
-            # As lm_eval has it: blanks belong to the choice, whose tokens are those after as many as the text's alone.
+            # As in lm_eval, blanks belong to the choice, whose tokens are those after the tokens of the text alone.
             before, whole = (
                 tokens_of(llm, text) for text in (asked["arg_0"].rstrip(), asked["arg_0"] + asked["arg_1"])
             )
@@ -128,12 +128,12 @@ def compare_choices(samples: list[dict[str, Any]], llm: LLM) -> str:
             largest = max(largest, abs(sum(value for value, _ in found) - float(shown)))
             count += 1
             if all(rank == 1 for _, rank in found) != (str(is_greedy) == "True"):
-                raise Failed(f"{asked['arg_1']!r} after {asked['arg_0']!r} is greedy for one of the two alone")
+                raise Failed(f"{asked['arg_1']!r} after {asked['arg_0']!r} is greedy for only one of lm_eval and LLM")
     return within(largest, f"{count} log-likelihoods of choices")
 
 
 def compare_rolling(samples: list[dict[str, Any]], llm: LLM) -> str:
-    """The log-likelihood of each whole text."""
+    """Compare the log-likelihood of each whole text."""
     largest = 0.0
     for sample in samples:
         [asked] = sample["arguments"].values()
@@ -145,7 +145,7 @@ def compare_rolling(samples: list[dict[str, Any]], llm: LLM) -> str:
 
 
 def windows(tokens: list[int]) -> Iterator[tuple[list[int], int]]:
-    """As lm_eval cuts a text: windows with as much before as has room, and how many tokens of each are counted."""
+    """Split a text as lm_eval does. Yield windows with as much context as fits, and the number of tokens to score."""
     shown = [0, *tokens]  # after the token that begins a text
     for start in range(0, len(tokens), WINDOW):
         end = min(start + WINDOW, len(tokens))
@@ -153,12 +153,12 @@ def windows(tokens: list[int]) -> Iterator[tuple[list[int], int]]:
 
 
 def compare_texts(samples: list[dict[str, Any]], llm: LLM) -> str:
-    """The text after each prompt."""
+    """Compare the text after each prompt."""
     return compare_outputs(samples, llm, lambda asked: asked)
 
 
 def compare_chats(samples: list[dict[str, Any]], llm: LLM) -> str:
-    """The answer to each chat of one message."""
+    """Compare the answer to each chat of one message."""
     template = ChatTemplate.find(TOKENIZER)
     if template is None:
         raise Failed("the embedded model has no chat template")
@@ -166,34 +166,34 @@ def compare_chats(samples: list[dict[str, Any]], llm: LLM) -> str:
 
 
 def compare_outputs(samples: list[dict[str, Any]], llm: LLM, prompt_of: Callable[[Any], str]) -> str:
-    """What came, and what comes after the prompts that it was asked for with."""
+    """Compare the generated texts with those of LLM for the same prompts."""
     params = SamplingParams(max_tokens=24, temperature=0, stop=["\n"])
     for sample in samples:
         [asked] = sample["arguments"].values()
         [output] = llm.generate([tokens_of(llm, prompt_of(asked["arg_0"]))], params)
         if (shown := sample["resps"][0][0]) != (truth := output.outputs[0].text):
-            raise Failed(f"after {asked['arg_0']!r} came {shown!r}; LLM says {truth!r}")
+            raise Failed(f"the text after {asked['arg_0']!r} is {shown!r}; that of LLM is {truth!r}")
     return f"{len(samples)} texts equal those of LLM"
 
 
 def tokens_of(llm: LLM, text: str) -> list[int]:
-    """The tokens of a text."""
+    """Tokenize a text."""
     if llm.tokenizer is None:
         raise Failed("the embedded model has no tokenizer")
     return llm.tokenizer.encode(text, add_special_tokens=False)
 
 
 def logprobs(llm: LLM, tokens: list[int]) -> list[tuple[float, int]]:
-    """The logprob and the rank of each token but the first, which has none."""
+    """Return the logprob and the rank of each token; the first one has none."""
     [output] = llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1))
     found = zip(tokens, output.prompt_logprobs or [], strict=True)
     return [(math.nan, 0) if each is None else (each[token].logprob, each[token].rank) for token, each in found]
 
 
 def within(largest: float, what: str) -> str:
-    """What was compared, if it is equal enough."""
+    """Return a description of the comparison. Raises Failed if the largest error exceeds LARGEST_ERROR."""
     if not largest <= LARGEST_ERROR:
-        raise Failed(f"{what} differ by up to {largest:.3g} from those of LLM; expected {LARGEST_ERROR:g} at most")
+        raise Failed(f"{what} differ by up to {largest:.3g} from those of LLM; expected at most {LARGEST_ERROR:g}")
     return f"{what} equal those of LLM within {largest:.1g}"
 
 
@@ -201,7 +201,7 @@ def within(largest: float, what: str) -> str:
 
 
 def load(route: str, profile: str) -> Check:
-    """A check of a load on a route."""
+    """Return a check of a load on a route."""
 
     def check(binaries: Path, url: str, made: Path, _: LLM) -> str:
         path = made / "report.json"
@@ -225,7 +225,7 @@ def load(route: str, profile: str) -> Check:
 
 # ------------------------------------------------------------------------------------------------- vLLM
 
-# The command itself looks for a package that is called vllm, which vLLM's builds for CPUs are not.
+# The command itself looks for a package named vllm, but vLLM's builds for CPUs have another name.
 BENCH_SERVE = """
 from argparse import ArgumentParser
 from vllm.benchmarks.serve import add_cli_args, main
@@ -236,13 +236,13 @@ main(parser.parse_args())
 
 
 def vllm_checks(python: Path) -> dict[str, Check]:
-    """Checks of `vllm bench serve`. python: one that has vLLM."""
+    """Return checks of `vllm bench serve`. `python` is the Python of an environment with vLLM."""
     routes = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
     return {f"vllm bench serve, {kind}": bench_serve(python, kind, route) for kind, route in routes.items()}
 
 
 def bench_serve(python: Path, backend: str, route: str) -> Check:
-    """A check of `vllm bench serve` on a route."""
+    """Return a check of `vllm bench serve` on a route."""
 
     def check(_: Path, url: str, made: Path, __: LLM) -> str:
         run([python, "-c", BENCH_SERVE, "--backend", backend, "--endpoint", route, "--base-url", url,

@@ -1,7 +1,7 @@
-"""Install a wheel as a newcomer does and generate a text: `python tools/check_install.py dist/quire-*.whl`.
+"""Install a wheel in a new environment and generate a text: `python tools/check_install.py dist/quire-*.whl`.
 
-A new environment gets the wheel and all that it depends on, in the versions of constraints.txt. No compiler can be
-reached, and nothing is built. Prints how long that took, and when the first token was there.
+The environment gets the wheel and its dependencies, in the versions of constraints.txt. No compiler is on the path, and
+nothing is built. Prints the time that this takes, and the time to the first token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def check(wheel: Path, directory: Path) -> tuple[float, float, float]:
-    """Seconds of making the environment, of installing, and from the start of `quire generate` to its first token."""
+    """Return the seconds for the environment, for the install, and from `quire generate` to its first token."""
     home = directory / "venv"
     start = time.perf_counter()
     venv.create(home, with_pip=True)
@@ -53,7 +53,7 @@ def check(wheel: Path, directory: Path) -> tuple[float, float, float]:
     command = [quire, "generate", PROMPT, "--temperature", "0", "--max-tokens", "16"]
     with subprocess.Popen(command, env=environment, cwd=directory, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        text = process.stdout.read(len(PROMPT) + 1)  # the first token has one byte at least
+        text = process.stdout.read(len(PROMPT) + 1)  # the first token has at least one byte
         first = time.perf_counter()
         text += process.stdout.read()
     if process.returncode != 0 or not text.decode().startswith(PROMPT) or len(text) <= len(PROMPT) + 16:

@@ -1,4 +1,4 @@
-"""The form of a commit message: `area: verb object`, 72 characters at most. git calls it through pre-commit."""
+"""Check the form of a commit message: `area: verb object`, at most 72 characters. git calls it through pre-commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MADE_BY_GIT = ("Merge ", "Revert ", "fixup! ", "squash! ")
 
 
 def problem(message: str) -> str | None:
-    """What is wrong with a message, or None."""
+    """Return the fault of a message, or None."""
     lines = [line for line in message.splitlines() if not line.startswith("#")]
     first = lines[0] if lines else ""
     if first.startswith(MADE_BY_GIT):

@@ -1,7 +1,7 @@
 """Count the phrases that docs/develop/style.md asks to avoid: `python tools/check_prose.py [PATH ...]`.
 
-The tables of that page are the list. Without paths, print the number in each area and fail if one has more than LIMITS
-allows. With paths, print where the phrases of those files are. Code, inline code and quoted identifiers do not count.
+The tables of that page are the list. Without paths, print their number in each area and fail if one has more than LIMITS
+allows. With paths, print the places of the phrases in those files. Code, inline code and quoted identifiers do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "develop" / "style.md"
-# The number that is left: lower it with every change that removes some.
+# The number of phrases left: lower it with every change that removes some.
 LIMITS = {"messages": 0, "documents": 0, "source": 0}
 NO_VERBS = re.compile(r"(What|Whether|How|Where|Which|Why|Let|As|Of)\b")
 COMMENT = re.compile(r"//(.*)|/\*(.*?)\*/|<!--(.*?)-->", re.DOTALL)
@@ -61,7 +61,7 @@ def prose(path: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def python_prose(text: str) -> Iterator[tuple[str, int, str]]:
-    """Yield the same of Python: docstrings and comments are of the area "source", other strings are messages."""
+    """Yield the prose of Python: docstrings and comments in the area "source", other strings in "messages"."""
     tree = ast.parse(text)
     docstrings = set()
     for node in ast.walk(tree):
@@ -81,7 +81,7 @@ def python_prose(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def found_in(path: Path, pattern: re.Pattern[str]) -> Iterator[Found]:
-    """Yield the phrases of a file, and the first words of docstrings that are no verb."""
+    """Yield the phrases of a file, and the first words of docstrings that are not verbs."""
     for area, line, text in prose(path):
         plain = re.sub(r"`[^`]*`", lambda code: " " * len(code[0]), text)
         if area == "source" and not text.startswith("#") and path.suffix == ".py" and (first := NO_VERBS.match(text)):
@@ -129,7 +129,8 @@ def main(paths: list[str]) -> int:
         if counts.total() > limit:
             status = 1
             print(
-                f"{area} has phrases that {PAGE.relative_to(ROOT)} asks to avoid; `python tools/check_prose.py FILE` lists them"
+                f"{area} has phrases that {PAGE.relative_to(ROOT)} asks to avoid; "
+                "`python tools/check_prose.py FILE` lists them"
             )
     return status
 

@@ -1,4 +1,4 @@
-"""What an installed wheel must do, away from its sources: its native library loads and a model answers."""
+"""Test an installed wheel without its sources: the native library loads, and a model generates tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire import LLM, SamplingParams, ops
 
 
 def main() -> None:
-    """End with a sentence where something is missing."""
+    """Exit with an error message if a check fails."""
     if (reason := ops.unavailable("cpu")) is not None:
         sys.exit(f"the native kernels do not run: {reason}")
     [output] = LLM().generate("import os", SamplingParams(max_tokens=8, temperature=0.0))

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: fills in the parts of the documents that are made from the code. Nothing of it is committed.
+"""A hook of mkdocs: fills in the parts of the documents that are generated from the code. They are not committed.
 
-A page asks for a part with a comment on a line of its own, such as `<!-- made: command line -->`. HTTP and metrics are
-what a server of the embedded model says of itself.
+A page requests a part with a comment on a separate line, such as `<!-- made: command line -->`. The pages of HTTP and
+metrics are generated from the descriptions of a running server of the embedded model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_ROOT = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """mkdocs calls this for each page. Raises LookupError for a part that is not known."""
+    """Fill in the parts of a page. mkdocs calls this for each page. Raises LookupError for an unknown part."""
 
     def part(match: re.Match[str]) -> str:
         what, _, argument = match[1].partition(": ")
@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def root_file(name: str) -> str:
-    """A document of the root, with its links as they are from docs/develop."""
+    """Return a document of the root, with links relative to docs/develop."""
     text = (ROOT / name).read_text(encoding="utf-8")
     for path, page in AT_ROOT.items():
         text = re.sub(rf"\]\((\.\./)?{re.escape(path)}", f"]({page}", text)
@@ -55,7 +55,7 @@ def root_file(name: str) -> str:
 
 
 def tree() -> str:
-    """Each module with the first line of its docstring."""
+    """Return tables of all modules, each with the first line of its docstring."""
     lines = []
     for path in sorted(SRC.rglob("*.py"), key=lambda path: (path.parent.parts, path.name != "__init__.py", path.name)):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
@@ -71,7 +71,7 @@ def tree() -> str:
 
 
 def api(module: str) -> str:
-    """Directives for mkdocstrings: each public name of a module."""
+    """Return directives for mkdocstrings, one for each public name of a module."""
     names = {"quire": _names(SRC / "__init__.py"), "quire.ops": _names(SRC / "ops" / "__init__.py")}[module]
     shown = [name for name in names if name not in {"__version__", "ops", "BACKENDS"}]
     return "\n\n".join(f"::: {module}.{name}" for name in shown)
@@ -88,7 +88,7 @@ def _names(path: Path) -> list[str]:
 
 
 def command_line() -> str:
-    """Each command with its options, from the parser."""
+    """Return tables of all commands with their options, from the parser."""
     from quire.cli import app
 
     return "\n".join(_command("quire", typer.main.get_command(app), 2))
@@ -118,7 +118,7 @@ def _command(name: str, command: Any, level: int) -> Iterator[str]:
 
 @cache
 def served() -> tuple[dict[str, Any], str]:
-    """What a server of the embedded model says of itself: its OpenAPI document, and its metrics after one answer."""
+    """Start a server of the embedded model. Return its OpenAPI document, and its metrics after one answer."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-blocks", "64", "--fleet-secret", "s"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -141,7 +141,7 @@ def served() -> tuple[dict[str, Any], str]:
 
 
 def http() -> str:
-    """Each route, with the fields of what it takes and answers."""
+    """Return a description of each route, with the fields of its requests and responses."""
     document, _ = served()
     schemas, lines = document["components"]["schemas"], []
     for path, methods in document["paths"].items():
@@ -188,13 +188,13 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """Each family of a server's metrics."""
+    """Return a table of a server's metrics."""
     _, scraped = served()
     return _families(scraped)
 
 
 def fleet_metrics() -> str:
-    """Each family of a gateway's metrics."""
+    """Return a table of a gateway's metrics."""
     from quire.fleet.metrics import FleetMetrics
     from quire.fleet.score import Candidate, Demand, choose
     from quire.fleet.state import ReplicaState
@@ -211,7 +211,7 @@ def fleet_metrics() -> str:
     found = FleetMetrics()
     found.show(lambda: [view])
     found.routed("", choose(Demand(request_id="", num_tokens=1, new_tokens=1.0, hit_rate=0.0), [one]))
-    found.resumed("")  # of each that has labels there must be one, to see them
+    found.resumed("")  # metrics with labels appear only with a sample
     found.contradicted("")
     found.left_out("")
     found.lost("")
@@ -220,10 +220,10 @@ def fleet_metrics() -> str:
 
 
 def _families(scraped: str) -> str:
-    """A table of what was scraped."""
+    """Return a table of scraped metrics."""
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", scraped, re.MULTILINE))
     found = re.findall(r"^# HELP (\S+) (.*)$", scraped, re.MULTILINE)
-    families = [(name, text) for name, text in found if not name.endswith("_created")]  # only when a count began
+    families = [(name, text) for name, text in found if not name.endswith("_created")]  # the time when a count began
     labels = {
         name: dict.fromkeys(
             label
@@ -232,7 +232,7 @@ def _families(scraped: str) -> str:
         )
         for name, _ in families
     }
-    # A histogram of a gateway has no label but those of its buckets.
+    # A gateway's histogram has no labels except those of its buckets.
     own = [set(found) - {"le"} for name, found in labels.items() if ":" in name and found]
     common = set.intersection(*own)
     lines = []
@@ -246,7 +246,7 @@ def _families(scraped: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text for a cell of a table."""
+    """Escape a text for a cell of a table."""
     return " ".join(text.replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").split())
 
 

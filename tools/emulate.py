@@ -1,8 +1,8 @@
-"""The operators' tests on an emulated Arm processor.
+"""Run the operators' tests on an emulated Arm processor.
 
 `python tools/emulate.py [--cpu NAME] [--optimize=FLAG] [OPTIONS OF PYTEST]` compiles the native kernels with a cross
-compiler, and runs the tests in an AArch64 Python under QEMU's emulation of a process. It needs Debian's packages cmake,
-g++-aarch64-linux-gnu, qemu-user and mmdebstrap, and a package index for the wheels. All it makes lies in build/emulate.
+compiler, and runs the tests in an AArch64 Python under QEMU's user-mode emulation. It needs Debian's packages cmake,
+g++-aarch64-linux-gnu, qemu-user and mmdebstrap, and a package index for the wheels. All its files are in build/emulate.
 Without options of pytest it runs the operators' tests of the backend `cpu`, which takes more than an hour.
 """
 
@@ -22,7 +22,7 @@ PLACE = ROOT / "build" / "emulate"
 SYSTEM, PACKAGES, LIBRARY, TREE = (PLACE / name for name in ("system", "packages", "library", "tree"))
 PYTHON = PLACE / "python"
 SUITE, VERSION = "bookworm", "3.11"  # of Debian, and of its Python
-# The last release whose wheel for AArch64 is one for CPUs; later ones want CUDA's libraries.
+# The last release whose wheel for AArch64 is for CPUs; later ones need CUDA's libraries.
 TORCH = "torch==2.10.0"
 TOOLS = {
     "cmake": "cmake",
@@ -31,13 +31,13 @@ TOOLS = {
     "mmdebstrap": "mmdebstrap",
 }
 COPIED = ("src", "tests", "bench", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
-# Processors that QEMU knows and a wheel of torch runs on, by the best instruction set that they run.
+# Processors that QEMU emulates and a wheel of torch supports, by the best instruction set that they have.
 PROCESSORS = {"neon": "a64fx", "neon_dot": "neoverse-n1", "neon_bf16": "max"}
 SHOWN = "from quire.ops.cpu import native; print(native.default().isa)"
 TESTS = (
     "tests/ops",
     "-k",
-    # Without a test of the reference backend: oneDNN's products take minutes in emulation.
+    # Without tests of the reference backend: oneDNN's products take minutes in emulation.
     "(cpu or lora or gguf_blocks) and not slow_backend",
     "--numprocesses",
     str(os.cpu_count() or 1),
@@ -47,10 +47,10 @@ TESTS = (
 
 
 def main() -> int:
-    """Prepare what is not there yet, and run the tests; their exit status, or 2 where something is missing."""
+    """Prepare the missing parts and run the tests. Return their exit status, or 2 if a program is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--cpu", default="max", help="a processor that QEMU knows; the default has all instruction sets"
+        "--cpu", default="max", help="a processor that QEMU emulates; the default has all instruction sets"
     )
     parser.add_argument("--optimize", default="-O3", help="--optimize=-O1 compiles in a third of the time")
     options, tests = parser.parse_known_args()
@@ -74,19 +74,19 @@ def main() -> int:
 
 
 def prepare_system() -> None:
-    """Debian's Python for AArch64 and what wheels need of the system, unpacked and not configured: nothing runs yet."""
+    """Unpack Debian's Python for AArch64 and the libraries that wheels need, without configuring the packages."""
     if SYSTEM.exists():
         return
     command = ["mmdebstrap", "--quiet", "--variant=extract", "--architectures=arm64"]
     with_packages = "--include=python3,libstdc++6,libgomp1,libssl3,libffi8,libsqlite3-0"
-    made = SYSTEM.with_suffix(".new")  # renamed once it is whole
+    made = SYSTEM.with_suffix(".new")  # renamed once it is complete
     shutil.rmtree(made, ignore_errors=True)
     subprocess.run([*command, with_packages, SUITE, str(made)], check=True)
     made.rename(SYSTEM)
 
 
 def prepare_packages() -> None:
-    """Torch without what it depends on for GPUs, what Quire depends on, and the test tools that the operators need."""
+    """Install torch without its dependencies for GPUs, Quire's dependencies, and the test tools of the operators."""
     if PACKAGES.exists():
         return
     made = PACKAGES.with_suffix(".new")
@@ -105,7 +105,7 @@ def prepare_packages() -> None:
 
 
 def constraints() -> Path:
-    """Those of CI, less torch."""
+    """Write the constraints of CI without torch. Return their path."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     path = PLACE / "constraints.txt"
     path.write_text("\n".join(line for line in lines if not line.startswith("torch==")) + "\n")
@@ -113,7 +113,7 @@ def constraints() -> Path:
 
 
 def build(optimize: str) -> None:
-    """The native library, for all instruction sets of Arm."""
+    """Build the native library for all instruction sets of Arm."""
     toolchain = PLACE / "toolchain.cmake"
     settings = {"SYSTEM_NAME": "Linux", "SYSTEM_PROCESSOR": "aarch64", "CXX_COMPILER": "aarch64-linux-gnu-g++"}
     toolchain.write_text("".join(f"set(CMAKE_{name} {value})\n" for name, value in settings.items()))
@@ -123,7 +123,7 @@ def build(optimize: str) -> None:
 
 
 def copy_tree() -> None:
-    """The sources, with that library beside them."""
+    """Copy the sources and the native library."""
     shutil.rmtree(TREE, ignore_errors=True)
     for name in COPIED:
         if (ROOT / name).is_dir():
@@ -134,7 +134,7 @@ def copy_tree() -> None:
 
 
 def write_python() -> None:
-    """What starts the emulated Python, and is its `sys.executable`, so that tests start others."""
+    """Write the script that starts the emulated Python. It is its `sys.executable`, so that tests can start others."""
     path = os.pathsep.join(map(str, (TREE / "src", TREE, TREE / "bench" / "src", PACKAGES)))
     PYTHON.write_text(
         "#!/bin/sh\n"
@@ -145,7 +145,7 @@ def write_python() -> None:
 
 
 def run(cpu: str, *arguments: str, **options: bool) -> subprocess.CompletedProcess[str]:
-    """The emulated Python on that processor."""
+    """Run the emulated Python on a processor."""
     env = os.environ | {"EMULATED_CPU": cpu}
     return subprocess.run([str(PYTHON), *arguments], cwd=TREE, env=env, check=False, **options)  # type: ignore[call-overload,no-any-return]
 

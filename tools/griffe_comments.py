@@ -1,4 +1,4 @@
-"""For the reference: the comment after a parameter or field becomes its description, as it holds the shape."""
+"""A griffe extension: the comment after a parameter or field, which has the shape, becomes its description."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import griffe
 
 
 class Comments(griffe.Extension):
-    """Takes what the source says in comments into the docstrings."""
+    """Copies trailing comments of the source into docstrings."""
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """A field without a docstring."""
+        """Describe a field without a docstring."""
         if attr.docstring is None and not attr.is_private and attr.lineno is not None:
             text = _comments(attr.parent).get(attr.lineno) if attr.parent is not None else None
             if text:
                 attr.docstring = griffe.Docstring(text, lineno=attr.lineno, endlineno=attr.lineno, parent=attr)
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """A function whose parameters say their shapes."""
+        """Describe the parameters of a function that has comments with their shapes."""
         if func.docstring is None or func.lineno is None or "Args:" in func.docstring.value:
             return
         lines = func.source.splitlines()
@@ -37,7 +37,7 @@ class Comments(griffe.Extension):
 
 
 def _comments(thing: griffe.Object | griffe.Alias) -> dict[int, str]:
-    """Of the lines of a class or function: the comment that each ends with."""
+    """Return the trailing comments of a class, function or module, by line number."""
     first = thing.lineno or 1
     source = thing.source if not thing.is_module else "\n".join(thing.lines)
     found = {}
