@@ -153,7 +153,7 @@ class TestFinding:
     )
     def test_a_bad_template_is_told(self, source: str, told: str, tmp_path: Path) -> None:
         (tmp_path / "chat_template.jinja").write_text(source)
-        with pytest.raises(ModelError, match=r"chat_template\.jinja is no template .*" + told):
+        with pytest.raises(ModelError, match=r"chat_template\.jinja is not a usable template: .*" + told):
             ChatTemplate.find(tmp_path)
         with pytest.raises(ConfigError, match=told):
             ChatTemplate.find(tmp_path, tmp_path / "chat_template.jinja")

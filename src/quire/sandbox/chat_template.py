@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text that a model was taught to answer."""
+"""Chat templates: convert messages to the text format that a model was trained on."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from quire.models.files import Where, files_of
 from quire.models.template import read_template
 from quire.sandbox.process import Died, Limits, OutOfTime, Sandbox
 
-MAX_CHARACTERS = 2**22  # that a template may render
-MAX_TEMPLATES = 2  # that are rendered at the same time
+MAX_CHARACTERS = 2**22  # limit of a rendered text
+MAX_TEMPLATES = 2  # rendered at the same time
 MAX_SECONDS = 2.0  # of CPU time
-MAX_WAIT = 5  # times as many seconds in all, where the machine has other things to do
+MAX_WAIT = 5  # factor of MAX_SECONDS for the wall time, if the machine has other work
 MEMORY = 2**29  # bytes
-PROGRAM = Path(__file__).with_name("template_program.py")  # which imports transformers, so nothing here imports it
-# What a request's variables cannot be: the arguments of transformers' function, and what it gives to templates.
+PROGRAM = Path(__file__).with_name("template_program.py")  # imports transformers, so nothing here imports it
+# Names that a request's variables cannot have: the arguments of transformers' function, and those it passes to
+# templates.
 RESERVED = {"conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
             "return_assistant_tokens_mask", "documents"}  # fmt: skip
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def make_renderers(seconds: float = MAX_SECONDS, memory: int = MEMORY) -> Sandbox:
-    """The processes in which templates are rendered.
+    """Return the processes in which templates are rendered.
 
-    seconds: of CPU time for each rendering. memory: bytes for each.
+    seconds: CPU time of each rendering. memory: bytes for each.
     """
     limits = Limits(
         seconds=MAX_WAIT * seconds,
@@ -46,14 +47,14 @@ def make_renderers(seconds: float = MAX_SECONDS, memory: int = MEMORY) -> Sandbo
 class ChatTemplate:
     """One model's chat template. Any number of threads may use it.
 
-    transformers renders it, in a process of its own. That process starts with the first rendering, or with `start`.
+    transformers renders it, in a separate process that starts with the first rendering, or with `start`.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], renderers: Sandbox | None = None) -> None:
-        """variables: what every rendering sees, such as the special tokens.
+        """variables: names that every rendering gets, such as the special tokens.
 
-        renderers: from `make_renderers`, where templates are to share them. Raises jinja2.TemplateError, or what Python
-        raises, for a text that is no template.
+        renderers: from `make_renderers`, if templates are to share them. Raises jinja2.TemplateError, or an error of
+        Python, if the text is not a valid template.
         """
         check(source)
         self.source = source
@@ -62,7 +63,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, where: Where, override: Path | None = None, renderers: Sandbox | None = None) -> ChatTemplate | None:
-        """The template of a model, or the one of a file that is given instead of it; None: it has none.
+        """Return the template of a model, or of the file `override` instead; None if the model has none.
 
         Raises ConfigError for a bad file, ModelError for a bad template of the model.
         """
@@ -78,16 +79,16 @@ class ChatTemplate:
         tokens = {name: text for name, text in special_tokens(files.tokenizer_settings()).items() if text is not None}
         try:
             return cls(source, tokens, renderers)
-        except Exception as bad:  # what strangers write can fail in many ways, Python's compiler among them
+        except Exception as bad:  # untrusted text can fail in many ways, including in Python's compiler
             line = f"line {bad.lineno}: " if isinstance(bad, TemplateSyntaxError) else ""
-            raise error(f"{name} is no template that can be used: {line}{bad}") from bad
+            raise error(f"{name} is not a usable template: {line}{bad}") from bad
 
     def start(self) -> None:
         """Start a process, so that the first rendering need not wait for it. Raises SandboxFailed."""
         self._renderers.start()
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._renderers.close()
 
     def render(
@@ -99,18 +100,18 @@ class ChatTemplate:
         *,
         continue_final_message: bool = False,
     ) -> str:
-        """The text of a chat. Messages, tools and variables are plain data, as JSON has it.
+        """Return the text of a chat. Messages, tools and variables are plain data, as in JSON.
 
-        add_generation_prompt: end where the model's answer begins. variables: what the template sees besides.
-        continue_final_message: end where the last message's text does, so that the model goes on with it. Raises
-        RequestError where the template does not take such messages, and where it takes too long or makes too much
-        text; SandboxFailed where no template can be rendered. May take seconds in the worst case.
+        add_generation_prompt: end where the model's answer begins. variables: additional variables of the template.
+        continue_final_message: end where the last message's text does, so that the model continues it. Raises
+        RequestError if the template does not support such messages, takes too long or renders too much text;
+        SandboxFailed if no template can be rendered. May take seconds in the worst case.
         """
         if taken := sorted((RESERVED | self._variables.keys()).intersection(variables or ())):
             raise RequestError(f"a chat template's variables must not be named {taken[0]!r}, which has its own meaning")
         request = {
             **(variables or {}),
-            # Templates ask whether a key is there, and print a None that they find.
+            # Templates test for keys, and print None values.
             "conversations": [[{k: v for k, v in message.items() if v is not None} for message in messages]],
             "tools": tools,
             "chat_template": self.source,
@@ -135,21 +136,21 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """{% generation %} marks an assistant's text for those who train."""
+    """{% generation %} marks an assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Its contents."""
+        """Return the contents."""
         lineno = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
 
 
 def check(source: str) -> None:
-    """Compile a template as transformers would, and compute nothing of it. Raises what it fails with.
+    """Compile a template like transformers, without evaluating it. Raises the error of the compiler.
 
-    A server says at its start that a template is none, before a process has loaded transformers. Jinja computes
-    constants when it compiles, which a template can make take for ever: here it computes none.
+    A server thus reports an invalid template at its start, before a process has loaded transformers. Jinja evaluates
+    constants when it compiles, which a template can make take for ever: this disables that.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -166,18 +167,18 @@ def check(source: str) -> None:
 
 @pass_context
 def _needs_a_context(_: object, value: object) -> object:
-    return value  # without a context, Jinja computes nothing that it would print
+    return value  # without a context, Jinja does not evaluate printed expressions
 
 
 # --------------------------------------------------------------------------------------------------- files
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
-    """The text of each special token, by what it is for; None where the model has no such token."""
+    """Return the text of each special token by name; None if the model has no such token."""
     return {name: _text(settings.get(name)) for name in SPECIAL_TOKENS}
 
 
 def _text(token: object) -> str | None:
-    """A special token's text: a string, or an object with the string and how it is split off."""
+    """Return a special token's text; the token is a string, or an object with the string and its options."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None

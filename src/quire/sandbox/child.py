@@ -1,10 +1,10 @@
-"""What a sandbox's process runs: it answers requests, one at a time, and lives on when one of them kills it.
+"""The program of a sandbox's process: it answers requests, one at a time, and survives requests that crash.
 
 It is started as `child.py PROGRAM`. PROGRAM is a file with a function `prepare`, which takes the sandbox's arguments
 and returns the function that answers a request. Requests are answered in a fork of this process, within limits. If the
-fork dies, another one takes its place, and nothing is loaded again.
+fork dies, another one takes its place, and nothing has to be loaded again.
 
-This file is run by its path and imports nothing of quire, and nothing that takes long.
+This file is run by its path and imports nothing from quire, and nothing that is slow to import.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    del sys.path[0]  # this directory: its modules are no top-level ones
+    del sys.path[0]  # this directory: its modules are not top-level ones
 
 import contextlib
 import importlib.util
@@ -27,15 +27,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HEADER = struct.Struct(">Q")  # of a frame: how many bytes of JSON follow
-# What a frame to the server holds: that the program is loaded; an answer; or the signal that ended the fork, and
-# whether it had read a part of its request.
+HEADER = struct.Struct(">Q")  # of a frame: the length of the JSON that follows
+# Keys of a frame to the server: the program is loaded; an answer; the signal that ended the fork; whether the fork had
+# read a part of its request.
 READY, ANSWER, DIED, IS_CUT = "ready", "answer", "died", "is_cut"
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def frame(value: object) -> bytes:
-    """A message as it goes through a pipe."""
+    """Return a message in the format of the pipe."""
     text = json.dumps(value).encode("ascii")
     return HEADER.pack(len(text)) + text
 
@@ -47,7 +47,7 @@ def serve(program: Path) -> None:
     if setup is None:
         return
     answer = prepare(*setup["arguments"])
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # the server reads it only to know why a program does not load
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # the server reads it only to report why a program does not load
     _write(frame({READY: True}))
     while True:
         _is_readable(None)
@@ -57,7 +57,7 @@ def serve(program: Path) -> None:
         _, status = os.waitpid(fork, 0)
         if status == 0:
             return
-        is_cut = _is_readable(0)  # the fork has read a part of its request: no other can read the rest
+        is_cut = _is_readable(0)  # the fork has read a part of its request: no other fork can read the rest
         _write(frame({DIED: os.WTERMSIG(status), IS_CUT: is_cut}))
         if is_cut:
             return
@@ -76,7 +76,7 @@ def _load(program: Path) -> Any:
 
 
 def _answer_in_thread(answer: Callable[[Any], Any], stack: int, **limits: Any) -> None:
-    """Answer requests on a thread whose stack has that many bytes, and end the fork."""
+    """Answer requests on a thread with a stack of `stack` bytes, and end the fork."""
     ended = []
 
     def run() -> None:
@@ -105,9 +105,9 @@ def _answer(answer: Callable[[Any], Any], seconds: float, cpu_seconds: float, me
 
 
 def _limit_memory(memory: int) -> None:
-    """Let this process take that many bytes of address space beyond what it has."""
+    """Limit this process to that many bytes of address space in addition to its current ones."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # not every system can
+    with contextlib.suppress(OSError, ValueError):  # not supported by every system
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -117,14 +117,14 @@ def _limit_memory(memory: int) -> None:
 
 
 def _is_readable(milliseconds: int | None) -> bool:
-    """Wait until there is something to read, or the end."""
+    """Wait until there is something to read, or the end of input. Return whether there is."""
     poll = select.poll()
     poll.register(STDIN, select.POLLIN)
     return bool(poll.poll(milliseconds))
 
 
 def _read_frame() -> bytes | None:
-    """The JSON of the next frame; None at the end."""
+    """Return the JSON of the next frame; None at the end of input."""
     header = _read(HEADER.size)
     return None if len(header) < HEADER.size else _read(*HEADER.unpack(header))
 

@@ -1,4 +1,4 @@
-"""Structured output: from what a client asks for to the masks that the engine draws under, through llguidance."""
+"""Structured output: convert a client's constraints to masks of the tokens that the engine may draw, by llguidance."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from quire.sandbox.process import Died, Limits, OutOfCpuTime, OutOfTime, Sandbox
 from quire.sandbox.thinking import Thinking, ThinkingGuide
 
 MAX_SIZE = 2**16  # characters of a grammar
-MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
-MAX_REASON = 300  # characters of what is reported about a grammar that is wrong
-GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule of that notation
-LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
+MAX_DEPTH = 100  # of a schema's nesting; llguidance's limit is 128
+MAX_REASON = 300  # characters of an error report about a grammar
+GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule in GBNF
+LONG_WORD = re.compile(r"(\S{80})\S+")  # from the client's text
 NUM_REMEMBERED = 4096  # grammars that need no further trial
-MAX_TRIALS = 4  # grammars that are tried side by side; less where there are fewer cores
-# What a trial may take besides time, in bytes. Threads of the server have at least twice that stack.
+MAX_TRIALS = 4  # grammars that are tried at the same time; fewer on fewer cores
+# Limits of a trial in addition to time, in bytes. Threads of the server have at least twice that stack.
 TRIAL = {"memory": 2**27, "stack": 2**20, "answer": 2**20}
-QUICK = 0.02  # s; what compiles in less does not wait for what takes longer
-# CPU time that a guide and its copies may take together: for each token, and in all beyond that. Most grammars need
-# microseconds a token; ambiguous ones get ever slower.
+QUICK = 0.02  # s; grammars that compile faster do not wait for slower ones
+# CPU time that a guide and its copies may use together: per token, and in total beyond that. Most grammars need
+# microseconds per token; ambiguous ones become slower and slower.
 ALLOWANCE_A_TOKEN = 0.002  # s
 ALLOWANCE = 0.25  # s
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a text has to be."""
+    """The constraint on a text."""
 
     kind: str  # json_object, json_schema, regex, choice, grammar, tools or thinking
     # A JSON schema, a regular expression, JSON of a list of texts, or a grammar in llguidance's variant of Lark's
-    # syntax, as that of tools is; of thinking, JSON of the thoughts and of the Spec after them.
+    # syntax, also for tools; for thinking, JSON of the reasoning's delimiters and of the Spec after it.
     text: str = ""
 
     @staticmethod
     def of(asked: StructuredOutputsParams) -> Spec:
-        """What they ask for. Raises RequestError for a schema that is not plain JSON."""
+        """Return the Spec of these parameters. Raises RequestError for a schema that is not plain JSON."""
         if asked.regex:
             return Spec("regex", asked.regex)
         if asked.grammar:
@@ -67,29 +67,29 @@ class Spec:
 
     @staticmethod
     def of_schema(schema: Mapping[str, Any]) -> Spec:
-        """JSON of a schema. Raises RequestError for what is not plain JSON."""
+        """Return the Spec of a JSON schema. Raises RequestError if it is not plain JSON."""
         check_depth(schema)
         try:
             return Spec("json_schema", json.dumps(schema, allow_nan=False, ensure_ascii=False))
         except (TypeError, ValueError) as error:
-            raise RequestError(f"json_schema is no JSON: {error}") from error
+            raise RequestError(f"json_schema is not JSON: {error}") from error
 
     @staticmethod
     def of_thoughts(thinking: Thinking, after: Spec | None) -> Spec:
-        """Thoughts, and then what they are followed by; None: any text."""
+        """Return the Spec of reasoning followed by the Spec `after`; None: by any text."""
         return Spec("thinking", json.dumps([asdict(thinking), None if after is None else [after.kind, after.text]]))
 
     def thoughts(self) -> tuple[Thinking, Spec | None]:
-        """What `of_thoughts` was given."""
+        """Return the arguments of `of_thoughts`."""
         found, after = json.loads(self.text)
         thinking = Thinking(tuple(found["begin"]), tuple(found["end"]), found["has_begun"], found["limit"])
         return thinking, None if after is None else Spec(*after)
 
     def grammar(self) -> str:
-        """As llguidance takes it. Raises RequestError where it cannot be read.
+        """Return the grammar in llguidance's format. Raises RequestError if it cannot be read.
 
-        A model that may write white space anywhere may write nothing else for ever. So there is a blank at most, where
-        json.dumps has one, unless a schema's "x-guidance" says otherwise.
+        A model that may write white space anywhere may write nothing else for ever. So at most one blank is allowed,
+        where json.dumps has one, unless a schema's "x-guidance" specifies otherwise.
         """
         if len(self.text) > MAX_SIZE:
             raise RequestError(f"{self.kind} has {len(self.text)} characters; it may have at most {MAX_SIZE}")
@@ -110,27 +110,27 @@ class Spec:
             raise RequestError(f"{self.kind} cannot be followed: {_reason(str(error))}") from error
 
 
-JSON_OBJECT = Spec("json_object")  # no stranger's, so it is not tried
+JSON_OBJECT = Spec("json_object")  # not from a client, so it is not tried
 
 
 class Grammars:
-    """Compiles what clients ask for. Any number of threads may use it."""
+    """Compiles the constraints of clients. Any number of threads may use it."""
 
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], seconds: float = 10.0
     ) -> None:
-        """tokenizer_json: the contents of a tokenizer.json; seconds: of a grammar's trial, half of it CPU time."""
+        """tokenizer_json: the contents of a tokenizer.json; seconds: limit of a grammar's trial, half as CPU time."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_tokens = list(eos_token_ids)
         self._seconds = seconds
-        self._tools: _Tools | None = None  # made at first use: that takes a second
+        self._tools: _Tools | None = None  # made at first use, which takes a second
         self._making = threading.Lock()
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by digest, the latest one asked for last
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by digest, the most recently used last
         self._lock = threading.Lock()
 
     def compile_if_quick(self, spec: Spec) -> AnyGuide | None:
-        """As `compile`, where the grammar is known, to be refused or to take no time; else None."""
+        """Return `compile`'s guide if the grammar is known to compile quickly or to be invalid; else None."""
         if spec.kind == "thinking":
             thinking, after = spec.thoughts()
             inner = None if after is None else self.compile_if_quick(after)
@@ -142,9 +142,9 @@ class Grammars:
         return self.compile(spec)
 
     def compile(self, spec: Spec) -> AnyGuide:
-        """A guide for one request. Takes its time.
+        """Compile a guide for one request. May take seconds.
 
-        Raises RequestError for what cannot be followed, SandboxFailed where nothing can be tried.
+        Raises RequestError for a constraint that cannot be followed, SandboxFailed if nothing can be tried.
         """
         if spec.kind == "thinking":
             thinking, after = spec.thoughts()
@@ -158,7 +158,7 @@ class Grammars:
         if known.reason:
             self._remember(digest, known._replace(seconds=0.0))
             raise RequestError(f"{spec.kind} cannot be followed: {_reason(known.reason)}")
-        # Not a copy of one that others use: copies share a lexer and its limits.
+        # Not a copy of a matcher that others use: copies share a lexer and its limits.
         begin = time.perf_counter()
         matcher = make_matcher(tools.tokenizer, grammar)
         self._remember(digest, known._replace(seconds=min(known.seconds, time.perf_counter() - begin)))
@@ -175,9 +175,9 @@ class Grammars:
                 self._tools.trials.close()
 
     def _tried(self, kind: str, grammar: str, tools: _Tools) -> str:
-        """What is wrong with a grammar, by its trial; empty if nothing is.
+        """Return the error of a grammar, found by its trial; empty if it is valid.
 
-        Raises RequestError where the machine was too busy to find out, which is no reason to refuse it again.
+        Raises RequestError if the machine was too busy to find out, in which case the grammar may be tried again.
         """
         try:
             return str(tools.trials.ask(grammar))
@@ -210,9 +210,9 @@ class Grammars:
                     raise RequestError(f"no grammar can be followed with this model's tokenizer: {error}") from error
                 drawable = np.zeros(-(-tokenizer.vocab_size // 32) * 32, np.bool_)
                 drawable[: min(tokenizer.vocab_size, self._vocab_size)] = True
-                if not self._eos_tokens:  # the model can tell no end: what would stand for one is some other token
+                if not self._eos_tokens:  # the model has no end token: llguidance's choice is another token
                     drawable[tokenizer.eos_tokens] = False
-                # What a trial survives is compiled once more here.
+                # A grammar that survives its trial is compiled again here.
                 limits = Limits(seconds=self._seconds, cpu_seconds=self._seconds / 2, **TRIAL)
                 arguments = (self._tokenizer_json, self._eos_tokens)
                 trials = Sandbox(num_trials(), Path(grammar_program.__file__), limits, *arguments)
@@ -221,7 +221,7 @@ class Grammars:
 
 
 def num_trials() -> int:
-    """Grammars that are tried side by side."""
+    """Return the number of grammars that are tried at the same time."""
     return max(1, min(MAX_TRIALS, os.cpu_count() or 1))
 
 
@@ -230,25 +230,25 @@ def _digest(grammar: str) -> bytes:
 
 
 class _Known(NamedTuple):
-    """What is known of a grammar."""
+    """The cached result for a grammar."""
 
-    reason: str  # why it cannot be followed; empty if it can
-    seconds: float  # that it takes at least until this is said
+    reason: str  # the error; empty if valid
+    seconds: float  # shortest time so far to compile it, or to report the error
 
 
 class _Tools(NamedTuple):
     tokenizer: LLTokenizer
     trials: Sandbox
-    drawable: NDArray[np.int32]  # a bit for each of the tokenizer's tokens: whether the model ever draws it
+    drawable: NDArray[np.int32]  # a bit for each of the tokenizer's tokens: whether the model may draw it
 
 
 @dataclass
 class _Budget:
-    """CPU time of a guide and its copies, all of which are followed on the engine's thread."""
+    """CPU time of a guide and its copies, all of which run on the engine's thread."""
 
     num_tokens: int = 0
     spent: float = 0.0  # s
-    overdrawn: float = 0.0  # s beyond the allowance a token; what fast tokens leave of it is not saved for slow ones
+    overdrawn: float = 0.0  # s beyond the allowance per token; the unused allowance of fast tokens is not saved
 
     def add_token(self, seconds: float) -> None:
         """Account for a token."""
@@ -257,17 +257,17 @@ class _Budget:
         self.overdrawn = max(0.0, self.overdrawn + seconds - ALLOWANCE_A_TOKEN)
 
     def check(self, kind: str) -> None:
-        """Raise RequestError where too much is spent."""
+        """Raise RequestError if too much time is spent."""
         if self.overdrawn > ALLOWANCE:
             message = f"{self.spent:.2f} s for {self.num_tokens} tokens"
             raise RequestError(f"{kind} takes too long to be followed: {message}")
 
 
 class GrammarGuide:
-    """A `Guide`: one request's way through a grammar."""
+    """A `Guide`: the state of one request in a grammar."""
 
     def __init__(self, kind: str, matcher: LLMatcher, drawable: NDArray[np.int32]) -> None:
-        """Raises RequestError where no text can follow the grammar."""
+        """Raises RequestError if no text can follow the grammar."""
         self._kind = kind
         self._matcher = matcher
         self._drawable = drawable
@@ -275,12 +275,15 @@ class GrammarGuide:
         self._allowed = self._mask()
 
     def allowed(self) -> NDArray[np.int32]:
-        """The tokens that may come next, a bit each."""
+        """Return the mask of the tokens that may come next."""
         return self._allowed
 
     def accept(self, token: int) -> None:
-        """Go on after a token. Raises RequestError where the grammar gets too large or too slow, or ends nowhere."""
-        self._budget.check(self._kind)  # what a copy has overdrawn costs the others nothing more
+        """Advance by a token.
+
+        Raises RequestError if the grammar becomes too large or too slow, or reaches a dead end.
+        """
+        self._budget.check(self._kind)  # time that a copy has overdrawn costs the others nothing more
         begin = time.thread_time()
         self._matcher.consume_token(token)
         self._allowed = self._mask()
@@ -289,18 +292,18 @@ class GrammarGuide:
 
     @property
     def done(self) -> bool:
-        """Whether the text is complete, and nothing can be added."""
+        """True if the text is complete, and nothing can be added."""
         return self._done
 
     def copy(self) -> GrammarGuide:
-        """The same way, to be continued differently, at the expense of the same allowance."""
+        """Return a copy in the same state, to be continued differently, which shares the CPU time allowance."""
         other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
 
     def _mask(self) -> NDArray[np.int32]:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32, len(self._drawable))
-        self._done = self._matcher.is_stopped()  # in an error, too
+        self._done = self._matcher.is_stopped()  # also in an error
         if self._done and not self._matcher.is_accepting():
             raise RequestError(f"{self._kind} cannot be followed: {_reason(self._matcher.get_error())}")
         return mask & self._drawable
@@ -323,7 +326,7 @@ AnyGuide = GrammarGuide | ThinkingGuide
 
 
 def _reason(message: str) -> str:
-    """What llguidance says, without excerpts of the grammar and its own state."""
+    """Return llguidance's error message without excerpts of the grammar and of its internal state."""
     lines = message.splitlines()
     if not lines or lines[0] == "NoExtensionBias":
         return "there is no such text"

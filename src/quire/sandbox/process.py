@@ -1,7 +1,8 @@
-"""Processes for programs that no one has read: grammars by clients, and chat templates that come with a model.
+"""Processes for untrusted programs: grammars from clients, and chat templates that come with a model.
 
-Such a program may loop, take all memory, or overflow a stack, and no library stops all of that. So it runs in a process
-of its own that has limits. This module starts such processes, asks them, and ends them; `child.py` is what they run.
+Such a program may loop, use all memory, or overflow a stack, and no library prevents all of that. So it runs in a
+separate process with limits. This module starts such processes, sends them requests, and ends them; `child.py` is their
+code.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ log = logging.getLogger("quire.server")
 
 LOAD = 60.0  # seconds that a request waits for a process to load its program
 GRACE = 5.0  # seconds beyond a request's own, after which its process, which should have ended it, is killed
-LAST_LOOK = 0.1  # seconds beyond these, as a server that was stopped has not read what came meanwhile
-# Variables that a process has of the server's environment: what Python and its libraries are found with, and the time
-# zone of templates. All others, such as keys, are none of a stranger's program.
+LAST_LOOK = 0.1  # seconds beyond these, because a suspended server has not read its pipes meanwhile
+# Variables of the server's environment that a process inherits: those needed to find Python and its libraries, and the
+# time zone for templates. An untrusted program must not see the others, such as keys.
 ENVIRONMENT = (
     "HOME", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE",
     "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
-MAX_STDERR = 4096  # bytes that are logged of what a process wrote before it failed
+MAX_STDERR = 4096  # most bytes of a process's stderr that are logged when it fails
 
 
 class OutOfTime(QuireError):
@@ -48,11 +49,11 @@ class OutOfTime(QuireError):
 
 
 class OutOfCpuTime(OutOfTime):
-    """A request took more CPU time than it may, which does not depend on what else the machine does."""
+    """A request took more CPU time than it may, independently of the machine's other load."""
 
 
 class Died(QuireError):
-    """A request took too much memory, overflowed the stack, or made too long an answer."""
+    """A request took too much memory, overflowed the stack, or gave too long an answer."""
 
 
 class SandboxFailed(QuireError):
@@ -61,24 +62,24 @@ class SandboxFailed(QuireError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request may take."""
+    """Limits of a request."""
 
-    seconds: float  # from its beginning to its end
+    seconds: float  # wall time
     cpu_seconds: float  # of all of the process's threads together
-    memory: int  # bytes of address space, beyond the program's own
+    memory: int  # bytes of address space, in addition to the program's own
     stack: int  # bytes
     answer: int  # bytes of JSON
 
 
 def setup_frame(limits: Limits, *arguments: Any) -> bytes:
-    """What a process reads first. arguments: of the program's `prepare`; plain data, as JSON has it."""
+    """Return the first frame for a process. arguments: of the program's `prepare`; plain data, as in JSON."""
     fork_limits = asdict(limits)
     del fork_limits["answer"]
     return frame({"arguments": arguments, "limits": fork_limits})
 
 
 class Process:
-    """A process for one program. It starts at the first request, or with `start`, and again if it has ended."""
+    """A process for one program. It starts at the first request, or with `start`, and restarts if it has ended."""
 
     def __init__(self, program: Path, limits: Limits, setup: bytes) -> None:
         """program: see `child`. setup: from `setup_frame`."""
@@ -88,9 +89,9 @@ class Process:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._unsent = memoryview(b"")  # to the process
-        self._stderr = b""  # the end of what the process wrote while it loaded
+        self._stderr = b""  # the end of the process's stderr while it loaded
         self._is_ready = False  # the process has loaded its program
-        self._is_used = False  # the fork has answered a request, which may have left something in its memory
+        self._is_used = False  # the fork has answered a request, which may have left data in its memory
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -100,9 +101,9 @@ class Process:
             self._running()
 
     def ask(self, request: object) -> Any:
-        """The answer to a request. Both are plain data, as JSON has it. One request at a time gets in.
+        """Return the answer to a request, one request at a time. Both are plain data, as in JSON.
 
-        Raises OutOfTime or Died where it exceeds the limits, SandboxFailed where the process fails.
+        Raises OutOfTime or Died if the request exceeds the limits, SandboxFailed if the process fails.
         """
         data = frame(request)
         with self._lock:
@@ -117,9 +118,9 @@ class Process:
                     raise OutOfTime(self._limits.seconds)
                 if reply[DIED] == signal.SIGPROF:
                     raise OutOfCpuTime(self._limits.cpu_seconds)
-                if not was_used:  # else the memory may have been taken by earlier requests: try it in a new fork
+                if not was_used:  # else earlier requests may have used the memory: try it in a new fork
                     break
-            if reply[DIED] == signal.SIGKILL:  # which no limit sends
+            if reply[DIED] == signal.SIGKILL:  # not sent by any limit
                 raise self._failed("was killed")
             raise Died("the request has ended its process")
 
@@ -136,7 +137,7 @@ class Process:
     def _running(self) -> subprocess.Popen[bytes]:
         process = self._process
         if process is not None and not self._is_closed:
-            # What it says before it is asked is of a request that something else has ended, such as the system.
+            # Output before a request means that something else, such as the system, ended an earlier request's fork.
             if process.poll() is None and not (self._is_ready and _poll(_pipes(process)[1], select.POLLIN, 0)):
                 return process
             _end(process)
@@ -150,12 +151,12 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-                start_new_session=True,  # an interrupt of the server's terminal is not for this process
+                start_new_session=True,  # so that an interrupt of the server's terminal does not reach this process
             )
         except OSError as error:
             self._process = None
             raise self._failed(f"cannot be started: {error}") from error
-        if self._is_closed:  # meanwhile, so that `close` may not have seen it
+        if self._is_closed:  # closed meanwhile, so `close` may not have seen the process
             _kill(process)
         os.set_blocking(_pipes(process)[0], False)
         self._unsent = memoryview(self._setup)
@@ -164,13 +165,13 @@ class Process:
         return process
 
     def _loaded(self) -> subprocess.Popen[bytes]:
-        """A process that has loaded its program."""
+        """Return a process that has loaded its program."""
         process = self._running()
         if self._is_ready:
             return process
         try:
             self._exchange(process, LOAD)
-        except TimeoutError:  # it goes on loading, for the next request
+        except TimeoutError:  # it continues loading, for the next request
             raise self._failed(f"has not loaded within {LOAD:g} s") from None
         except OSError as error:
             if process.stderr is not None:
@@ -183,7 +184,7 @@ class Process:
         return process
 
     def _reply(self, process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
-        """What the process says of a request."""
+        """Return the process's reply to a request."""
         self._unsent = memoryview(request)
         try:
             reply: dict[str, Any] = json.loads(self._exchange(process, self._limits.seconds + GRACE))
@@ -192,14 +193,14 @@ class Process:
             raise OutOfTime(self._limits.seconds) from None
         except OSError as error:
             raise self._failed(f"has ended, exit status {_exit_status(process)}") from error
-        if self._unsent or reply.get(IS_CUT):  # a part of the request was read, so the rest is no beginning of another
+        if self._unsent or reply.get(IS_CUT):  # a part of the request was read: the rest is no new request
             _end(process)
         return reply
 
     def _exchange(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
-        """Write what is unsent and read the JSON of a frame.
+        """Write the unsent data and read the JSON of a frame.
 
-        Raises OSError, of which TimeoutError is one, and Died for too long an answer.
+        Raises OSError, including TimeoutError, and Died if the answer is too long.
         """
         to_it, from_it = _pipes(process)
         deadline, is_late = time.monotonic() + seconds, False
@@ -223,10 +224,10 @@ class Process:
                         poll.unregister(pipe)
                 elif pipe == from_it:
                     if not (piece := os.read(from_it, 2**20)):
-                        raise BrokenPipeError("it says no more")
+                        raise BrokenPipeError("it has closed its output")
                     reply += piece
                 else:
-                    with contextlib.suppress(BrokenPipeError):  # what it has said, and its end, are read all the same
+                    with contextlib.suppress(BrokenPipeError):  # its last output is read nevertheless
                         self._unsent = self._unsent[os.write(to_it, self._unsent) :]
                         if self._unsent:
                             continue
@@ -240,7 +241,7 @@ class Process:
                     return bytes(reply[HEADER.size :])
 
     def _failed(self, why: str) -> SandboxFailed:
-        """An error that is no request's own, once it is logged."""
+        """Log an error that the request did not cause, and return it."""
         if self._is_closed:
             return SandboxFailed(f"the process of {self._name} is closed")
         message = f"the process of {self._name} {why}"
@@ -249,13 +250,13 @@ class Process:
 
 
 class Sandbox:
-    """Some processes for the same program. Any number of threads may ask; those beyond the processes wait."""
+    """Several processes for the same program. Any number of threads may ask; those beyond the processes wait."""
 
     def __init__(self, count: int, program: Path, limits: Limits, *arguments: Any) -> None:
         """See `Process` and `setup_frame`."""
         setup = setup_frame(limits, *arguments)
         self._processes = tuple(Process(program, limits, setup) for _ in range(count))
-        self._free: LifoQueue[Process] = LifoQueue()  # the one that was used last: it has started
+        self._free: LifoQueue[Process] = LifoQueue()  # the last used one first, because it has started
         for process in reversed(self._processes):
             self._free.put(process)
 
@@ -278,14 +279,14 @@ class Sandbox:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its fork. If the process has ended by itself, its fork ends when the pipe is closed."""
+    """Kill a process and its fork. If the process has already ended, its fork ends when the pipe is closed."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and take back what it held."""
+    """Kill a process and release its resources."""
     _kill(process)
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
@@ -294,7 +295,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exit_status(process: subprocess.Popen[bytes]) -> int:
-    """The status of a process that has closed its pipes, which it does just before it ends."""
+    """Return the exit status of a process that has closed its pipes, which it does just before it ends."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)
     _end(process)
@@ -302,7 +303,7 @@ def _exit_status(process: subprocess.Popen[bytes]) -> int:
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[int, int]:
-    """The files to write to a process and to read from it."""
+    """Return the file descriptors to write to a process and to read from it."""
     if process.stdin is None or process.stdout is None:
         raise SandboxFailed("the process has no pipes")
     return process.stdin.fileno(), process.stdout.fileno()

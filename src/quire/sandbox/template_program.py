@@ -1,7 +1,7 @@
-"""A sandbox's program: chat templates are rendered by transformers.
+"""A sandbox's program: render chat templates with transformers.
 
-Jinja's sandbox, in which transformers renders, keeps a template away from Python. That it does not take the machine is
-the process's part. The sandbox loads this file by its path, so it imports nothing of quire.
+Jinja's sandbox, in which transformers renders, keeps a template away from Python; the process's limits protect the
+machine. The sandbox loads this file by its path, so it imports nothing from quire.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ MAX_ERROR = 500  # characters of an error
 
 
 def prepare(max_characters: int) -> Callable[[Mapping[str, Any]], dict[str, str]]:
-    """What renders: a request holds the arguments of transformers' function for one conversation.
+    """Return the function that renders: a request is the arguments of transformers' function for one conversation.
 
-    The answer has one entry: "text", or "raised", what the template itself says is wrong, or "error", any other one.
+    The answer has one entry: "text", or "raised", an error that the template itself raised, or "error", any other
+    error.
     """
 
     def render(request: Mapping[str, Any]) -> dict[str, str]:
@@ -27,7 +28,7 @@ def prepare(max_characters: int) -> Callable[[Mapping[str, Any]], dict[str, str]
         except MemoryError:
             raise
         except Exception as error:  # a template can fail like any program
-            if type(error) is TemplateError:  # of which Jinja's own are subclasses
+            if type(error) is TemplateError:  # Jinja's own errors are subclasses of it
                 return {"raised": f"{error}"[:MAX_ERROR]}
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             return {"error": f"{kind}{error}"[:MAX_ERROR]}

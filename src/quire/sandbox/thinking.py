@@ -1,4 +1,4 @@
-"""Thoughts: a guide that lets a model think, for so many tokens at most, before a grammar begins."""
+"""A guide for reasoning: it lets a model reason, up to a number of tokens, before a grammar begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class Inner(Protocol):
-    """The guide of what comes after the thoughts; see `quire.request.Guide`."""
+    """The guide of the text after the reasoning; see `quire.request.Guide`."""
 
     def allowed(self) -> NDArray[np.int32]: ...
     def accept(self, token: int) -> None: ...
@@ -23,18 +23,18 @@ class Inner(Protocol):
 
 @dataclass(frozen=True)
 class Thinking:
-    """Where thoughts stand, in token ids, and how long they may be."""
+    """The delimiters of reasoning, in token ids, and its maximum length."""
 
-    begin: tuple[int, ...]  # a single one where a grammar comes after them, whose own beginning it might else be
+    begin: tuple[int, ...]  # must be a single token before a grammar, whose text could otherwise begin the same way
     end: tuple[int, ...]
-    has_begun: bool  # the prompt ends within them
+    has_begun: bool  # the prompt ends within the reasoning
     limit: int | None = None  # tokens
 
 
 class ThinkingGuide:
-    """A `Guide`: thoughts, if the model begins with them, then the inner guide's text, or any.
+    """A `Guide` for reasoning, if the model begins with it, and then the inner guide's text, or any.
 
-    After `limit` tokens of thoughts only their end may follow. It depends on nothing but the tokens.
+    After `limit` tokens of reasoning only its end may follow. The state depends only on the tokens.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class ThinkingGuide:
         ends: Sequence[int],
         bytes_of: Callable[[list[int]], bytes],
     ) -> None:
-        """drawable: a bit for each token that the model may draw, as `allowed` gives them. ends: its end tokens.
+        """drawable: a bit for each token that the model may draw, in the format of `allowed`. ends: its end tokens.
 
-        bytes_of: the bytes of tokens. An end of several tokens may come in others, so it is looked for in these.
+        bytes_of: returns the bytes of tokens. An end of several tokens may be tokenized differently, so bytes are
+        compared.
         """
         self._thinking = thinking
         self._inner = inner
@@ -59,15 +60,15 @@ class ThinkingGuide:
             for token in ends:
                 self._going_on[token // 32] &= ~_bit(token)
         self._is_thinking = thinking.has_begun
-        self._is_open = not thinking.has_begun  # it may yet begin to think
-        self._num_begun = 0  # tokens of the beginning that have come
+        self._is_open = not thinking.has_begun  # it may still begin to reason
+        self._num_begun = 0  # tokens of the beginning so far
         self._num_thoughts = 0
-        self._num_forced = 0  # tokens of the end that have come after the limit
+        self._num_forced = 0  # tokens of the end that were forced after the limit
         self._tail = b""
         self._end_bytes = bytes_of(list(thinking.end)) if len(thinking.end) > 1 else b""
 
     def allowed(self) -> NDArray[np.int32]:
-        """The tokens that may come next, a bit each."""
+        """Return the mask of the tokens that may come next."""
         if self._is_thinking:
             if self._thinking.limit is not None and self._num_thoughts >= self._thinking.limit:
                 return self._only(self._thinking.end[self._num_forced])
@@ -78,7 +79,7 @@ class ThinkingGuide:
         return allowed | self._only(self._thinking.begin[0]) if self._is_open else allowed
 
     def accept(self, token: int) -> None:
-        """Go on after a token. Raises what the inner guide raises."""
+        """Advance by a token. Raises the errors of the inner guide."""
         if self._is_thinking:
             self._think(token)
         elif self._is_open and token == self._thinking.begin[self._num_begun]:
@@ -94,11 +95,11 @@ class ThinkingGuide:
 
     @property
     def done(self) -> bool:
-        """Whether the text is complete."""
+        """True if the text is complete."""
         return not self._is_thinking and self._inner is not None and self._inner.done
 
     def copy(self) -> ThinkingGuide:
-        """The same way, to be continued differently."""
+        """Return a copy in the same state, to be continued differently."""
         other = copy(self)
         other._inner = None if self._inner is None else self._inner.copy()
         return other
@@ -117,7 +118,7 @@ class ThinkingGuide:
             self._is_thinking = self._end_bytes not in self._tail
 
     def _may_lead(self, token: int) -> bool:
-        """Whether a token is white space before thoughts, as those who read the answer take it."""
+        """Return whether a token is white space before reasoning, which readers of the answer ignore."""
         if not self._is_open or self._num_begun or self._inner is not None:
             return False
         return self._bytes_of([token]).isspace()
