@@ -155,7 +155,7 @@ def test_audit_sees_tables_that_differ() -> None:
     index = FleetIndex()
     index.expect(1, [5])
     index._expected.clear()
-    with pytest.raises(BadValue, match="than its open expectations say"):
+    with pytest.raises(BadValue, match="than its open expectations have"):
         index.audit()
 
 

@@ -79,7 +79,7 @@ def test_text_is_a_list_or_a_name() -> None:
         ("a:1", "replica 'a:1' has no scheme; write http://host:port, as in 'http://a:1'"),
         ("10.0.0.7:8000", "has no scheme"),
         ("https://a:1", "has the scheme 'https'; write http://host:port"),
-        ("http://a:1/v1", "says more than where it is; write http://host:port without a path or a user"),
+        ("http://a:1/v1", "has more than a host and a port; write http://host:port without a path or a user"),
         ("http://a:1?x=1", "says more"),
         ("http://me:secret@a:1", "says more"),
         ("http://a", "names no port"),
@@ -94,7 +94,7 @@ def test_text_is_a_list_or_a_name() -> None:
         ("http://a:1,http://A:1/", "replica 'http://a:1' is given twice; give each replica once"),
         ("dns://a", "names no port; write dns://host:port"),
         ("dns://a:1/x", "says more"),
-        ("dns://a:1,dns://b:1", "one name of a dns:// stands for all replicas, so give it alone"),
+        ("dns://a:1,dns://b:1", "one dns:// name resolves to all replicas, so give it alone"),
         ("http://a:1,dns://b:1", "give it alone"),
     ],
 )

@@ -37,7 +37,7 @@ def test_the_only_one() -> None:
 
 def test_the_cheapest_and_what_makes_it_so() -> None:
     assert reason(candidate(0), candidate(1, waiting_tokens=500)) == (
-        "it costs 500.0 ms less than the next one, most of it for what is computed before it"
+        "it costs 500.0 ms less than the next one, most of it for the work before it"
     )
     assert "most of it for its tokens that are not cached" in reason(candidate(0), candidate(1, num_blocks=9))
 

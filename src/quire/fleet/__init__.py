@@ -1,4 +1,4 @@
-"""A fleet: replicas of one model, and the gateway in front of them."""
+"""A fleet: replicas of one model and a gateway in front of them."""
 
 from __future__ import annotations
 

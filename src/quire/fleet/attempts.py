@@ -1,4 +1,4 @@
-"""Attempts: one replica after another is asked for the same thing, until one takes it or no other would."""
+"""Attempts: retry a call at one replica after another until one accepts it or retrying cannot help."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from quire.fleet.work import FarGuide
 from quire.request import Guide
 from quire.server.http.api_error import ApiError
 
-WAIT_FOR_ROOM = 1.0  # s until a replica that was full is asked again: each state of it may come to many that wait
-ASK_AGAIN = 0.1  # s, if nothing changes before, until a replica is that did not take a call and is still connected
+WAIT_FOR_ROOM = 1.0  # s before a full replica is asked again: many waiting requests may see the same state of it
+ASK_AGAIN = 0.1  # s before a connected replica that did not accept a call is asked again, if nothing changes earlier
 REFUSED_ELSEWHERE_TOO = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 class Attempts:
-    """Which replicas are passed over, and when asking another one is of no use."""
+    """The replicas to pass over, and the decision whether to try another one."""
 
     def __init__(
         self, roster: Roster, patience: float, without: Link | None = None, guide: Guide | None = None
     ) -> None:
-        """patience: seconds to wait for a replica. guide: of the request.
+        """patience: seconds to wait for a replica. guide: the guide of the request.
 
-        without: a replica that serves what is asked for already, so that another one is found at once or not at all.
+        without: the replica that already serves the request. If it is given, another replica is found at once or not at
+        all.
         """
         self.passed_over = set() if without is None else {without}
         self._roster = roster
@@ -35,11 +36,14 @@ class Attempts:
         self._refusal: Refused | None = None
 
     def lost(self, link: Link) -> None:
-        """A replica was lost while it was asked."""
+        """Record that a replica was lost while it was asked."""
         self.passed_over.add(link)
 
     def refused(self, link: Link, refusal: Refused) -> None:
-        """A replica has refused. Raises ApiError where others would, too: a second one that fails is no accident."""
+        """Record a refusal.
+
+        Raises ApiError if other replicas would refuse, too: a second failure of a replica is no coincidence.
+        """
         if refusal.status in REFUSED_ELSEWHERE_TOO or (
             self._refusal is not None and self._refusal.is_own_fault and refusal.is_own_fault
         ):
@@ -49,9 +53,9 @@ class Attempts:
             self._refusal = refusal
 
     async def found_none(self, error: NoReplica, *, has_begun: bool = False) -> None:
-        """Wait until all replicas may be asked again. Raises ApiError where that is too late.
+        """Wait until all replicas may be asked again. Raises ApiError if that would be too late.
 
-        has_begun: a client has a part of it, so it waits for room as long as it takes.
+        has_begun: the client already has a part of the answer, so the request waits for room without a limit.
         """
         if self._without is not None:
             passed_over = ", ".join(sorted(link.url for link in self.passed_over))
@@ -66,7 +70,7 @@ class Attempts:
         self.passed_over, self._refusal = set(), None
 
     async def _change(self) -> bool:
-        """Wait until it is of use to ask again. False: there is no time left for that."""
+        """Wait until asking again is useful. Return False if no time is left for that."""
         left = self._deadline - asyncio.get_running_loop().time()
         if left > ASK_AGAIN and any(link.is_up for link in self.passed_over):
             await self._roster.change(ASK_AGAIN)
@@ -75,12 +79,12 @@ class Attempts:
 
 
 def no_replica(why: str) -> ApiError:
-    """An error that says to try again later."""
+    """Return an error that asks the client to retry later."""
     return ApiError(why, HTTPStatus.SERVICE_UNAVAILABLE, code="no_replica", headers={"Retry-After": "1"})
 
 
 def client_error(refusal: Refused, guide: Guide | None = None) -> ApiError:
-    """What a replica has refused, as the client would have been refused without a fleet. guide: of its request."""
+    """Return a replica's refusal as the error that a single server would send. guide: the guide of the request."""
     param, code = refusal.error.get("param"), refusal.error.get("code")
     if code == "bad_grammar" and isinstance(guide, FarGuide):
         param, code = guide.field, None

@@ -1,8 +1,8 @@
-"""Blocks between replicas: how they are asked for and sent, and the replica that sends them.
+"""Transfer of blocks between replicas: the protocol and the sending side.
 
-A replica posts the names of blocks, each with its parent and tokens, to `/fleet/blocks` of another one. The answer has
-a record for each of them, in the order in which they were asked for: the block's size, a checksum, and its bytes. The
-size of a block that is not there is 0.
+A replica posts the names of blocks, each with its parent and tokens, to `/fleet/blocks` of another replica. The answer
+has a record for each of them, in the order of the call: the block's size, a checksum, and its bytes. The size of a
+block that the replica does not have is 0.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from quire.fleet.wire import WireError, loads, shown
 from quire.server.http.api_error import ApiError
 
 PATH = "/fleet/blocks"
-RECORD = Struct("<II")  # bytes that follow, and their checksum
-MOST_BLOCKS = 1024  # of one call
-MOST_ANSWERS = 4  # that a replica sends at a time; each holds a piece in memory
+RECORD = Struct("<II")  # the number of bytes that follow, and their checksum
+MOST_BLOCKS = 1024  # in one call
+MOST_ANSWERS = 4  # concurrent answers of a replica; each keeps a chunk in memory
 PIECE = 2**20  # bytes that are copied and sent together
 
 
 class Wanted(NamedTuple):
-    """A block that another replica asks for. Its digest is not believed: parent and tokens are compared."""
+    """A block that another replica asks for. Its digest is not trusted: parent and tokens are compared."""
 
     name: Name
     parent: bytes
     tokens: bytes
 
     def to_json(self) -> list[Any]:
-        """As it is sent."""
+        """Return the JSON form that is sent."""
         return [self.name.group, self.name.digest.hex(), self.parent.hex(), self.tokens.hex()]
 
     def checksum(self, payload: NDArray[np.uint8]) -> int:
-        """Of the block's bytes: those of another block have another one."""
+        """Return the checksum of the block's bytes, seeded with its name so that another block's bytes do not match."""
         seed = crc32(self.name.group.to_bytes(2, "little") + self.name.digest + self.parent + self.tokens)
         return crc32(payload.data, seed)
 
 
 def read_wanted(found: Any, num_groups: int) -> list[Wanted]:
-    """The blocks of a call. Raises WireError for what cannot be."""
+    """Return the blocks of a call. Raises WireError for an invalid list."""
     if not isinstance(found, list) or len(found) > MOST_BLOCKS:
         raise WireError(f"blocks is {shown(found)}; it must be a list of at most {MOST_BLOCKS:,} blocks")
     wanted = []
@@ -70,11 +70,11 @@ def read_wanted(found: Any, num_groups: int) -> list[Wanted]:
 
 
 class BlockServer:
-    """Sends blocks of the prefix cache, and of the disk, to replicas with the same fingerprint."""
+    """Sends blocks of the prefix cache and of the disk to replicas with the same fingerprint."""
 
     def __init__(self, manager: BlockManager, memory: BlockMemory, widths: Sequence[int], fingerprint: str) -> None:
         """widths: bytes of a block of each group."""
-        self.num_bytes = 0  # that were sent
+        self.num_bytes = 0  # sent so far
         self._manager = manager
         self._memory = memory
         self._widths = tuple(widths)
@@ -82,7 +82,10 @@ class BlockServer:
         self._num_open = 0
 
     async def answer(self, request: HttpRequest) -> Response:
-        """The blocks that a call asks for. Raises ApiError for one of another class, and one too many."""
+        """Answer a call with its blocks.
+
+        Raises ApiError for an invalid call, for another fingerprint, and if too many answers are open.
+        """
         try:
             found = loads(await request.body())
             wanted = read_wanted(found.get("blocks"), len(self._widths))
@@ -108,7 +111,7 @@ class BlockServer:
             self.num_bytes += len(piece)
 
     def _records(self, wanted: Sequence[Wanted]) -> bytes:
-        """In any thread."""
+        """Return the records of these blocks. Thread-safe."""
         parts: list[bytes | memoryview] = []
         for one in wanted:
             payload = self._payload(one)
@@ -118,10 +121,10 @@ class BlockServer:
         return b"".join(parts)
 
     def _payload(self, wanted: Wanted) -> NDArray[np.uint8] | None:
-        """The bytes of a block; None: it is not here. Called while the engine's thread changes the cache.
+        """Return the bytes of a block; None if it is not here. Called while the engine's thread changes the cache.
 
-        A block is evicted before its memory is written. So if it is still in the index after it was copied, it was not
-        written while it was copied.
+        A block leaves the index before its memory is overwritten. So if it is still in the index after the copy, the
+        copy is consistent.
         """
         (group, digest), parent, tokens = wanted
         index, disk = self._manager.indexes[group], self._manager.disk
@@ -139,7 +142,7 @@ class BlockServer:
 
 
 class _Answer(StreamingResponse):
-    """An answer that says when it has ended, also where its caller left before the first piece."""
+    """A response that calls `close` at its end, also if the client left before the first chunk."""
 
     def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         super().__init__(pieces, media_type="application/octet-stream")

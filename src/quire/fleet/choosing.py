@@ -1,4 +1,4 @@
-"""Chooser: which replica is to compute something, by what is known of all of them."""
+"""Chooser: selects the replica for a request from the known states of all replicas."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from quire.fleet.search import FleetSearch
 from quire.fleet.wire import Hello, read_matched
 from quire.fleet.work import Assignment, Work
 
-MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
+MATCH_TIMEOUT = 0.05  # s that a replica has to report its cached tokens
 
 
 class Chosen(NamedTuple):
-    """Where something goes, and why."""
+    """The replica that was chosen, and the ranking behind it."""
 
     link: Link
     choice: Choice
 
 
 class _Runs(NamedTuple):
-    """Leading blocks of a prompt, by slot."""
+    """Numbers of leading blocks of a prompt, by slot."""
 
-    held: dict[int, int]  # in memory, or expected to be
-    reach: dict[int, int]  # with those on disks
-    given: dict[int, int]  # in memory or on disks, without those that are only expected
+    held: dict[int, int]  # in memory, or expected there
+    reach: dict[int, int]  # in memory, expected there, or on the disk
+    given: dict[int, int]  # in memory or on the disk, without those that are only expected
 
 
 class Chooser:
-    """Chooses, and learns from what came of it. The event loop's."""
+    """Chooses replicas, and learns from the results. Only the event loop may use it."""
 
     def __init__(self, roster: Roster, secret: str, assignments: Mapping[int, Assignment]) -> None:
-        """assignments: all that are open, by flow."""
+        """assignments: all open assignments, by flow."""
         self._roster = roster
         self._secret = secret.encode()
         self._assignments = assignments
@@ -51,9 +51,9 @@ class Chooser:
         eligible(self._candidates(lambda _: ()), others=self._others(()))
 
     async def for_work(self, work: Work, samples: Sequence[int], passed_over: Collection[Link]) -> Chosen:
-        """Where these samples go. Raises NoReplica."""
+        """Choose a replica for these samples. Raises NoReplica."""
         found = self._candidates(lambda hello: work.digests(samples, hello, self._secret))
-        # None of these can take the request, but they may have blocks of it.
+        # Replicas that were passed over cannot take the request, but they may have blocks of it.
         apart = {link.slot for link in passed_over}
         candidates = eligible(_without(found, apart), work.needed_fingerprint, self._others(passed_over))
         if any(link.hello is not None and link.hello.has_windows for link in self._roster.links.values()):
@@ -66,7 +66,7 @@ class Chooser:
         return self._cheapest(self.averages.demand(name, num_tokens, expected), candidates)
 
     def for_search(self, job: FleetSearch, passed_over: Collection[Link]) -> Chosen:
-        """Where a beam search goes. Raises NoReplica."""
+        """Choose a replica for a beam search. Raises NoReplica."""
         found = self._candidates(lambda hello: job.digests(hello, self._secret))
         candidates = eligible(_without(found, {link.slot for link in passed_over}), others=self._others(passed_over))
         expected = float(job.call.max_tokens * job.num_samples)
@@ -80,7 +80,10 @@ class Chooser:
         return Chosen(link, choice)
 
     def _candidates(self, digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
-        """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
+        """Return all replicas that have the gateway's tokenizer and template.
+
+        digests: returns the digests of a prompt's blocks for a replica.
+        """
         found, unseen, now = [], self._unseen(), time.monotonic()
         runs: dict[tuple[str, int], _Runs] = {}
         for link in self._roster.links.values():
@@ -110,14 +113,14 @@ class Chooser:
         return found
 
     def _runs(self, digests: Sequence[int]) -> _Runs:
-        """How many leading blocks each replica has."""
+        """Return the number of leading blocks that each replica has."""
         index, disk = self._roster.index, self._roster.disk
         held = index.runs(digests)
         reach = index.runs(digests, disk) if len(disk) else held
         return _Runs(held, reach, index.held_runs(digests, disk) if held or len(disk) else held)
 
     def _others(self, passed_over: Collection[Link]) -> list[str]:
-        """What is wrong with the replicas that are no candidates."""
+        """Return a reason for each replica that is not a candidate."""
         found = []
         for link in self._roster.links.values():
             if not link.is_up:
@@ -129,7 +132,7 @@ class Chooser:
         return found
 
     def _unseen(self) -> dict[Link, tuple[int, int, float]]:
-        """Tokens and requests that were sent to each replica and are not in its state yet, and when the first was."""
+        """Return the load that a replica's state does not count yet: tokens, requests, and when the first was sent."""
         found: dict[Link, tuple[int, int, float]] = {}
         for one in self._assignments.values():
             if not one.is_seen:
@@ -139,9 +142,10 @@ class Chooser:
         return found
 
     async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:
-        """The candidates, with what each says that it has: of windows and states the index does not know enough.
+        """Return the candidates with the numbers of blocks that they report themselves.
 
-        Without those that have left the fleet meanwhile. Raises NoReplica where all have.
+        The index does not know enough about sliding windows and recurrent states. Candidates that have left the fleet
+        meanwhile are dropped. Raises NoReplica if all have.
         """
         call = work.call(0, samples, is_strict=False)
         read = partial(read_matched, len(work.tokens(samples)))
@@ -172,7 +176,7 @@ class Chooser:
         return there
 
     def _is_there(self, one: Candidate) -> bool:
-        """Whether the replica is the one that it was when it became a candidate."""
+        """Return whether the candidate's slot still belongs to the same replica with the same fingerprint."""
         link = self._roster.at(one.slot)
         if link is None or link.url != one.name or link.fingerprint is None:
             return False

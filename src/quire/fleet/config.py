@@ -11,17 +11,17 @@ from quire.server.server_config import MAX_WAIT, HttpConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(HttpConfig):
-    """Whom a gateway serves with which replicas."""
+    """Options of a gateway: those of its HTTP server, and its replicas."""
 
     replicas: str = option("", "Replicas: URLs with commas between them, or dns://NAME:PORT of a headless service.")
     resume: str = option(
         "exact",
-        "What happens to an answer whose replica is lost: it goes on elsewhere, and ends with an error if the other "
-        "replica computes other bits (exact) or goes on nevertheless (any), or it ends with an error (never).",
+        "How to handle an answer whose replica is lost. exact: another replica continues it, and it ends with an error "
+        "if that replica's tokens differ. any: it continues even then. never: it ends with an error.",
         choices=("exact", "any", "never"),
     )
     patience: float = option(
-        10.0, "Seconds that a request waits for a replica while there is none.", lower=0.0, upper=MAX_WAIT
+        10.0, "Seconds that a request waits while no replica is available.", lower=0.0, upper=MAX_WAIT
     )
 
     def __post_init__(self) -> None:

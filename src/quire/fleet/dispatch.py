@@ -1,4 +1,4 @@
-"""Dispatch: the replicas of a fleet as one host of jobs. Who computes what, and who goes on when a replica is lost."""
+"""Dispatch: the replicas of a fleet as one host of jobs. Assigns requests, and moves those of lost replicas."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:  # its packages are an extra
 
 log = logging.getLogger("quire.fleet")
 
-MAX_PLACEMENTS = 256  # that are kept, so that people can see them
+MAX_PLACEMENTS = 256  # kept for the inspector
 
 
 class Fleet:
-    """A `Host` whose engines are elsewhere. The event loop's."""
+    """A `Host` whose engines run in the replicas. Only the event loop may use it."""
 
     def __init__(
         self, membership: Membership, secret: str, model: Fingerprint, first: Hello, config: GatewayConfig,
         metrics: FleetMetrics, traces: Traces | None,
     ) -> None:  # fmt: skip
-        """model, first: of the replica whose tokenizer the gateway has."""
+        """model, first: fingerprint and greeting of the replica whose tokenizer the gateway uses."""
         self.roster = Roster(membership, model, secret)
         self.placements: deque[Placement] = deque(maxlen=MAX_PLACEMENTS)  # the latest ones
         self._secret = secret.encode()
@@ -60,7 +60,7 @@ class Fleet:
         self._traces = traces
         self._tasks: set[asyncio.Task[Any]] = set()
         self._draining: set[Link] = set()
-        self._open: dict[Job, PatientTimer | None] = {}  # with its deadline
+        self._open: dict[Job, PatientTimer | None] = {}  # with the timer of its deadline
         self._works: dict[Generation, list[Work]] = {}
         self._assignments: dict[int, Assignment] = {}  # by flow
         self._chooser = Chooser(self.roster, secret, self._assignments)
@@ -70,23 +70,23 @@ class Fleet:
     # ---------------------------------------------------------------------------------------------------- as a Host
 
     def start(self) -> None:
-        """Connect to the members."""
+        """Connect to the members of the fleet."""
         self._spawn(self.roster.follow(self))
 
     async def stop(self) -> None:
-        """End. Who still waits gets an error."""
+        """Stop. Jobs that are still open end with an error."""
         self.end_all("the gateway is stopping")
         await end_tasks(self._tasks)
         await self.roster.stop()
 
     def end_all(self, why: str) -> None:
-        """End all jobs with an error, and take no others."""
+        """End all jobs with an error, and accept no others."""
         self._failure = why
         for job in list(self._open):
             self._close(job, engine_stopped(why))
 
     async def fingerprint(self) -> str | None:
-        """Return that of the replica whose tokenizer the gateway has."""
+        """Return the fingerprint of the replica whose tokenizer the gateway uses."""
         return self.roster.model.digest
 
     @property
@@ -100,7 +100,7 @@ class Fleet:
         return [job for job in self._open if isinstance(job, FleetSearch)]
 
     def check_alive(self) -> None:
-        """Raise ApiError (503) if this gateway has been stopped. It is alive without a replica."""
+        """Raise ApiError (503) if this gateway has been stopped. A gateway without replicas is alive."""
         if self._failure is not None:
             raise engine_stopped(self._failure)
 
@@ -112,7 +112,7 @@ class Fleet:
             raise no_replica(str(error)) from error
 
     def check_room(self, num_samples: int, name: str = "n") -> None:
-        """Raise ApiError, naming a field, if a replica takes fewer samples."""
+        """Raise ApiError, with the name of the field, for more samples than a replica accepts."""
         if self._failure is not None:
             raise engine_stopped(self._failure)
         if num_samples > (limit := self._first.max_samples):
@@ -120,16 +120,16 @@ class Fleet:
             raise ApiError(message, param=name)
 
     def check(self, request: Request) -> None:
-        """A replica checks it when it is submitted."""
+        """Do nothing: a replica checks the request when it is submitted."""
 
     def search(
         self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None
     ) -> FleetSearch:
-        """A beam search, not yet submitted. The replica says whether it could ever run."""
+        """Return a beam search, not yet submitted. The replica checks whether it can run."""
         return FleetSearch(name, prompt, params, salt, lora)
 
     async def submit(self, job: Job) -> None:
-        """Give a job to replicas. Raises ApiError if none can serve it."""
+        """Assign a job to replicas. Raises ApiError if none can serve it."""
         self.check_room(job.num_samples)
         if isinstance(job, FleetSearch):
             self._admit(job)
@@ -155,7 +155,7 @@ class Fleet:
             raise
 
     def abort(self, job: Job) -> None:
-        """Take a job back."""
+        """Abort a job."""
         if job not in self._open:
             return
         for work in self._works.get(job, []):  # type: ignore[call-overload]
@@ -171,7 +171,7 @@ class Fleet:
         self._open[job] = timer
 
     def _close(self, job: Job, error: ApiError | None = None) -> None:
-        """Let the one that waits for a job go on, and take back what replicas still do for it."""
+        """End a job: wake its waiter, and abort its assignments at replicas."""
         if job not in self._open:
             return
         timer = self._open.pop(job)
@@ -190,12 +190,15 @@ class Fleet:
         job.take([])
 
     def _give_up(self, assignment: Assignment, why: str, *, is_error: bool = False) -> None:
-        """Want nothing more of an assignment, and let its replica know."""
+        """Forget an assignment and abort it at its replica."""
         if self._forget(assignment, why, is_error=is_error) and assignment.link.is_up:
             self._spawn(self._abort(assignment.link, assignment.flow))
 
     def _forget(self, assignment: Assignment, why: str, *, is_error: bool = False) -> bool:
-        """Hear no more of an assignment. why: what traces say of it. False: that is so already."""
+        """Forget an assignment, so that its frames are ignored. Return False if it was forgotten already.
+
+        why: outcome for the trace.
+        """
         if self._assignments.pop(assignment.flow, None) is None:
             return False
         self.roster.index.settle(assignment.expectation)
@@ -207,16 +210,16 @@ class Fleet:
         return True
 
     async def _abort(self, link: Link, flow: int) -> None:
-        with suppress(LinkLost, Refused):  # with its session the replica forgets the call
+        with suppress(LinkLost, Refused):  # a lost session ends the call, too
             await link.post("/fleet/abort", {"flow": flow})
 
     # ---------------------------------------------------------------------------------------------------- placing
 
     async def _place(self, work: Work, cause: Cause, samples: Sequence[int] = (), without: Link | None = None) -> None:
-        """Let a replica compute these samples, or all that are open: together as long as nothing of them is known.
+        """Assign these samples, or all open ones, to a replica. They share a call until one of them has a token.
 
-        without: a replica that must not get them. Raises ApiError if all refuse, or none is there for a while. What has
-        begun waits for room as long as it takes.
+        without: a replica that must not get them. Raises ApiError if all refuse, or if no replica is available within
+        the patience. A request that has begun waits for room without a limit.
         """
         attempts = Attempts(self.roster, self._config.patience, without, work.requests[0].guide)
         while work.job in self._open:
@@ -271,7 +274,7 @@ class Fleet:
             if link.hello is not hello:
                 raise LinkLost(f"{link.url}: {link.failure}")
         except BaseException as error:
-            if isinstance(error, LinkLost) and assignment.is_placed:  # it was lost as one that runs
+            if isinstance(error, LinkLost) and assignment.is_placed:  # `lost` has moved it already
                 return
             self._give_up(assignment, "not taken", is_error=True)
             for sample, other in before.items():
@@ -284,11 +287,11 @@ class Fleet:
             raise
         if not assignment.is_placed:
             self._placed(assignment)
-        if self._assignments.get(flow) is not assignment:  # it ended, or was taken back, meanwhile
+        if self._assignments.get(flow) is not assignment:  # it ended or was aborted meanwhile
             self._spawn(self._abort(link, flow))
 
     def _let_go(self, job: Generation) -> None:
-        """Let a stream begin at any replica that its client's last event allows, if none has or may have taken it."""
+        """Allow a stream any replica that its client's last event allows, unless one has or may have accepted it."""
         works = self._works.get(job, ())
         if isinstance(job, NumberedStream) and not any(one.is_admitted or one.assigned for one in works):
             job.fingerprint = ""
@@ -296,7 +299,7 @@ class Fleet:
                 one.wanted_fingerprint = job.wanted_fingerprint
 
     def _placed(self, assignment: Assignment) -> None:
-        """A replica has taken a call: it has said so, or something has come of it before that."""
+        """Record that a replica accepted a call: it answered so, or a frame of the call arrived before the answer."""
         assignment.is_placed = assignment.work.is_admitted = True
         self._metrics.routed(assignment.link.url, assignment.placement.choice)
         self.placements.append(assignment.placement)
@@ -305,11 +308,11 @@ class Fleet:
             other.samples.discard(sample)
             if not other.samples:
                 self._give_up(other, "moved")
-        if assignment.link in self._draining:  # it began to after it had taken this
+        if assignment.link in self._draining:  # it began to drain after it had accepted this
             self._spawn(self._empty(assignment.link))
 
     async def _search(self, job: FleetSearch) -> None:
-        """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
+        """Run a beam search at a replica. If it is lost, another one restarts the search, with the same result."""
         context = None if self._traces is None else self._traces.current()
         attempts, cause, num_lost = Attempts(self.roster, self._config.patience), NEW, 0
         while True:
@@ -330,7 +333,8 @@ class Fleet:
                 if num_lost > MOST_LOST:
                     message = f"{num_lost} replicas in a row were lost with the beam search"
                     raise no_replica(f"{message}, the last one at {link.url}") from error
-                attempts = Attempts(self.roster, self._config.patience)  # which begins anew: the search took its time
+                # The patience begins again, since the search may have run for long.
+                attempts = Attempts(self.roster, self._config.patience)
                 attempts.lost(link)
                 cause = Cause("lost", link.url)
                 self._metrics.resumed("lost")
@@ -342,8 +346,8 @@ class Fleet:
             await self._search(job)
         except ApiError as error:
             self._close(job, error)
-        except Exception as error:  # a client must not wait for ever
-            log.exception("a search cannot go on")
+        except Exception as error:  # without this the client would wait forever
+            log.exception("a search cannot continue")
             self._close(job, internal_error(error))
         else:
             self._close(job)
@@ -351,15 +355,15 @@ class Fleet:
     # ------------------------------------------------------------------------------------ as the Listener of its links
 
     def connected(self, link: Link) -> None:
-        """A replica has said what it is."""
+        """Add a replica whose greeting arrived."""
         if not self.roster.connected(link):
             self._metrics.left_out(link.url)
             return
-        for other in self._draining:  # what found no other place may find one now
+        for other in self._draining:  # requests that had to stay there may move now
             self._spawn(self._empty(other))
 
     def frames(self, link: Link, frames: Sequence[Frame]) -> None:
-        """What came to calls in a step. A client gets what is new of all its samples together."""
+        """Take in the frames of a step. A client gets the deltas of all its samples together."""
         grown: dict[Generation, dict[Work, None]] = {}
         try:
             for frame in frames:
@@ -368,12 +372,12 @@ class Fleet:
                     self._metrics.late()
                 elif self._enter(assignment, frame):
                     grown.setdefault(assignment.work.job, {})[assignment.work] = None
-        finally:  # what was entered is a client's, whatever comes after it
+        finally:  # frames that were entered are delivered even if a later one is invalid
             for job, works in grown.items():
                 self._report(job, works)
 
     def _enter(self, assignment: Assignment, frame: Frame) -> bool:
-        """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
+        """Take in a frame. Return False if it has nothing new. Raises WireError for an invalid one."""
         work = assignment.work
         is_new = work.enter(frame)
         if not assignment.is_placed:
@@ -402,20 +406,20 @@ class Fleet:
         return True
 
     def _report(self, job: Generation, works: Iterable[Work]) -> None:
-        """Let a job know which of its outputs have grown; after that it may end."""
+        """Deliver the deltas of a job's outputs, and close the job if all its samples have ended."""
         if job not in self._open:
             return
         try:
             if deltas := [delta for work in works for delta in job.news(work.output)]:
                 job.take(deltas)
-        except Exception as error:  # no fault of the replica's
+        except Exception as error:  # not the replica's fault
             log.exception("an answer cannot be made")
             self._close(job, internal_error(error))
         if job.num_open == 0:
             self._close(job)
 
     def _token_came(self, assignment: Assignment, sample: int) -> None:
-        """A new token of a sample came: how long that took is counted where it is the first from this replica."""
+        """Record a new token of a sample. If it is the first one from this replica, measure how long it took."""
         work, placement, now = assignment.work, assignment.placement, time.monotonic()
         work.num_lost = 0
         if sample not in assignment.heard:
@@ -430,7 +434,7 @@ class Fleet:
         work.last_tokens[sample] = now
 
     def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:
-        """A call has ended before its samples did."""
+        """Handle a call that failed before its samples ended."""
         assignment = self._assignments.get(flow)
         if assignment is None or assignment.link is not link:
             self._metrics.late()
@@ -440,29 +444,29 @@ class Fleet:
             self._close(assignment.work.job, client_error(Refused(status, body)))
 
     def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
-        """The blocks that a replica holds, or what happened to them."""
+        """Take in a snapshot of a replica's blocks, or events of them."""
         self.roster.blocks(link, snapshot, events)
 
     def started(self, link: Link, flows: Sequence[int]) -> None:
-        """The replica's state counts these calls."""
+        """Mark calls that the replica's state counts."""
         for flow in flows:
             assignment = self._assignments.get(flow)
             if assignment is not None and assignment.link is link:
                 assignment.is_seen = True
 
     def changed(self, link: Link) -> None:
-        """A replica's state is another one."""
+        """Handle a new state of a replica."""
         self.roster.changed()
         if link.state is not None and link.state.draining and link not in self._draining:
             self._draining.add(link)
             self._spawn(self._empty(link))
 
     def contradicted(self, link: Link) -> None:
-        """A replica has sent what cannot be."""
+        """Count a message of a replica that is invalid or contradicts an earlier one."""
         self._metrics.contradicted(link.url)
 
     def lost(self, link: Link) -> None:
-        """Whatever a replica was asked for is asked of others."""
+        """Move all calls of a lost replica to others."""
         self._draining.discard(link)
         self.roster.lost(link)
         self._metrics.lost(link.url)
@@ -483,7 +487,7 @@ class Fleet:
             self._close(work.job, no_replica(f"{message}, the last one at {assignment.link.url}"))
             return
         self._metrics.resumed(why)
-        if not assignment.is_moving:  # else its move goes on, or ends in the same
+        if not assignment.is_moving:  # else `_move` continues, or resumes it itself
             self._spawn(self._resume(work, samples, Cause(why, assignment.link.url)))
 
     async def _resume(self, work: Work, samples: Sequence[int], cause: Cause) -> None:
@@ -491,14 +495,14 @@ class Fleet:
             await self._place(work, cause, samples)
         except ApiError as error:
             self._close(work.job, error)
-        except Exception as error:  # a client must not wait for ever
-            log.exception("a request cannot go on")
+        except Exception as error:  # without this the client would wait forever
+            log.exception("a request cannot continue")
             self._close(work.job, internal_error(error))
 
     async def _empty(self, link: Link) -> None:
-        """Let others go on with what a draining replica computes. What has no other place stays."""
+        """Move a draining replica's requests to others. Those that no other replica accepts stay."""
         moving = [one for one in self._assignments.values() if one.link is link and one.is_placed and not one.is_moving]
-        for one in moving:  # before another of these tasks runs: what is moved twice is computed twice
+        for one in moving:  # before another task runs `_empty`: a request that is moved twice is computed twice
             one.is_moving = True
         reasons = await asyncio.gather(*map(self._move, moving))
         stay = [why for why in reasons if why is not None]
@@ -506,7 +510,7 @@ class Fleet:
             log.warning("%d requests stay at %s, which is draining: %s", len(stay), link.url, stay[0])
 
     async def _move(self, assignment: Assignment) -> str | None:
-        """Let another replica go on with an assignment. Returns why that is not possible."""
+        """Move an assignment to another replica. Return the reason if that is not possible."""
         work, link, cause = assignment.work, assignment.link, Cause("drained", assignment.link.url)
         samples, why = sorted(assignment.samples), None
         try:

@@ -1,4 +1,4 @@
-"""Gateway: OpenAI's API in front of a fleet. It makes prompts and answers; replicas compute what lies between."""
+"""Gateway: OpenAI's API in front of a fleet. It makes prompts and answers; replicas compute the tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from quire.text import RequestOutput, find_tokenizer
 
 log = logging.getLogger("quire.fleet")
 
-# Answers of what is no replica of the fleet, however often it is asked.
+# Statuses of a server that is not a replica of this fleet and never will be.
 NEVER = MappingProxyType(
     {
         HTTPStatus.UNAUTHORIZED: "it has another secret",
@@ -69,13 +69,13 @@ MAX_KEY = 256  # characters of an Idempotency-Key
 
 
 class FleetService(Service):
-    """A service whose requests have names that outlive the gateway, so that another one can go on with a stream."""
+    """A service whose requests have names that outlive the gateway, so that another gateway can continue a stream."""
 
     def identity(self, request: HttpRequest, kind: str) -> Identity:
-        """The name that the client's own headers give the request, or a new one.
+        """Return the name that the client's headers give the request, or a new one.
 
-        Last-Event-ID: the last event that the client has of a stream. Idempotency-Key: the same key, the same name,
-        and so the same seed. Raises ApiError for a header that is none.
+        Last-Event-ID: the last event of a stream that the client received. Idempotency-Key: the same key gives the same
+        name, and so the same seed. Raises ApiError for an invalid header.
         """
         last, key = last_event(request.headers.get("last-event-id")), request.headers.get("idempotency-key")
         if last is not None:
@@ -92,11 +92,11 @@ class FleetService(Service):
     def stream(
         self, request: HttpRequest, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]]
     ) -> Stream:
-        """A stream that goes on after the client's last event."""
+        """Return a stream that continues after the client's last event."""
         return NumberedStream(identity, prompts, last_event(request.headers.get("last-event-id")))
 
     async def compiled(self, client: str, spec: Spec, field: str) -> Guide:
-        """The replica compiles it."""
+        """Return the grammar uncompiled: the replica compiles it."""
         return FarGuide(spec, field)
 
 
@@ -105,17 +105,17 @@ class FleetService(Service):
 
 @dataclass(frozen=True)
 class Found:
-    """What the first replica has said of the model."""
+    """The model as the first replica describes it."""
 
     hello: Hello
-    files: dict[str, str]  # that prompts are made with
+    files: dict[str, str]  # contents by name: tokenizer, its settings and the chat template
 
 
 class FleetServer:
-    """Serves a fleet under one address, from the search for its model to its end."""
+    """Serves a fleet under one address: waits for a replica, starts the gateway, and runs it until it is stopped."""
 
     def __init__(self, membership: Membership, config: GatewayConfig, tell: Callable[[str], None]) -> None:
-        """tell: is given the lines that say what is served."""
+        """`tell`: called with each status line, such as the address."""
         self._membership = membership
         self._config = config
         self._tell = tell
@@ -125,7 +125,7 @@ class FleetServer:
     def run(self) -> None:
         """Serve until `stop`, or until a signal, which ends the process.
 
-        Raises QuireError where an option cannot be honoured; nothing was served then.
+        Raises QuireError, before anything is served, if an option cannot be honoured.
         """
         listening = listen(self._config.host, self._config.port)
         allow_connections()
@@ -134,10 +134,10 @@ class FleetServer:
             found = asyncio.run(self._find())
             if found is None:
                 return
-            with TemporaryDirectory(prefix="quire-gateway-") as directory:  # gone before a signal can end the process
+            with TemporaryDirectory(prefix="quire-gateway-") as directory:  # removed before a signal ends the process
                 gateway = build_gateway(self._membership, self._config, found, Path(directory))
             gc.collect()
-            gc.freeze()  # what is loaded stays: no token has to wait until the collector has looked through it
+            gc.freeze()  # loaded objects stay, so the collector need not scan them while tokens wait
 
             def ready() -> None:
                 host, port = listening.getsockname()[:2]
@@ -152,16 +152,16 @@ class FleetServer:
             listening.close()
 
     def stop(self) -> None:
-        """Take no further connections. `run` returns when open answers have ended, or their time is over.
+        """Accept no further connections. `run` returns when open answers have ended or the shutdown timeout is over.
 
-        May be called by any thread, at any time.
+        Thread-safe; may be called at any time.
         """
         self._is_stopped = True
         if self._server is not None:
             self._server.should_exit = True
 
     async def _find(self) -> Found | None:
-        """What the first replica that answers says of its model; None: this is stopped."""
+        """Return the model of the first replica that answers; None if the server is stopped meanwhile."""
         finding = asyncio.create_task(find_model(self._membership, self._config))
         while not self._is_stopped:
             await asyncio.wait([finding], timeout=ASK_AGAIN)
@@ -172,7 +172,7 @@ class FleetServer:
 
 @dataclass
 class Gateway:
-    """What a gateway is made of."""
+    """The components of a gateway."""
 
     service: FleetService
     fleet: Fleet
@@ -180,19 +180,19 @@ class Gateway:
     watch: FleetWatch
 
     def app(self) -> FastAPI:
-        """The application that serves it."""
+        """Return the ASGI application."""
         return build_app(self.service, self.metrics, [self.watch.router()])
 
 
 class GatewayServer(Listening):
-    """Lets open answers end before it does, and the streams that never end go first."""
+    """Waits for open answers before it stops. Inspector streams, which never end by themselves, are closed first."""
 
     def __init__(self, settings: uvicorn.Config, gateway: Gateway, ready: Callable[[], None]) -> None:
         super().__init__(settings, ready, gateway.service.config.shutdown_timeout)
         self._gateway = gateway
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what is running, then end."""
+        """Finish the running answers, then stop."""
         gateway = self._gateway
         gateway.service.draining = True
         gateway.watch.close()
@@ -203,7 +203,7 @@ class GatewayServer(Listening):
 
 
 def build_gateway(membership: Membership, config: GatewayConfig, found: Found, directory: Path) -> Gateway:
-    """A gateway whose fleet is not started. directory: an empty one, for the files of the model until this returns."""
+    """Return a gateway whose fleet is not started. directory: an empty one, needed until this returns."""
     hello = found.hello
     for name, text in found.files.items():
         (directory / name).write_text(text, "utf-8")
@@ -232,9 +232,9 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
 
 
 async def find_model(membership: Membership, config: GatewayConfig) -> Found:
-    """What the first replica that answers says of its model; waits for one.
+    """Wait for a replica that answers and return its model.
 
-    Raises ConfigError where one refuses the fleet's secret, or is no replica.
+    Raises ConfigError if one refuses the fleet's secret or is not a replica.
     """
     headers = {"Authorization": f"Bearer {config.fleet_secret}"}
     timeout = aiohttp.ClientTimeout(total=10, sock_connect=2)
@@ -263,7 +263,7 @@ async def find_model(membership: Membership, config: GatewayConfig) -> Found:
 
 
 async def _asked(http: aiohttp.ClientSession, member: Member) -> Found | None:
-    """What a member says of its model; None: nothing yet. Raises ConfigError where it will never answer."""
+    """Return the model of a member; None if it is not ready. Raises ConfigError if it can never answer."""
     try:
         async with http.get(f"{member.url}/fleet/model") as answer:
             if (why := NEVER.get(HTTPStatus(answer.status))) is not None:

@@ -1,26 +1,26 @@
-"""What a loaded model is to a fleet: the fingerprint of its files, options, libraries and bits.
+"""Fingerprint of a loaded model: a digest of its files, options, libraries and computed bits.
 
-An option of EngineConfig or CacheConfig is in a part as what it comes to, so that `auto` and its outcome are one. Or it
-is left out, since no token, logprob or digest of a block depends on it:
+An option of EngineConfig or CacheConfig is included with its resolved value, so `auto` and the value that it resolves
+to give the same fingerprint. Or it is left out, since no token, logprob or digest of a block depends on it:
 
-    in    dtype, kv_cache_dtype                  what numbers are rounded to
+    in    dtype, kv_cache_dtype                  the types that numbers are rounded to
           quantization, quantization_head, quantization_activations
           block_size                             digests are of whole blocks
           lora                                   the adapters, by name and weights
           max_model_len                          ends sequences, and chooses longrope's factors
-          attention_backend, model_impl          whose operators and layers compute
-    out   model, gguf_file, tokenizer            where the files lie; their contents are in
+          attention_backend, model_impl          the operators and layers that compute
+    out   model, gguf_file, tokenizer            paths of the files; their contents are in
           tensor_parallel_size                   how many processes compute: no sum is divided among them
-          device, prefetch                       which GPU, how memory is fetched; what is computed there is probed
-          reproducible                           where bits need it, there is no fingerprint without it
+          device, prefetch                       the GPU, how memory is fetched; its results are probed
+          reproducible                           if bits depend on it, there is no fingerprint without it
           max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, num_speculative_tokens
-                                                 which rows are computed together: they keep their bits
-          enable_lora, max_loras, max_lora_rank  what else could be loaded
+                                                 the rows of a batch: results are batch-invariant
+          enable_lora, max_loras, max_lora_rank  limits of further adapters
           generation_config                      a gateway sends all of a request's sampling with it
-          seed                                   of requests without one; a gateway gives one to each
+          seed                                   for requests without one; a gateway gives one to each
           num_blocks, kv_cache_memory, enable_prefix_caching, preemption, swap_space, state_snapshot_interval,
           kv_disk, kv_disk_space
-                                                 what is kept, moved or computed again, with the same bits
+                                                 blocks that are kept, moved or recomputed, with the same bits
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from quire.llm import LLM
 
 log = logging.getLogger("quire.fleet")
 
-LIBRARIES = ("tokenizers", "llguidance")  # that cut texts into tokens, and say which token may follow
+LIBRARIES = ("tokenizers", "llguidance")  # they tokenize texts and constrain the next token
 
 
 def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
-    """The fingerprint of a loaded model with that chat template, by its source. Takes a part of a second.
+    """Return the fingerprint of a loaded model. Takes less than a second.
 
-    Of weights only a part is read, see `weights_digest`. Nothing of the engine is used, so it may be running.
+    Only a part of the weights is read, see `weights_digest`. The engine is not used, so it may be running.
+    template: the source of the chat template.
 
-    Raises ConfigError where a request's bits depend on its batch, so that no other replica can go on with it, and
+    Raises ConfigError if the model is not batch-invariant, since no other replica could continue its requests, and
     ModelError for files that cannot be read any more.
     """
     own = (llm.decoder, llm.files, llm.backend, llm.config)
@@ -55,10 +56,10 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
 
 
 def system_fingerprint(llm: LLM, template: str | None, loras: Mapping[str, str]) -> Fingerprint | None:
-    """Return the fingerprint that answers name as their system's; None where that is not known, which is logged.
+    """Return the fingerprint for the `system_fingerprint` of answers. If it is unknown, log that and return None.
 
-    It is that of `replica_fingerprint`. Where a row's bits depend on its batch there is none; then nothing is probed,
-    and the device's name is a part. The engine may be running, and may load adapters.
+    It is that of `replica_fingerprint`. A model that is not batch-invariant has none of these; then nothing is probed,
+    and the device's name is a part instead. The engine may be running and may load adapters.
 
     Args:
         llm: the loaded model.
@@ -74,14 +75,14 @@ def system_fingerprint(llm: LLM, template: str | None, loras: Mapping[str, str])
         else:
             parts = bits_parts(*own, llm.engine.scheduler.manager)
         return Fingerprint(parts | _text_parts(llm, template) | _adapters_part(loras))
-    except Exception as error:  # an answer is no worse without it
+    except Exception as error:  # answers are valid without it
         trace = None if isinstance(error, QuireError) else error
         log.warning("answers have no system_fingerprint: %s", error, exc_info=trace)
         return None
 
 
 def with_adapters(fingerprint: Fingerprint, loras: Mapping[str, str]) -> Fingerprint:
-    """Return the fingerprint of the same replica with these adapters. loras: digests of their weights, by name."""
+    """Return the fingerprint of the replica with these adapters. loras: digests of their weights, by name."""
     return Fingerprint({**fingerprint.parts, **_adapters_part(loras)})
 
 
@@ -90,7 +91,7 @@ def _adapters_part(loras: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text_parts(llm: LLM, template: str | None) -> dict[str, str]:
-    """Return what tokens are made of, and what of them ends an answer. Raises ConfigError for an unknown version."""
+    """Return the parts for tokenizer, template, end tokens and libraries. Raises ConfigError for an unknown version."""
     return {
         "tokenizer": NONE if llm.tokenizer is None else short_digest(llm.tokenizer.json().encode()),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
@@ -104,6 +105,6 @@ def _device_name(device: str) -> str:
 
 
 def lora_digests(llm: LLM) -> dict[str, str]:
-    """Return the digests of the adapters' weights, by name. No other thread may load one meanwhile."""
+    """Return the digests of the adapters' weights, by name. No other thread may load an adapter meanwhile."""
     loras = llm.engine.loras
     return {} if loras is None else {name: lora.digest for name, lora in loras.by_name.items()}

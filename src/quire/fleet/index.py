@@ -1,4 +1,4 @@
-"""FleetIndex: which replica holds which block."""
+"""FleetIndex: the blocks that each replica holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SLOTS = 256  # replicas of one gateway
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """Blocks that a replica will hold soon, for a request was routed there. FleetIndex.settle takes them back."""
+    """Blocks that a replica will hold soon, since a request was routed there. FleetIndex.settle removes them."""
 
     slot: int
     digests: tuple[int, ...]
@@ -24,38 +24,38 @@ class FleetIndex:
     A digest is an integer of 8 bytes that names a block and, by its chain, all blocks before it. A slot is a replica's
     number, 0..255.
 
-    A replica's events say what it holds. What it is expected to hold is counted apart: a block that is stored and
-    evicted again is still expected, and one that is no longer expected is still held. For `runs` both are the same.
+    Held blocks come from a replica's events. Expected blocks are counted separately: a block that was stored and
+    evicted again is still expected, and one that is no longer expected is still held. `runs` counts both.
     """
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}  # digest -> mask of the slots that hold it; never 0
-        self._held: dict[int, set[int]] = {}  # slot -> digests: the same, so that a slot is cleared without a scan
+        self._held: dict[int, set[int]] = {}  # slot -> digests: the inverse, so that a slot is cleared without a scan
         self._expecting: dict[int, int] = {}  # digest -> mask of the slots that are expected to hold it; never 0
         self._expected: dict[tuple[int, int], int] = {}  # (slot, digest) -> how often; never 0
         self._open: set[Expectation] = set()
 
     def __len__(self) -> int:
-        """Digests that at least one replica holds."""
+        """Return the number of digests that at least one replica holds."""
         return len(self._holders)
 
     def num_held(self, slot: int) -> int:
-        """Blocks that the replica holds, without those that it is expected to."""
+        """Return the number of blocks that the replica holds, without expected ones."""
         return len(self._held.get(slot, ()))
 
-    # ----------------------------------------------------------------------------------------- what replicas hold
+    # ----------------------------------------------------------------------------------------------- held blocks
 
     def store(self, slot: int, digests: Iterable[int]) -> None:
-        """The replica holds these blocks from now on. Raises BadValue for a slot that is not in 0..255."""
+        """Record that the replica holds these blocks. Raises BadValue for a slot that is not in 0..255."""
         check_slot(slot)
         held, holders, bit = self._held.setdefault(slot, set()), self._holders, 1 << slot
         for digest in digests:
             held.add(digest)
             others = holders.get(digest)
-            holders[digest] = bit if others is None else others | bit  # most have one holder: they share its number
+            holders[digest] = bit if others is None else others | bit  # most have one holder and share this integer
 
     def remove(self, slot: int, digests: Iterable[int]) -> None:
-        """The replica no longer holds these blocks. One that it did not hold is no error: a snapshot may be newer."""
+        """Record that the replica no longer holds these blocks. Ignore others: a snapshot may be newer."""
         held = self._held.get(slot, set())
         for digest in digests:
             if digest in held:
@@ -65,23 +65,23 @@ class FleetIndex:
             self._held.pop(slot, None)
 
     def clear(self, slot: int) -> None:
-        """The replica holds nothing: its cache was cleared, or it is gone. What is expected of it stays."""
+        """Record that the replica holds nothing: its cache was cleared, or it is gone. Expectations stay."""
         for digest in self._held.pop(slot, ()):
             _drop_bit(self._holders, digest, 1 << slot)
 
     def replace(self, slot: int, digests: Iterable[int]) -> None:
-        """The replica holds these blocks and no others: a snapshot. Costs as much as what it changes, and one walk."""
+        """Set the blocks of a replica from a snapshot. Costs one walk and the number of changes."""
         now, before = set(digests), self._held.get(slot, set())
         self.remove(slot, before - now)
         self.store(slot, now - before)
 
-    # ------------------------------------------------------------------------------------ what they will hold soon
+    # ------------------------------------------------------------------------------------------- expected blocks
 
     def expect(self, slot: int, digests: Iterable[int]) -> Expectation:
-        """Count blocks as held by a replica to which a request with them was routed, until `settle`.
+        """Count blocks as held by a replica to which a request was routed, until `settle`.
 
-        Expectations nest: a block is expected as long as one of them is open. Raises BadValue for a slot that is not in
-        0..255.
+        Expectations nest: a block is expected while at least one of them is open. Raises BadValue for a slot that is
+        not in 0..255.
         """
         check_slot(slot)
         made = Expectation(slot, tuple(digests))
@@ -92,7 +92,7 @@ class FleetIndex:
         return made
 
     def settle(self, expectation: Expectation) -> None:
-        """Take an expectation back, once its request has ended or gone elsewhere. Raises BadValue the second time."""
+        """Remove an expectation when its request has ended or moved. Raises BadValue the second time."""
         if expectation not in self._open:
             raise BadValue(
                 f"an expectation of {len(expectation.digests)} blocks in slot {expectation.slot} is not open; "
@@ -109,19 +109,19 @@ class FleetIndex:
     # --------------------------------------------------------------------------------------------------- reading
 
     def runs(self, digests: Iterable[int], besides: FleetIndex | None = None) -> dict[int, int]:
-        """For each slot that holds the first block, or is expected to: how many leading blocks it holds.
+        """Return the number of leading blocks of each slot that holds the first block or is expected to.
 
-        digests: of a prompt's full blocks, in order. besides: what the slots hold elsewhere, which counts as well. One
-        walk serves all replicas: O(blocks + replicas).
+        digests: those of a prompt's full blocks, in order. `besides`: another index, such as that of the disks, whose
+        blocks count as well. One walk serves all replicas: O(blocks + replicas).
         """
         return _runs(digests, self._holders, self._expecting, {} if besides is None else besides._holders)
 
     def held_runs(self, digests: Iterable[int], besides: FleetIndex) -> dict[int, int]:
-        """As `runs`, without the blocks that are only expected."""
+        """Return the same as `runs` without the blocks that are only expected."""
         return _runs(digests, self._holders, {}, besides._holders)
 
     def audit(self) -> None:
-        """Prove that all tables say the same. Raises BadValue where they do not."""
+        """Check that all tables agree. Raises BadValue if they do not."""
         holders: dict[int, int] = {}
         for slot, held in self._held.items():
             for digest in held:
@@ -135,7 +135,7 @@ class FleetIndex:
                 expected[one.slot, digest] = expected.get((one.slot, digest), 0) + 1
                 expecting[digest] = expecting.get(digest, 0) | 1 << one.slot
         if expected != self._expected or expecting != self._expecting:
-            raise BadValue("the fleet index expects other blocks than its open expectations say")
+            raise BadValue("the fleet index expects other blocks than its open expectations have")
 
 
 def check_slot(slot: int) -> None:
@@ -145,7 +145,7 @@ def check_slot(slot: int) -> None:
 
 
 def _runs(digests: Iterable[int], a: dict[int, int], b: dict[int, int], c: dict[int, int]) -> dict[int, int]:
-    """How many leading blocks each slot has in any of these tables of masks."""
+    """Return the number of leading blocks that each slot has in any of these tables of masks."""
     runs: dict[int, int] = {}
     mask, count = (1 << MAX_SLOTS) - 1, 0
     for digest in digests:
@@ -163,7 +163,7 @@ def _runs(digests: Iterable[int], a: dict[int, int], b: dict[int, int], c: dict[
 
 
 def _drop_bit(masks: dict[int, int], digest: int, bit: int) -> None:
-    """Take a bit out of the digest's mask, which has it. An empty mask takes no memory."""
+    """Clear a bit of the digest's mask, in which it is set. Delete an empty mask to free its memory."""
     left = masks[digest] ^ bit
     if left:
         masks[digest] = left
@@ -172,7 +172,7 @@ def _drop_bit(masks: dict[int, int], digest: int, bit: int) -> None:
 
 
 def _slots(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, in ascending order."""
+    """Yield the numbers of the bits that are set, in ascending order."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

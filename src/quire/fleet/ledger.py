@@ -1,7 +1,7 @@
-"""Ledger: what is known of one sample, whichever replicas it came from.
+"""Ledger: the output of one sample, collected from all replicas that computed it.
 
 A sample's answer is a function of its prompt, seed and options. Each replica computes a part of it, some parts twice,
-and a ledger takes each token once, in order. What a client receives comes from it alone, after it was entered.
+and a ledger takes each token once, in order. A client receives only tokens that were entered here before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.text import CompletionOutput, Logprob
 
 
 class Ledger:
-    """The entries of one sample: its output, as the client sees it."""
+    """The output of one sample, as the client sees it."""
 
     def __init__(self, output: CompletionOutput, has_logprobs: bool) -> None:
         self.output = output
@@ -26,10 +26,10 @@ class Ledger:
         return self.output.token_ids
 
     def enter(self, frame: Frame) -> bool:
-        """Take in a frame. False: there is nothing new in it.
+        """Take in a frame. Return False if it has nothing new.
 
-        What is known already is compared. Raises WireError, entering nothing, where it differs, where tokens are
-        missing before the frame, and where it goes on after the end.
+        The part that is already known is compared. Raises WireError, entering nothing, if it differs, if tokens are
+        missing before the frame, or if the frame has tokens after the end.
         """
         output = self.output
         is_next = frame.at == len(output.token_ids) and frame.characters == len(output.text)
@@ -45,7 +45,7 @@ class Ledger:
         return bool(tokens or text)
 
     def _unknown(self, frame: Frame) -> tuple[list[int], str]:
-        """What of a frame is not known yet; its logprobs are entered. Raises WireError."""
+        """Return the new tokens and text of a frame, and enter its logprobs. Raises WireError."""
         output = self.output
         known, known_text = len(output.token_ids) - frame.at, len(output.text) - frame.characters
         if known < 0 or known_text < 0:
@@ -58,7 +58,7 @@ class Ledger:
         tokens, text = frame.tokens[known:], frame.text[known_text:]
         if output.finished:
             if tokens or text:
-                raise WireError(f"{_place(frame)} goes on after the end")
+                raise WireError(f"{_place(frame)} has tokens or text after the end")
             return [], ""
         if frame.end is not None and (known > len(frame.tokens) or known_text > len(frame.text)):
             raise WireError(f"{_place(frame)} is an end, and {len(output.token_ids)} tokens are known")
@@ -78,7 +78,7 @@ class Ledger:
 
 
 def position(candidates: list[list[Any]], frame: Frame) -> dict[int, Logprob]:
-    """The logprobs at one position. Raises WireError for what is none."""
+    """Return the logprobs at one position. Raises WireError for invalid ones."""
     try:
         return {token: Logprob(float(logprob), rank, text) for token, logprob, rank, text in candidates}
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,7 +1,7 @@
-"""Lines: an answer over HTTP that goes on, each line of which is taken where it is read.
+"""Read a long HTTP response line by line, inside the protocol's callback.
 
-A client for all purposes hands what it reads to a task, and sets a timer each time. That costs a gateway more than what
-a step brings.
+A general HTTP client passes data on to a task and sets a timer for each read. For a gateway that costs more than the
+processing of a step's frames.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import httptools
 from quire.fleet.wire import WireError
 from quire.server.http.timers import PatientTimer
 
-# Bytes of a line, of an answer's head, and of one that refuses. The longest lines are snapshots: 21 bytes a block.
+# Most bytes of a line, of a response's head, and of an error's body. The longest lines are snapshots: 21 bytes a block.
 MAX_LINE = 2**28
 
 
 class HttpRefused(Exception):
-    """The answer has another status than 200."""
+    """The response has a status other than 200."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP status {status}")
@@ -31,12 +31,12 @@ class HttpRefused(Exception):
 async def read_lines(
     url: str, headers: Mapping[str, str], take: Callable[[bytes], None], *, connect: float, silence: float
 ) -> None:
-    """Post nothing to a URL, and take the lines of the answer until it ends.
+    """Send an empty POST to a URL, and call `take` for each line of the response until it ends.
 
-    connect: seconds in which a connection must be made. silence: seconds without a byte that are an error, see
+    connect: timeout of the connection in seconds. silence: seconds without a byte after which reading fails, see
     PatientTimer.
-    Raises HttpRefused, WireError for a line of more than MAX_LINE bytes, OSError where the connection fails,
-    asyncio.TimeoutError, and what `take` raises.
+    Raises HttpRefused, WireError for a line of more than MAX_LINE bytes, OSError if the connection fails,
+    asyncio.TimeoutError, and any error of `take`.
     """
     parts = urlsplit(url)
     if parts.hostname is None or parts.port is None:
@@ -65,19 +65,19 @@ class _Reader(asyncio.Protocol):
         self._silence = silence
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0
-        self._rest = bytearray()  # what has come of a line, or of an answer that refuses
-        self._num_open = 0  # bytes that were read after those with which the last line ended
-        self._heard = 0.0  # s of the loop's clock, when something came last
+        self._rest = bytearray()  # the received part of a line, or of an error's body
+        self._num_open = 0  # bytes received after the read that completed the last line
+        self._heard = 0.0  # s of the loop's clock, when data arrived last
         self._timer: PatientTimer | None = None  # while there is a connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Ask."""
+        """Send the request."""
         self._heard = self._loop.time()
         self._timer = PatientTimer(self._silence, self._check)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Take the lines that are whole."""
+        """Take the complete lines."""
         self._heard = self._loop.time()
         if self.ended.done():
             return
@@ -85,14 +85,14 @@ class _Reader(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            own = error.__context__  # what a line has raised
+            own = error.__context__  # the error that `take` raised
             is_own = isinstance(own, Exception) and not isinstance(own, httptools.HttpParserError)
-            self._end(own if is_own else ConnectionError(f"it answers what is no HTTP: {error}"))
+            self._end(own if is_own else ConnectionError(f"its answer is not HTTP: {error}"))
         if (num_open := max(self._num_open, len(self._rest))) > MAX_LINE:
             self._end(WireError(f"{num_open} bytes have come without the end of a line; the most is {MAX_LINE}"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Nothing more comes."""
+        """End: the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
         self._end(error or ConnectionError("it has closed the connection"))
@@ -100,24 +100,24 @@ class _Reader(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------ the parser's calls
 
     def on_headers_complete(self) -> None:
-        """The answer begins."""
+        """Store the status of the response."""
         self._status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the answer has come."""
+        """Split a chunk of the response into lines."""
         first, *others = body.split(b"\n") if self._status == 200 else [body]
-        self._rest += first  # in place: a line may come in many pieces
+        self._rest += first  # in place, since a line may arrive in many chunks
         for other in others:
             line, self._rest, self._num_open = bytes(self._rest), bytearray(other), 0
             if not self.ended.done():
                 self._take(line)
 
     def on_message_complete(self) -> None:
-        """The answer has ended."""
+        """End: the response is complete."""
         self._end(None if self._status == 200 else HttpRefused(self._status, bytes(self._rest)))
 
     def _check(self) -> None:
-        """End it where nothing has come for too long: one timer, however often something comes."""
+        """End if no data arrived for too long. One timer is enough, however often data arrives."""
         left = self._heard + self._silence - self._loop.time()
         if left <= 0:
             self._end(asyncio.TimeoutError())

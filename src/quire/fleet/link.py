@@ -32,71 +32,71 @@ from quire.fleet.wire import (
 
 log = logging.getLogger("quire.fleet")
 
-CONNECT = 2.0  # s in which a connection must be made
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s before a replica that is lost is asked again
-# Codes of replicas that others can stand in for. One that does not know the session has just ended it.
+CONNECT = 2.0  # s, timeout of a connection
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s before the next attempt to connect to a lost replica
+# Error codes after which another replica can serve the call. One that does not know the session has just ended it.
 BUSY = ("draining", "engine_stopped", "engine_stuck", "unknown_session")
-LONGEST_DISTRUST = 60.0  # s, of one that contradicts itself
+LONGEST_DISTRUST = 60.0  # s, the longest pause after a contradiction
 ERRORS = frozenset(status for status in HTTPStatus if status >= HTTPStatus.BAD_REQUEST)
 T = TypeVar("T")
 
 
 class LinkLost(QuireError):
-    """The replica does not answer any more, or has answered what it cannot mean."""
+    """The replica does not answer any more, or its answer is invalid."""
 
 
 class Refused(QuireError):
-    """The replica has refused a call."""
+    """The replica refused a call."""
 
     def __init__(self, status: int, body: object) -> None:
-        """status: one of ERRORS. body: as JSON has it, whatever that is."""
+        """status: one of ERRORS. body: the parsed JSON, of any type."""
         error = body.get("error") if isinstance(body, dict) else None
         self.error: dict[str, Any] = error if isinstance(error, dict) else {}
-        self.is_away = self.error.get("code") in BUSY  # as one that is lost: it says nothing of the call
+        self.is_away = self.error.get("code") in BUSY  # like a lost replica: the refusal is not about the call
         self.is_own_fault = status >= 500 and not self.is_away
         super().__init__(str(self.error.get("message", f"HTTP status {status}")))
         self.status = status
 
 
 class Listener(Protocol):
-    """Who is called with what a link brings."""
+    """The interface that a link calls with the messages of its replica."""
 
     def connected(self, link: Link) -> None:
-        """The replica has said what it is."""
+        """Handle the greeting of a replica, after its first state."""
 
     def frames(self, link: Link, frames: Sequence[Frame]) -> None:
-        """What came to calls in a step. Raises WireError where it cannot be; what stands before that is taken."""
+        """Take in the frames of a step. Raises WireError for an invalid one, after those before it were taken in."""
 
     def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:
-        """A call has ended before its samples did."""
+        """Handle a call that failed before its samples ended."""
 
     def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
-        """The blocks that the replica holds, or what happened to them."""
+        """Take in a snapshot of the replica's blocks, or events of them."""
 
     def started(self, link: Link, flows: Sequence[int]) -> None:
-        """The state that the replica has sent counts these calls."""
+        """Mark calls that the replica's latest state counts."""
 
     def changed(self, link: Link) -> None:
-        """The replica's state is another one."""
+        """Handle a new state of the replica."""
 
     def contradicted(self, link: Link) -> None:
-        """The replica has sent what cannot be."""
+        """Handle a message that is invalid or contradicts an earlier one."""
 
     def lost(self, link: Link) -> None:
-        """Whatever was called is lost there. What comes of it later is not heard."""
+        """Handle the loss of the session, and of all its calls. No later frames of them are reported."""
 
 
 class Link:
-    """A session with a replica, opened again whenever it is lost."""
+    """A session with a replica. It is reopened when it is lost."""
 
     def __init__(self, slot: int, url: str, secret: str, http: aiohttp.ClientSession, listener: Listener) -> None:
-        """slot: its number in the index. http: is left open."""
+        """slot: the replica's number in the index. http: not closed here."""
         self.slot = slot
         self.url = url
         self.hello: Hello | None = None  # while it is connected
         self.fingerprint: Fingerprint | None = None  # of the last session
         self.state: ReplicaState | None = None
-        self.state_time = 0.0  # s of time.monotonic(), when it came
+        self.state_time = 0.0  # s of time.monotonic(), when the state arrived
         self.failure = "it has not answered yet"  # why it is not connected
         self._http = http
         self._headers = {"Authorization": f"Bearer {secret}"}
@@ -106,7 +106,7 @@ class Link:
 
     @property
     def is_up(self) -> bool:
-        """Whether it can be called."""
+        """True if the replica can be called."""
         return self.hello is not None and self.state is not None
 
     async def run(self) -> None:
@@ -117,7 +117,7 @@ class Link:
             try:
                 await self._serve()
                 self.failure = "it has ended the session"
-            except WireError as error:  # to ask it again at once would be of no use
+            except WireError as error:  # reconnecting at once would not help
                 self.failure, longest = str(error), LONGEST_DISTRUST
                 self._listener.contradicted(self)
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
@@ -133,7 +133,7 @@ class Link:
             pause = min(longest, 2 * pause)
 
     async def post(self, path: str, message: Call | SearchCall | dict[str, Any]) -> dict[str, Any]:
-        """Send a message. Raises Refused, and LinkLost also where the session is lost meanwhile."""
+        """Send a message. Raises Refused, and LinkLost, also if the session is lost meanwhile."""
         if self.hello is None:
             raise LinkLost(f"{self.url}: {self.failure}")
         found = message if isinstance(message, dict) else vars(message)
@@ -143,7 +143,7 @@ class Link:
             return await task
         except asyncio.CancelledError:
             if task in self._posts:
-                raise  # the one that waited is cancelled
+                raise  # the caller itself was cancelled
             raise LinkLost(f"{self.url}: {self.failure}") from None
         finally:
             self._posts.discard(task)
@@ -151,12 +151,15 @@ class Link:
     async def ask(
         self, path: str, message: Call | SearchCall | dict[str, Any], read: Callable[[dict[str, Any]], T]
     ) -> T:
-        """Send a message. What `read` makes of the answer, which may raise WireError. Raises as `post`."""
+        """Send a message and return the result of `read` for the answer. Raises like `post`.
+
+        A WireError of `read` becomes LinkLost.
+        """
         answer = await self.post(path, message)
         try:
             return read(answer)
         except WireError as error:
-            raise self._contradiction(f"its answer to {path} cannot be: {error}") from error
+            raise self._contradiction(f"its answer to {path} is invalid: {error}") from error
 
     def _contradiction(self, why: str) -> LinkLost:
         self._listener.contradicted(self)
@@ -171,7 +174,7 @@ class Link:
                 body = await read_body(answer)
                 found = json.loads(body) if body else {}
         except WireError as error:
-            raise self._contradiction(f"its answer to {path} cannot be: {error}") from error
+            raise self._contradiction(f"its answer to {path} is invalid: {error}") from error
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise LinkLost(f"{self.url}: {_reason(error)}") from error
         if answer.status in ERRORS:
@@ -185,7 +188,7 @@ class Link:
         return found
 
     async def _serve(self) -> None:
-        """Hear the replica until its session ends."""
+        """Read the replica's lines until its session ends."""
         url, self._next_event = f"{self.url}/fleet/session", None
         try:
             await read_lines(url, self._headers, self._hear, connect=CONNECT, silence=SILENCE)
@@ -193,7 +196,7 @@ class Link:
             raise Refused(error.status, json.loads(error.body)) from error
 
     def _hear(self, line: bytes) -> None:
-        """Take in a line. Raises WireError, also where what it brings cannot be taken for a reason not thought of."""
+        """Take in a line. Raises WireError for any error of an invalid line, also for an unexpected one."""
         try:
             take = self._greet if self.hello is None else self._take
             take(loads(line))
@@ -204,7 +207,7 @@ class Link:
             raise WireError(f"a line cannot be taken: {type(error).__name__}: {error}") from error
 
     def _greet(self, message: dict[str, Any]) -> None:
-        """Take in the first line: what the replica is. Raises WireError."""
+        """Take in the first line, the greeting. Raises WireError."""
         if (spoken := message.get("protocol")) != PROTOCOL:
             raise WireError(f"it speaks version {spoken} of the fleet's protocol; this gateway {PROTOCOL}")
         hello = read(Hello, message)
@@ -225,7 +228,7 @@ class Link:
         check_blocks(snapshot, events)
         if snapshot is not None:
             self._next_event = first
-            listener.blocks(self, snapshot, events)  # these belong to it: what is on the disk
+            listener.blocks(self, snapshot, events)  # these events list the blocks on the disk
         elif events:
             if self._next_event is None or first != self._next_event:
                 raise WireError(f"block event {first} comes where {self._next_event} was expected")
@@ -252,7 +255,7 @@ class Link:
 
 
 async def read_body(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a replica's answer. Raises WireError where it has more than MAX_LINE bytes."""
+    """Return the body of a replica's answer. Raises WireError if it has more than MAX_LINE bytes."""
     found = bytearray()
     async for piece in answer.content.iter_any():
         found += piece

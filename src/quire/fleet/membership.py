@@ -1,7 +1,7 @@
-"""Membership: which replicas should be in a fleet, from a list, from DNS, or from what an engine of placement says.
+"""Membership: the replicas that should be in a fleet, from a list, from DNS, or from Ray Serve.
 
-Who is there is not who serves: the gateway connects to each member, checks it, and drops one that is dead by itself.
-So a member that is listed and gone costs nothing, and a source that fails for a while changes nothing.
+A member need not serve: the gateway connects to each member, checks it, and drops a dead one without the source's help.
+So a listed member that is gone costs nothing, and a source that fails for a while changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 
 log = logging.getLogger("quire.fleet")
 
-SCHEME = "http"  # a replica does no TLS
+SCHEME = "http"  # replicas do not support TLS
 DNS = "dns"
 LOOKUP_PERIOD = 1.0  # seconds between two look-ups of a name
 EXAMPLE = "http://10.0.0.7:8000"
@@ -29,10 +29,10 @@ Resolve = Callable[[str, int], Awaitable[Iterable[str]]]  # host, port -> addres
 
 @dataclass(frozen=True, slots=True, order=True)
 class Member:
-    """A replica that should be there."""
+    """A replica that should be in the fleet."""
 
     url: str  # http://host:port, without a path
-    name: str  # what logs and metrics call it: host:port
+    name: str  # its name in logs and metrics: host:port
 
 
 Members = frozenset[Member]
@@ -42,9 +42,9 @@ class Membership(Protocol):
     """A source of members."""
 
     def changes(self) -> AsyncIterator[Members]:
-        """The members as soon as they are known, and again, all of them, each time that they change.
+        """Yield the members when first known, and all of them again after each change.
 
-        It ends if they will not change any more. It raises nothing.
+        The iterator ends if they cannot change any more. It raises nothing.
         """
         ...
 
@@ -53,7 +53,7 @@ class StaticMembers:
     """A list that does not change."""
 
     def __init__(self, urls: Iterable[str]) -> None:
-        """Of replicas at these URLs. Raises ConfigError for one that is none, for one given twice, and for none."""
+        """Raises ConfigError for an invalid URL, for one that is given twice, and for an empty list."""
         members = [member_at(url) for url in urls]
         if not members:
             raise ConfigError(f"there is no replica; give at least one URL, as in {EXAMPLE!r}")
@@ -65,29 +65,29 @@ class StaticMembers:
         self._members = frozenset(seen)
 
     async def changes(self) -> AsyncIterator[Members]:
-        """All of them, once."""
+        """Yield all members once."""
         yield self._members
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """All addresses of a name, of one family: with both, a replica would be there twice. Raises OSError."""
+    """Return all addresses of a name, of one family: with both, each replica would be found twice. Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family = min(entry[0] for entry in found)  # IPv4 where there is one
+    family = min(entry[0] for entry in found)  # IPv4 if there is one
     return [str(entry[4][0]) for entry in found if entry[0] == family]
 
 
 class DnsMembers:
-    """A name that stands for the addresses of all replicas, as that of a headless service of Kubernetes.
+    """A name that resolves to the addresses of all replicas, such as that of a headless service of Kubernetes.
 
-    It is looked up every second. While that fails, or while the name has no address, the last answer stands: DNS that
-    is down is no reason to leave replicas that serve.
+    It is looked up every second. While that fails, or while the name has no address, the last answer remains valid:
+    replicas that serve are kept while DNS is down.
     """
 
     def __init__(self, name: str, *, period: float = LOOKUP_PERIOD, resolve: Resolve = _addresses) -> None:
-        """Of a name such as 'dns://quire-replicas:8000'. Raises ConfigError for what is none.
+        """name: for example 'dns://quire-replicas:8000'. Raises ConfigError for an invalid one.
 
-        period: seconds between two look-ups. resolve: gives the addresses of a host.
+        period: seconds between two look-ups. resolve: returns the addresses of a host.
         """
         self._host, self._port = _host_and_port(name, DNS)
         self._period = period
@@ -95,7 +95,7 @@ class DnsMembers:
         self._is_failing = False
 
     async def changes(self) -> AsyncIterator[Members]:
-        """What the name stands for, as often as that changes. Nothing until it is found for the first time."""
+        """Yield the members after each change, from the first successful look-up on."""
         known: Members = frozenset()
         while True:
             found = await self._look_up()
@@ -105,7 +105,7 @@ class DnsMembers:
             await asyncio.sleep(self._period)
 
     async def _look_up(self) -> Members:
-        """The members that DNS names now; none where it fails. A failure is logged once, until DNS answers again."""
+        """Return the current members; none if the look-up fails. A failure is logged once until DNS answers again."""
         try:
             found = await self._resolve(self._host, self._port)
         except OSError as error:
@@ -120,14 +120,14 @@ class DnsMembers:
 
 
 def parse_members(text: str) -> StaticMembers | DnsMembers:
-    """What `--replicas` means: 'http://a:8000,http://b:8000', or 'dns://name:8000' for a headless service.
+    """Parse `--replicas`: 'http://a:8000,http://b:8000', or 'dns://name:8000' for a headless service.
 
-    Raises ConfigError, with what would be right, for anything else.
+    Raises ConfigError, with a valid example, for anything else.
     """
     parts = [part.strip() for part in text.split(",")]
     if any(part.startswith(f"{DNS}://") for part in parts):
         if len(parts) > 1:
-            raise ConfigError(f"replicas is {text!r}; one name of a {DNS}:// stands for all replicas, so give it alone")
+            raise ConfigError(f"replicas is {text!r}; one {DNS}:// name resolves to all replicas, so give it alone")
         return DnsMembers(parts[0])
     if not all(parts):
         where = "is empty" if not any(parts) else f"is {text!r}, where a URL is empty"
@@ -136,30 +136,30 @@ def parse_members(text: str) -> StaticMembers | DnsMembers:
 
 
 def member_at(url: str) -> Member:
-    """The member at 'http://host:port'. Raises ConfigError for a URL that is none, or that says more than that."""
+    """Return the member at 'http://host:port'. Raises ConfigError for an invalid URL, or one with more parts."""
     return _member(*_host_and_port(url, SCHEME))
 
 
 def _member(host: str, port: int) -> Member:
-    """A member of a host, or of an address."""
+    """Return the member at a host name or an address."""
     name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Member(f"{SCHEME}://{name}", name)
 
 
 def _host_and_port(url: str, scheme: str) -> tuple[str, int]:
-    """The two parts of 'scheme://host:port', the host in lower case. Raises ConfigError for anything else."""
+    """Split 'scheme://host:port'; the host is in lower case. Raises ConfigError for anything else."""
     wanted = f"{scheme}://host:port"
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError as error:  # brackets that do not match, or a port that is no number
+    except ValueError as error:  # brackets that do not match, or a port that is not a number
         raise ConfigError(f"replica {url!r} is no URL: {error}; write {wanted}") from error
     if "://" not in url:
         raise ConfigError(f"replica {url!r} has no scheme; write {wanted}, as in {f'{scheme}://{url}'!r}")
     if parts.scheme != scheme:
         raise ConfigError(f"replica {url!r} has the scheme {parts.scheme!r}; write {wanted}")
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"replica {url!r} says more than where it is; write {wanted} without a path or a user")
+        raise ConfigError(f"replica {url!r} has more than a host and a port; write {wanted} without a path or a user")
     if not host:
         raise ConfigError(f"replica {url!r} names no host; write {wanted}")
     if port is None or port == 0:
@@ -169,7 +169,7 @@ def _host_and_port(url: str, scheme: str) -> tuple[str, int]:
 
 
 def _check_host(url: str, host: str) -> None:
-    """Raise ConfigError for a host that is no address and that no DNS could know."""
+    """Raise ConfigError for a host that is neither an address nor a valid DNS name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a gateway did, for Prometheus."""
+"""Metrics of a gateway for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.fleet.view import ReplicaView, Status
 from quire.server.http.access import Tally
 from quire.server.watch.metrics import request_counters
 
-MAX_COUNTED = 2 * MAX_SLOTS  # replicas that have counters, those that have left the fleet among them
+MAX_COUNTED = 2 * MAX_SLOTS  # replicas with counters, including those that have left the fleet
 OPENMETRICS = "application/openmetrics-text"
 
 # Upper bounds of the buckets, in seconds.
@@ -25,7 +25,7 @@ FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
                80.0, 160.0)  # fmt: skip
 STALL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0)
 
-# Numbers of each replica, whether it answers or not.
+# Gauges of each replica, whether it answers or not.
 GAUGES: Mapping[str, tuple[str, Callable[[ReplicaView], float]]] = MappingProxyType(
     {
         "up": ("1: it gets requests, or drains.", lambda one: one.status in (Status.UP, Status.DRAINING)),
@@ -34,7 +34,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[ReplicaView], float]]] = MappingProxyT
         "held_blocks": ("Blocks that the gateway knows it to hold.", lambda one: one.held_blocks),
     }
 )
-# What a replica says of itself while it answers. The seconds are 0 until it knows them.
+# Gauges from a replica's own state, while it answers. The seconds are 0 until it has measured them.
 STATE_GAUGES: Mapping[str, tuple[str, Callable[[ReplicaState], float]]] = MappingProxyType(
     {
         "waiting_tokens": ("Prompt tokens that it has still to compute.", lambda state: state.waiting_tokens),
@@ -54,7 +54,7 @@ STATE_GAUGES: Mapping[str, tuple[str, Callable[[ReplicaState], float]]] = Mappin
 
 
 class FleetMetrics:
-    """Counts. A registry of its own: nothing is shared with others in the process. The event loop's."""
+    """Counters, in a separate registry: nothing is shared with the rest of the process. For the event loop only."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -69,11 +69,11 @@ class FleetMetrics:
 
         self._routed = counter("routed", "Calls that a replica has taken.", "replica")
         self._expected = counter("routed_cached_tokens", "Tokens of these that the index knew to be cached.")
-        self._resumed = counter("resumed", "Calls that another replica had to go on with.", "reason")
+        self._resumed = counter("resumed", "Calls that another replica had to continue.", "reason")
         self._mismatches = counter("resume_mismatch", "Delivered tokens that another replica drew otherwise.")
         self._late = counter("late_frames", "Frames that came after their call was given to another replica.")
         self._contradictions = counter(
-            "contradictions", "Answers, and sessions that ended with them, that cannot be.", "replica"
+            "contradictions", "Invalid answers, and sessions that ended with one.", "replica"
         )
         self._left_out = counter("left_out", "Sessions with replicas of another model.", "replica")
         self._lost = counter("lost", "Sessions that ended.", "replica")
@@ -84,73 +84,73 @@ class FleetMetrics:
             "time_to_first_token_seconds", "From a prompt's arrival to its first token.", FIRST_TOKEN
         )
         self._stall = histogram(
-            "stall_seconds", "From the last token before another replica went on to the first one after.", STALL
+            "stall_seconds", "From the last token before another replica continued to the first one after.", STALL
         )
         self._by_replica = (self._routed, self._contradictions, self._left_out, self._lost)
-        self._counted: dict[str, None] = {}  # replicas that these have, the one that was counted last at the end
+        self._counted: dict[str, None] = {}  # replicas with counters, the most recently counted one last
         self._replicas: Callable[[], Sequence[ReplicaView]] = tuple
         self._tally: Tally | None = None
         self._registry.register(self)
 
     def show(self, replicas: Callable[[], Sequence[ReplicaView]]) -> None:
-        """Show numbers of each replica, as they are whenever they are asked for."""
+        """Show gauges of each replica, which are read at each scrape."""
         self._replicas = replicas
 
     def show_requests(self, tally: Tally) -> None:
-        """Show how requests were answered."""
+        """Show counters of answered requests."""
         self._tally = tally
 
     def routed(self, replica: str, choice: Choice) -> None:
-        """A replica has taken a call."""
+        """Count a call that a replica accepted."""
         best = choice.best
         self._count(self._routed, replica)
         self._expected.inc(best.candidate.num_blocks * best.candidate.state.block_size)
 
     def resumed(self, reason: str) -> None:
-        """Another replica has to go on with a call: its own was lost, has failed, or is drained."""
+        """Count a call that another replica has to continue. reason: its replica was lost, failed, or is drained."""
         self._resumed.labels(reason).inc()
 
     def mismatched(self, count: int) -> None:
-        """Delivered tokens were drawn otherwise."""
+        """Count delivered tokens that another replica drew differently."""
         self._mismatches.inc(count)
 
     def late(self) -> None:
-        """A frame came for a call that is no longer waited for."""
+        """Count a frame of a call that is closed or was given to another replica."""
         self._late.inc()
 
     def contradicted(self, replica: str) -> None:
-        """A replica has contradicted itself."""
+        """Count a contradiction of a replica."""
         self._count(self._contradictions, replica)
 
     def left_out(self, replica: str) -> None:
-        """A replica serves another model."""
+        """Count a session with a replica of another model."""
         self._count(self._left_out, replica)
 
     def lost(self, replica: str) -> None:
-        """A session has ended."""
+        """Count a session that ended."""
         self._count(self._lost, replica)
 
     def refused(self, status: int) -> None:
-        """A request has ended with an error of that HTTP status."""
+        """Count a request that ended with an error of this HTTP status."""
         self._refused.labels(str(status)).inc()
 
     def cached(self, num_cached: int, num_prompt: int) -> None:
-        """A prompt began to run."""
+        """Count the tokens of a prompt that began to run."""
         self._prompt_tokens.inc(num_prompt)
         self._cached_tokens.inc(num_cached)
 
     def first_token(self, seconds: float) -> None:
-        """The first token of a prompt came, so many seconds after the prompt."""
+        """Record the time from a prompt's arrival to its first token, in seconds."""
         self._first_token.observe(seconds)
 
     def stalled(self, seconds: float) -> None:
-        """A sample went on at another replica, so many seconds after its last token."""
+        """Record a pause: seconds from a sample's last token to its next one, from another replica."""
         self._stall.observe(seconds)
 
     def _count(self, counter: Counter, replica: str) -> None:
-        """Count one more of a replica. Where there are too many, the one that was counted longest ago is forgotten.
+        """Increment a counter of a replica. If too many have counters, remove the least recently counted one.
 
-        In a cluster whose addresses change, all that were ever there would else be kept.
+        Otherwise, in a cluster whose addresses change, counters of all former replicas would be kept.
         """
         counter.labels(replica).inc()
         self._counted.pop(replica, None)
@@ -159,11 +159,11 @@ class FleetMetrics:
             oldest = next(iter(self._counted))
             del self._counted[oldest]
             for each in self._by_replica:
-                with suppress(KeyError):  # it was not counted there
+                with suppress(KeyError):  # not every counter has this replica
                     each.remove(oldest)
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of each replica as they are now."""
+        """Yield the current gauges of each replica."""
         replicas = self._replicas()
         answering = [(one.url, one.state) for one in replicas if one.state is not None]
         for name, (message, value) in GAUGES.items():
@@ -174,7 +174,7 @@ class FleetMetrics:
             yield from request_counters(self._tally, "quire")
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """What a scrape gets, and its content type."""
+        """Return the body of a scrape and its content type."""
         encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
         return encode(self._registry), content_type
 

@@ -1,4 +1,4 @@
-"""PeerSource: reads blocks from the replica that a gateway says has them."""
+"""PeerSource: reads blocks from the replica that the gateway names as their holder."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire.fleet")
 
-TIMEOUT = 1.0  # s in which a connection must be made, and without a byte after which it counts as lost
+TIMEOUT = 1.0  # s to connect, and s without a byte after which the connection counts as lost
 
 
 class PeerSource(BlockSource):
-    """The source of the blocks of other replicas. `Request.holder` says which one has blocks of a request."""
+    """A source of other replicas' blocks. `Request.holder` names the replica that has blocks of a request."""
 
     name = "peer"
 
     def __init__(self, arrivals: Arrivals, widths: Sequence[int], fingerprint: str, secret: str) -> None:
-        """fingerprint: its digest; other replicas send blocks only to one that has the same."""
+        """fingerprint: this replica's digest; other replicas send blocks only to replicas with the same one."""
         super().__init__(arrivals, widths)
         self._fingerprint = fingerprint
         self._headers = {"Authorization": f"Bearer {secret}"}
 
     def held(self, request: Request) -> Holds | None:
-        """As `BlockSource`: the first blocks, as many as the gateway has said."""
+        """Implement `BlockSource.held`: the number of first blocks that the gateway stated."""
         holder = request.holder
         if holder is None:
             return None
@@ -52,7 +52,7 @@ class PeerSource(BlockSource):
         return holds
 
     def read(self, request: Request, reads: Sequence[Read]) -> None:
-        """As `BlockSource`."""
+        """Implement `BlockSource.read`."""
         if request.holder is not None:
             url = request.holder.url
             self._enqueue([Batch(reads[i : i + MOST_BLOCKS], url) for i in range(0, len(reads), MOST_BLOCKS)])
@@ -88,9 +88,9 @@ class PeerSource(BlockSource):
         return connection.getresponse()
 
     def _received(self, answer: HTTPResponse, left: deque[Read]) -> NDArray[np.uint8] | Fault | None:
-        """The next block of an answer. None: no request waits any more for it or those after it.
+        """Return the next block of an answer; None if no request waits any more for it or those after it.
 
-        Raises OSError where the answer ends before the block does.
+        Raises OSError if the answer ends before the block does.
         """
         read, width = left[0], self.widths[left[0].name.group]
         head = np.empty(RECORD.size, np.uint8)
@@ -109,7 +109,7 @@ class PeerSource(BlockSource):
 
 
 def _fill(answer: HTTPResponse, out: NDArray[np.uint8], left: Sequence[Read]) -> bool:
-    """Read as many bytes as there is room for. False: no request waits for these blocks any more."""
+    """Fill `out` from the answer. Return False if no request waits for these blocks any more."""
     at = 0
     while at < len(out):
         if not any(read.is_wanted for read in left):

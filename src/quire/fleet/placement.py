@@ -1,4 +1,4 @@
-"""Placement: that samples of a prompt went to a replica, and why there."""
+"""Placement: a record of the replica that samples of a prompt went to, and of the reason."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import NamedTuple
 
 from quire.fleet.score import Choice, Parts
 
-# What each part of a cost is, for people. Their order is that of Parts.
+# Descriptions of the parts of a cost for the inspector, in the order of Parts.
 PARTS: Mapping[str, str] = MappingProxyType(
     {
-        "queue": "what is computed before it",
+        "queue": "the work before it",
         "step": "the step of its first token",
         "compute": "its tokens that are not cached",
-        "delay": "what it delays for others",
-        "disk": "what it reads from its disk",
-        "peer": "what it reads from another replica",
+        "delay": "the delay of other requests",
+        "disk": "reading from the disk",
+        "peer": "reading from another replica",
         "decode": "its new tokens",
-        "room": "waiting for a seat and blocks",
-        "evict": "what must be evicted for it",
+        "room": "waiting for a slot and blocks",
+        "evict": "the blocks evicted for it",
     }
 )
 
 
 class Cause(NamedTuple):
-    """Why samples need a replica."""
+    """The reason why samples need a replica."""
 
-    reason: str  # "new": they have had none; else what became of theirs: "lost", "failed" or "drained"
-    replica: str | None  # the URL of that one
+    reason: str  # "new": they had no replica before; otherwise theirs was "lost", "failed" or "drained"
+    replica: str | None  # the URL of the previous replica
 
 
 NEW = Cause("new", None)
@@ -37,15 +37,15 @@ NEW = Cause("new", None)
 
 @dataclass(eq=False)
 class Placement:
-    """Samples that a replica has taken."""
+    """Samples that a replica accepted."""
 
     time: float  # s since 1970
-    request: str  # its name
-    samples: tuple[int, ...]  # of a beam search none: it goes as a whole
-    num_delivered: int  # tokens of the first one that it had before
+    request: str  # the name of the request
+    samples: tuple[int, ...]  # empty for a beam search, which is placed as a whole
+    num_delivered: int  # tokens of the first sample that were delivered before
     cause: Cause
     choice: Choice
-    # From the last token before it, or from the request's arrival, to the first token after it; set by Fleet.
+    # Time from the last token before it, or from the request's arrival, to the first token after it; set by Fleet.
     seconds: float | None = None
 
     @property
@@ -55,12 +55,12 @@ class Placement:
 
 
 def seconds_of(parts: Parts) -> dict[str, float]:
-    """The parts of a cost, by their names."""
+    """Return the parts of a cost in seconds, by name."""
     return parts._asdict()
 
 
 def reason_of(choice: Choice) -> str:
-    """Why the request went to the first of the ranking: a sentence for people."""
+    """Return a readable reason why the request went to the first replica of the ranking."""
     best, *others = choice.ranking
     if not others:
         return "it is the only replica that can take the request"

@@ -1,4 +1,4 @@
-"""`quire serve` as a process of its own, which ends when the one that started it does, however that ends."""
+"""`quire serve` as a child process that never outlives its parent, even if the parent is killed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.errors import ModelError
 
 log = logging.getLogger("quire.fleet")
 
-ANSWER = 4.0  # seconds that a request to the server may take
-LAST_LINES = 20  # of what the server wrote, for the error when it does not start
+ANSWER = 4.0  # seconds, timeout of a request to the server
+LAST_LINES = 20  # lines of the server's output in the error when it does not start
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
 SERVES = re.compile(r"^Quire .* at (http://\S+:\d+) \(ready in ")
-# The kernel kills the process when the thread that started it ends. Should that be gone already, nothing starts.
+# The kernel kills the process when the thread that started it ends. If the parent is gone already, nothing starts.
 BOUND = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -33,15 +33,15 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class ServerProcess:
-    """A running `quire serve`. What it writes goes to this process's standard error."""
+    """A running `quire serve`. Its output goes to this process's standard error."""
 
     def __init__(self, options: Mapping[str, Any], num_threads: int, on_end: Callable[[int], object]) -> None:
-        """Start it, and return when it listens.
+        """Start the server, and return when it listens.
 
-        options: of `quire serve`, by name. They go through a file that only this user can read and that is gone when
-        the server listens, so that no list of processes shows a secret. num_threads: that compute; the cores that it
-        was given. on_end: called with the status when the server ends without being stopped, by a thread of its own.
-        Raises ModelError, with the server's last lines, where it ends before it listens.
+        options: options of `quire serve`, by name. They are passed in a file that only this user can read and that is
+        deleted when the server listens, so that no list of processes shows a secret. num_threads: compute threads, the
+        number of cores that it was given. on_end: called from a separate thread, with the exit status, when the server
+        ends without `stop`. Raises ModelError, with the server's last lines, if it ends before it listens.
         """
         self.url = ""
         self._options = dict(options)
@@ -58,16 +58,16 @@ class ServerProcess:
             raise ModelError(f"quire serve ended before it listened; its last lines were:\n{said}")
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> bytes:
-        """What the server answers. Raises OSError where it does not answer in time, or not with 200."""
+        """Return the server's answer. Raises OSError for a timeout and for a status other than 200."""
         return self._ask(urllib.request.Request(self.url + path, headers=dict(headers or {})), ANSWER)
 
     def post(self, path: str, headers: Mapping[str, str], timeout: float) -> bytes:
-        """What the server answers to an empty object. Raises OSError as `get` does. timeout: seconds."""
+        """Post an empty JSON object and return the answer. Raises OSError like `get`. timeout: seconds."""
         headers = {"Content-Type": "application/json", **headers}
         return self._ask(urllib.request.Request(self.url + path, b"{}", headers), timeout)
 
     def stop(self, timeout: float) -> None:
-        """Let it end in order; after so many seconds kill it."""
+        """Terminate the server; kill it if it is still running after `timeout` seconds."""
         self._is_stopped = True
         process = self._process
         if process is None:
@@ -85,7 +85,7 @@ class ServerProcess:
             return bytes(answer.read())
 
     def _watch(self) -> None:
-        """The thread to which the process is bound: it reads what the process says until that ends."""
+        """Start the process and read its output until it ends. It is killed if this thread ends first."""
         try:
             with tempfile.TemporaryDirectory(prefix="quire-") as folder:
                 process = self._process = self._start(Path(folder))
@@ -105,7 +105,7 @@ class ServerProcess:
             self._on_end(status)
 
     def _start(self, folder: Path) -> subprocess.Popen[str]:
-        """Start the process. folder: has its options until it listens."""
+        """Start the process. folder: directory for the file of its options, needed until it listens."""
         config = folder / "serve.yaml"  # JSON is YAML
         config.touch(mode=0o600)
         config.write_text(json.dumps(self._options), encoding="utf-8")

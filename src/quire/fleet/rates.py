@@ -1,19 +1,19 @@
-"""StepRates: how long a replica's steps take, from the steps that it made."""
+"""StepRates: estimates of a replica's step times, fitted to the steps that it computed."""
 
 from __future__ import annotations
 
 from quire.errors import BadValue, check_integer, check_number
 
-# What a step's fixed part costs as much as, until steps of different sizes say otherwise.
+# Assumption until steps of different sizes were observed: the fixed part of a step costs as much as these.
 STEP_IN_PROMPT_TOKENS = 256
 STEP_IN_SEQUENCES = 32
 MEMORY = 100  # steps; older ones fade
-KEPT = 1.0  # steps: weight of what was known about steps of a kind that no longer comes
-WARM_UP = 8  # steps; of these the slowest quarter is left out, for the first ones fill caches
-MOST_RESIDUALS = 3.0  # of the usual size: a residual counts as this large at most
-NOISE_MEMORY = 10  # steps of which the usual size of a residual is known
-# Of a step's expected seconds: no residual up to three times this is unusual. Among steps that only decode, one with a
-# prompt must not be taken for an outlier.
+KEPT = 1.0  # steps: weight of earlier knowledge about a kind of step that no longer occurs
+WARM_UP = 8  # steps; the slowest quarter of these is left out, since the first ones fill caches
+MOST_RESIDUALS = 3.0  # residuals are clipped to this multiple of the usual size
+NOISE_MEMORY = 10  # steps over which the usual size of a residual is averaged
+# Share of a step's expected seconds: no residual up to three times this is unusual. Among steps that only decode, one
+# with a prompt must not count as an outlier.
 LEAST_NOISE = 1 / 3
 PRIOR = 1e-3  # weight, in steps, of the assumption above
 
@@ -23,30 +23,30 @@ Vector = tuple[float, float, float]
 class StepRates:
     """The fit of t = a + b * prompt tokens + c * sequences to the seconds of a replica's steps.
 
-    Recursive least squares with exponential forgetting, whose information matrix never falls below a small multiple of
-    the unit matrix: a thousand steps that only decode change nothing that is known about prompts, and make it as easy
-    to correct as if one step had shown it. A residual counts in proportion to the step's load, and as a few times
-    the usual one at most: one step that the machine slept through hardly matters, while ten in a row are believed. No
-    coefficient becomes negative.
+    Recursive least squares with exponential forgetting. Its information matrix never falls below a small multiple of
+    the unit matrix: a thousand steps that only decode do not change the rate of prompts, and leave it as easy to
+    correct as if a single step had shown it. A residual counts in proportion to the step's load and is clipped at a few
+    times the usual one: one step during which the machine was suspended hardly matters, while ten in a row are
+    believed. No coefficient becomes negative.
 
-    What steps cannot tell apart is shared out as if a step's fixed part cost as much as 256 prompt tokens or 32
-    sequences. A rate of what was never observed is taken from the other: a prompt token for a sequence and the reverse,
-    as both are one row of the model. All rates are 0.0, which means not known, for the first few steps.
+    Costs that the steps do not separate are divided as if a step's fixed part cost as much as 256 prompt tokens or 32
+    sequences. A kind that was never observed gets the rate of the other one: a prompt token that of a sequence and the
+    reverse, as both are one row of the model. All rates are 0.0, which means unknown, for the first few steps.
     """
 
     def __init__(self) -> None:
-        # In units in which all three coefficients are of one size: a, 256 b, 32 c.
+        # Scaled so that all three coefficients have the same magnitude: a, 256 b, 32 c.
         self._rates: Vector = (0.0, 0.0, 0.0)
         self._information = [[PRIOR if i == j else 0.0 for j in range(3)] for i in range(3)]
-        self._noise = 0.0  # usual size of a residual, seconds a unit of load
+        self._noise = 0.0  # usual size of a residual, in seconds per unit of load
         self._first: list[tuple[float, Vector]] | None = []  # steps before the fit begins; None: it has begun
         self._seen_prompt = self._seen_sequences = False
 
     def observe(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
-        """Take in a step.
+        """Update the fit with a step.
 
-        prompt_tokens: that it computed. sequences: that decoded in it. seconds: that it took. A step with neither tells
-        nothing. Raises BadValue for a negative number or one that is not finite.
+        prompt_tokens: computed in it. sequences: decoded in it. seconds: its duration. A step with neither tokens nor
+        sequences is ignored. Raises BadValue for a negative number or one that is not finite.
         """
         check_integer(BadValue, "prompt_tokens", prompt_tokens, 0)
         check_integer(BadValue, "sequences", sequences, 0)
@@ -56,7 +56,7 @@ class StepRates:
         self._seen_prompt = self._seen_prompt or prompt_tokens > 0
         self._seen_sequences = self._seen_sequences or sequences > 0
         prompt, decode = prompt_tokens / STEP_IN_PROMPT_TOKENS, sequences / STEP_IN_SEQUENCES
-        load = 1.0 + prompt + decode  # residuals grow with it
+        load = 1.0 + prompt + decode  # residuals grow with the load
         x, y = (1.0 / load, prompt / load, decode / load), seconds / load
         if self._first is None:
             self._fit(x, y)
@@ -72,17 +72,17 @@ class StepRates:
 
     @property
     def seconds_a_step(self) -> float:
-        """Of each step, whatever it computes."""
+        """Fixed seconds of each step."""
         return self._rates[0]
 
     @property
     def seconds_a_prompt_token(self) -> float:
-        """Of each prompt token that a step computes."""
+        """Seconds of each prompt token that a step computes."""
         return self._prompt() if self._seen_prompt else self._sequence()
 
     @property
     def seconds_a_sequence(self) -> float:
-        """Of each sequence that decodes in a step."""
+        """Seconds of each sequence that decodes in a step."""
         return self._sequence() if self._seen_sequences else self._prompt()
 
     def _prompt(self) -> float:
@@ -92,7 +92,7 @@ class StepRates:
         return self._rates[2] / STEP_IN_SEQUENCES
 
     def _fit(self, x: Vector, y: float) -> None:
-        """Move the rates towards a step that took y seconds a unit of load."""
+        """Move the rates towards a step that took y seconds per unit of load."""
         information = self._information
         for i, row in enumerate(information):
             for j in range(3):
@@ -111,7 +111,7 @@ class StepRates:
 
 
 def _not_negative(rates: list[float], covariance: list[list[float]]) -> Vector:
-    """The rates with none below 0: the others move as far as what is known of all three together wants it."""
+    """Raise a negative rate to 0, and shift the others according to the covariance."""
     worst = min(range(3), key=rates.__getitem__)
     if rates[worst] < 0.0:
         shift = rates[worst] / covariance[worst][worst]
@@ -121,7 +121,7 @@ def _not_negative(rates: list[float], covariance: list[list[float]]) -> Vector:
 
 
 def _inverse(m: list[list[float]]) -> list[list[float]]:
-    """The inverse of a symmetric positive definite matrix [3, 3], by cofactors."""
+    """Return the inverse of a symmetric positive definite matrix [3, 3], by cofactors."""
     (a, b, c), (_, d, e), (_, _, f) = m
     aa, ab, ac = d * f - e * e, c * e - b * f, b * e - c * d
     scale = 1.0 / (a * aa + b * ab + c * ac)

@@ -1,4 +1,4 @@
-"""Replica: a server as a fleet's gateways see it, by routes below /fleet/ that want the fleet's secret."""
+"""Replica: the server's side of a fleet, as routes below /fleet/ that require the fleet's secret."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ M = TypeVar("M")
 
 
 class Replica:
-    """Serves gateways. Its methods are the event loop's, but for those that say otherwise."""
+    """Serves gateways. Only the event loop may call its methods, except those in the engine thread's section."""
 
     def __init__(self, llm: LLM, worker: Worker, service: Service, metrics: Metrics, secret: str) -> None:
-        """secret: what gateways have to show. Raises ConfigError for a model whose bits depend on the batch."""
+        """secret: the one that gateways must send. Raises ConfigError for a model that is not batch-invariant."""
         template = service.model.template
         self.fingerprint = replica_fingerprint(llm, None if template is None else template.source)
         self.incarnation = secrets.token_hex(8)
@@ -72,12 +72,12 @@ class Replica:
         self._beats: asyncio.Task[None] | None = None
         self._num_named = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        # From here on the engine thread's.
+        # From here on only the engine thread may use these.
         self._manager = llm.engine.scheduler.manager
         self._events: list[list[Any]] = []  # of blocks, in this step
         self._next_event = 0
         self._reporter = Report(llm.engine.scheduler)
-        self._num_mismatches = 0  # delivered tokens that were drawn otherwise
+        self._num_mismatches = 0  # delivered tokens that were drawn differently
         self._leading = self._manager.lookup.leading_group
         self._peers, self._block_server = self._share_blocks(metrics)
         llm.engine.listen(self._hear)
@@ -89,9 +89,9 @@ class Replica:
         metrics.show_counter("resume_mismatch", message, lambda: self._num_mismatches)
 
     def router(self) -> APIRouter:
-        """The routes."""
+        """Return the routes."""
         routes = APIRouter()
-        # Plain ones: what FastAPI does to find the arguments of a call would delay its first token.
+        # Plain routes: FastAPI's handling of arguments would delay the first token of a call.
         for path, method, endpoint in (
             ("/model", "GET", self._model),
             ("/session", "POST", self._open),
@@ -108,18 +108,18 @@ class Replica:
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no further calls."""
+        """True if the replica accepts no further calls."""
         return self._service.draining
 
     def drain(self) -> None:
-        """Take no further calls, and let gateways move those that run. What none of them moves is served to its end."""
+        """Accept no further calls, and let gateways move running ones. Calls that are not moved are completed here."""
         self._service.draining = True
         for session in self._sessions.values():
             session.draining = True
             session.wake()
 
     def close(self) -> None:
-        """As `drain`; and each session ends when it has nothing left to report."""
+        """Drain, and end each session when it has nothing left to report."""
         self._closing = True
         self.drain()
         for session in self._sessions.values():
@@ -128,7 +128,7 @@ class Replica:
     # ------------------------------------------------------------------------------------------------------- routes
 
     async def _model(self, _: HttpRequest) -> Response:
-        """What it is, and the files that a gateway makes prompts with, by their names."""
+        """Describe the replica, with the files that a gateway needs to make prompts, by name."""
         llm, template = self._llm, self._service.model.template
         found = {SETTINGS: json.dumps(dict(llm.text_files.tokenizer_settings()))}
         if llm.tokenizer is not None:
@@ -142,7 +142,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         if self._beats is None:
             self._beats = self._loop.create_task(self._beat())
-            if self._peers is not None:  # its threads are of no use before
+            if self._peers is not None:  # its threads are not needed before the first session
                 self._peers.start()
         session = Session(secrets.token_hex(8), self._hello)
         session.draining, session.closing = self.draining, self._closing
@@ -152,16 +152,16 @@ class Replica:
     async def _generate(self, request: HttpRequest) -> Response:
         session, call = await self._called(request, Call)
         self._check_open()
-        self._worker.check_room(call.sampling.n if call.sample is None else 1)  # before a grammar is compiled in vain
+        self._worker.check_room(call.sampling.n if call.sample is None else 1)  # before the cost of compiling a grammar
         prompts = await self._made(call)
-        self._check_open()  # that takes its time
+        self._check_open()  # again: making the requests may have taken long
         uncached = {} if call.uncached is None else {one.id: call.uncached for _, found in prompts for one in found}
         flow = Flow(session, call.flow, prompts, partial(self._reporter.uncached.update, uncached))
         self._num_resumed += bool(call.delivered)
         with self._under(call.trace):
             await self._worker.submit(flow)
         session.flows[call.flow] = flow
-        if session.name not in self._sessions:  # it has ended meanwhile
+        if session.name not in self._sessions:  # the session has ended meanwhile
             self._worker.abort(flow)
         return Response()
 
@@ -190,10 +190,10 @@ class Replica:
             [list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason, positions(one.logprobs)]
             for one in job.results()
         ]
-        return Response(dumps({"found": found, "failure": job.failure}))  # -inf, too
+        return Response(dumps({"found": found, "failure": job.failure}))  # may contain -inf, which is not valid JSON
 
     async def _match(self, request: HttpRequest) -> Response:
-        """How many tokens of a prompt it has: for models of which the first blocks of one group alone do not tell."""
+        """Report the number of cached tokens of a prompt, for models where the index of one group does not show it."""
         _, call = await self._called(request, Call)
         [one] = [requests[0] for _, requests in await self._made(replace(call, grammar=None))]
 
@@ -207,14 +207,14 @@ class Replica:
         return JsonBody(await self._worker.llm.call(look))
 
     async def _blocks(self, request: HttpRequest) -> Response:
-        """Blocks for another replica."""
+        """Send blocks to another replica."""
         if self._block_server is None:
             message = "this replica sends no blocks: they are not in one CPU process's memory"
             raise ApiError(message, HTTPStatus.NOT_FOUND, code="no_blocks")
         return await self._block_server.answer(request)
 
     async def _report(self, _: HttpRequest) -> Response:
-        """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
+        """Report the state, and the tokens computed and decoded since the start, for autoscaling."""
         found = asdict(await self._worker.llm.call(self._state))
         report = self._reporter
         return JsonBody(found | {"prompt_tokens": report.prompt_tokens, "decoded_tokens": report.decoded_tokens})
@@ -224,7 +224,7 @@ class Replica:
         return Response()
 
     async def _message(self, request: HttpRequest) -> tuple[Session, dict[str, Any]]:
-        """A body, and the session that it belongs to."""
+        """Return the parsed body of a request and its session. Raises ApiError."""
         try:
             found = loads(await request.body())
         except WireError as error:
@@ -242,7 +242,7 @@ class Replica:
             raise ApiError(str(error), code="bad_message") from error
 
     async def _made(self, call: Call) -> list[tuple[RequestOutput, list[Request]]]:
-        """The requests of a call."""
+        """Return the requests of a call."""
         name = self._unique(call.name)
         if call.task is Task.EMBED:
             request, output = embedding_request(name, None, call.prompt, call.priority, call.salt, call.lora)
@@ -264,16 +264,16 @@ class Replica:
                 raise ApiError(str(error), code="bad_grammar") from error
             for request in requests:
                 request.guide = guide.copy()
-        if call.delivered and call.grammar is not None:  # a guide takes its time
+        if call.delivered and call.grammar is not None:  # a guide is slow to replay tokens
             await asyncio.to_thread(requests[0].resume, call.delivered, call.num_checked)
         elif call.delivered:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
 
     def _share_blocks(self, metrics: Metrics) -> tuple[PeerSource | None, BlockServer | None]:
-        """What reads blocks of other replicas, not started yet, and what sends them blocks.
+        """Return the reader of other replicas' blocks, not started yet, and the server that sends them blocks.
 
-        None on a GPU, and where several processes compute the model: each of them has a part of every block.
+        Return None for both on a GPU, and if several processes compute the model: each has a part of every block.
         """
         llm, runner = self._llm, self._llm.engine.runner
         if llm.config.device != "cpu" or llm.group is not None or not isinstance(runner, Runner):
@@ -287,17 +287,17 @@ class Replica:
         return source, server
 
     def _check_open(self) -> None:
-        """Raise ApiError (503) if it drains."""
+        """Raise ApiError (503) if the replica is draining."""
         if self.draining:
             raise ApiError("this replica takes no further requests", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
 
     def _under(self, trace: str | None) -> AbstractContextManager[None]:
-        """Within it, what is submitted is traced as a part of a gateway's span."""
+        """Return a context in which submitted jobs are traced below a gateway's span."""
         traces = self._service.traces
         return nullcontext() if traces is None else traces.under(trace)
 
     def _unique(self, name: str) -> str:
-        """A name for the engine: two gateways may ask for one request, when a client has gone from one to the other."""
+        """Return a unique name for the engine: two gateways may send one request, if its client changes gateways."""
         self._num_named += 1
         return f"{name}~{self._num_named}"
 
@@ -332,16 +332,16 @@ class Replica:
             self._end(session)
 
     async def _beat(self) -> None:
-        """Let each session say something now and then, also while a step lasts."""
+        """Make each session send a line regularly, also during a long step."""
         num_stuck = 0  # beats in a row
         while self._sessions or not self._closing:
             await asyncio.sleep(BEAT)
             try:
                 self._worker.check_health()
                 num_stuck = 0
-            except ApiError as error:  # an engine that is stuck must not look alive because the event loop is
+            except ApiError as error:  # a stuck engine must not seem alive because the event loop is
                 num_stuck += 1
-                if num_stuck == 2:  # after one, this process may have been stopped, and its engine with it
+                if num_stuck == 2:  # at the first, the whole process may just have been suspended
                     log.error("the gateways' sessions end: %s", error)
                 if num_stuck >= 2:
                     for session in self._sessions.values():
@@ -350,7 +350,7 @@ class Replica:
                 session.wake()
 
     def _end(self, session: Session) -> None:
-        """A gateway has gone: nothing that it asked for is waited for."""
+        """Close the session of a gateway that has disconnected, and abort its calls."""
         session.close()
         if self._sessions.pop(session.name, None) is not None:
             for flow in session.flows.values():
@@ -380,7 +380,7 @@ class Replica:
             loop.call_soon_threadsafe(function)
 
     def _subscribe(self, session: Session) -> None:
-        """Let a session know all blocks, then every event: in this order, as both go the same way."""
+        """Send a session all blocks, then every event. The order is kept, as both use the same queue."""
         self._flush(self._state())
         digests = [self._digest(block.digest) for block in self._manager.indexes[self._leading].by_block.values()]
         disk = self._manager.disk
@@ -400,7 +400,7 @@ class Replica:
             self._events.append(["0"])
 
     def _observe(self, step: Step) -> None:
-        """A step was computed."""
+        """Handle a computed step."""
         self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in step.events)
         self._reporter.observe(step.events, step.seconds)
         self._flush(self._state())

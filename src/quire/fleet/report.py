@@ -1,4 +1,4 @@
-"""Report: what a replica says of itself, from its scheduler and the steps that it made."""
+"""Report: the state that a replica sends to gateways, from its scheduler and its steps."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from quire.fleet.rates import StepRates
 from quire.fleet.state import ReplicaState
 from quire.request import Event
 
-STATE_EVERY = 0.05  # s: while the load stays the same, a state costs more than a step's tokens
+STATE_EVERY = 0.05  # s between states while the load is unchanged: a state costs more than the tokens of a step
 
 
 class Report:
-    """The engine thread's."""
+    """Measures a replica. Only the engine thread may use it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.rates = StepRates()
-        self.uncached: dict[str, int] = {}  # tokens that a request is expected to compute, until it ends
-        self.prompt_tokens = self.decoded_tokens = 0  # that were computed since it began
+        self.uncached: dict[str, int] = {}  # tokens that each open request is expected to compute
+        self.prompt_tokens = self.decoded_tokens = 0  # computed since the start
         self._scheduler = scheduler
         self._num_planned = 0
 
     def observe(self, events: Sequence[Event], seconds: float, num_silent: int = 0) -> None:
-        """A step was computed and committed.
+        """Take in a step that was computed and committed.
 
-        events: what came of it. num_silent: requests that decoded in it and have no event.
+        events: its events. num_silent: requests that decoded in it and have no event.
         """
         self.rates.observe(*self.count(events, num_silent), seconds)
 
     def count(self, events: Sequence[Event], num_silent: int = 0) -> tuple[int, int]:
-        """Count what steps computed since the last time: tokens of prompts, and sequences that decoded."""
+        """Return the prompt tokens and the decoded sequences that steps computed since the last call."""
         num_planned = self._scheduler.num_planned
         rows, self._num_planned = num_planned - self._num_planned, num_planned
         for event in events:
@@ -43,15 +43,16 @@ class Report:
         return computed, decoded
 
     def count_decoded(self) -> None:
-        """Count what steps computed since the last time, all of which only decoded."""
+        """Count the tokens of the steps since the last call, all of which only decoded."""
         num_planned = self._scheduler.num_planned
         self.decoded_tokens += num_planned - self._num_planned
         self._num_planned = num_planned
 
     def state(self, *, draining: bool, taken: int = 0, published: int = 0) -> ReplicaState:
-        """The replica at this moment.
+        """Return the current state of the replica.
 
-        taken, published: blocks that requests have taken and that have become reusable, but not in the books yet.
+        taken, published: blocks that requests have allocated, and blocks that have become reusable, which the pools and
+        indexes do not count yet.
         """
         scheduler, manager, rates = self._scheduler, self._scheduler.manager, self.rates
         free, cached = self._free_blocks(taken, published)
@@ -59,7 +60,7 @@ class Report:
         for queue in (scheduler.waiting, scheduler.swapped):
             for request in queue:
                 if request.group is None or request.group.members[0] is request:
-                    # What one of them computes, others that wait may find in the cache.
+                    # Other waiting members may find the blocks of the first one in the cache.
                     waiting += min(request.num_missing, self.uncached.get(request.id, request.num_missing))
         return ReplicaState(
             waiting_tokens=waiting,
@@ -78,28 +79,28 @@ class Report:
         )
 
     def later(self, before: ReplicaState, taken: int, published: int) -> ReplicaState:
-        """The replica after steps in which the same requests decoded since that state, and nothing else happened.
+        """Return the state after steps in which only the same requests decoded.
 
-        taken, published: as `state` has them.
+        taken, published: see `state`.
         """
         return before.with_room(*self._free_blocks(taken, published))
 
     def _free_blocks(self, taken: int, published: int) -> tuple[int, int]:
-        """Free blocks, and those of them that can be reused, of the group that has the fewest."""
+        """Return the numbers of free blocks and of reusable free blocks, in the group with the fewest free ones."""
         pools, indexes = self._scheduler.manager.pools, self._scheduler.manager.indexes
         fewest = min(range(len(pools)), key=lambda g: pools[g].num_free) if len(pools) > 1 else 0
         free = pools[fewest].num_free - taken
-        # Some of the index's blocks may be owned; to count these takes longer than a step may wait.
+        # Some of the index's blocks may be owned; counting these would delay the step too much.
         return free, min(free, len(indexes[fewest]) + published)
 
     def _reading(self) -> dict[str, float]:
-        """Seconds that it takes to read a block from each source."""
+        """Return the seconds that reading a block from each source takes."""
         sources = () if self._scheduler.prefetch is None else self._scheduler.prefetch.sources
         return {f"seconds_a_{source.name}_block": source.seconds_a_block for source in sources}
 
 
 def load_differs(state: ReplicaState | None, sent: ReplicaState | None) -> bool:
-    """Whether a request began or ended, or a part of a prompt was computed, between two states of a replica."""
+    """Return whether a request began or ended, or a prompt was partly computed, between two states of a replica."""
     return _load(state) != _load(sent)
 
 

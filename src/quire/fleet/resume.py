@@ -1,6 +1,6 @@
-"""Resume: the rules by which an answer goes on at another replica."""
+"""Resume: the limits for answers that another replica continues."""
 
 from __future__ import annotations
 
-NUM_CHECKED = 4  # delivered tokens that another replica draws again: in one step with guesses, where these are allowed
-MOST_LOST = 8  # replicas, as a request that kills each of them must not go through the whole fleet
+NUM_CHECKED = 4  # delivered tokens that another replica draws again; in one step if draft tokens are allowed
+MOST_LOST = 8  # replicas: a request that kills its replicas must not kill the whole fleet

@@ -1,4 +1,4 @@
-"""Roster: the replicas of a fleet that a gateway is connected to, and which blocks each of them holds."""
+"""Roster: the replicas that a gateway is connected to, and the blocks that each of them holds."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from quire.fleet.membership import Membership
 
 log = logging.getLogger("quire.fleet")
 
-# Of a fingerprint: what makes a model another one. Replicas that differ in other parts compute other bits of the same.
+# Parts of a fingerprint that identify the model. Replicas that differ in other parts compute other bits of the same
+# model.
 MODEL_PARTS = ("weights", "config", "tokenizer", "template", "adapters")
-MAX_POSTS = 512  # at a time, to each replica
+MAX_POSTS = 512  # concurrent posts to each replica
 END_AGAIN = 1.0  # s until a task that has not ended is cancelled again
 
 
 class Roster:
-    """Follows the membership. The event loop's."""
+    """Follows the membership. Only the event loop may use it."""
 
     def __init__(self, membership: Membership, model: Fingerprint, secret: str) -> None:
-        """model: of the replica whose tokenizer the gateway has."""
+        """model: fingerprint of the replica whose tokenizer the gateway uses."""
         self.links: dict[str, Link] = {}  # by URL
         self.index = FleetIndex()
-        self.disk = FleetIndex()  # of blocks on the replicas' disks
+        self.disk = FleetIndex()  # blocks on the replicas' disks
         self.model = model
         self._membership = membership
         self._secret = secret
         self._http: aiohttp.ClientSession | None = None
-        self._runs: dict[str, asyncio.Task[None]] = {}  # of the links
+        self._runs: dict[str, asyncio.Task[None]] = {}  # tasks of the links, by URL
         self._fitting: set[str] = set()  # URLs of replicas that have the gateway's tokenizer and template
         self._free_slots = list(range(MAX_SLOTS))
-        self._news = asyncio.Event()  # something about a replica has changed
+        self._news = asyncio.Event()  # set when anything about a replica changes
 
     async def follow(self, listener: Listener) -> None:
-        """Be connected to all members, and to no others. listener: of all links."""
+        """Keep connections to all members, and to no others. listener: receives the messages of all links."""
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=MAX_POSTS, keepalive_timeout=20.0)
         self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         async for members in self._membership.changes():
@@ -59,21 +60,21 @@ class Roster:
                 self._runs[url] = asyncio.create_task(link.run())
 
     async def stop(self) -> None:
-        """Leave all replicas. What follows the members has ended before."""
+        """Disconnect from all replicas. The task that runs `follow` must have ended before."""
         await end_tasks(self._runs.values())
         if self._http is not None:
             await self._http.close()
 
     def at(self, slot: int) -> Link | None:
-        """The replica with that number in the index; None where it has left the fleet."""
+        """Return the replica with that slot in the index; None if it has left the fleet."""
         return next((link for link in self.links.values() if link.slot == slot), None)
 
     def is_fitting(self, link: Link) -> bool:
-        """Whether a replica that has answered has the gateway's tokenizer and template."""
+        """Return whether a replica has answered and has the gateway's tokenizer and template."""
         return link.url in self._fitting
 
     async def change(self, seconds: float) -> bool:
-        """Wait until something about a replica changes. False: nothing did for that long."""
+        """Wait until something about a replica changes. Return False if nothing does within `seconds`."""
         self._news.clear()
         try:
             await asyncio.wait_for(self._news.wait(), max(0.0, seconds))
@@ -81,10 +82,10 @@ class Roster:
             return False
         return True
 
-    # --------------------------------------------------------------------------------------- what a Listener hears
+    # -------------------------------------------------------------------------------------- the calls of a Listener
 
     def connected(self, link: Link) -> bool:
-        """A replica has said what it is. False: it serves another model, and is left out."""
+        """Add a replica whose greeting arrived. Return False if it serves another model, so it is left out."""
         self._fitting.discard(link.url)
         different = [] if link.fingerprint is None else self.model.difference(link.fingerprint)
         if set(different) & set(MODEL_PARTS):
@@ -98,7 +99,7 @@ class Roster:
         return True
 
     def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
-        """The blocks that a replica holds, or what happened to them."""
+        """Update the index from a snapshot of a replica's blocks, or from events of them."""
         if snapshot is not None:
             self.index.replace(link.slot, snapshot)
             self.disk.clear(link.slot)
@@ -115,18 +116,18 @@ class Roster:
                 self.index.clear(link.slot)
 
     def changed(self) -> None:
-        """Let who waits for a change look again."""
+        """Wake those that wait for a change."""
         self._news.set()
 
     def lost(self, link: Link) -> None:
-        """A replica is gone, and its cache with it."""
+        """Forget the blocks of a replica that is lost."""
         self.index.clear(link.slot)
         self.disk.clear(link.slot)
         self._news.set()
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel them until all have ended: before Python 3.12 wait_for loses a cancellation that meets its result."""
+    """Cancel tasks until all have ended: before Python 3.12, wait_for may lose a cancellation at its result."""
     left = set(tasks)
     while left:
         for task in left:

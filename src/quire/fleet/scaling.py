@@ -1,6 +1,6 @@
-"""How many replicas a fleet should have, from what its replicas compute and from what waits for them.
+"""Autoscaling: the number of replicas for a fleet, from the load that they compute and the load that waits.
 
-`target` is a pure function: `quire.ray.scaling` brings it to Ray Serve, `quire.simulate` runs it on a virtual clock.
+`target` is a pure function: `quire.ray.scaling` uses it in Ray Serve, `quire.simulate` runs it on a virtual clock.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from quire.errors import BadValue, check_number
 
-UTILISATION = 0.7  # share of its time that a replica should compute, so that bursts find room
-BACKLOG_SECONDS = 10.0  # in which what waits should be computed
-DOWN_AFTER = 120.0  # seconds in which fewer replicas would have done, before one goes
-TARGET_BATCH = 32  # sequences among which a step's fixed part is shared, where a replica may run as many
+UTILISATION = 0.7  # share of the time that a replica should compute, which leaves room for bursts
+BACKLOG_SECONDS = 10.0  # seconds in which waiting tokens should be computed
+DOWN_AFTER = 120.0  # seconds during which fewer replicas would have been enough, before one is removed
+TARGET_BATCH = 32  # sequences that share a step's fixed part, if a replica may run that many
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a replica did lately, and what waits for it. Raises BadValue for a number that is negative or not finite."""
+    """A replica's recent and waiting load. Raises BadValue for a number that is negative or not finite."""
 
-    prompt_tokens_a_second: float  # those that were computed; what came from the cache is none
+    prompt_tokens_a_second: float  # computed ones, without those from the cache
     decoded_tokens_a_second: float
-    waiting_tokens: float  # of prompts, still to be computed
+    waiting_tokens: float  # prompt tokens still to be computed
     seconds_a_prompt_token: float
-    seconds_a_token: float  # decoded, in a batch of TARGET_BATCH
+    seconds_a_token: float  # of a decoded token, in a batch of TARGET_BATCH
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -34,28 +34,30 @@ class Load:
 
     @property
     def demand(self) -> float:
-        """Replicas like this one that this load would keep busy all the time."""
+        """The number of replicas like this one that this load would keep fully busy."""
         prompts = (self.prompt_tokens_a_second + self.waiting_tokens / BACKLOG_SECONDS) * self.seconds_a_prompt_token
         return prompts + self.decoded_tokens_a_second * self.seconds_a_token
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A decision, and all that the next one has to know of it."""
+    """A decision, with the state that the next one needs."""
 
     replicas: int
-    since: float  # seconds: when so many were last needed or a state was missing, or when their number changed
+    since: float  # seconds: when this number was last needed or changed, or when a load was last missing
 
 
 def target(loads: Sequence[Load | None], now: float, last: Target, least: int, most: int) -> Target:
-    """How many replicas there should be.
+    """Return the number of replicas that there should be.
 
-    More come at once, as many as bring the replicas down to UTILISATION. They go one at a time, each after DOWN_AFTER
-    seconds in which fewer would have done. So a demand that only swings brings no replica twice in that time.
+    Replicas are added at once, as many as bring the utilisation down to UTILISATION. They are removed one at a time,
+    each after DOWN_AFTER seconds during which fewer would have been enough. So an oscillating demand does not start a
+    replica twice in that time.
 
-    loads: of the replicas that run; None: it has reported nothing, so none goes. now: seconds, of the clock of
-    last.since. last: the decision before, or Target(replicas that there are, now). least, most: replicas.
-    Raises BadValue for bounds that are none.
+    loads: loads of the running replicas. A replica without a report has None; while there is one, no replica is
+    removed. now: seconds, of the same clock as last.since. last: the previous decision, or Target(current number,
+    now). least, most: bounds of the number.
+    Raises BadValue for invalid bounds.
     """
     if not 0 < least <= most:
         raise BadValue(f"the bounds are {least} and {most} replicas; they must be at least 1, the smaller one first")
@@ -70,16 +72,16 @@ def target(loads: Sequence[Load | None], now: float, last: Target, least: int, m
 
 
 class Meter:
-    """Makes the Load of a replica out of its counters, from one reading to the next."""
+    """Computes the Load of a replica from two successive readings of its counters."""
 
     def __init__(self) -> None:
         self._at = self._prompt_tokens = self._decoded_tokens = math.nan
 
     def read(self, state: Mapping[str, Any], now: float) -> Load | None:
-        """The load between the last reading and this one; None: it cannot be known yet.
+        """Return the load between the last reading and this one; None if it is not known yet.
 
-        state: counters since the replica began, prompt_tokens (computed ones) and decoded_tokens, and as ReplicaState
-        has them waiting_tokens, max_running, seconds_a_step, seconds_a_prompt_token and seconds_a_sequence.
+        state: counters since the replica's start, prompt_tokens (computed ones) and decoded_tokens, and these fields of
+        ReplicaState: waiting_tokens, max_running, seconds_a_step, seconds_a_prompt_token and seconds_a_sequence.
         now: seconds of a clock that is never set back.
         Raises BadValue for a number that is negative or not finite.
         """

@@ -1,4 +1,4 @@
-"""Which replica a request should go to, as one cost in seconds. No threshold switches the policy."""
+"""Routing: a request goes to the replica with the lowest cost, in seconds. No threshold switches the policy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.fleet.state import ReplicaState
 from quire.request import Holder
 
 T = TypeVar("T")
-WORTH = 0.5  # of the time that computing takes: a replica reads from elsewhere what takes no longer than that
-TIE = 1.03  # costs within this ratio of the smallest are as good: rates are not known better
-# Seconds, where no replica knows its rates yet. Only their ratios matter then.
+WORTH = 0.5  # a replica reads a block from elsewhere if that takes less than this share of the time to compute it
+TIE = 1.03  # costs within this ratio of the smallest count as equal, since rates are not known more precisely
+# Seconds to assume while no replica knows its rates. Only their ratios matter then.
 ASSUMED_STEP = 0.02
 ASSUMED_PROMPT_TOKEN = 0.0005
 ASSUMED_SEQUENCE = 0.0005
@@ -25,12 +25,12 @@ ASSUMED_SEQUENCE = 0.0005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a request needs. Raises BadValue, with the field's name, for a number that cannot be."""
+    """The needs of a request. Raises BadValue, with the field's name, for an invalid number."""
 
     request_id: str
-    num_tokens: int  # tokens to be computed before the next one can be drawn: the prompt, and what was delivered
-    new_tokens: float  # expected: an average of what requests generated, never more than this one's max_tokens
-    hit_rate: float  # 0..1, share of the fleet's prompt tokens that were cached lately: worth of a cached token
+    num_tokens: int  # tokens to be computed before the next one can be drawn: the prompt and the delivered ones
+    new_tokens: float  # expected number: the average of earlier requests, at most this one's max_tokens
+    hit_rate: float  # 0..1, recent share of the fleet's prompt tokens that were cached: the value of a cached token
 
     def __post_init__(self) -> None:
         check_integer(BadValue, "num_tokens", self.num_tokens, 1)
@@ -42,23 +42,23 @@ class Demand:
 class Candidate:
     """A replica as the gateway sees it when a request arrives.
 
-    It is not frozen: a gateway makes one of each replica for each request, and a frozen one takes twice as long. The
-    simulator changes the `step_age` of one that it uses again.
-    Raises BadValue, with the field's name, for a number that cannot be.
+    It is not frozen: a gateway makes one for each replica and request, and a frozen one takes twice as long. The
+    simulator reuses candidates and changes their `step_age`.
+    Raises BadValue, with the field's name, for an invalid number.
     """
 
     slot: int
-    name: str  # for people: its URL
-    fingerprint: str  # digest of what its bits depend on
+    name: str  # its URL, for messages
+    fingerprint: str  # digest of everything that its bits depend on
     state: ReplicaState  # the last one that it sent
-    # s since it began a step, as far as is known: since that state came or, where it was idle then, since a request was
-    # sent there
+    # Estimated s since it began a step: since that state arrived or, if it was idle then, since a request was sent
+    # there.
     step_age: float
-    num_blocks: int  # leading full blocks of the request that it holds or is expected to: FleetIndex.runs
+    num_blocks: int  # leading full blocks of the request that it holds or is expected to hold: FleetIndex.runs
     unseen_tokens: int  # prompt tokens not expected to be cached, of requests that were sent there after that state
     unseen_requests: int
-    num_disk_blocks: int = 0  # after these, blocks that it holds in memory or on its disk
-    num_given: int = 0  # leading blocks that it can send to others now: in memory or on its disk, none of them expected
+    num_disk_blocks: int = 0  # further blocks, after num_blocks, that it has in memory or on its disk
+    num_given: int = 0  # leading blocks that it can send to others now: in memory or on its disk, not only expected
     holder: Holder | None = None  # another replica that it can read from; see `with_holders`
 
     def __post_init__(self) -> None:
@@ -72,17 +72,17 @@ class Candidate:
 
 
 class Parts(NamedTuple):
-    """What a request costs at a replica, in seconds. The sum decides; the parts are for people to read."""
+    """The cost of a request at a replica, in seconds. The sum decides; the parts explain it."""
 
-    queue: float  # what is left of the step under way, and prompt tokens that are computed before its own
+    queue: float  # the rest of the current step, and prompt tokens that are computed before its own
     step: float  # the step that draws its first token, with all sequences that decode in it
     compute: float  # its own tokens that are not cached
-    delay: float  # the same once more: whatever comes next waits for them
-    disk: float  # reading what it holds on its disk; nothing else waits for that
+    delay: float  # the same again, since later requests wait for them
+    disk: float  # reading blocks from its disk; nothing else waits for that
     peer: float  # reading from another replica; nothing else waits for that either
-    decode: float  # its new tokens, each step of which decodes other sequences, too
-    room: float  # until enough requests have ended for it to find a seat and blocks
-    evict: float  # computing again what must be evicted for it, as far as that will be asked for
+    decode: float  # its new tokens; each of their steps decodes other sequences, too
+    room: float  # until enough requests have ended for it to get a slot and blocks
+    evict: float  # recomputing the blocks evicted for it, weighted by the chance that they are needed again
 
     @property
     def total(self) -> float:
@@ -101,22 +101,22 @@ class Ranked(NamedTuple):
     """A candidate and its cost."""
 
     candidate: Candidate
-    uncached_tokens: int  # that it would compute for the request
+    uncached_tokens: int  # tokens that it would compute for the request
     parts: Parts
 
 
 class Choice:
-    """Where a request goes."""
+    """The result of routing a request."""
 
     def __init__(self, best: Ranked, num_tied: int, rank: Callable[[], tuple[Ranked, ...]]) -> None:
-        """num_tied: candidates that are as good as the cheapest. rank: puts all of them in order, these first."""
+        """num_tied: candidates that are as good as the cheapest. rank: returns all candidates in order, these first."""
         self.best = best
         self.num_tied = num_tied
         self._rank = rank
 
     @cached_property
     def ranking(self) -> tuple[Ranked, ...]:
-        """All candidates, the best first, so that it can be seen why. Worked out when somebody looks."""
+        """All candidates, the best first, to explain the choice. Computed at the first access."""
         return self._rank()
 
 
@@ -126,12 +126,12 @@ Rates: TypeAlias = tuple[float, float, float]  # seconds of a step, a prompt tok
 def eligible(
     candidates: Iterable[Candidate], fingerprint: str | None = None, others: Sequence[str] = ()
 ) -> list[Candidate]:
-    """The candidates that may take a request: those that do not drain.
+    """Return the candidates that may take a request: those that are not draining.
 
-    fingerprint: of the replicas that may go on with a request that has begun; None: it has not.
-    others: what is wrong with the replicas that are no candidates.
+    fingerprint: the one that a request needs after it has begun; before, None.
+    others: reasons why other replicas are not candidates.
 
-    Raises NoReplica, which says of each candidate what is wrong, if there is none.
+    Raises NoReplica, with a reason for each replica, if no candidate is left.
     """
     found, refused = [], list(others)
     for candidate in candidates:
@@ -147,19 +147,19 @@ def eligible(
 
 
 def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
-    """Rank the candidates by what the request costs at each.
+    """Rank the candidates by the cost of the request at each.
 
-    Among those within 3 % of the cheapest the one comes first that has the fewest tokens to compute, then the one that
-    holds the fewest blocks, so that the caches share the work, then one by a hash of the request's id: the same for the
-    same request, another for another one.
+    Candidates within 3 % of the cheapest are ordered by the number of tokens to compute, then by the number of blocks
+    that they hold, which balances the caches, then by a hash of the request's id: the same request always gets the
+    same order.
 
-    candidates: those that are `eligible`. Raises NoReplica if there are none.
+    candidates: those from `eligible`. Raises NoReplica without a candidate.
     """
     if not candidates:
         raise NoReplica("no replica can take the request: the fleet has none")
     rates = _known_rates([candidate.state for candidate in candidates])
     uncached: list[int] = []
-    costs: list[tuple[float, ...]] = []  # as Parts have them
+    costs: list[tuple[float, ...]] = []  # in the order of Parts
     for candidate, those in zip(candidates, rates, strict=True):
         read = reading(candidate, those[1])
         tokens = uncached_tokens(demand, candidate, read.num_blocks)
@@ -190,23 +190,23 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
 
 
 def _ordered(items: Iterable[T], key: Callable[[T], Any], then: Callable[[T], Any]) -> Iterator[T]:
-    """Sorted by a key, and where that is equal by another one, which takes longer to compute."""
+    """Sort by a key, and equal items by a second key, which is slower to compute."""
     for _, equal in groupby(sorted(items, key=key), key):
         those = list(equal)
         yield from those if len(those) == 1 else sorted(those, key=then)
 
 
 def step_age(state: ReplicaState, state_time: float, sent: float, now: float) -> float:
-    """Seconds since a replica began a step, as Candidate has it.
+    """Return the estimated seconds since a replica began a step, for Candidate.
 
-    state_time: when its last state came. sent: when a request was sent there that this state does not count.
+    state_time: when its last state arrived. sent: when the first request that this state does not count was sent.
     """
     is_idle = state.num_running + state.num_waiting == 0
     return max(0.0, now - (sent if is_idle else state_time))
 
 
 class Reading(NamedTuple):
-    """What a candidate reads instead of computing it."""
+    """Blocks that a candidate reads instead of computing them."""
 
     num_blocks: int = 0
     disk: float = 0.0  # s
@@ -217,11 +217,12 @@ NOTHING = Reading()
 
 
 def reading(candidate: Candidate, prompt_token: float) -> Reading:
-    """What the candidate would read from its disk or from another replica: as it decides itself, where it saves most.
+    """Return the blocks that the candidate would read from its disk or from another replica, whichever saves more.
 
-    prompt_token: seconds that it computes one. A replica that does not say what reading takes does not read.
+    The replica decides by the same rule. prompt_token: its seconds per prompt token. A replica that does not report
+    the time of reading does not read.
     """
-    if not candidate.num_disk_blocks and candidate.holder is None:  # as of most
+    if not candidate.num_disk_blocks and candidate.holder is None:  # the usual case
         return NOTHING
     state, found, saved = candidate.state, NOTHING, 0.0
     computing = state.block_size * prompt_token
@@ -236,8 +237,8 @@ def reading(candidate: Candidate, prompt_token: float) -> Reading:
 
 
 def with_holders(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates, each with the other one of its fingerprint that can send it the most of the request."""
-    most: dict[str, list[Candidate]] = {}  # of each fingerprint the two that can send the most
+    """Return the candidates, each with the one of the same fingerprint that can send it the most blocks."""
+    most: dict[str, list[Candidate]] = {}  # for each fingerprint the two candidates that can send the most
     for one in candidates:
         if one.num_given:
             best = sorted((*most.get(one.fingerprint, ()), one), key=lambda other: (-other.num_given, other.slot))
@@ -251,7 +252,7 @@ def with_holders(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def uncached_tokens(demand: Demand, candidate: Candidate, read: int = 0) -> int:
-    """Tokens that the candidate would compute for the request. The last one is always among them.
+    """Return the number of tokens that the candidate would compute. The last token is always computed.
 
     read: blocks that it reads from its disk or from another replica.
     """
@@ -259,24 +260,24 @@ def uncached_tokens(demand: Demand, candidate: Candidate, read: int = 0) -> int:
 
 
 def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, rates: Rates) -> tuple[float, ...]:
-    """What a request costs at a replica: Parts. All of them are numbers: this is asked of each replica each time."""
+    """Return the cost of a request at a replica, in the order of Parts. Plain numbers: this is called very often."""
     state, (a_step, a_token, a_sequence) = candidate.state, rates
     num_blocks, block_size, most = state.num_blocks, state.block_size, state.max_running
     reported = state.num_running + state.num_waiting
     ahead = reported + candidate.unseen_requests
     running = ahead if ahead < most else most
     step = a_step + running * a_sequence
-    # Some of what has begun is done by now. What was sent since has begun, too, where it came to an idle replica.
+    # Some of the work that has begun is done by now. Requests sent since have begun, too, if the replica was idle.
     waiting = state.waiting_tokens + candidate.unseen_tokens
     begun = state.waiting_tokens if reported else waiting
     left = begun * a_token + (step if ahead else 0.0) - candidate.step_age
     queue = (left if left > 0.0 else 0.0) + (waiting - begun) * a_token
 
     blocks = -(-(demand.num_tokens + round(demand.new_tokens)) // block_size) - candidate.num_blocks
-    promised = -(-waiting // block_size)  # blocks that those before it take first
+    promised = -(-waiting // block_size)  # blocks that earlier requests allocate first
     empty = state.free_blocks - state.cached_blocks - promised
     evicted = blocks - empty if empty > 0 else blocks
-    # The share of what runs that has to end before there is room; all of it is replaced in the time of one answer.
+    # The share of running requests that must end before there is room. All are replaced in the time of one answer.
     seats = (ahead + 1 - most) / most
     memory = (blocks + promised - state.free_blocks) / num_blocks
     short = seats if seats > memory else memory
@@ -289,7 +290,7 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, ra
         compute,
         read.disk,
         read.peer,
-        # Each of those that run ends, on average, when half of it is done, and what comes then goes where least runs.
+        # A running request ends, on average, when half of this one is done. Later ones go to the least busy replica.
         demand.new_tokens * (running / 2 + 1) * a_sequence,
         short * demand.new_tokens * step if short > 0.0 else 0.0,
         min(evicted, state.cached_blocks) * block_size * a_token * demand.hit_rate if evicted > 0 else 0.0,
@@ -297,7 +298,7 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, ra
 
 
 def _known_rates(states: Sequence[ReplicaState]) -> list[Rates]:
-    """Each replica's rates. One that is not known yet is taken to be the median of the others'."""
+    """Return each replica's rates. An unknown rate is replaced by the median of the others."""
     known = [(state.seconds_a_step, state.seconds_a_prompt_token, state.seconds_a_sequence) for state in states]
     if all(map(all, known)):
         return known
@@ -308,5 +309,5 @@ def _known_rates(states: Sequence[ReplicaState]) -> list[Rates]:
 
 
 def _hash(request_id: str, slot: int) -> bytes:
-    """A place in line that depends on both, and on nothing else."""
+    """Return a sort key that depends only on the request and the slot."""
     return blake2b(f"{slot}\0{request_id}".encode(errors="surrogatepass"), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""FleetSearch: a beam search, which one replica does as a whole."""
+"""FleetSearch: a beam search that one replica runs as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # its packages are an extra
 
 
 class FleetSearch:
-    """A beam search that a replica does: a `SearchJob`."""
+    """A beam search that a replica runs: a `SearchJob`."""
 
     def __init__(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None) -> None:
         self.call = SearchCall(
@@ -42,17 +42,17 @@ class FleetSearch:
         self.error: QuireError | None = None
         self.failure: str | None = None
         self.task: asyncio.Task[None] | None = None
-        self.replica: str | None = None  # the URL of the one that does it
+        self.replica: str | None = None  # the URL of the replica that runs it
         self.fingerprint: str | None = None  # of that replica
         self.began = time.monotonic()  # s
         self._found: list[Hypothesis] = []
 
     def digests(self, hello: Hello, secret: bytes) -> list[int]:
-        """The full blocks of the prompt, as the replica's events name them."""
+        """Return the digests of the prompt's full blocks as in the replica's events."""
         return wire_digests(array("i", self.call.prompt), self.call.salt, self.call.lora, hello, secret)
 
     async def run_at(self, link: Link, span: CallSpan | None) -> None:
-        """Let a replica do it. span: of that, which ends with it. Raises as Link.ask."""
+        """Run the search at a replica. span: its trace span, which ends with it. Raises like Link.ask."""
         call, outcome = self.call, "not finished"
         self.fingerprint = None if link.fingerprint is None else link.fingerprint.digest
         try:
@@ -64,24 +64,24 @@ class FleetSearch:
                 span.end(outcome, is_error=outcome != "finished")
 
     def results(self) -> list[Hypothesis]:
-        """What was found, best first."""
+        """Return the hypotheses, best first."""
         return self._found
 
     def check(self, engine: Any) -> None:
-        """The replica checks it."""
+        """Do nothing: the replica checks it."""
 
     def start(self, processor: Any) -> None:
-        """The replica starts it."""
+        """Do nothing: the replica starts it."""
 
     def stop(self, engine: Any) -> None:
-        """The replica stops it when its caller goes."""
+        """Do nothing: the replica stops it when the caller disconnects."""
 
     def take(self, deltas: list[Any]) -> None:
-        """Nothing comes before its end."""
+        """Do nothing: there are no deltas before the end."""
 
 
 def _read(call: SearchCall, answer: Mapping[str, Any]) -> tuple[str | None, list[Hypothesis]]:
-    """Why a search has failed, and what it has found, best first. Raises WireError for what does not answer it."""
+    """Return the reason of a failure and the hypotheses, best first. Raises WireError for an invalid answer."""
     failure, found = answer.get("failure", 0), answer.get("found")
     if failure is not None and not isinstance(failure, str):
         raise WireError(f"failure is {shown(answer.get('failure', 'missing'))}; it must be null or a text")
@@ -108,7 +108,7 @@ def _hypothesis(call: SearchCall, found: Any) -> Hypothesis:
 
 
 def positions(logprobs: Sequence[TokenLogprobs]) -> list[list[Any]]:
-    """Logprobs of a hypothesis's tokens as they are sent: of each its own, its rank, and those of the best."""
+    """Return the JSON form of a hypothesis's logprobs: for each token its logprob, its rank and the best candidates."""
     return [[one.logprob, one.rank, one.top] for one in logprobs]
 
 

@@ -1,4 +1,4 @@
-"""Session: what one gateway is sent by a replica, and the calls that it waits for."""
+"""Session: the stream from a replica to one gateway, and that gateway's open calls."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from quire.request import Request
 from quire.server.http.api_error import api_error
 from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
-MAX_UNSENT = 2**16  # frames and what events name: a gateway that reads so slowly is dropped
+MAX_UNSENT = 2**16  # unsent frames and event items after which a slow gateway is disconnected
 
 
 class Session:
-    """The event loop's, but for Flow.news."""
+    """The messages for one gateway. Only the event loop may use it, except `started`."""
 
     def __init__(self, name: str, hello: Callable[[str], Hello]) -> None:
         self.name = name
         self.flows: dict[int, Flow] = {}  # open calls, by the gateway's numbers
-        self.started: list[int] = []  # calls that have begun since the last step; the engine thread's
+        self.started: list[int] = []  # calls that began since the last step; for the engine thread only
         self.draining = False
-        self.closing = False  # it ends when no call is open
+        self.closing = False  # the session ends when no call is open
         self._hello = hello
         self._gone = False
         self._frames: list[Frame] = []
         self._failed: list[list[Any]] = []
         self._events: list[list[Any]] = []
-        self._num_named = 0  # blocks that these name, and one for what each of them says
-        self._first_event = 0  # the number of the first of these
+        self._num_named = 0  # items of these events: their blocks, and one for each kind
+        self._first_event = 0  # the number of the first of these events
         self._snapshot: list[int] | None = None
         self._on_disk: list[int] = []
         self._state: ReplicaState | None = None
-        self._started: list[int] = []  # calls that the state counts, since the last one
-        self._next_state = 0.0  # when it is to be sent again
+        self._started: list[int] = []  # calls that this state counts and the last sent one did not
+        self._next_state = 0.0  # s of time.monotonic(), when the next state is due
         self._sent_state: ReplicaState | None = None
         self._sent_draining = False
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """Send a line, if only to show that the replica is alive."""
+        """Send a line, possibly an empty one as a heartbeat."""
         self._news.set()
 
     def close(self) -> None:
-        """Send no further line."""
+        """Send no further lines."""
         self._gone = True
         self._news.set()
 
     def begin(self, digests: list[int], on_disk: list[int], next_event: int, state: ReplicaState) -> None:
-        """The blocks that the replica holds now, in memory and on its disk; the next event has that number."""
+        """Begin with the blocks in the replica's memory and on its disk. next_event: number of the next event."""
         self._snapshot, self._on_disk, self._first_event, self._state = digests, on_disk, next_event, state
         self.wake()
 
     def add(self, events: list[list[Any]], state: ReplicaState, started: Sequence[int]) -> None:
-        """Events of a step, the state after it, and the calls that this one counts for the first time."""
+        """Add a step's events, the state after it, and the calls that this state counts for the first time."""
         self._events += events
         self._num_named += sum(map(len, events))
         self._bound()
@@ -69,25 +69,25 @@ class Session:
             self.wake()
 
     def report(self, frames: list[Frame]) -> None:
-        """What came to open calls."""
+        """Add frames of open calls."""
         self._frames += frames
         self._bound()
         self.wake()
 
     def fail(self, flow: int, status: int, body: dict[str, Any]) -> None:
-        """A call has ended before its samples did."""
+        """Report a call that failed before its samples ended."""
         self.flows.pop(flow, None)
         self._failed.append([flow, status, body])
         self.wake()
 
     def _bound(self) -> None:
-        """Drop a gateway that reads too slowly, and what it was to be sent."""
+        """Disconnect a gateway that reads too slowly, and discard its unsent messages."""
         if self._gone or len(self._frames) + self._num_named > MAX_UNSENT:
             self.close()
             self._frames, self._events, self._num_named = [], [], 0
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """What is sent."""
+        """Yield the lines to send."""
         yield dumps(self._hello(self.name))
         while not self._gone:
             await self._news.wait()
@@ -121,18 +121,18 @@ class Session:
 
 
 class Flow(Generation):
-    """A call, reported as frames."""
+    """A call whose output is reported as frames."""
 
     def __init__(
         self, session: Session, number: int, prompts: Sequence[tuple[RequestOutput, list[Request]]],
         started: Callable[[], None],
     ) -> None:  # fmt: skip
-        """started: is called by the engine's thread when the samples are queued."""
+        """started: called by the engine thread when the samples are queued."""
         super().__init__(prompts)
         self._started = started
         self._session = session
         self._number = number
-        self._sent: dict[int, tuple[int, int]] = {}  # characters and tokens of each sample; the engine thread's
+        self._sent: dict[int, tuple[int, int]] = {}  # sent characters and tokens of each sample; engine thread only
         self._num_logprobs: dict[int, int] = {}
         self._first_prompt_logprob = self.requests[0].first_prompt_logprob
         self._num_prompt_logprobs = 1  # the first token has none
@@ -148,7 +148,7 @@ class Flow(Generation):
             self._sent |= {one.index: (len(one.text), len(one.token_ids)) for one in output.outputs}
 
     def news(self, output: RequestOutput) -> list[Any]:
-        """What is new in an output, as frames."""
+        """Return the new part of an output as frames."""
         found = []
         for sample in output.outputs:
             characters, tokens = self._sent[sample.index]
@@ -190,7 +190,7 @@ class Flow(Generation):
         return [_candidates(found) for found in sample.logprobs[start:]]
 
     def _more(self, output: RequestOutput) -> dict[str, Any]:
-        """What is new of the prompt."""
+        """Return the new data about the prompt, and other rare fields of a frame."""
         more: dict[str, Any] = {}
         if not self._has_sent_cached and output.num_cached_tokens is not None:
             self._has_sent_cached = True

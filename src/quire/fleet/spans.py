@@ -1,4 +1,4 @@
-"""What a trace says of a placement."""
+"""Trace spans of placements."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:  # its packages are an extra
 
 
 def span_of(placement: Placement, traces: Traces | None, context: Context | None) -> CallSpan | None:
-    """The span of a placement, where there are traces. context: what it goes below."""
+    """Start the span of a placement; None without tracing. context: the parent's context."""
     if traces is None or context is None:
         return None
     return traces.call("placement", context, attributes_of(placement))
 
 
 def attributes_of(placement: Placement) -> dict[str, Any]:
-    """The attributes of a placement's span. Costs are in seconds; those of the candidates are in their order."""
+    """Return the attributes of a placement's span. Costs are in seconds, in the order of the candidates."""
     choice, cause = placement.choice, placement.cause
     best = choice.best
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""ReplicaState: what a replica says of itself, in numbers that a cost can be computed from."""
+"""ReplicaState: a replica's report of its load, from which the cost of a request can be computed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from quire.errors import BadValue, are_counts, are_times, check_integer, check_n
 class ReplicaState:
     """A replica's load, room and speed at one moment.
 
-    Of a model with several cache groups, the block counts are those of the group that has the fewest free blocks.
+    If a model has several cache groups, the block counts are those of the group with the fewest free blocks.
 
-    Raises BadValue, with the field's name, for a number that cannot be: it comes from another machine, and a NaN among
-    the costs would decide where all requests go.
+    Raises BadValue, with the field's name, for an invalid number: the state comes from another machine, and a NaN among
+    the costs would attract all requests.
     """
 
-    waiting_tokens: int  # prompt tokens of waiting and running requests still to be computed, a shared one counted once
+    waiting_tokens: int  # prompt tokens of waiting and running requests still to be computed; shared ones count once
     num_waiting: int  # requests
     num_running: int  # requests
     max_running: int  # requests
-    free_blocks: int  # that no request owns, cached ones among them
-    cached_blocks: int  # of the free ones, those that can be reused
+    free_blocks: int  # blocks that no request owns, including cached ones
+    cached_blocks: int  # free blocks that can be reused
     num_blocks: int
     block_size: int  # tokens
-    seconds_a_step: float  # of each step, whatever it computes; 0.0: not known yet, as of the next two
+    seconds_a_step: float  # fixed part of each step; 0.0 means unknown, also for the next two
     seconds_a_prompt_token: float
     seconds_a_sequence: float  # of each sequence that decodes in a step
-    draining: bool  # takes no new requests
-    seconds_a_disk_block: float = 0.0  # that is read from its disk; 0.0: it has none
-    seconds_a_peer_block: float = 0.0  # that is read from another replica; 0.0: it does not read there
+    draining: bool  # it accepts no new requests
+    seconds_a_disk_block: float = 0.0  # to read a block from its disk; 0.0: it has none
+    seconds_a_peer_block: float = 0.0  # to read a block from another replica; 0.0: it does not read there
 
     def __post_init__(self) -> None:
         counts = self.waiting_tokens, self.num_waiting, self.num_running, self.cached_blocks
@@ -52,9 +52,9 @@ class ReplicaState:
             raise BadValue(f"draining is {self.draining!r}; it must be true or false")
 
     def with_room(self, free_blocks: int, cached_blocks: int) -> ReplicaState:
-        """The same with other free blocks. They are not checked again: a replica's own numbers.
+        """Return a copy with other free blocks. They are not checked, since the replica itself counted them.
 
-        `dataclasses.replace` takes four times as long, and simulated fleets make many of them.
+        `dataclasses.replace` takes four times as long, and simulated fleets make many copies.
         """
         found = object.__new__(ReplicaState)
         for name in ReplicaState.__slots__:
@@ -70,5 +70,5 @@ class ReplicaState:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks that hold something: owned ones, and free ones that can be reused."""
+        """Blocks with contents: owned ones, and free ones that can be reused."""
         return self.owned_blocks + self.cached_blocks

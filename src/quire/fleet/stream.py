@@ -1,4 +1,4 @@
-"""NumberedStream: a stream that a client can have continued by another gateway."""
+"""NumberedStream: a stream that another gateway can continue for a client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.api.service import Identity
 from quire.server.http.api_error import ApiError
 from quire.text import RequestOutput
 
-# name/created/fingerprint/sample,sample,...: of each sample characters:tokens, and an e if it has ended
+# name/created/fingerprint/sample,sample,...: each sample is characters:tokens, followed by an e if it has ended
 LAST_EVENT = re.compile(
     r"([a-z]{1,16}-[0-9a-f]{32})/([0-9]{1,12})/([0-9a-f]{16})/"
     r"([0-9]{1,9}:[0-9]{1,9}e?(?:,[0-9]{1,9}:[0-9]{1,9}e?)*)"
@@ -23,7 +23,7 @@ ANOTHER = "RequestError: the header Last-Event-ID belongs to another request: it
 
 
 class Known(NamedTuple):
-    """What a client has of a sample."""
+    """The part of a sample that a client has received."""
 
     characters: int
     tokens: int
@@ -35,16 +35,16 @@ NOTHING = Known(0, 0, False)
 
 @dataclass(frozen=True)
 class LastEvent:
-    """What a client has of a stream, as the id of the last event that it received says."""
+    """The part of a stream that a client has received, parsed from the id of its last event."""
 
     name: str
     created: int  # seconds since 1970
-    fingerprint: str  # of the replicas that go on with the same bits
+    fingerprint: str  # of the replicas that continue with the same bits
     samples: tuple[Known, ...]
 
 
 def last_event(header: str | None) -> LastEvent | None:
-    """What a Last-Event-ID says; None without one. Raises ApiError for one that no gateway has written."""
+    """Parse a Last-Event-ID; None without one. Raises ApiError for one that no gateway has written."""
     if header is None:
         return None
     found = LAST_EVENT.fullmatch(header)
@@ -56,12 +56,12 @@ def last_event(header: str | None) -> LastEvent | None:
 
 
 class NumberedStream(Stream):
-    """A stream whose events say how far each sample is, so that a client can ask another gateway for the rest."""
+    """A stream whose event ids have the position of each sample, so that another gateway can send the rest."""
 
     def __init__(
         self, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]], last: LastEvent | None
     ) -> None:
-        """last: what the client has; None of a new stream. Raises ApiError for another number of samples."""
+        """last: the client's last event; None for a new stream. Raises ApiError if the number of samples differs."""
         super().__init__(prompts)
         self.wanted_fingerprint = None if last is None else last.fingerprint
         self.fingerprint = ""  # of the replicas that compute it
@@ -72,20 +72,18 @@ class NumberedStream(Stream):
         }
         known = () if last is None else last.samples
         if known and len(known) != len(self._places):
-            raise ApiError(
-                f"the header Last-Event-ID tells of {len(known)} samples; this request has {len(self._places)}"
-            )
+            raise ApiError(f"the header Last-Event-ID names {len(known)} samples; this request has {len(self._places)}")
         self.is_continued = bool(known)
         self._delivered = list(known) or [NOTHING] * len(self._places)
         self._shown = [_shown(one) for one in self._delivered]
-        # Of a sample of which the client has nothing, it lacks the echo, too.
+        # A client that has nothing of a sample has not received its echo either.
         begun = zip(self._places, self._delivered, strict=True)
         self._known = {place: one for place, one in begun if one != NOTHING}
 
     def news(self, output: RequestOutput) -> list[Any]:
-        """What is new in an output; before all is there that the client has of it, no more than that.
+        """Return the deltas of an output. The part that the client already has is one delta, which is not sent again.
 
-        Nothing before all logprobs of the prompt are there, which the first event of each sample has.
+        Until all logprobs of the prompt are known, return no delta, since the first event of each sample contains them.
         """
         of_prompt = output.prompt_logprobs
         if of_prompt is not None and len(of_prompt) < len(output.prompt_token_ids) and not output.outputs[0].finished:
@@ -100,7 +98,7 @@ class NumberedStream(Stream):
             whole = sample.finished if known.is_whole else len(sample.token_ids) >= known.tokens
             if not whole and not sample.finished:
                 continue
-            if len(sample.token_ids) < known.tokens:  # so this is another request
+            if len(sample.token_ids) < known.tokens:  # the header belongs to another request
                 del self._known[output.request_id, sample.index]
                 found.append(Delta(output, sample.index, "", [], None, FinishReason.ERROR.value, None, ANOTHER))
                 self.mark_reported(output, sample.index, 0, 0, is_whole=True)
@@ -116,7 +114,7 @@ class NumberedStream(Stream):
         return found + super().news(output)
 
     def marked(self, delta: Delta, events: list[bytes]) -> list[bytes]:
-        """The events of a delta, each after a line that says what the client has with it."""
+        """Return the events of a delta, each after an id line with the position that the client reaches with it."""
         if delta.is_known:
             return events
         place = self._places[delta.output.request_id, delta.sample]
@@ -127,12 +125,12 @@ class NumberedStream(Stream):
         return before_last + [self._mark(place, now) + event for event in events[-1:]]
 
     def _mark(self, place: int, now: Known) -> bytes:
-        """The line before an event, with which the client has so much of that sample."""
+        """Return the id line of an event after which the client has `now` of the sample."""
         self._shown[place] = _shown(now)
         places = ",".join(self._shown)
         return f"id: {self._identity.name}/{self._identity.created}/{self.fingerprint}/{places}\n".encode("ascii")
 
 
 def _shown(known: Known) -> str:
-    """A sample in an event's id."""
+    """Return a sample's position as it appears in an event's id."""
     return f"{known.characters}:{known.tokens}{'e' if known.is_whole else ''}"

@@ -1,6 +1,6 @@
-"""The fleet's inspector: what a gateway knows of its replicas and requests, for a page that draws it.
+"""The fleet's inspector: a page with a gateway's replicas, requests and placements, and the stream behind it.
 
-A watcher gets a snapshot every INTERVAL seconds, if it differs from the one before. One is made for all watchers.
+A watcher gets a snapshot every INTERVAL seconds if it differs from the previous one. All watchers share a snapshot.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
 from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, page_at
 
-INTERVAL = 0.25  # s from one snapshot to the next
+INTERVAL = 0.25  # s between snapshots
 MAX_SHOWN = 40  # requests, and placements, in a snapshot
-MAX_CANDIDATES = 8  # of a placement, the cheapest ones
+MAX_CANDIDATES = 8  # the cheapest candidates of a placement that are shown
 
 
 class FleetWatch:
-    """Shows a fleet. The event loop's."""
+    """Shows a fleet. Only the event loop may use it."""
 
     def __init__(self, fleet: Fleet, about: Mapping[str, str]) -> None:
-        """about: what the page shows of the gateway, such as the model's name."""
+        """about: information about the gateway on the page, such as the model's name."""
         self._fleet = fleet
         self._about = dict(about)
         self._epoch = time.time() - time.monotonic()
-        self._leaving: set[asyncio.Event] = set()  # one of each watcher; set: it gets nothing more
+        self._leaving: set[asyncio.Event] = set()  # one for each watcher, set when its stream ends
         self._closed = False
         self._part = b""  # the latest snapshot
-        self._part_until = 0.0  # s of time.monotonic(), when the next one is made
+        self._part_until = 0.0  # s of time.monotonic(), when the next snapshot is made
 
     def router(self) -> APIRouter:
-        """GET /inspector, the page, and /inspector/events, what it shows."""
+        """Return the routes GET /inspector, the page, and /inspector/events, its data."""
         routes = APIRouter(include_in_schema=False)
         page = page_at(Path(__file__).parent / "inspector.html")
 
@@ -71,15 +71,15 @@ class FleetWatch:
         return routes
 
     def close(self) -> None:
-        """End the streams of all who watch, and of those who yet come."""
+        """End the streams of all current and future watchers."""
         self._closed = True
         for leaving in self._leaving:
             leaving.set()
 
-    # ------------------------------------------------------------------------------------------------ what is seen
+    # --------------------------------------------------------------------------------------------------- snapshots
 
     def replicas(self) -> list[ReplicaView]:
-        """The replicas, in the order in which they came."""
+        """Return the replicas in the order in which they were added."""
         samples = Counter(one.link.url for work in self._fleet.works for one in work.assigned.values())
         return [self._replica(link, samples[link.url]) for link in self._fleet.roster.links.values()]
 
@@ -103,7 +103,7 @@ class FleetWatch:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """All that the page shows, as JSON has it. Times are seconds since 1970."""
+        """Return all data of the page, ready for JSON. Times are seconds since 1970."""
         works, searches = self._fleet.works, self._fleet.searches
         requests = [*map(self._work, works[-MAX_SHOWN:]), *map(self._search, searches[-MAX_SHOWN:])]
         return {

@@ -1,7 +1,7 @@
-"""What gateways and replicas send one another: JSON, whose numbers and texts arrive as they were sent.
+"""The messages between gateways and replicas, as JSON, which transfers numbers and texts exactly.
 
-A gateway posts calls. What comes of them it reads from one stream a replica, the session: a JSON object a line, with
-frames (what came to samples), events (of blocks) and the replica's state.
+A gateway posts calls. It reads the results from one stream per replica, the session: one JSON object a line, with
+frames (new output of samples), events (of blocks) and the replica's state.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 from quire.errors import QuireError, RequestError, check_integer
 from quire.request import FinishReason, Holder, SamplingParams, Task
 
-PROTOCOL = 3  # both ends have to speak the same
-BEAT = 0.25  # s: so often at least a replica sends a line
+PROTOCOL = 3  # both ends must have the same version
+BEAT = 0.25  # s, the longest time between two lines of a replica
 SILENCE = 1.5  # s without a line after which a replica counts as hung
-# Of blocks: stored, removed, all of them gone; stored on the disk, no longer there.
+# Kinds of block events: stored, removed, all removed; stored on the disk, removed from it.
 EVENTS = ("+", "-", "0", "d+", "d-")
 ENDS = tuple(reason.value for reason in FinishReason)
 DIGEST_SIZE = 8  # bytes of a block's digest on the wire
@@ -28,27 +28,27 @@ T = TypeVar("T")
 
 
 class WireError(QuireError):
-    """What the other end sent is no message, or contradicts what it sent before."""
+    """A message of the other end is invalid, or contradicts an earlier one."""
 
 
 class Frame(NamedTuple):
-    """What came to one sample in a step. Positions say where it belongs, so that none is lost or taken twice."""
+    """New output of one sample. It has positions, so that no part is lost or taken twice."""
 
-    flow: int  # the call's
-    sample: int  # its index
-    at: int  # tokens before these
+    flow: int  # the number of the call
+    sample: int  # the index of the sample
+    at: int  # number of tokens before these
     tokens: list[int]
-    characters: int  # of the sample's text before this one
+    characters: int  # number of characters of the sample's text before this one
     text: str
-    logprobs: list[list[list[Any]]] | None = None  # of each token: [id, logprob, rank, text] of each candidate
+    logprobs: list[list[list[Any]]] | None = None  # for each token: [id, logprob, rank, text] of each candidate
     end: list[Any] | None = None  # finish_reason, stop_reason, error
-    # What is rare: "cached", prompt tokens found in the cache; "prompt_logprobs", a position and the logprobs from it
-    # on; "hidden_state"; "differences", tokens that were drawn otherwise than delivered.
+    # Rare fields: "cached", prompt tokens found in the cache; "prompt_logprobs", a position and the logprobs from it
+    # on; "hidden_state"; "differences", number of tokens that were drawn differently than delivered.
     more: dict[str, Any] | None = None
 
     @staticmethod
     def parse(found: Any) -> Frame:
-        """A frame from JSON. Raises WireError for what is none."""
+        """Return a frame from JSON. Raises WireError for an invalid one."""
         if not isinstance(found, list) or len(found) != len(Frame._fields) or not isinstance(found[3], list):
             raise WireError(f"a frame is {shown(found)}; it must be a list of {len(Frame._fields)} fields")
         frame = Frame(*found)
@@ -66,9 +66,9 @@ class Frame(NamedTuple):
 
 
 def _check_more(more: Any) -> None:
-    """Raise WireError for what a frame cannot have besides tokens."""
+    """Raise WireError for invalid rare fields of a frame."""
     if not isinstance(more, dict):
-        raise WireError(f"what a frame has besides tokens is {shown(more)}; it must be an object")
+        raise WireError(f"the field more of a frame is {shown(more)}; it must be an object")
     for name in more.keys() & {"cached", "differences"}:
         check_integer(WireError, f"{name} of a frame", more[name], 0)
     if "prompt_logprobs" in more:
@@ -83,10 +83,10 @@ def _check_more(more: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A prompt to be continued or embedded: its samples, or the rest of one of them."""
+    """A prompt to be continued or embedded: all its samples, or the rest of one of them."""
 
-    flow: int  # what frames refer to; a new one for each call of a session
-    name: str  # of the request, in errors
+    flow: int  # number that frames refer to; a new one for each call of a session
+    name: str  # of the request, for errors
     prompt: list[int]
     sampling: SamplingParams  # with a seed
     task: Task = Task.GENERATE
@@ -95,41 +95,41 @@ class Call:
     lora: str | None = None  # the adapter's name
     grammar: tuple[str, str] | None = None  # kind and text, see Spec
     uncached: int | None = None  # tokens that the gateway expects to be computed before a new one; None: all
-    sample: int | None = None  # None: all n of them; else the one that goes on after `delivered`
+    sample: int | None = None  # the sample to continue after `delivered`; None: all n samples
     delivered: list[int] = field(default_factory=list)  # tokens
-    first_prompt_logprob: int = 0  # prompt positions before it were sent
-    num_checked: int = 0  # of the delivered tokens, the last ones, which are drawn again and compared
-    is_strict: bool = True  # where one is drawn otherwise, the sample ends with an error
-    trace: str | None = None  # the gateway's span, as W3C's traceparent has it
+    first_prompt_logprob: int = 0  # logprobs of earlier prompt positions were already sent
+    num_checked: int = 0  # number of last delivered tokens that are drawn again and compared
+    is_strict: bool = True  # whether the sample ends with an error if one of these differs
+    trace: str | None = None  # the gateway's span, as a W3C traceparent
     holder: Holder | None = None  # another replica that has the first blocks, with the same fingerprint
 
 
 def _holder(found: Any) -> Holder:
-    """Raises WireError for what is no URL and number of blocks."""
+    """Return a holder from JSON. Raises WireError unless it is a URL and a number of blocks."""
     if not isinstance(found, list) or [*map(type, found)] != [str, int] or found[1] < 1 or not _is_url(found[0]):
         raise WireError(f"holder is {shown(found)}; it must be the URL of a replica and a number of blocks")
     return Holder(*found)
 
 
 def _is_url(text: str) -> bool:
-    """Whether it names a host that speaks HTTP."""
+    """Return whether a text is a URL http://host:port."""
     try:
         parts = urlsplit(text)
         return parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
-    except ValueError:  # of the port
+    except ValueError:  # an invalid port
         return False
 
 
 def _sampling(found: Mapping[str, Any]) -> SamplingParams:
-    """Raises WireError for a field that another version has, RequestError for what its client is to hear of."""
+    """Return sampling parameters. Raises WireError for an unknown field, RequestError for an error of the client."""
     if unknown := sorted(set(found) - {one.name for one in fields(SamplingParams)}):
         raise WireError(f"sampling has the field {unknown[0]!r}, which is unknown here")
     bias = found.get("logit_bias")
-    tokens = None if bias is None else {int(token): value for token, value in bias.items()}  # JSON's keys are texts
+    tokens = None if bias is None else {int(token): value for token, value in bias.items()}  # JSON's keys are strings
     return SamplingParams(**dict(found) | {"logit_bias": tokens})
 
 
-# Fields of messages that are more than JSON has.
+# Fields of messages that have no JSON type.
 MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {"sampling": _sampling, "task": Task, "grammar": tuple, "holder": _holder}
 )
@@ -147,17 +147,17 @@ class SearchCall:
     ignore_eos: bool
     length_penalty: float
     logprobs: int | None  # of each token
-    lora: str | None = None  # as a Call's
-    trace: str | None = None  # as a Call's
+    lora: str | None = None  # see Call
+    trace: str | None = None  # see Call
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a replica is; the first line of a session. Raises WireError, with the field's name, for what cannot be."""
+    """The greeting of a replica, the first line of a session. Raises WireError, with the name of an invalid field."""
 
     protocol: int
     session: str
-    incarnation: str  # another one each time it starts
+    incarnation: str  # differs after each start
     fingerprint: dict[str, Any]  # see Fingerprint.to_json
     names: list[str]  # of the model, for clients
     max_model_len: int
@@ -165,12 +165,12 @@ class Hello:
     eos_token_ids: list[int]
     hidden_size: int
     root: str  # the checkpoint
-    default_sampling: dict[str, Any]  # of SamplingParams, where a client's body does not say
-    max_samples: int  # that run or wait at a time
+    default_sampling: dict[str, Any]  # fields of SamplingParams that apply if a client's body omits them
+    max_samples: int  # samples that may run or wait at a time
     block_size: int
-    salt: str  # of the cache: what digests depend on besides a request's own salt
-    has_windows: bool  # how much of a prompt is cached, the replica alone can say
-    loras: dict[str, str] = field(default_factory=dict)  # adapters' names, and the digests of their weights
+    salt: str  # of the cache: digests depend on it in addition to a request's own salt
+    has_windows: bool  # if true, only the replica knows how much of a prompt is cached
+    loras: dict[str, str] = field(default_factory=dict)  # digests of the adapters' weights, by name
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "hidden_size", "max_samples", "block_size"):
@@ -193,7 +193,7 @@ class Hello:
 
 
 def check_blocks(snapshot: Any, events: Any) -> None:
-    """Raise WireError for what is no list of digests (or None), and no list of block events: a kind and digests."""
+    """Raise WireError unless these are a list of digests (or None) and a list of block events: a kind and digests."""
     if snapshot is not None and not (isinstance(snapshot, list) and {*map(type, snapshot)} <= {int}):
         raise WireError(f"a snapshot of blocks is {shown(snapshot)}; it must be a list of digests")
     if not isinstance(events, list):
@@ -204,29 +204,29 @@ def check_blocks(snapshot: Any, events: Any) -> None:
 
 
 class Matched(NamedTuple):
-    """How many of a prompt's tokens a replica has."""
+    """The numbers of a prompt's tokens that a replica has."""
 
     cached: int  # in memory
     stored: int  # in memory or on its disk
 
 
 def read_matched(num_tokens: int, answer: Mapping[str, Any]) -> Matched:
-    """How many of a prompt's tokens a replica says that it has. Raises WireError for what cannot be."""
+    """Return the numbers of tokens that a replica reports for a prompt. Raises WireError for invalid ones."""
     cached, stored = answer.get("cached"), answer.get("stored")
     check_integer(WireError, "cached", cached, 0, num_tokens)
-    check_integer(WireError, "stored", stored, cached, num_tokens)  # type: ignore[arg-type]  # as it was checked
+    check_integer(WireError, "stored", stored, cached, num_tokens)  # type: ignore[arg-type]  # checked above
     return Matched(cached, stored)  # type: ignore[arg-type]
 
 
 def dumps(message: Any) -> bytes:
-    """A message as a line. What is no finite number survives."""
+    """Return a message as a line. NaN and infinities are preserved."""
     if not isinstance(message, Mapping):
         message = asdict(message)
     return json.dumps(message, separators=(",", ":"), default=asdict).encode("ascii") + b"\n"
 
 
 def loads(line: bytes) -> dict[str, Any]:
-    """A line's message. Raises WireError for what is no JSON object."""
+    """Parse a line. Raises WireError unless it is a JSON object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -237,7 +237,10 @@ def loads(line: bytes) -> dict[str, Any]:
 
 
 def read(kind: type[T], found: Mapping[str, Any]) -> T:
-    """A message of that class. Raises WireError where fields are missing or unknown, RequestError for bad sampling."""
+    """Return a message of that class.
+
+    Raises WireError for missing or unknown fields, and RequestError for invalid sampling parameters.
+    """
     known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(found) - known):
         raise WireError(f"a {kind.__name__} has the field {unknown[0]!r}, which is unknown here")
@@ -254,11 +257,11 @@ def read(kind: type[T], found: Mapping[str, Any]) -> T:
 
 
 def wire_digest(digest: bytes, secret: bytes) -> int:
-    """A block's digest as it is sent: who does not know the secret cannot try out which prompts it may stand for."""
+    """Return the digest that is sent for a block. It is keyed: testing prompts against it requires the secret."""
     return int.from_bytes(blake2b(digest, key=secret[:64], digest_size=DIGEST_SIZE).digest(), "little")
 
 
 def shown(found: Any) -> str:
-    """Something of a message as errors show it, of which there may be much."""
+    """Return the representation of a value for errors, at most about 100 characters."""
     text = repr(found)
     return text if len(text) <= 100 else text[:100] + "..."

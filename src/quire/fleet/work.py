@@ -1,4 +1,4 @@
-"""Work: the prompts of a gateway's jobs, and which replica computes which of their samples."""
+"""Work: the prompts of a gateway's jobs, and the assignments of their samples to replicas."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ if TYPE_CHECKING:  # its packages are an extra
 
 
 class FarGuide:
-    """A grammar that a replica follows; at the gateway it is but a name. See `quire.request.Guide`."""
+    """A grammar that a replica applies; the gateway only passes it on. See `quire.request.Guide`."""
 
     def __init__(self, spec: Spec, field: str) -> None:
-        """field: of the request's body, which has it."""
+        """field: the field of the request's body that has the grammar."""
         self.spec = spec
         self.field = field
 
     def copy(self) -> FarGuide:
-        """Itself: it has no state."""
+        """Return itself: it has no state."""
         return self
 
     @property
     def done(self) -> bool:
-        """Cannot be known here."""
+        """Unknown at a gateway. Raises BadValue."""
         raise BadValue("a gateway cannot follow a grammar")
 
     def allowed(self) -> Any:
-        """Cannot be known here."""
+        """Unknown at a gateway. Raises BadValue."""
         raise BadValue("a gateway cannot follow a grammar")
 
     def accept(self, token: int) -> None:
-        """Cannot be done here."""
+        """Raise BadValue: unknown at a gateway."""
         raise BadValue("a gateway cannot follow a grammar")
 
 
 @dataclass(eq=False)
 class Assignment:
-    """Samples of a prompt that a replica was asked to compute."""
+    """Samples of a prompt that were sent to a replica."""
 
     flow: int
     work: Work
     link: Link
-    samples: set[int]  # that have neither ended nor gone elsewhere
+    samples: set[int]  # those that have neither ended nor moved
     expectation: Expectation
     placement: Placement
-    span: CallSpan | None  # where there are traces
-    replaced: dict[int, Assignment]  # of samples that were computed elsewhere until now
+    span: CallSpan | None  # None without tracing
+    replaced: dict[int, Assignment]  # previous assignments of these samples, by sample
     sent: float = field(default_factory=time.monotonic)  # s
-    is_placed: bool = False  # the replica has taken it
-    is_seen: bool = False  # the replica's state may count it
-    is_moving: bool = False  # another replica is to go on with it
-    heard: set[int] = field(default_factory=set)  # samples of which a new token came from it
+    is_placed: bool = False  # the replica has accepted it
+    is_seen: bool = False  # the replica's state counts it
+    is_moving: bool = False  # it is being moved to another replica
+    heard: set[int] = field(default_factory=set)  # samples with a new token from this replica
 
 
 @dataclass(eq=False)
@@ -82,19 +82,19 @@ class Work:
     job: Generation
     output: RequestOutput
     requests: Sequence[Request]
-    context: Context | None = None  # what spans go below, where there are traces
-    fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
-    wanted_fingerprint: str | None = None  # of those that may begin; None: any
-    is_admitted: bool = False  # a replica has taken it
+    context: Context | None = None  # parent of the trace spans; None without tracing
+    fingerprint: str | None = None  # of the replicas that may continue it; None: it has not begun
+    wanted_fingerprint: str | None = None  # of the replicas that may begin it; None: any
+    is_admitted: bool = False  # a replica has accepted it
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
     began: float = field(default_factory=time.monotonic)  # s
     num_lost: int = 0  # replicas that were lost with it since its last new token
-    last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), when each sample's came
+    last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), of each sample's last token
 
     def __post_init__(self) -> None:
-        self._digests: dict[tuple[str, int, int, int], list[int]] = {}  # the latest ones
+        self._digests: dict[tuple[str, int, int, int], list[int]] = {}  # cache of the latest result
         first = self.requests[0].sampling
-        # The answer must not depend on the replica, nor on the gateway: all of it follows from the request's name.
+        # The answer must depend neither on the replica nor on the gateway, so the seed follows from the request's name.
         seed = seed_of(self.output.request_id) if first.seed is None else first.seed
         self.sampling = replace(first, seed=seed)
         self.ledgers = [Ledger(one, first.logprobs is not None) for one in self.output.outputs]
@@ -110,21 +110,21 @@ class Work:
 
     @property
     def needed_fingerprint(self) -> str | None:
-        """Of the replicas that may compute it; None: any."""
+        """The fingerprint of the replicas that may compute it; None: any."""
         return self.wanted_fingerprint if self.is_untouched else self.fingerprint
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no token of it came yet, so that its samples can be asked for together."""
+        """True if it has no token yet, so that one call can request all samples."""
         return all(not ledger.tokens and not ledger.output.finished for ledger in self.ledgers)
 
     def tokens(self, samples: Sequence[int]) -> array[int]:
-        """What is to be computed for these samples before one of them goes on, in common."""
+        """Return the common tokens that must be computed before these samples can continue."""
         prompt = array("i", self.output.prompt_token_ids)
         return prompt + array("i", self.ledgers[samples[0]].tokens) if len(samples) == 1 else prompt
 
     def digests(self, samples: Sequence[int], hello: Hello, secret: bytes) -> list[int]:
-        """The full blocks of `tokens`, as the replica's events name them."""
+        """Return the digests of the full blocks of `tokens` as in the replica's events."""
         tokens = self.tokens(samples)
         kind = (hello.salt, hello.block_size, len(tokens) if len(samples) == 1 else -1, samples[0])
         if kind not in self._digests:
@@ -133,7 +133,7 @@ class Work:
         return self._digests[kind]
 
     def call(self, flow: int, samples: Sequence[int], *, is_strict: bool, trace: str | None = None) -> Call:
-        """What a replica is asked for."""
+        """Return the call that requests these samples from a replica."""
         request = self.requests[0]
         guide = request.guide
         call = Call(
@@ -164,7 +164,7 @@ class Work:
         )
 
     def enter(self, frame: Frame) -> bool:
-        """Take in a frame. False: there is nothing new in it. Raises WireError, entering nothing, if it cannot be."""
+        """Take in a frame. Return False if it has nothing new. Raises WireError, entering nothing, if it is invalid."""
         of_prompt = self._unknown_of_prompt(frame)
         is_new = self.ledgers[frame.sample].enter(frame)
         more = frame.more
@@ -179,7 +179,7 @@ class Work:
         return is_new
 
     def _unknown_of_prompt(self, frame: Frame) -> list[dict[int, Logprob]]:
-        """The prompt's logprobs in a frame that are not known yet. Raises WireError."""
+        """Return the prompt logprobs of a frame that are not known yet. Raises WireError."""
         known = self.output.prompt_logprobs
         if known is None or frame.more is None or "prompt_logprobs" not in frame.more:
             return []
@@ -189,19 +189,19 @@ class Work:
         return [position(one, frame) for one in found[len(known) - at :]]
 
     def end(self, reason: FinishReason) -> None:
-        """End all samples that are open."""
+        """End all open samples."""
         for one in self.output.outputs:
             if not one.finished:
                 one.finish_reason = reason.value
 
 
 def seed_of(name: str) -> int:
-    """The seed of a request that has none of its own: the same wherever, and however often, it is computed."""
+    """Return the seed of a request without one: always the same for the same name."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8, person=b"quire seed").digest(), "little") & MAX_SEED
 
 
 def wire_digests(tokens: array[int], salt: str, lora: str | None, hello: Hello, secret: bytes) -> list[int]:
-    """The full blocks of these tokens, as the replica's events name them. salt, lora: the request's."""
+    """Return the digests of the full blocks of these tokens as in the replica's events. salt, lora: the request's."""
     lora_digest = "" if lora is None else hello.loras.get(lora, "")
     size, parent, found = hello.block_size, root_digest(root_salt(hello.salt, salt, lora_digest)), []
     for start in range(0, len(tokens) - size + 1, size):
