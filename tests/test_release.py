@@ -50,7 +50,7 @@ def test_the_notes_are_the_section_of_the_tag(repository: Path) -> None:
         ("CHANGELOG.md", r"## \[\d\S*\] - 2026-12-01", "## [9.9.9] - 2026-12-01", "has no section"),
         ("CHANGELOG.md", " - 2026-12-01", "", "has no date"),
         ("CHANGELOG.md", "### Added\n\n- Wheels.", "", "is empty"),
-        ("src/quire/__init__.py", '__version__ = ".*"', '__version__ = "0.0.9"', "__init__.py says version '0.0.9'"),
+        ("src/quire/__init__.py", '__version__ = ".*"', '__version__ = "0.0.9"', "__init__.py has version '0.0.9'"),
         ("bench/pyproject.toml", "quire==", "quire>=", "bench/pyproject.toml has no line"),
     ],
 )

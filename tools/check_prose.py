@@ -1,7 +1,8 @@
 """Count the phrases that docs/develop/style.md asks to avoid: `python tools/check_prose.py [PATH ...]`.
 
-The tables of that page are the list. Without paths, print their number in each area and fail if one has more than LIMITS
-allows. With paths, print the places of the phrases in those files. Code, inline code and quoted identifiers do not count.
+The tables of that page are the list. Without paths, print their number in each area and fail if one has more than
+LIMITS allows. With paths, print where the phrases of those files are. Code, inline code and quoted identifiers do not
+count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The inspector's demo: a recording of half a minute, with chapters, that a real engine with the embedded model makes.
+"""Record the inspector's demo: half a minute, with chapters, of a real engine with the embedded model.
 
-python tools/inspector_demo.py [file]: writes src/quire/server/watch/page/demo.json.gz. The engine runs as fast as it
-can; its clock says that each step takes a tenth of a second, so that what happens can be followed.
+python tools/inspector_demo.py [file]: writes src/quire/server/watch/page/demo.json.gz. The engine runs at full speed;
+its clock advances by a tenth of a second per step, so that a viewer can follow the recording.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from quire.server.watch.inspector import Inspector, Watcher
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "src" / "quire" / "server" / "watch" / "page" / "demo.json.gz"
 STEP = 0.1  # seconds
-EPOCH = 1_767_261_600.0  # when it is said to have been: recordings made twice are the same
+EPOCH = 1_767_261_600.0  # fixed date of the recording, so that two recordings are equal
 NUM_BLOCKS = 40
 
-# When, in steps; the title; what is seen.
+# The step at which a chapter begins, its title and its caption.
 CHAPTERS = [
     (0, "Start", "A prompt arrives. It is computed in one step, and the blocks that it needs are taken from the pool. "
      "Then each step adds a token, and when a block is full, the next one is taken."),
@@ -44,7 +44,7 @@ from pathlib import Path
 import json
 '''
 SERVER = "import socket\nimport threading\n\n\nclass Server:\n    def __init__(self, port: int) -> None:\n"
-# When, in steps: a name, what its prompt is, new tokens, samples.
+# The step at which a request arrives, its name, prompt, number of new tokens, and samples.
 REQUESTS: list[tuple[int, str, str, int, int]] = [
     (2, "first", HEAD + "\n\ndef read_json(path: Path) -> dict:\n", 66, 1),
     (58, "second", HEAD + "\n\ndef read_lines(path: Path) -> list[str]:\n", 40, 1),
@@ -59,7 +59,7 @@ REQUESTS: list[tuple[int, str, str, int, int]] = [
 
 
 def requests_of(llm: LLM, name: str, prompt: str, max_tokens: int, samples: int) -> Iterator[Request]:
-    """A prompt's requests."""
+    """Yield a prompt's requests."""
     group = Group() if samples > 1 else None
     tokens = llm.get_tokenizer().encode(prompt)
     for i in range(samples):
@@ -71,7 +71,7 @@ def requests_of(llm: LLM, name: str, prompt: str, max_tokens: int, samples: int)
 
 
 def record(llm: LLM) -> dict[str, Any]:
-    """The recording."""
+    """Run the engine. Return the recording."""
     engine: Engine = llm.engine
     now = 0.0
     engine.scheduler.clock = lambda: now
@@ -104,7 +104,7 @@ def record(llm: LLM) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Record, and say what came of it."""
+    """Write the recording and print its size."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
     with LLM(num_blocks=NUM_BLOCKS, max_num_seqs=8, max_model_len=512) as llm:
         recording = record(llm)

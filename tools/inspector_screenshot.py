@@ -1,7 +1,7 @@
-"""The pictures of the inspector in docs/: `quire serve` with the embedded model, busy with prompts that share blocks.
+"""Take the pictures of the inspector in docs/, of `quire serve` with the embedded model and prompts that share blocks.
 
-python tools/inspector_screenshot.py [directory]: writes inspector.png, inspector-request.png and inspector.webp, which
-moves. Needs chromium.
+python tools/inspector_screenshot.py [directory]: writes inspector.png, inspector-request.png and the animation
+inspector.webp. Needs chromium.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SERVE = ["serve", "--port", "0", "--num-blocks", "768", "--max-num-seqs", "40"]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 CLIENTS = 22
 WARM_UP = 24.0  # seconds of load before a picture is taken
-FRAMES, FRAME, SIZE = 28, 200, (960, 600)  # of the picture that moves; milliseconds a frame
+FRAMES, FRAME, SIZE = 28, 200, (960, 600)  # of the animation; milliseconds per frame
 
-# A block that as many as possible share, and the request that says most: a prefix of which the end was not there.
+# The block that most requests share, and the request with the most details: only part of its prefix was cached.
 MOST_SHARED = """(() => {
   const { refs } = inspector.state.pools[0], most = Math.max(...refs);
   select({ block: refs.indexOf(most), group: 0, isHost: false });
@@ -43,7 +43,7 @@ MOST_TOLD = """(() => {
 
 
 def prompts(rng: random.Random) -> tuple[str, int]:
-    """A prompt that begins as many do and ends as few do, and how many samples of it are wanted."""
+    """Return a prompt with a common beginning and a rare end, and the number of its samples."""
     files = sorted((ROOT / "src" / "quire").rglob("*.py"))
     head = rng.choice(files[8:12]).read_text(encoding="utf-8")[: rng.choice([400, 700, 900])]
     body = rng.choice(files).read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def prompts(rng: random.Random) -> tuple[str, int]:
 
 
 def ask(port: int, seed: int, stop: threading.Event) -> None:
-    """A client: one completion after the other."""
+    """Request one completion after the other, as one client."""
     rng = random.Random(seed)
     while not stop.is_set():
         prompt, n = prompts(rng)
@@ -67,7 +67,7 @@ def ask(port: int, seed: int, stop: threading.Event) -> None:
 
 
 def take(page: Page, path: Path, selecting: str) -> None:
-    """Select something, let the page draw it, and take the picture."""
+    """Select an item, wait until the page has drawn it, and take the picture."""
     page.evaluate(selecting)
     page.wait_for_timeout(700)
     page.evaluate("inspector.drawn().then(() => true)")
@@ -76,7 +76,7 @@ def take(page: Page, path: Path, selecting: str) -> None:
 
 
 def film(page: Page, path: Path) -> None:
-    """Take pictures as fast as they come, which is a few a second, and show each for FRAME."""
+    """Take pictures at full speed, a few per second, and write them as an animation with FRAME ms per picture."""
     frames = [
         Image.open(io.BytesIO(page.screenshot())).convert("RGB").resize(SIZE, Image.Resampling.LANCZOS)
         for _ in range(FRAMES)
@@ -86,7 +86,7 @@ def film(page: Page, path: Path) -> None:
 
 
 def main() -> None:
-    """Serve, ask, look."""
+    """Start the server and its clients, and take the pictures."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
     stop = threading.Event()
     with running(*SERVE) as server, sync_playwright() as playwright:

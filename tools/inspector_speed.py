@@ -1,10 +1,10 @@
-"""How smooth the inspector's page is, and what it costs the server: 100,000 blocks, 200 of them given out a second.
+"""Measure the frame rate of the inspector's page and its cost for the server: 100,000 blocks, 200 allocated per second.
 
-python tools/inspector_speed.py: a server without a model, whose scheduler and block manager are Quire's, steps 50 times
-a second; chromium shows its page. Prints frames a second, the page's own script time a frame, and the share of a core
-that the server needs more while the page is open. Needs chromium.
+python tools/inspector_speed.py: a server without a model, but with Quire's scheduler and block manager, runs 50 steps
+per second; chromium shows its page. Prints frames per second, the page's script time per frame, and the additional
+share of a core that the server needs while the page is open. Needs chromium.
 
-python tools/inspector_speed.py --unwatched: what the inspector adds to a step while no page is open.
+python tools/inspector_speed.py --unwatched: measure the inspector's time per step while no page is open.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, cast
 
 NUM_BLOCKS, BLOCK_SIZE = 100_000, 16
 NUM_RUNNING, NUM_WAITING = 64, 0
-STEPS = 50  # a second: 64 * 50 / 16 = 200 blocks a second
-PROMPT, SHARED = 25_000, 8_000  # tokens; half of the requests begin with the same ones
+STEPS = 50  # per second: 64 * 50 / 16 = 200 blocks per second
+PROMPT, SHARED = 25_000, 8_000  # tokens; half of the requests begin with the shared ones
 SECONDS = 12.0
 UNWATCHED = {"running": 256, "waiting": 3_000}  # requests
 TURNS = 2_000
@@ -48,7 +48,7 @@ FRAMES = """seconds => new Promise(done => {
 
 
 class Worker:
-    """The thread that an engine without a model belongs to."""
+    """The thread of an engine without a model."""
 
     def __init__(
         self, num_running: int = NUM_RUNNING, num_waiting: int = NUM_WAITING, prompt: int = PROMPT, shared: int = SHARED
@@ -68,16 +68,16 @@ class Worker:
             tokens = array("i", [7] * shared + own if i % 2 else own + [i] * shared)
             sampling = SamplingParams(max_tokens=10**5, ignore_eos=True)
             self.scheduler.add(Request(f"r{i}", tokens, len(tokens), sampling))
-        # An Inspector needs of an engine its scheduler, and what it hears of.
+        # Of an engine, an Inspector needs only the scheduler and `listen`.
         self.inspector = Inspector(cast(Any, self), {"model": "none"})
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def listen(self, listener: Callable[[Any], None]) -> None:
-        """As Engine's."""
+        """Subscribe to block events, as Engine.listen does."""
         self.scheduler.manager.listeners.append(listener)
 
     def run(self) -> None:
-        """Step at an even pace, and in between do what is asked."""
+        """Run steps at a constant rate, and the functions of `call` between them."""
         from quire_bench.engine.no_model import sampled
 
         due = time.monotonic()
@@ -104,7 +104,7 @@ class Worker:
 
 
 def serve() -> None:
-    """The server's process: it prints its port when the pool is full."""
+    """Run the server. It prints its port when the pool is full."""
     import uvicorn
     from fastapi import FastAPI
 
@@ -123,7 +123,7 @@ def serve() -> None:
 
 
 def unwatched() -> None:
-    """What an inspector takes of each step, for what it hears of blocks and for the step itself."""
+    """Measure the inspector's time per step, for the events of blocks and for the step itself."""
     from quire_bench.engine.no_model import sampled
 
     worker = Worker(UNWATCHED["running"], UNWATCHED["waiting"], 256, 128)
@@ -145,7 +145,7 @@ def unwatched() -> None:
         begun = time.perf_counter()
         worker.inspector.observe(events)
         steps.append(1e6 * (taken + time.perf_counter() - begun))
-    steps = steps[-TURNS:]  # all sequences fill a block in the same one of so many steps
+    steps = steps[-TURNS:]  # all sequences fill a block in the same step
     print(
         f"a step of {UNWATCHED['running']:,} sequences, {UNWATCHED['waiting']:,} waiting, that no page watches: "
         f"{statistics.fmean(steps):.0f} us for the inspector on average, {statistics.median(steps):.0f} us where no "
@@ -154,20 +154,20 @@ def unwatched() -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """The CPU time that a process has had."""
+    """Return the CPU time of a process in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def share_of_a_core(pid: int, wait: Callable[[], Any]) -> tuple[float, Any]:
-    """The share of a core that a process needs while something is waited for, and what that brought."""
+    """Return the share of a core that a process uses while `wait` runs, and the result of `wait`."""
     begun, before = time.monotonic(), cpu_seconds(pid)
     found = wait()
     return (cpu_seconds(pid) - before) / (time.monotonic() - begun), found
 
 
 def main() -> None:
-    """Measure."""
+    """Measure the page and the server."""
     from playwright.sync_api import sync_playwright
 
     server = subprocess.Popen(
@@ -200,7 +200,7 @@ def main() -> None:
                 page.wait_for_timeout(800)
                 page.screenshot(path=sys.argv[1])
             given = page.evaluate("inspector.state.pools[0].used") - before
-            print(f"{given:,} blocks given out meanwhile")
+            print(f"{given:,} blocks allocated meanwhile")
             browser.close()
     finally:
         server.kill()

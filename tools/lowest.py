@@ -1,9 +1,9 @@
-"""The lowest versions that the two pyproject.toml allow, one line each: `python tools/lowest.py install|audit`.
+"""Print the lowest versions that the two pyproject.toml allow, one per line: `python tools/lowest.py install|audit`.
 
-install: constraints for an environment in which the tests run, as `make test-lowest` makes it. All direct dependencies
-are at their floors, those of the measuring package and the tools for development too; torch is the one of
-constraints.txt, since only some of its releases are to be had as a build without CUDA.
-audit: what `make audit` looks up: the direct dependencies of whom installs Quire.
+install: constraints for the test environment of `make test-lowest`. All direct dependencies are at their lowest
+versions, also those of the package for measurements and the development tools. Only torch has the version of
+constraints.txt, since not all of its releases have a build without CUDA.
+audit: the direct dependencies of an installation of Quire, which `make audit` looks up.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ NOT_LOWERED = frozenset({"torch"})
 
 
 def main() -> int:
-    """Print what is asked for."""
+    """Print the requested lines."""
     asked = {"install": install, "audit": audit}.get(" ".join(sys.argv[1:]))
     if asked is None:
-        print("say what the lines are for: install or audit", file=sys.stderr)
+        print("the purpose of the lines is missing: give install or audit", file=sys.stderr)
         return 2
     print("\n".join(asked()))
     return 0
 
 
 def install() -> list[str]:
-    """Constraints for the tests' environment."""
+    """Return constraints for the test environment."""
     direct = requirements("dependencies") + requirements("dev") + requirements("all", MEASURING)
     lowered = [each for each in direct if each.name not in NOT_LOWERED]
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
@@ -40,12 +40,12 @@ def install() -> list[str]:
 
 
 def audit() -> list[str]:
-    """Pinned requirements, those of the tests left out."""
+    """Return pinned requirements, without those of the tests."""
     return [at_floor(each) for each in requirements("dependencies")]
 
 
 def requirements(key: str, project: Path = PRODUCT) -> list[Requirement]:
-    """What a pyproject.toml lists there, in its order. Such a list is Python, too; Python 3.10 has no TOML parser."""
+    """Return a list of a pyproject.toml, in its order. It is parsed as Python, since Python 3.10 has no TOML parser."""
     found = re.search(rf"^{key} = (\[.*?^\])", project.read_text(), re.MULTILINE | re.DOTALL)
     if found is None:
         raise LookupError(f"{project} has no list {key!r}")
@@ -53,7 +53,7 @@ def requirements(key: str, project: Path = PRODUCT) -> list[Requirement]:
 
 
 def floor(requirement: Requirement) -> str:
-    """The lowest version that is allowed. Raises ValueError where there is not one of them."""
+    """Return the lowest version that is allowed. Raises ValueError unless there is exactly one floor."""
     floors = [each.version for each in requirement.specifier if each.operator == ">="]
     if len(floors) != 1:
         raise ValueError(f"pyproject.toml: {requirement} has {len(floors)} floors; write NAME>=VERSION")
@@ -61,7 +61,7 @@ def floor(requirement: Requirement) -> str:
 
 
 def at_floor(requirement: Requirement) -> str:
-    """The requirement of just that version."""
+    """Return the requirement pinned to its lowest version."""
     marker = f"; {requirement.marker}" if requirement.marker else ""
     return f"{canonicalize_name(requirement.name)}=={floor(requirement)}{marker}"
 

@@ -1,4 +1,4 @@
-"""A byte n-gram with interpolated modified Kneser-Ney smoothing: the baseline a language model has to beat.
+"""A byte n-gram with interpolated modified Kneser-Ney smoothing: the baseline for a language model.
 
 Kneser and Ney, "Improved backing-off for m-gram language modeling", ICASSP 1995; the three discounts per order
 and the interpolated form are those of Chen and Goodman, "An empirical study of smoothing techniques for
@@ -18,8 +18,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 BITS = 9
-START = 256  # stands before the first byte of a file; it is only ever part of a history
-FALLBACK = (0.5, 1.0, 1.5)  # where a count of counts is zero, as it may be among 256 unigrams
+START = 256  # precedes the first byte of a file; it is only part of histories
+FALLBACK = (0.5, 1.0, 1.5)  # if a count of counts is zero, as is possible with 256 unigrams
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Level:
     counts: Ints
     histories: Ints
     totals: Ints
-    left_over: Floats  # the share of a history's mass that goes to the next shorter n-gram
+    left_over: Floats  # the fraction of a history's mass for the next shorter n-gram
     discounts: Floats
 
 
 def pack(files: Iterable[bytes], order: int) -> Ints:
-    """One packed n-gram of length `order` per byte of the files."""
+    """Return one packed n-gram of length `order` per byte of the files."""
     keys = []
     for data in files:
         symbols = np.full(len(data) + order - 1, START, np.int64)
@@ -48,7 +48,7 @@ def pack(files: Iterable[bytes], order: int) -> Ints:
 
 
 def shorten(keys: Ints, order: int) -> Ints:
-    """The last `order` symbols of packed n-grams."""
+    """Return the last `order` symbols of packed n-grams."""
     return keys & ((1 << (BITS * order)) - 1)
 
 
@@ -67,7 +67,7 @@ def make_level(grams: Ints, counts: Ints) -> Level:
 
 
 def fit(files: Iterable[bytes], order: int = 5) -> list[Level]:
-    """Levels of length 1 to `order`; the longest has plain counts, the others count left neighbours."""
+    """Return levels of length 1 to `order`. The longest has plain counts, the others count left neighbours."""
     grams, counts = np.unique(pack(files, order), return_counts=True)
     levels = [make_level(grams, counts)]
     for length in range(order - 1, 0, -1):
@@ -82,7 +82,7 @@ def find(table: Ints, keys: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
 
 
 def nats_per_byte(levels: list[Level], files: Iterable[bytes]) -> float:
-    """Mean of -ln p(byte | the up to order-1 bytes before it in its file)."""
+    """Return the mean of -ln p(byte | the previous order-1 bytes, or fewer, of its file)."""
     keys = pack(files, len(levels))
     p = np.full(len(keys), 1 / 256)
     for length, level in enumerate(levels, start=1):

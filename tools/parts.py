@@ -1,4 +1,4 @@
-"""Print the parts of `.ci/parts` that cover what a branch changes, one a line: `python tools/parts.py`.
+"""Print the parts of `.ci/parts` that cover the changes of a branch, one per line: `python tools/parts.py`.
 
 A branch is compared with the commit at which it left origin/main; uncommitted changes count. On main, and in a clone
 without origin/main, there is nothing to compare with and nothing is printed. The nightly workflow runs all parts.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# The files that each part covers. An asterisk stands for any part of a path, slashes included.
+# The files that each part covers. An asterisk matches any part of a path, slashes included.
 PARTS = {
     "wheel": (
         *("pyproject.toml", "bench/pyproject.toml", "constraints.txt", "CMakeLists.txt", "Makefile", "LICENSE"),
@@ -39,7 +39,7 @@ PARTS = {
         *("tools/check_formats.py", "tools/write_formats.py", ".ci/parts"),
     ),
 }
-# Those that lint, the suite and the nightly runs cover. A new package or tool gets a place here or in a part.
+# The files that lint, the suite and the nightly runs cover. Add a new package or tool here or to a part.
 SUITE = (
     *("tests/*", "bench/*", "examples/*", "deploy/*", ".github/*", ".ci/*", "conftest.py"),
     *(".clang-format", ".codespellrc", ".gitignore", ".pre-commit-config.yaml", "Containerfile"),
@@ -62,7 +62,7 @@ SUITE = (
 
 
 def main() -> None:
-    """Print the parts."""
+    """Print the parts of this repository's branch."""
     print("".join(f"{part}\n" for part in touched(changed(ROOT))), end="")
 
 

@@ -1,6 +1,6 @@
-"""The notes of a release, out of CHANGELOG.md: `python tools/release.py v0.1.0`.
+"""Print the notes of a release from CHANGELOG.md: `python tools/release.py v0.1.0`.
 
-Fails where the tag, the versions in the repository and the changelog do not agree, so that nothing of it is published.
+Fails if the tag, the versions in the repository and the changelog differ, so that nothing is published.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# Every place that says which version this is.
+# Every place that states the version.
 VERSIONS = {
     "pyproject.toml": (r'^version = "(.*)"$', r'^bench = \["quire-bench\[all\]==(.*?)"\]'),
     "bench/pyproject.toml": (r'^version = "(.*)"$', r'^dependencies = \["quire==(.*?)"\]'),
@@ -20,13 +20,13 @@ SECTION = re.compile(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", re.MULTILINE)
 
 
 class NotReady(Exception):
-    """The repository is not in the state of that release."""
+    """The repository is not ready for the release."""
 
 
 def main() -> int:
-    """Print the notes of the tag that is given."""
+    """Print the notes of a tag."""
     if len(sys.argv) != 2:
-        print("say which tag: python tools/release.py v0.1.0", file=sys.stderr)
+        print("the tag is missing: python tools/release.py v0.1.0", file=sys.stderr)
         return 2
     try:
         print(notes(sys.argv[1], ROOT))
@@ -37,13 +37,13 @@ def main() -> int:
 
 
 def notes(tag: str, root: Path) -> str:
-    """What CHANGELOG.md says of the tag's version. Raises NotReady where that is not what stands in the repository."""
+    """Return the section of CHANGELOG.md for a tag. Raises NotReady if the tag and the repository differ."""
     if not re.fullmatch(r"v\d+\.\d+\.\d+(rc\d+)?", tag):
         raise NotReady(f"the tag is {tag!r}; it must be v and a version, as v0.1.0 or v0.1.0rc1")
     version = tag[1:]
     for place, found in versions(root):
         if found != version:
-            raise NotReady(f"the tag is {tag!r}, but {place} says version {found!r}")
+            raise NotReady(f"the tag is {tag!r}, but {place} has version {found!r}")
     changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     sections = list(SECTION.finditer(changes))
     for here, after in zip(sections, [*sections[1:], None], strict=True):
@@ -58,7 +58,7 @@ def notes(tag: str, root: Path) -> str:
 
 
 def versions(root: Path) -> list[tuple[str, str]]:
-    """Each place with the version that it says."""
+    """Return each place with the version that it states."""
     found = []
     for name, patterns in VERSIONS.items():
         text = (root / name).read_text(encoding="utf-8")

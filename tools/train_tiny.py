@@ -1,9 +1,9 @@
-"""Train the embedded model on the standard library's source, and write all that ships with it.
+"""Train the embedded model on the standard library's source, and write all files that ship with it.
 
     python tools/train_tiny.py [--work build/train_tiny] [--steps N]
 
-Needs torch (2.9 or later, for Muon), transformers, tokenizers, safetensors, rich, numpy and a C++ compiler. A
-run that was stopped goes on from the checkpoint in --work; one that is done exports and evaluates again.
+Needs torch (2.9 or later, for Muon), transformers, tokenizers, safetensors, rich, numpy and a C++ compiler. A run that
+was interrupted continues from the checkpoint in --work. A completed run exports and evaluates again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 END, SEED, CONTEXT, VOCABULARY = "<|endoftext|>", 20240117, 1024, 2048
 STEPS, WARM_UP, BATCH_TOKENS = 3500, 100, 4096
-# Attention over long windows is slow on a CPU, so most steps use short ones; until the long ones come, the held-out
-# loss that is shown suffers from positions not yet trained.
+# Attention over long windows is slow on a CPU, so most steps use short ones. Before the long ones, the held-out loss
+# includes positions that are not trained yet.
 SHORT_CONTEXT, SHORT_SHARE = 256, 0.7
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 5e-3, 5e-3, 0.1
 CHECKPOINT_SECONDS, EVALUATE_EVERY, REPORT_EVERY = 120, 250, 50
@@ -53,13 +53,13 @@ Copyright (c) 2001-2023 Python Software Foundation; All Rights Reserved. Distrib
 Foundation License Version 2; its text, and that of the older licenses it comes with, is in LICENSE beside this.
 """
 
-# A line end with the blank lines and the indentation after it is one piece, so an indent can be one token;
-# a word takes one sign or space before it ("(self", "_name"); digits stand alone.
+# A line end with the blank lines and the indentation after it is one piece, so that an indent can be one token.
+# A word includes one sign or space before it ("(self", "_name"). Digits are separate.
 PIECES = r"\n[\n ]*|[^\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def collect(library: Path) -> dict[str, str]:
-    """The text of every file used, by its path below the library, in sorted order."""
+    """Return the text of every file used, by its path below the library, in sorted order."""
     paths = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py")}
     texts = {}
     for name, path in sorted(paths.items()):
@@ -70,7 +70,7 @@ def collect(library: Path) -> dict[str, str]:
 
 
 def split(texts: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Training and held-out files, by a hash of the path; near-duplicates of training text are not held out."""
+    """Split files into training and held-out ones by a hash of the path. Near-duplicates stay in training."""
 
     def chosen(name: str) -> bool:
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
@@ -126,7 +126,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices of the layers, and AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim == 1]
     adam = torch.optim.AdamW([model.model.embed_tokens.weight], betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
@@ -135,14 +135,14 @@ def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to zero."""
+    """Return the learning rate relative to its peak: linear warm-up, then a cosine to zero."""
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     return 0.5 * (1 + math.cos(math.pi * (step - WARM_UP) / max(1, steps - WARM_UP)))
 
 
 def batch_at(stream: Tensor, step: int, steps: int) -> Tensor:
-    """The windows of one step; they depend on nothing but the step, so a resumed run sees the same ones."""
+    """Return the windows of one step. They depend on the step alone, so a resumed run sees the same ones."""
     length = SHORT_CONTEXT if step < SHORT_SHARE * steps else CONTEXT
     generator = torch.Generator().manual_seed(SEED + step)
     starts = torch.randint(len(stream) - length, (BATCH_TOKENS // length,), generator=generator)
@@ -151,7 +151,7 @@ def batch_at(stream: Tensor, step: int, steps: int) -> Tensor:
 
 @torch.no_grad()
 def nats_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer, texts: list[str]) -> float:
-    """The held-out loss, as the card defines it."""
+    """Return the held-out loss as the model card defines it."""
     total = 0.0
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -170,7 +170,7 @@ def train(
     evaluate: Callable[[], float],
     saved: Callable[[], None],
 ) -> float:
-    """Train up to `steps`, from the checkpoint at `path` if there is one; returns the seconds of all runs."""
+    """Train up to `steps`, from the checkpoint at `path` if it exists. Return the seconds of all runs."""
     optimizers = make_optimizers(model)
     run = {"steps": steps, "stream": hashlib.sha256(stream.numpy().tobytes()).hexdigest()}
     step, used = 0, 0.0
@@ -224,7 +224,7 @@ def train(
 
 
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """Write model and tokenizer as transformers reads them; each file appears complete or not at all."""
+    """Write model and tokenizer in the format of transformers. Each file is replaced atomically."""
     shipped = make_model()
     shipped.load_state_dict(model.state_dict())
     shipped.to(torch.bfloat16)
@@ -248,7 +248,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def write_card(card: dict[str, str | int | float], out: Path) -> None:
-    """Numbers for programs in card.json, and the same as the rows of the one table of the card for people."""
+    """Write the numbers to card.json, and as rows of the table in the model card README.md."""
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     rows = "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in card.items())
     text = (ROOT / "src" / "quire" / "embedded" / "README.md").read_text()
@@ -280,7 +280,7 @@ def main() -> None:
 
     def saved() -> None:
         if not (options.out / "model.safetensors").exists():
-            export(model, tokenizer, options.out)  # an early model is better than none to try the rest with
+            export(model, tokenizer, options.out)  # an early model allows testing of the other parts
 
     seconds = train(model, stream, options.steps, options.work / "checkpoint.pt", evaluate, saved)
     export(model, tokenizer, options.out)

@@ -1,7 +1,7 @@
-"""Checkpoints of tiny models as the library compressed-tensors writes them. tools/check_formats.py starts it.
+"""Write checkpoints of tiny models with the library compressed-tensors. tools/check_formats.py starts this program.
 
-`python write_formats.py DIRECTORY CASE...` makes a directory for each case with `quantised` and `plain`: the
-checkpoint, and the same weights as the library itself turns them back into numbers.
+`python write_formats.py DIRECTORY CASE...` creates a directory for each case with `quantised` and `plain`: the
+checkpoint, and the same weights decompressed by the library.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SIZES = {
 
 @torch.no_grad()
 def write(directory: Path, scheme: dict[str, Any], seed: int) -> None:
-    """The checkpoint of one case, and its twin."""
+    """Write the checkpoint of one case and its decompressed weights."""
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-    for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter
+    for parameter in model.parameters():  # with the usual, small initialisation attention would have little effect
         parameter.normal_(0, 0.2) if parameter.dim() > 1 else parameter.normal_(1, 0.1)
     group = {"targets": ["Linear"], **scheme}
     config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
@@ -66,7 +66,7 @@ def write(directory: Path, scheme: dict[str, Any], seed: int) -> None:
 
 
 def choose_scales(module: Any, args: QuantizationArgs) -> None:
-    """By the smallest and the largest number of each group, which with act-order is a random part of the inputs."""
+    """Set scales by the extreme values of each group, which with act-order is a random subset of the inputs."""
     weight, groups = module.weight, module.weight_scale.shape[1]
     order = torch.arange(weight.shape[1])
     if hasattr(module, "weight_g_idx"):
