@@ -151,7 +151,7 @@ class PrefixLookup:
             yield found
 
     def parting(self, reach: int) -> int:
-        """Return the number of cached tokens at which a state would have been useful. There prefixes diverge."""
+        """Return `reach` in whole sharing units: where prefixes diverge, and a stored state would have been reused."""
         return reach // self.unit * self.unit
 
     def explain(self, request: Request, match: Match, now: float) -> PrefixReport:

@@ -45,7 +45,7 @@ def share_budget(going: Sequence[tuple[Request, int, int]], budget: int) -> list
 
 
 def needs_token(request: Request) -> bool:
-    """Return whether the next step needs the value of the token that the request is drawing, not only its K and V.
+    """Return whether the host must know the token that the request is drawing before it can plan the next step.
 
     Its next draw may depend on it, and its siblings are forked only after it.
     """

@@ -1,7 +1,7 @@
 """Draw token ids and compute log-probabilities from logits.
 
 A row's draw depends only on its own logits, parameters and random number; ties go to the lowest token id. So sums over
-the vocabulary must not depend on the order of their terms. A CPU uses cumulative sums, which run in order, because a
+the vocabulary must not depend on how they are split. A CPU uses cumulative sums, which run in order, because a
 plain sum may be split among threads. A GPU splits every sum, so it sums integers.
 
 Both ways to draw choose alike. The CPU's inspects values, to rank no more tokens than necessary. The GPU's never does,

@@ -211,7 +211,7 @@ class Scheduler:
                 try:
                     self.manager.keep_states(item.request, item.start, item.start + item.num_new)
                 except Exception:  # nothing was allocated
-                    log.exception("request %s leaves no states to others", item.request.id)
+                    log.exception("request %s stores no states for reuse", item.request.id)
 
     def _keep_running(self, plan: Plan) -> list[int]:
         """Plan the running requests. Return the blocks of each group that they will still need for their tokens.

@@ -41,7 +41,7 @@ class PromptLookup:
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: maximum number of draft tokens at a time."""
         self._num_tokens = num_tokens
-        self.num_drafts = self.num_guessed = self.num_right = 0  # requests' steps with a draft; draft tokens, accepted
+        self.num_drafts = self.num_guessed = self.num_right = 0  # drafts, their tokens, accepted tokens
         self._luck: weakref.WeakKeyDictionary[Request, _Luck] = weakref.WeakKeyDictionary()
 
     def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:

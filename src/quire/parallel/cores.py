@@ -38,7 +38,7 @@ class Binding(NamedTuple):
         torch.set_num_threads(self.threads)
 
     def take_back(self, taken: Binding) -> None:
-        """Restore this binding if the thread still has the binding `taken`, unchanged since."""
+        """Restore this binding, except for parts that were changed since `taken` was applied."""
         now = Binding.now()
         cpus = self.cpus
         with suppress(ProcessLookupError):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from quire.config import EngineConfig, engine_config
 from quire.errors import ConfigError
 
-GIVEN = "QUIRE_RANK"  # variable with the description by rank 0 of a process that it starts
+GIVEN = "QUIRE_RANK"  # environment variable in which rank 0 passes the parameters of a rank
 
 
 class Place(NamedTuple):
