@@ -322,7 +322,7 @@ class Weights(Mapping[str, Weight]):
     def _rounding(self, name: str) -> Rounding | None:
         """Return how a weight is rounded at load; None: it is not rounded.
 
-        Routers and gates of shared experts are not rounded, as they are small and affect the whole result.
+        Routers and gates of shared experts are not rounded: they are small and affect the whole result.
         """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head

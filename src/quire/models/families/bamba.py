@@ -33,7 +33,7 @@ LAYER = MIXER | {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "bamba")
     sizes = read_sizes(config, num_kv_heads=8)
     sizes.decoder["norm_eps"] = config.number("rms_norm_eps", 1e-5)
@@ -41,7 +41,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("hidden_act", "silu")
     for key in ("num_logits_to_keep", "z_loss_coefficient"):
         config.get(key)
-    rope = rope_parameters(config, share_key="attn_rotary_share") | {"partial_rotary_factor": 0.5}  # as in its code
+    # transformers' code of Bamba always rotates half of each head.
+    rope = rope_parameters(config, share_key="attn_rotary_share") | {"partial_rotary_factor": 0.5}
     config.only("attn_rotary_emb", sizes.heads["head_dim"] // 2)
     config.only("partial_rotary_factor", 0.5)
     bias = config.flag("attention_bias")
@@ -56,18 +57,18 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_state_space(config: ConfigReader, hidden_size: int) -> StateSpaceConfig:
-    """Mamba-2's sizes, as Bamba and Granite name them."""
+    """Read Mamba-2's sizes under the names that Bamba and Granite use."""
     num_heads, num_groups = config.integer("mamba_n_heads", 128), config.integer("mamba_n_groups", 1)
     width = config.integer("mamba_expand", 2) * hidden_size
     config.only("mamba_d_head", "auto", width // num_heads)
-    config.get("mamba_chunk_size")  # of a kernel
+    config.get("mamba_chunk_size")  # for a kernel
     if width % num_heads:
         raise ModelError(f"config.json: mamba_n_heads is {num_heads}, which does not divide the {width} inner channels")
     limits = config.get("time_step_limit", [0.0, float("inf")])
     if not isinstance(limits, list) or len(limits) != 2 or not all(_is_limit(x) for x in limits):
         raise config.error("time_step_limit", "two numbers from 0 on", limits)
     for key in ("time_step_min", "time_step_max", "time_step_floor"):
-        config.get(key)  # of the initial weights
+        config.get(key)  # for the initial weights
     return StateSpaceConfig(
         num_heads=num_heads,
         num_groups=num_groups,
@@ -86,11 +87,11 @@ def _is_limit(value: object) -> bool:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     ends = {**ENDS, "final_norm.weight": "model.final_layernorm.weight"}
     return Sources(ends, "model.layers.{}.", LAYER, adapt=adapted)
 
 
 def adapted(name: str, part: str, tensor: Tensor) -> Tensor:
-    """Our form of a tensor: a convolution has a weight for each channel and tap."""
+    """Convert a tensor to our layout: a convolution has one weight per channel and tap."""
     return tensor.squeeze(1) if part.endswith("conv1d.weight") else tensor

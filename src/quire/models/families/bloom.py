@@ -22,18 +22,18 @@ LAYER = {
     "mlp_in": ("mlp.dense_h_to_4h",),
     "mlp_out": ("mlp.dense_4h_to_h",),
 }
-LONGEST = 2048  # what the released models were trained on; ALiBi itself sets no limit
+LONGEST = 2048  # tokens in the training of the released models; ALiBi itself has no limit
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "bloom")
     hidden_size = config.integer("n_embed", config.get("hidden_size"))
     num_heads = config.heads("n_head" if "n_head" in raw else "num_attention_heads", hidden_size)
     config.only("apply_residual_connection_post_layernorm", False)
     for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "skip_bias_add",
                 "skip_bias_add_qkv", "attention_softmax_in_fp32"):  # fmt: skip
-        config.get(key)  # how the original was computed, not what
+        config.get(key)  # settings of the original implementation, without effect on the result
     attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_heads,
@@ -58,7 +58,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """A slope for each head (Press et al. 2022): powers of 2^(-8/n); between them where n is no power of two."""
+    """Return a slope per head (Press et al. 2022): powers of 2^(-8/n), interpolated if n is not a power of two."""
     n = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
     between = [2.0 ** (-4.0 * (i + 1) / n) for i in range(0, 2 * (num_heads - n), 2)]
@@ -66,7 +66,7 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
     ends = {"embedding": f"{prefix}word_embeddings.weight", "lm_head": "lm_head.weight"}
     for kind in ("weight", "bias"):
@@ -76,7 +76,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 
 def apart(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """From q, k and v of one head after the other to all of q, all of k, all of v."""
+    """Reorder q, k and v of one head after the other to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
     heads = tensor.view(config.attention[0].num_heads, 3, -1, *tensor.shape[1:])

@@ -1,4 +1,4 @@
-"""CodeGen: GPT-J with one fused QKV projection, in the four parts that its authors' machines had."""
+"""CodeGen: GPT-J with one fused QKV projection, stored in four parts because of its original sharding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = 4
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     decoder = gptj.decoder_config(raw)
     if (num_heads := decoder.attention[0].num_heads) % PARTS:
         raise ModelError(f"config.json: n_head is {num_heads}; a CodeGen has its heads in {PARTS} equal parts")
@@ -28,13 +28,13 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = gptj.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, "qkv": ("attn.qkv_proj",)}, adapt=partial(_adapt, config))
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """From queries, values and keys of each part to all of q, all of k, all of v."""
+    """Reorder queries, values and keys of each part to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
     q, v, k = tensor.view(PARTS, 3, -1, *tensor.shape[1:]).unbind(1)

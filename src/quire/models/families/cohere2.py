@@ -1,4 +1,4 @@
-"""Command R, R7B, A: both branches see one norm, RoPE of neighbouring pairs; layers that see everything have none."""
+"""Command R, R7B, A: both branches share a norm, RoPE of neighbouring pairs, no RoPE in layers of full attention."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from quire.models.hf_config import ConfigReader, architectures
 from quire.models.weights import Sources
 
 DEFAULTS = {"max_position_embeddings": 8192, "layer_norm_eps": 1e-5}
-THETA = {"rope_theta": 500_000.0}  # of Command R, where a config says nothing
+THETA = {"rope_theta": 500_000.0}  # default of Command R
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "cohere2")
     sizes, rope = read_sizes(config, tied=True, norm_eps="layer_norm_eps"), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("use_qk_norm", False)
     for key in ("use_parallel_block", "use_embedding_sharing", "use_gated_activation"):
         config.only(key, True)
-    config.get("use_parallel_embedding")  # how the original was computed
+    config.get("use_parallel_embedding")  # a setting of the original implementation
     config.only("position_embedding_type", "rope_gptj")
-    config.only("layer_switch", config.get("sliding_window_pattern", 4))  # the same again
+    config.only("layer_switch", config.get("sliding_window_pattern", 4))  # has the same meaning
     config.only("rotary_pct", 1.0)
     config.only("order_of_interleaved_layers", "local_attn_first")
     bias = config.flag("attention_bias")
@@ -51,13 +51,13 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's: by `layer_types`, or all but each n-th."""
+    """Return each layer's window: by `layer_types`, or for all layers except every n-th."""
     every = config.integer("sliding_window_pattern", 4)
     alternating = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
-    config.get("_sliding_window_pattern")  # what layer_types was made by
+    config.get("_sliding_window_pattern")  # already applied in layer_types
     return config.windows(config.texts("layer_types", alternating), config.window("sliding_window", 4096), num_layers)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     return replace(llama.weight_sources(config, names), adapt=partial(pairs_apart, config))

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3, R1: attention to one latent row a token, and experts of which some see all rows."""
+"""DeepSeek-V2, V3, R1: multi-head latent attention, and a mixture of experts with shared experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.models.hf_config import ConfigReader, architectures
 from quire.models.rope import extension, rope_type, yarn_magnitude
 from quire.models.weights import Sources
 
-NO_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.bias")  # q_proj has none, whatever attention_bias says
+NO_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.bias")  # q_proj has no bias, despite attention_bias
 V3 = "DeepseekV3ForCausalLM"
 V3_DEFAULTS = {
     "max_position_embeddings": 4096,
@@ -33,13 +33,13 @@ V3_DEFAULTS = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     third = V3 in architectures(raw)
     config = ConfigReader({**(V3_DEFAULTS if third else {}), **raw}, "deepseek")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
     config.only("mlp_bias", False)
-    config.only("rms_norm_eps", 1e-6)  # that of the latent's norm is always this
+    config.only("rms_norm_eps", 1e-6)  # the latent's norm always uses this value
     for key in (
         "head_dim",
         "qk_head_dim",
@@ -50,7 +50,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         "moe_layer_freq",
         "num_nextn_predict_layers",
         "num_mtp_layers",
-    ):  # follow from others, training, guessing ahead
+    ):  # they follow from other keys, or are for training or draft tokens
         config.get(key)
     interleaved = not third or config.flag("rope_interleave", True)
     mixer = _attention(config, sizes, interleaved)
@@ -94,7 +94,7 @@ def _v2_experts(config: ConfigReader) -> ExpertsConfig:
     config.only("norm_topk_prob", False)
     config.only("topk_method", "greedy", "group_limited_greedy")
     in_groups = config.get("topk_method") == "group_limited_greedy"
-    for key in ("n_group", "topk_group"):  # there in all configs
+    for key in ("n_group", "topk_group"):  # present in all configs
         config.get(key)
     size, shared = config.integer("moe_intermediate_size", 1407), config.count("n_shared_experts", 2)
     return ExpertsConfig(
@@ -111,7 +111,7 @@ def _v2_experts(config: ConfigReader) -> ExpertsConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs, mixer = llama.weight_sources(config, names), config.layers[0].mixer
     has_row = isinstance(mixer, LatentConfig) and mixer.q_rank is not None
     layer = {
@@ -127,7 +127,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """What is rotated comes first in a head of q, and turns in pairs (i, i + half) in place of (2 i, 2 i + 1)."""
+    """Reorder rows: the rotated part of a head comes first, in pairs (i, i + half) instead of (2 i, 2 i + 1)."""
     mixer = config.layers[int(name.split(".")[1])].mixer if name.startswith("layers.") else None
     if not isinstance(mixer, LatentConfig):
         return tensor

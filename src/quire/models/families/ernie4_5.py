@@ -15,11 +15,11 @@ from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
 DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
-THETA = {"rope_theta": 500_000.0}  # where a config says nothing
+THETA = {"rope_theta": 500_000.0}  # the default
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "ernie4_5")
     sizes = read_sizes(config, num_kv_heads=2, head_dim=128, tied=True)
     config.only("hidden_act", "silu")
@@ -32,5 +32,5 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     return replace(llama.weight_sources(config, names), adapt=partial(pairs_apart, config))

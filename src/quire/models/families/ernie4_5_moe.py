@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: a correction of each expert's score decides who is chosen, and some experts see all rows."""
+"""ERNIE 4.5 with experts: routing adds a correction to each expert's score, and there are shared experts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from quire.models.families.pairs import pairs_apart
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
-AHEAD = re.compile(rf"model\.mtp_.*|{llama.FREQUENCIES.pattern}")  # what guesses tokens ahead
+AHEAD = re.compile(rf"model\.mtp_.*|{llama.FREQUENCIES.pattern}")  # of layers that predict draft tokens
 LAYER = {**EXPERTS, "correction": ("mlp.moe_statics.e_score_correction_bias",)}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "ernie4_5_moe")
     sizes = read_sizes(config, num_kv_heads=4, tied=True)
     config.only("hidden_act", "silu")
-    config.only("moe_norm_min", 1e-12)  # no sum of shares is as small
+    config.only("moe_norm_min", 1e-12)  # without effect: no sum of routing weights is as small
     config.only("moe_gate", "topk", "topk_fused")
     config.only("moe_use_aux_free", True)
     config.only("use_rmsnorm", True)
-    for key in ("router_aux_loss_coef", "moe_capacity", "num_nextn_predict_layers"):  # training; to guess tokens ahead
+    for key in ("router_aux_loss_coef", "moe_capacity", "num_nextn_predict_layers"):  # for training or draft tokens
         config.get(key)
     config.only("use_bias", False)
     size = config.integer("moe_intermediate_size", 1536)
@@ -55,7 +55,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _sparse(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Whether each layer has experts."""
+    """Return, for each layer, whether it has experts."""
     first, every = config.count("moe_layer_start_index", 1), config.integer("moe_layer_interval", 1)
     last = config.get("moe_layer_end_index", -1)
     last = num_layers - 1 if last == -1 else config.count("moe_layer_end_index", 0)
@@ -63,11 +63,11 @@ def _sparse(config: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER}, ignored=AHEAD, adapt=partial(_adapt, config))
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """The correction is stored as one row."""
+    """Convert a tensor to our layout: the correction is stored as one row, RoPE has neighbouring pairs."""
     return tensor.flatten() if name.endswith(".correction") else pairs_apart(config, name, part, tensor)

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after the branches, normalised q and k, and layers that see everything but have no RoPE."""
+"""EXAONE 4: norms after the branches, normalised q and k, and layers of full attention without RoPE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "exaone4")
     sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
     config.only("hidden_act", "silu")
@@ -38,7 +38,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _by_pattern(config: ConfigReader, window: int | None, num_layers: int) -> list[str]:
-    """The kinds of layers as older configs tell them: each n-th sees everything, or, as in "LLLG", each with a G."""
+    """Return the layer types of older configs: every n-th has full attention, or, as in "LLLG", those with a G."""
     pattern = config.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
         if not pattern or not set(pattern) <= {"L", "G"}:
@@ -51,6 +51,6 @@ def _by_pattern(config: ConfigReader, window: int | None, num_layers: int) -> li
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER})

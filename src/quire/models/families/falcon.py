@@ -1,4 +1,4 @@
-"""Falcon: attention and MLP see the same residual, RoPE, LayerNorm, one fused QKV projection by groups of heads."""
+"""Falcon: parallel attention and MLP, RoPE, LayerNorm, one fused QKV projection by groups of heads."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TWO_NORMS = {"input_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "falcon")
     hidden_size = config.integer("hidden_size", config.get("n_embed"))
     num_heads = config.heads("num_attention_heads", hidden_size)
-    config.only("alibi", False)  # transformers rounds its ALiBi to bfloat16, and the models were made so
+    config.only("alibi", False)  # ALiBi models were trained with slopes rounded to bfloat16, as in transformers
     config.only("apply_residual_connection_post_layernorm", False)
-    config.get("auto_map")  # the code that came with the first checkpoints; it has been transformers' own since
+    config.get("auto_map")  # custom code of the first checkpoints, which is now part of transformers
     activation = config.get("activation", "gelu")
     config.only("activation", *ACTIVATIONS)
     bias, grouped = config.flag("bias"), config.flag("new_decoder_architecture")
@@ -74,7 +74,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     ends = {
         "embedding": "transformer.word_embeddings.weight",
         "final_norm.weight": "transformer.ln_f.weight",
@@ -86,7 +86,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """From each group's queries, key and value to all of q, all of k, all of v."""
+    """Reorder each group's queries, key and value to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
     heads = config.attention[0].heads

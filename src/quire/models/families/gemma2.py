@@ -25,16 +25,16 @@ LAYER = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "gemma2")
     sizes, rope = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True), whole_rope(config)
     num_layers = sizes.num_layers
-    config.only("hidden_act", "gelu_pytorch_tanh")  # older configs carry it beside hidden_activation
+    config.only("hidden_act", "gelu_pytorch_tanh")  # older configs have it in addition to hidden_activation
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("use_bidirectional_attention", False)
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     window = config.window("sliding_window", 4096)
-    config.only("sliding_window_size", window)  # the same again, in some configs
+    config.only("sliding_window_size", window)  # some configs repeat the value under this key
     attention_bias = config.flag("attention_bias")
     attention = AttentionConfig(
         **sizes.heads,
@@ -58,16 +58,16 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def cap(config: ConfigReader, raw: Mapping[str, Any], key: str, default: float) -> float | None:
-    """The cap; a null is no cap, a missing key Gemma's default."""
+    """Return the cap: None if the key is null, Gemma's default if it is missing."""
     return None if key in raw and raw[key] is None else config.number(key, default)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=one_plus)
 
 
 def one_plus(name: str, part: str, tensor: Tensor) -> Tensor:
-    """Gemma's norms multiply by 1 + weight."""
+    """Add 1 to the weights of norms, as Gemma's norms multiply by 1 + weight."""
     return tensor.float() + 1.0 if "norm." in name else tensor

@@ -1,4 +1,4 @@
-"""Gemma 3, its text: Gemma 2 with normalised q and k, and with a RoPE of its own for each kind of layer."""
+"""Gemma 3's text part: Gemma 2 with normalised q and k, and with a separate RoPE for each kind of layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.models.rope import check_rope
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
-# What a missing key means; published text parts leave many out.
+# Default values; published text parts omit many keys.
 DEFAULTS = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -28,15 +28,15 @@ DEFAULTS = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "gemma3")
     sizes = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True)
     num_layers = sizes.num_layers
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("use_bidirectional_attention", False)
-    config.only("attn_logit_softcapping", None)  # transformers reads it and passes it over
+    config.only("attn_logit_softcapping", None)  # transformers reads it without applying it
     every = config.integer("sliding_window_pattern", 6)
-    config.get("_sliding_window_pattern")  # what layer_types was made by
+    config.get("_sliding_window_pattern")  # already applied in layer_types
     alternating = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
     kinds = config.texts("layer_types", alternating)
     windows = config.windows(kinds, config.window("sliding_window", 4096), num_layers)
@@ -63,7 +63,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
-    """The rope parameters of each kind of layer. Older configs scale those of full attention alone."""
+    """Return the RoPE parameters of each kind of layer. Older configs scale only those of full attention."""
     nested = config.mapping("rope_parameters")
     scaling = config.mapping("rope_scaling")
     thetas = {
@@ -87,6 +87,6 @@ def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = gemma2.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)})

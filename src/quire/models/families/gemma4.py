@@ -1,4 +1,4 @@
-"""Gemma 4, its text: heads differ by layer, some layers read another one's keys, and each has rows of its own."""
+"""Gemma 4's text part: heads differ by layer, some layers share another layer's keys, per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PER_LAYER = "config.json: per_layer_config"
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}  # where a config says nothing
+}  # the default
 ENDS = {
     "per_layer_embedding": "model.embed_tokens_per_layer.weight",
     "per_layer_projection.weight": "model.per_layer_model_projection.weight",
@@ -51,7 +51,7 @@ LAYER = {
     "router_norm.weight": ("router.scale",),
     "shares": ("router.per_expert_scale",),
 }
-TOGETHER = {  # one tensor has those of all experts
+TOGETHER = {  # one tensor has the weights of all experts
     "experts.mlp_in.weight": ("experts.gate_up_proj[{}]",),
     "experts.mlp_out.weight": ("experts.down_proj[{}]",),
 }
@@ -59,15 +59,15 @@ APART = {  # in GGUF files
     "experts.mlp_in": ("experts.{}.gate_proj", "experts.{}.up_proj"),
     "experts.mlp_out": ("experts.{}.down_proj",),
 }
-UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.weight")  # of layers that read others' K
+UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.weight")  # of layers that share keys
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "gemma4")
     sizes = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True)
     config.only("hidden_activation", "gelu_pytorch_tanh")
-    config.only("use_bidirectional_attention", "vision")  # of images' tokens only
+    config.only("use_bidirectional_attention", "vision")  # only between tokens of an image
     decoder = DecoderConfig(
         **sizes.decoder,
         layers=_layers(config, sizes),
@@ -86,7 +86,7 @@ def _layers(config: ConfigReader, sizes: Sizes) -> tuple[LayerConfig, ...]:
     num_layers = sizes.num_layers
     alternating = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)]
     kinds = [*config.texts("layer_types", alternating)]
-    kinds[-1:] = ["full_attention"]  # whatever a config says
+    kinds[-1:] = ["full_attention"]  # the last layer has full attention, whatever the config
     windows = config.windows(kinds, config.window("sliding_window", 512), num_layers)
     heads, ropes = _heads(config, sizes, kinds), _ropes(config)
     bias, k_is_v = config.flag("attention_bias"), config.flag("attention_k_eq_v")
@@ -99,7 +99,7 @@ def _layers(config: ConfigReader, sizes: Sizes) -> tuple[LayerConfig, ...]:
         if shares and kind not in kinds[:first_sharing]:
             raise ModelError(
                 f"config.json: num_kv_shared_layers is {num_sharing}; layer {i} of {kind} would read "
-                "the keys of an earlier layer of its kind, and there is none"
+                "the keys of an earlier layer of its kind, which does not exist"
             )
         mixer = AttentionConfig(
             **heads[i],
@@ -120,7 +120,7 @@ def _layers(config: ConfigReader, sizes: Sizes) -> tuple[LayerConfig, ...]:
 
 
 def _heads(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[dict[str, Any]]:
-    """Each layer's heads: those of full attention differ, as `per_layer_config` says or, before it, two keys."""
+    """Return each layer's heads. `per_layer_config` sets them or, in older configs, two keys for full attention."""
     full = {"head_dim": config.integer("global_head_dim", 512)}
     kv_heads = config.get("num_global_key_value_heads")
     if kv_heads is not None and config.flag("attention_k_eq_v"):
@@ -134,7 +134,7 @@ def _heads(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[dict[st
 
 
 def _changed_heads(sizes: Sizes, changes: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a layer's heads, which an entry of `per_layer_config` changes."""
+    """Return a layer's heads with the changes of an entry of `per_layer_config`."""
     config = ConfigReader(changes, "gemma4", place=place)
     heads = {
         **sizes.heads,
@@ -146,7 +146,7 @@ def _changed_heads(sizes: Sizes, changes: Mapping[str, Any], place: str) -> dict
 
 
 def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
-    """The rope parameters of each kind of layer."""
+    """Return the RoPE parameters of each kind of layer."""
     given = config.mapping("rope_parameters") or ROPES
     if given.keys() != ROPES.keys() or not all(isinstance(rope, dict) for rope in given.values()):
         raise ModelError(
@@ -184,7 +184,7 @@ def _experts(config: ConfigReader) -> ExpertsConfig | None:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = gemma2.weight_sources(config, names)
     apart = any(".experts.0." in name for name in names)
     layer = {**theirs.layer, **LAYER, **(APART if apart else TOGETHER)}
@@ -199,7 +199,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 
 def _parts(config: DecoderConfig, layer: int, part: str) -> tuple[str, ...] | None:
-    """Layers that read others' keys have but q, and some take their values for keys."""
+    """Return the projections of a layer: layers that share keys only have q, and in some layers v is k."""
     mixer = config.layers[layer].mixer
     if part != "qkv" or not isinstance(mixer, AttentionConfig):
         return None
@@ -207,5 +207,5 @@ def _parts(config: DecoderConfig, layer: int, part: str) -> tuple[str, ...] | No
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """What the router sees is scaled down as well."""
+    """Fold the scale of the router's input into its norm."""
     return tensor.float() * config.hidden_size**-0.5 if ".router_norm." in name else tensor

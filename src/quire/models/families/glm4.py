@@ -1,4 +1,4 @@
-"""GLM-4: Llama with a RoPE of every other pair of a part of each head; GLM-4-0414 has a norm after each branch, too."""
+"""GLM-4: Llama with a RoPE of neighbouring pairs of a part of each head; GLM-4-0414 also has norms after branches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BRANCH_NORMS = {"output_norm": ("post_self_attn_layernorm",), "mlp_output_norm":
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "glm4")
     sizes, rope = read_sizes(config, num_kv_heads=2, head_dim=128), rope_parameters(config)
     config.only("hidden_act", "silu")
@@ -33,7 +33,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     norms = BRANCH_NORMS if config.branch_norms else {}
     return replace(theirs, layer={**theirs.layer, **LAYER, **norms}, adapt=partial(pairs_apart, config))

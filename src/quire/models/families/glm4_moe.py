@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.6: GLM-4 with experts, chosen by corrected sigmoids out of groups, one of which sees all rows."""
+"""GLM-4.5, GLM-4.6: GLM-4 with experts, chosen from groups by corrected sigmoids, and a shared expert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NORMS = {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "glm4_moe")
     sizes, rope = read_sizes(config, num_kv_heads=8), rope_parameters(config)
     config.only("hidden_act", "silu")
@@ -46,14 +46,14 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     decoder = DecoderConfig(
         **sizes.decoder, layers=first_dense(config, attention, sizes.inner, experts, 1, sizes.num_layers)
     )
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # layers after the last one, that guess tokens ahead
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # layers after the last one, which predict draft tokens
         config.get(key)
     config.finish()
     return decoder
 
 
 def sigmoid_experts(config: ConfigReader) -> ExpertsConfig:
-    """Experts as DeepSeek-V3 has chosen them first."""
+    """Read the experts of a family that routes like DeepSeek-V3."""
     size, shared = config.integer("moe_intermediate_size", 1408), config.count("n_shared_experts", 1)
     return ExpertsConfig(
         count=config.integer("n_routed_experts", 128),
@@ -77,14 +77,14 @@ def first_dense(
     usual: int,
     num_layers: int,
 ) -> tuple[LayerConfig, ...]:
-    """Layers of which the first few have an MLP, and the others experts. usual: how many where a config is silent."""
+    """Return layers of which the first few have an MLP, and the others experts. usual: the default of that number."""
     dense, sparse = (LayerConfig(mixer=attention, mlp=mlp) for mlp in (MlpConfig(size=inner), experts))
     first = config.count("first_k_dense_replace", usual)
     return tuple(dense if i < first else sparse for i in range(num_layers))
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     layer = {**theirs.layer, **EXPERTS, **NORMS}
     return replace(theirs, layer=layer, ignored=llama.beyond(config))

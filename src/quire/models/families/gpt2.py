@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Function] = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "gpt2")
     hidden_size = config.integer("n_embd")
     num_heads = config.heads("n_head", hidden_size)
@@ -39,7 +39,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     config.only("n_special", 0)
-    for key in ("n_ctx", "attn_pdrop", "reorder_and_upcast_attn"):  # n_positions again, training, how to round
+    for key in ("n_ctx", "attn_pdrop", "reorder_and_upcast_attn"):  # equal to n_positions, for training, for rounding
         config.get(key)
     for key in raw:
         if key.startswith("summary_"):  # a classifier's head
@@ -71,8 +71,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
-    # OpenAI's own checkpoints name the tensors of the bare transformer.
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
+    # OpenAI's checkpoints have the names of the bare transformer, without a prefix.
     prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
     ends = {
         "embedding": f"{prefix}wte.weight",
@@ -86,5 +86,5 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 
 def _adapt(name: str, part: str, tensor: Tensor) -> Tensor:
-    """GPT-2 stores its projections as [in, out]."""
+    """Transpose projections, which GPT-2 stores as [in, out]."""
     return tensor.T if tensor.dim() == 2 and name.startswith("layers.") else tensor

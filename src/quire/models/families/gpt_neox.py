@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia: attention and MLP side by side on the same residual, a RoPE of a part of each head, LayerNorm."""
+"""GPT-NeoX, Pythia: parallel attention and MLP, a RoPE of a part of each head, LayerNorm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUFFERS = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotar
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "gpt_neox")
     hidden_size = config.integer("hidden_size")
     num_heads = config.heads("num_attention_heads", hidden_size)
@@ -66,7 +66,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     ends = {
         "embedding": "gpt_neox.embed_in.weight",
         "final_norm.weight": "gpt_neox.final_layer_norm.weight",

@@ -18,10 +18,10 @@ from quire.ops.activation import Activation
 
 DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-ROPE |= {"original_max_position_embeddings": 4096}  # where a config says nothing
+ROPE |= {"original_max_position_embeddings": 4096}  # the default
 LAYER = {"sinks": ("self_attn.sinks",), "router": ("mlp.router",)}
 JOINED = {
-    # One tensor has those of all experts.
+    # One tensor has the weights of all experts.
     "experts.mlp_in.weight": ("mlp.experts.gate_up_proj[{}]",),
     "experts.mlp_in.bias": ("mlp.experts.gate_up_proj_bias[{}]",),
     "experts.mlp_out.weight": ("mlp.experts.down_proj[{}]",),
@@ -34,13 +34,13 @@ APART = {  # in GGUF files
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     scaled = any(raw.get(key) for key in ("rope_scaling", "rope_parameters"))
     config = ConfigReader({**DEFAULTS, **raw, **({} if scaled else {"rope_scaling": ROPE})}, "gpt_oss")
     sizes, rope = read_sizes(config, num_kv_heads=8, head_dim=64), {"rope_theta": 150_000.0} | whole_rope(config)
     config.only("hidden_act", "silu")
-    config.only("initial_context_length", rope.get("original_max_position_embeddings"))  # the same again
-    for key in ("router_aux_loss_coef", "experts_per_token"):  # for training; the same again
+    config.only("initial_context_length", rope.get("original_max_position_embeddings"))  # repeats this value
+    for key in ("router_aux_loss_coef", "experts_per_token"):  # for training; repeats num_experts_per_tok
         config.get(key)
     activation = Activation(
         "silu",
@@ -67,7 +67,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     if any("experts.0.gate_proj." in name for name in names):
         return replace(theirs, layer={**theirs.layer, **LAYER, **APART})
@@ -75,7 +75,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 
 def _adapt(name: str, part: str, tensor: Tensor) -> Tensor:
-    """Experts' weights are [in, out], and their gates and ups take turns."""
+    """Convert experts' weights from [in, out], and separate their gates and ups, which alternate."""
     if ".experts." not in name:
         return tensor
     ours = tensor.T if tensor.dim() == 2 else tensor

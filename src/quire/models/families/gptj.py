@@ -1,4 +1,4 @@
-"""GPT-J: both branches see one norm, RoPE of neighbouring pairs of a part of each head, a bias of the logits."""
+"""GPT-J: both branches share a norm, RoPE of neighbouring pairs of a part of each head, a bias of the logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|causal_mask|
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "gptj")
     hidden_size = config.integer("n_embd")
     num_heads = config.heads("n_head", hidden_size)
@@ -43,7 +43,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     for key in ("rotary", "scale_attn_weights"):
         config.only(key, True)
     config.only("tie_word_embeddings", False)
-    for key in ("n_ctx", "attn_pdrop"):  # n_positions again; training
+    for key in ("n_ctx", "attn_pdrop"):  # equal to n_positions; for training
         config.get(key)
     for key in raw:
         if key.startswith("summary_"):  # a classifier's head
@@ -76,5 +76,5 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     return Sources(ENDS, "transformer.h.{}.", LAYER, BUFFERS, partial(pairs_apart, config))

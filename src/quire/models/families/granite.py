@@ -1,4 +1,4 @@
-"""Granite: Llama with a multiplier for the embeddings, the scores, what each branch adds, and the logits."""
+"""Granite: Llama with multipliers for the embeddings, the scores, each branch, and the logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["decoder_config", "weight_sources"]
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "granite")
     sizes = read_sizes(config)
     decoder = read_decoder(config, sizes, MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias")))
@@ -22,7 +22,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_decoder(config: ConfigReader, sizes: Sizes, mlp: MlpConfig | ExpertsConfig) -> DecoderConfig:
-    """The decoder whose layers all have attention and this MLP, or these experts."""
+    """Return a decoder in which all layers have attention and this MLP, or these experts."""
     config.only("hidden_act", "silu")
     attention_bias = config.flag("attention_bias")
     attention = AttentionConfig(

@@ -16,7 +16,7 @@ from quire.models.weights import Sources
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "granitemoe")
     config.get("router_aux_loss_coef")  # for training
     sizes, shared = read_sizes(config), config.count("shared_intermediate_size", 0)
@@ -33,6 +33,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **experts_sources(names)})

@@ -20,7 +20,7 @@ LAYER = MIXER | {
 }
 EXPERTS: dict[str, tuple[str, ...]] = {
     "router": ("block_sparse_moe.router.layer",),
-    # One tensor has those of all experts.
+    # One tensor has the weights of all experts.
     "experts.mlp_in.weight": ("block_sparse_moe.input_linear.weight[{}]",),
     "experts.mlp_out.weight": ("block_sparse_moe.output_linear.weight[{}]",),
     "shared.mlp_in": ("shared_mlp.input_linear",),
@@ -37,7 +37,7 @@ APART: dict[str, tuple[str, ...]] = {  # in GGUF files
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "granitemoehybrid")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
@@ -74,7 +74,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_mlp(config: ConfigReader, inner: int) -> MlpConfig | ExpertsConfig:
-    """What the rows of each layer go through: one MLP, and experts as well where there are some. inner: of these."""
+    """Return each layer's MLP, or its experts with that MLP as shared expert. inner: the experts' size."""
     count, per_token = config.count("num_local_experts", 8), config.count("num_experts_per_tok", 2)
     shared = MlpConfig(size=config.integer("shared_intermediate_size", 1024))
     if not count:
@@ -84,7 +84,7 @@ def read_mlp(config: ConfigReader, inner: int) -> MlpConfig | ExpertsConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     layer = LAYER | experts_sources(names)
     if any("shared_mlp.gate_proj." in name for name in names):
         layer |= {"mlp_in": SHARED_APART, "mlp_out": ("shared_mlp.down_proj",)}
@@ -92,5 +92,5 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 
 def experts_sources(names: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """The experts' weights in a checkpoint with tensors of these names, as `Sources.layer`."""
+    """Return the sources of the experts' weights in a checkpoint with tensors of these names, as in `Sources.layer`."""
     return APART if any(".experts.0." in name or "shared_mlp.gate_proj." in name for name in names) else EXPERTS

@@ -34,8 +34,8 @@ ENDS = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    size = raw.get("block_ff_dim")  # its name in older configs, which comes first where both are there
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
+    size = raw.get("block_ff_dim")  # the name in older configs, which takes precedence
     raw = {"intermediate_size": 12288, **raw, **({} if size is None else {"intermediate_size": size})}
     config = ConfigReader(raw, "lfm2")
     sizes = read_lfm2_sizes(config)
@@ -56,7 +56,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_lfm2_sizes(config: ConfigReader) -> Sizes:
-    """The sizes that this family keeps as Llama does, with its own defaults and names."""
+    """Read the sizes that this family shares with Llama, with other defaults and names."""
     sizes = read_sizes(config, num_kv_heads=8, tied=True, norm_eps="norm_eps")
     tied = config.flag("tie_embedding", sizes.decoder["tied_embeddings"])
     decoder = sizes.decoder | {
@@ -77,7 +77,7 @@ def read_lfm2_sizes(config: ConfigReader) -> Sizes:
 
 
 def read_mixers(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[AttentionConfig | ConvolutionConfig]:
-    """What mixes the tokens in each layer, by its kind."""
+    """Return the mixer of each layer, by its kind."""
     bias = config.flag("conv_bias")
     rope = {"rope_theta": config.number("theta", 1_000_000.0)} | whole_rope(config)
     mixers: dict[str, AttentionConfig | ConvolutionConfig] = {
@@ -93,10 +93,10 @@ def read_mixers(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[At
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     return Sources(ENDS, "model.layers.{}.", LAYER, adapt=adapted)
 
 
 def adapted(name: str, part: str, tensor: Tensor) -> Tensor:
-    """Our form of a tensor: a convolution has a weight for each channel and tap."""
+    """Convert a tensor to our layout: a convolution has one weight per channel and tap."""
     return tensor.squeeze(1) if part.endswith("conv.conv.weight") else tensor

@@ -26,17 +26,17 @@ ENDS = {
     "final_norm.weight": "model.norm.weight",
     "lm_head": "lm_head.weight",
 }
-# What a missing key means to a Mistral.
+# Default values of Mistral.
 MISTRAL = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}
-FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in old checkpoints; we compute them
+FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # of old checkpoints; we compute them
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     mistral = "MistralForCausalLM" in architectures(raw)
     config = ConfigReader({**(MISTRAL if mistral else {}), **raw}, "llama")
     window = config.window("sliding_window")
-    if not mistral:  # a Llama has no window, whatever its config says
+    if not mistral:  # transformers' Llama ignores sliding_window
         window = None
     sizes, rope = read_sizes(config), whole_rope(config)
     config.only("hidden_act", "silu")
@@ -52,14 +52,14 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def whole_rope(config: ConfigReader) -> dict[str, Any]:
-    """The rope parameters of all layers of a family that rotates whole heads."""
+    """Return the RoPE parameters of a family that rotates whole heads, the same in all layers."""
     rope = rope_parameters(config)
     check_whole_heads(config, rope)
     return rope
 
 
 def check_whole_heads(config: ConfigReader, rope: Mapping[str, Any]) -> None:
-    """Raise ModelError where a part of each head is to be rotated, which is not known of this family."""
+    """Raise ModelError if only a part of each head is rotated, which this family does not support."""
     if (share := rotated_share(rope)) != 1.0:
         raise ModelError(f"config.json: partial_rotary_factor is {share!r}; family {config.family!r} serves 1.0 only")
 
@@ -67,9 +67,9 @@ def check_whole_heads(config: ConfigReader, rope: Mapping[str, Any]) -> None:
 def rope_parameters(
     config: ConfigReader, theta_key: str = "rope_theta", share_key: str = "partial_rotary_factor"
 ) -> dict[str, Any]:
-    """The rope parameters of a config of any age: those of all its layers."""
+    """Return the RoPE parameters of all layers from a config in the old or the new format."""
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
-    rope = {key: value for key, value in (old or new).items() if value is not None}  # as transformers has it
+    rope = {key: value for key, value in (old or new).items() if value is not None}  # the precedence in transformers
     for name, key in (("rope_theta", theta_key), ("partial_rotary_factor", share_key)):
         if (value := config.get(key)) is not None:
             rope.setdefault(name, value)
@@ -81,11 +81,11 @@ def rope_parameters(
 
 
 class Sizes(NamedTuple):
-    """What Llama's relatives keep under the same keys."""
+    """The sizes that Llama-like families have under the same keys."""
 
     decoder: dict[str, Any]  # fields of a DecoderConfig
     heads: dict[str, Any]  # fields of an AttentionConfig
-    inner: int  # of an MLP
+    inner: int  # size of an MLP
     num_layers: int
 
 
@@ -96,7 +96,7 @@ def read_sizes(
     tied: bool = False,
     norm_eps: str = "rms_norm_eps",
 ) -> Sizes:
-    """The sizes, given a family's own defaults. norm_eps: the key of that number."""
+    """Read the sizes with a family's defaults. norm_eps: the key of that number."""
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
     usual_kv_heads = num_heads if config.is_null("num_key_value_heads") else num_kv_heads or num_heads
     decoder = {
@@ -115,11 +115,11 @@ def read_sizes(
 
 
 def beyond(config: DecoderConfig) -> re.Pattern[str]:
-    """Tensors of the layers after the last one, which guess tokens ahead, and old checkpoints' frequencies."""
+    """Match tensors of the layers after the last one, which predict draft tokens, and old checkpoints' frequencies."""
     later = "|".join(str(config.num_layers + i) for i in range(8))
     return re.compile(rf"model\.layers\.({later})\..*|{FREQUENCIES.pattern}")
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     return Sources(ENDS, "model.layers.{}.", LAYER, FREQUENCIES)

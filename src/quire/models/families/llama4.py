@@ -1,4 +1,4 @@
-"""Llama 4, its text: chunks in most layers, no RoPE in the others, experts that see rows times their shares."""
+"""Llama 4's text part: chunked attention in most layers, no RoPE in the others, experts with weighted inputs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LAYER = {
     "shared.mlp_in": ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
     "shared.mlp_out": ("feed_forward.shared_expert.down_proj",),
 }
-TOGETHER = {  # where one tensor has those of all experts, [in, out] each
+TOGETHER = {  # one tensor has the weights of all experts, [in, out] each
     "experts.mlp_in.weight": ("feed_forward.experts.gate_up_proj[{}]",),
     "experts.mlp_out.weight": ("feed_forward.experts.down_proj[{}]",),
 }
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "llama4")
     sizes = read_sizes(config, num_kv_heads=8, head_dim=128)
     config.only("hidden_act", "silu")
@@ -53,7 +53,7 @@ def _mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig]:
     plain = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias)
     turned = replace(plain, rope=rope, qk_norm="head, no weight" if config.flag("use_qk_norm", True) else None)
     scale, floor = config.number("attn_scale", 0.1), config.number("floor_scale", 8192)
-    config.only("attn_temperature_tuning", True, False, 4)  # the first configs had the number, which means True
+    config.only("attn_temperature_tuning", True, False, 4)  # the first configs have 4, which means True
     if config.get("attn_temperature_tuning", True):
         plain = replace(plain, temperature=Temperature(scale, floor))
     every = config.integer("no_rope_layer_interval", 4)
@@ -86,7 +86,7 @@ def _mlps(config: ConfigReader, sizes: Sizes) -> list[MlpConfig | ExpertsConfig]
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     layer = {**theirs.layer, **LAYER}
     if any(name.endswith(".feed_forward.experts.gate_up_proj") for name in names):

@@ -27,7 +27,7 @@ ENDS = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "mpt")
     hidden_size = config.integer("d_model", 2048)
     num_heads = config.heads("n_heads", hidden_size)
@@ -35,7 +35,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("no_bias", True)
     config.only("norm_type", "low_precision_layernorm")
     config.only("embedding_fraction", 1.0)
-    # transformers' code has ALiBi in any case, and the other keys say how the original was computed or trained.
+    # transformers' code always uses ALiBi. The other keys are settings of the original implementation and training.
     for key in ("auto_map", "emb_pdrop", "init_config", "init_device", "learned_pos_emb", "tokenizer_name", "verbose"):
         config.get(key)
     config.only("logit_scale", None)
@@ -62,14 +62,14 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _read_scale(raw: Mapping[str, Any]) -> float | None:
-    """The scale of the scores; nothing else of what a config says of its attention may be special."""
+    """Return the scale of the scores. Raises ModelError for any other setting of attention that is not the default."""
     config = ConfigReader(raw, "mpt", place="config.json: attn_config")
     config.only("attn_type", "multihead_attention")
     config.only("alibi", True)
     for key in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
         config.only(key, False)
     config.only("clip_qkv", None)
-    for key in ("attn_impl", "attn_pdrop"):  # how the original was computed; training
+    for key in ("attn_impl", "attn_pdrop"):  # for the original implementation; for training
         config.get(key)
     config.only("alibi_bias_max", 8)
     scale = config.optional_number("softmax_scale")
@@ -78,12 +78,12 @@ def _read_scale(raw: Mapping[str, Any]) -> float | None:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """Powers of 2^(-8 / n), where n is a power of two; with fewer heads every second one comes first."""
+    """Return powers of 2^(-8 / n), with n a power of two. With fewer than n heads, every second one comes first."""
     n = 2 ** math.ceil(math.log2(num_heads))
     slopes = tuple(2.0 ** (-8.0 * (i + 1) / n) for i in range(n))
     return slopes if n == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     return Sources(ENDS, "transformer.blocks.{}.", LAYER)

@@ -20,7 +20,7 @@ LAYER = {"mlp_in": ("mlp.up_proj",)}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "nemotron")
     sizes, rope = read_sizes(config, norm_eps="norm_eps"), rope_parameters(config)
     config.only("hidden_act", "relu2")
@@ -35,12 +35,12 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     ends = {**theirs.ends, "final_norm.bias": "model.norm.bias"}
     return replace(theirs, ends=ends, layer={**theirs.layer, **LAYER}, adapt=_one_plus)
 
 
 def _one_plus(name: str, part: str, tensor: Tensor) -> Tensor:
-    """The norms' weights are what is added to 1."""
+    """Add 1 to the weights of norms, which are stored as differences from 1."""
     return tensor.float() + 1.0 if name.endswith("norm.weight") else tensor

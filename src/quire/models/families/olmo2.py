@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with a norm after each branch, not before it; all heads of q, and of k, are normalised as one."""
+"""OLMo 2: Llama with a norm after each branch, not before it; all heads of q, and of k, are normalised together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "olmo2")
     sizes, rope = read_sizes(config), whole_rope(config)
     config.only("hidden_act", "silu")
@@ -37,6 +37,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER})

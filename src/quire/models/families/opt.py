@@ -1,4 +1,4 @@
-"""OPT: GPT-2's shape with ReLU, separate projections, and positions whose table begins with two rows without use."""
+"""OPT: GPT-2's shape with ReLU, separate projections, and a table of positions that begins with two unused rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_POSITION = 2
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "opt")
     hidden_size = config.integer("hidden_size")
     num_heads = config.heads("num_attention_heads", hidden_size)
@@ -63,7 +63,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     prefix = "model.decoder." if any(name.startswith("model.decoder.") for name in names) else "decoder."
     ends = {
         "embedding": f"{prefix}embed_tokens.weight",

@@ -1,4 +1,4 @@
-"""RoPE of neighbouring pairs, as some families have it, said by the order of the weights' rows."""
+"""RoPE of neighbouring pairs, implemented by reordering the rows of the weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ROTATED = re.compile(r"\.[qk]_(proj|norm)\.")
 
 
 def pairs_apart(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """The rows of q and k with what is rotated of each head in another order.
+    """Reorder the rotated rows of each head of q and k.
 
-    These families turn the pairs (2 i, 2 i + 1); we turn (i, i + D_rot / 2). Scores do not change with the order.
+    These families rotate the pairs (2 i, 2 i + 1), Quire rotates (i, i + D_rot / 2). Scores do not depend on the order.
     """
     if not ROTATED.search(part):
         return tensor

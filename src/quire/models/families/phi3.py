@@ -17,12 +17,12 @@ from quire.models.weights import Sources
 DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 LAYER = {"qkv": ("self_attn.qkv_proj",), "mlp_in": ("mlp.gate_up_proj",)}
 ROPES = ("default", "longrope")
-# The code that came with the first checkpoints; it has been transformers' own since.
+# Custom code of the first checkpoints, which is now part of transformers.
 CODE = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "phi3")
     sizes = read_sizes(config)
     rope = rope_parameters(config)
@@ -30,11 +30,11 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ModelError(f"rope type is {rope_type(rope)!r}; family 'phi3' serves {', '.join(ROPES)} only")
     code = config.mapping("auto_map")
     if any(str(code.get(key, known)).rpartition("--")[2] != known for key, known in CODE.items()):
-        raise ModelError(f"config.json: auto_map is {code!r}; family 'phi3' knows what the code of {CODE!r} does")
+        raise ModelError(f"config.json: auto_map is {code!r}; family 'phi3' implements the code of {CODE!r} only")
     config.only("hidden_act", "silu")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         config.only(key, False)
-    for key in ("full_attn_mod", "interpolate_factor"):  # Phi-4's way of saying that nothing is special
+    for key in ("full_attn_mod", "interpolate_factor"):  # in Phi-4's configs, 1 means without effect
         config.only(key, 1)
     attention = AttentionConfig(**sizes.heads, window=config.window("sliding_window"), rope=rope)
     layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner))
@@ -44,6 +44,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER})

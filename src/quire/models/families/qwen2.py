@@ -1,4 +1,4 @@
-"""Qwen2: Llama with biases on q, k and v, and with windows in its upper layers where asked for."""
+"""Qwen2: Llama with biases on q, k and v, and with optional windows in its upper layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULTS = {"max_position_embeddings": 32_768}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "qwen2")
     sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
     config.only("hidden_act", "silu")
@@ -28,7 +28,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: by `layer_types`, or from `max_window_layers` on, and only with `use_sliding_window`."""
+    """Return each layer's window: by `layer_types` or `max_window_layers`, and only with `use_sliding_window`."""
     window = config.window("sliding_window", 4096)
     if not config.flag("use_sliding_window"):
         window = None

@@ -17,7 +17,7 @@ DEFAULTS = {"max_position_embeddings": 32_768}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "qwen3")
     sizes, rope = read_sizes(config, num_kv_heads=32, head_dim=128), whole_rope(config)
     config.only("hidden_act", "silu")
@@ -31,6 +31,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)})

@@ -1,4 +1,4 @@
-"""Qwen3.5, its text: the gated delta rule in most layers, gated attention in the others."""
+"""Qwen3.5's text part: the gated delta rule in most layers, gated attention in the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.models.hf_config import ConfigReader
 from quire.models.state_config import GatedDeltaConfig
 from quire.models.weights import Sources
 
-AHEAD = re.compile(rf"mtp\..*|{llama.FREQUENCIES.pattern}")  # layers that guess tokens ahead
+AHEAD = re.compile(rf"mtp\..*|{llama.FREQUENCIES.pattern}")  # layers that predict draft tokens
 LAYER = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
@@ -35,7 +35,7 @@ LAYER = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "qwen3_5")
     sizes = read_text_sizes(config)
     config.only("hidden_act", "silu")
@@ -48,16 +48,16 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_text_sizes(config: ConfigReader, num_kv_heads: int = 4) -> Sizes:
-    """The sizes that this family keeps as Llama does, with its own defaults."""
+    """Read the sizes that this family shares with Llama, with other defaults."""
     sizes = read_sizes(config, num_kv_heads=num_kv_heads, head_dim=256)
     sizes.decoder["max_position_embeddings"] = config.integer("max_position_embeddings", 32768)
-    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):  # of layers that guess tokens ahead
+    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):  # of layers that predict draft tokens
         config.get(key)
     return sizes
 
 
 def read_mixers(config: ConfigReader, sizes: Sizes, in_pairs: bool = False) -> list[AttentionConfig | GatedDeltaConfig]:
-    """What mixes the tokens in each layer. in_pairs: as in GatedDeltaConfig."""
+    """Return the mixer of each layer. in_pairs: as in GatedDeltaConfig."""
     rope = {"partial_rotary_factor": 0.25} | rope_parameters(config)
     config.only("attn_output_gate", True)
     config.only("mamba_ssm_dtype", "float32")  # of the states
@@ -78,13 +78,13 @@ def read_mixers(config: ConfigReader, sizes: Sizes, in_pairs: bool = False) -> l
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER}, ignored=AHEAD, adapt=partial(adapted, config))
 
 
 def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """Our form of a tensor: norms multiply by 1 + weight, and all gates of an attention follow all queries."""
+    """Convert a tensor to our layout: add 1 to norms, and put all gates of an attention after all queries."""
     if ".conv." in name:
         return tensor.squeeze(1)
     if "gate_norm." in name:

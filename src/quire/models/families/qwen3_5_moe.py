@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, its text: in each layer a gated expert sees all rows as well."""
+"""Qwen3.5's text part with experts, including a gated shared expert in each layer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ SHARED = {
     "shared.mlp_out": ("mlp.shared_expert.down_proj",),
     "shared_gate": ("mlp.shared_expert_gate",),
 }
-TOGETHER = {  # where one tensor has those of all experts
+TOGETHER = {  # one tensor has the weights of all experts
     "experts.mlp_in.weight": ("mlp.experts.gate_up_proj[{}]",),
     "experts.mlp_out.weight": ("mlp.experts.down_proj[{}]",),
 }
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    config = ConfigReader({"intermediate_size": 1, **raw}, "qwen3_5_moe")  # of layers without experts: there are none
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
+    # intermediate_size is that of layers without experts, which this family does not have.
+    config = ConfigReader({"intermediate_size": 1, **raw}, "qwen3_5_moe")
     sizes = read_text_sizes(config, num_kv_heads=2)
     config.only("hidden_act", "silu")
     config.only("mlp_only_layers", [])
@@ -38,7 +39,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_experts(config: ConfigReader, count: int, per_token: int) -> ExpertsConfig:
-    """The experts of a layer. count, per_token: where a config says nothing."""
+    """Return the experts of a layer. count, per_token: default values."""
     config.get("router_aux_loss_coef")  # for training
     return ExpertsConfig(
         count=config.integer("num_experts", count),
@@ -51,7 +52,7 @@ def read_experts(config: ConfigReader, count: int, per_token: int) -> ExpertsCon
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = qwen3_5.weight_sources(config, names)
     layer = {**theirs.layer, **qwen3_moe.LAYER, **SHARED}
     if any(name.endswith(".mlp.experts.gate_up_proj") for name in names):

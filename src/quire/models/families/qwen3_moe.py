@@ -21,7 +21,7 @@ LAYER = {
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "qwen3_moe")
     sizes, rope = read_sizes(config, num_kv_heads=4), whole_rope(config)
     config.only("hidden_act", "silu")
@@ -29,7 +29,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     window = config.window("sliding_window", 4096)
     if not config.flag("use_sliding_window"):
         window = None
-        config.get("max_window_layers")  # which layers would have the window: makers disagree
+        # Without a window, this key has no effect. With one it is refused, as implementations disagree on its meaning.
+        config.get("max_window_layers")
     attention_bias = config.flag("attention_bias")
     attention = AttentionConfig(
         **sizes.heads, window=window, rope=rope, qk_norm="head", bias=attention_bias, output_bias=attention_bias
@@ -54,12 +55,12 @@ def _experts(config: ConfigReader) -> ExpertsConfig:
 
 
 def sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Whether each layer has experts."""
+    """Return, for each layer, whether it has experts."""
     step, dense = config.integer("decoder_sparse_step", 1), config.layers("mlp_only_layers", [])
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = qwen3.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER})

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5 with experts, whose checkpoints keep the first projection of a state by heads of keys."""
+"""Qwen3-Next: Qwen3.5 with experts, whose checkpoints store the first projection of a recurrent layer by key heads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LAYER = {"state_in": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader(raw, "qwen3_next")
     sizes = read_text_sizes(config, num_kv_heads=2)
     config.only("hidden_act", "silu")
     config.only("use_sliding_window", False)
-    config.get("max_window_layers")  # which layers would have the window
+    config.get("max_window_layers")  # without effect, as there is no window
     dense, experts = MlpConfig(size=sizes.inner), read_experts(config, count=512, per_token=10)
     mixers = zip(read_mixers(config, sizes, in_pairs=True), sparse_layers(config, sizes.num_layers), strict=True)
     layers = tuple(LayerConfig(mixer=mixer, mlp=experts if sparse else dense) for mixer, sparse in mixers)
@@ -38,17 +38,17 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = qwen3_5_moe.weight_sources(config, names)
     return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=partial(adapted, config))
 
 
 def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
-    """Our form of a tensor: all queries, then all keys, values and gates; all of b, then all of a."""
+    """Convert a tensor to our layout: all queries, then all keys, values and gates; all of b, then all of a."""
     mixer = config.layers[int(name.split(".")[1])].mixer if ".in_proj_" in part else None
     if not isinstance(mixer, GatedDeltaConfig):
         return qwen3_5.adapted(config, name, part, tensor)
-    share = mixer.num_heads // mixer.num_k_heads  # heads of values that a head of keys has
+    share = mixer.num_heads // mixer.num_k_heads  # value heads per key head
     values = share * mixer.dim_v
     sizes = [share, share] if ".in_proj_ba." in part else [mixer.dim_k, mixer.dim_k, values, values]
     by_head = tensor.unflatten(0, (mixer.num_k_heads, sum(sizes)))  # type: ignore[no-untyped-call]

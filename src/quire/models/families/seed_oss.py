@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of q, k and v, and perhaps of other projections."""
+"""Seed-OSS: Llama with biases of q, k and v, and optionally of other projections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULTS = {"max_position_embeddings": 524_288}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "seed_oss")
     sizes, rope = read_sizes(config, num_kv_heads=8, head_dim=128), whole_rope(config)
     config.only("hidden_act", "silu")

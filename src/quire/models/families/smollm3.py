@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that do without RoPE, which may have windows."""
+"""SmolLM3: Llama with some layers without RoPE, which may have windows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DEFAULTS = {"max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "smollm3")
     sizes, rope = read_sizes(config, num_kv_heads=4, tied=True), whole_rope(config)
     rotated = _rotated(config, sizes.num_layers)
     config.only("hidden_act", "silu")
-    config.get("max_window_layers")  # in the published configs; nothing reads it
+    config.get("max_window_layers")  # present in published configs, without effect
     attention_bias = config.flag("attention_bias")
     attention = AttentionConfig(**sizes.heads, bias=attention_bias, output_bias=attention_bias)
     mlp = MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias"))
@@ -32,7 +32,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _rotated(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Whether each layer has RoPE: where `no_rope_layers` has a 1, else all but each n-th layer."""
+    """Return, for each layer, whether it has RoPE: if `no_rope_layers` has a 1, by default all but every n-th."""
     every = config.integer("no_rope_layer_interval", 4)
     listed = config.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(num_layers)])
     if not isinstance(listed, list) or len(listed) < num_layers or not all(turns in (0, 1) for turns in listed):
@@ -41,7 +41,7 @@ def _rotated(config: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def _windows(config: ConfigReader, rotated: list[bool]) -> tuple[int | None, ...]:
-    """Each layer's window: by `layer_types`, or that of all layers without RoPE, and only with `use_sliding_window`."""
+    """Return each layer's window: by `layer_types`, by default without RoPE, and only with `use_sliding_window`."""
     window = config.window("sliding_window")
     if not config.flag("use_sliding_window"):
         window = None

@@ -18,14 +18,14 @@ LAYER = {"mlp_in": ("mlp.c_fc",), "mlp_out": ("mlp.c_proj",)}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     config = ConfigReader({**DEFAULTS, **raw}, "starcoder2")
     sizes = read_sizes(config, num_kv_heads=2, tied=True, norm_eps="norm_epsilon")
     config.only("hidden_act", "gelu_pytorch_tanh")
     config.only("mlp_type", "default")
     config.only("norm_type", "layer_norm")
     config.only("scale_attn_weights", True)
-    # The same again under names that nothing reads, how to round, training.
+    # Repeated values under unused names, settings for rounding, settings for training.
     for key in ("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32",
                 "scale_attention_softmax_in_fp32", "residual_dropout", "embedding_dropout"):  # fmt: skip
         config.get(key)
@@ -45,7 +45,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
     ends = {**theirs.ends, "final_norm.bias": "model.norm.bias"}
     return replace(theirs, ends=ends, layer={**theirs.layer, **LAYER})
