@@ -83,7 +83,7 @@ class SamplingRows:
     bias: torch.Tensor  # fp32 [K], added to its logit
     banned_rows: torch.Tensor  # int64 [K], row of each token that must not be drawn
     banned_tokens: torch.Tensor  # int64 [K]
-    masks: Masks | None = None  # of rows with a guide or allowed tokens; None where no row has any
+    masks: Masks | None = None  # of rows with a guide or allowed tokens; None if no row has any
 
     def part(self, start: int, stop: int) -> SamplingRows:
         """Return rows start:stop."""
@@ -153,8 +153,8 @@ class Batch:
     positions: torch.Tensor  # int64 [T]
     query_starts: torch.Tensor  # int32 [S+1]
     context_lens: torch.Tensor  # int32 [S]
-    moves: tuple[GroupMoves, ...]  # one a cache group
-    groups: tuple[GroupTables, ...]  # one a cache group of attention
+    moves: tuple[GroupMoves, ...]  # one per cache group
+    groups: tuple[GroupTables, ...]  # one per attention cache group
     recurrent: tuple[RecurrentTables, ...]  # one for the recurrent layers; empty without such layers
     logit_rows: torch.Tensor  # int64 [R], query rows whose next token is sampled
     logit_ids: list[str]  # [R], their requests

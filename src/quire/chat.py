@@ -147,7 +147,7 @@ def plain_call(name: str, given: Any, call_id: str | None, wants_json: bool) -> 
     """Return a tool call of the history in the form that templates take.
 
     `given` is the call's arguments, as an object or as JSON. Most templates take an object and write its JSON
-    themselves; `wants_json` means that this one takes JSON. Raises RequestError for arguments that are nested too
+    themselves; `wants_json` means that this one takes JSON. Raises RequestError for an object that is nested too
     deeply.
     """
     if isinstance(given, dict):

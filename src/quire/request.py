@@ -57,7 +57,7 @@ class FinishReason(str, Enum):
     """Reason why a request ended. The first two are OpenAI's."""
 
     STOP = "stop"  # a stop token or stop string
-    LENGTH = "length"  # max_tokens or the longest sequence that the engine serves; or no token was asked for
+    LENGTH = "length"  # max_tokens or the longest sequence that the engine serves; or no token was requested
     ABORT = "abort"  # the caller aborted it
     ERROR = "error"  # a step failed
 
@@ -142,21 +142,21 @@ class SamplingParams:
     top_k: int = 0  # keep the k most probable tokens; 0 or -1 keeps all
     top_p: float = 1.0  # keep the smallest set of most probable tokens with at least this total probability
     min_p: float = 0.0  # drop tokens less probable than this fraction of the most probable one
-    repetition_penalty: float = 1.0  # divides positive logits of tokens that occurred, multiplies negative ones
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen so far, multiplies negative ones
     presence_penalty: float = 0.0  # subtracted once from each generated token's logit
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the generated tokens
     logit_bias: Mapping[int, float] | None = None  # added to logits before penalties: token id -> -100..100
     allowed_token_ids: Sequence[int] | None = None  # only these tokens are drawn, even if none of them ends the request
     bad_words: Sequence[str] | None = None  # texts whose last token is never drawn after their other tokens
     structured_outputs: StructuredOutputsParams | None = None  # a constraint on the text
-    max_tokens: int | None = 16  # most tokens to generate; None: up to the longest sequence that the engine serves
-    min_tokens: int = 0  # tokens before which no stop token or stop string ends the request
+    max_tokens: int | None = 16  # maximum number of new tokens; None: up to the longest sequence that the engine serves
+    min_tokens: int = 0  # number of tokens before which no stop token or string ends the request
     stop: str | Sequence[str] | None = None  # texts that end the request
     stop_token_ids: Sequence[int] | None = None  # tokens that end the request, in addition to the model's own
     include_stop_str_in_output: bool = False  # keep the stop string or the text of the stop token in the text
     ignore_eos: bool = False  # continue after the model's end-of-sequence tokens
     seed: int | None = None  # None: derived from the engine's seed and the request's ordinal
-    logprobs: int | None = None  # most probable tokens to report at each position; 0: the chosen token only
+    logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen token only
     prompt_logprobs: int | None = None  # the same number for the prompt's tokens
     detokenize: bool = True  # False: return tokens only, without text
     skip_special_tokens: bool = True  # leave special tokens out of the text

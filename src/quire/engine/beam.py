@@ -45,7 +45,7 @@ class BeamSearchParams:
     """
 
     beam_width: int  # live beams at a time, and hypotheses to keep
-    max_tokens: int = 16  # most tokens to generate
+    max_tokens: int = 16  # maximum number of new tokens
     ignore_eos: bool = False  # continue past the model's end-of-sequence tokens
     length_penalty: float = 1.0  # score = cumulative logprob / length**length_penalty: above 0 favours long hypotheses
     logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen one only
