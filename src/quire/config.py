@@ -308,7 +308,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "rope_theta": Foreign((None,), "angles are those of the checkpoint's config.json"),
         "runner": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
         "served_model_name": Foreign((None,), "names are for clients: `quire serve` takes --served-model-name"),
-        "skip_tokenizer_init": Foreign((None, False), "a tokenizer is read where the checkpoint has one"),
+        "skip_tokenizer_init": Foreign((None, False), "the tokenizer is read if the checkpoint has one"),
         "speculative_config": Foreign((None,), "num_speculative_tokens is for prompt lookup; there is no draft model"),
         "task": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
         "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),

@@ -26,7 +26,7 @@ MAX_BIAS = 100.0  # largest absolute bias of a logit, as in OpenAI's API
 NOT_SAMPLING = MappingProxyType(
     {
         "best_of": "ask for n samples, and keep those of the best cumulative_logprob",
-        "early_stopping": "LLM.beam_search searches, and stops when no live beam can win",
+        "early_stopping": "LLM.beam_search stops when no live beam can win",
         "extra_args": "no part of Quire reads it",
         "flat_logprobs": "logprobs are a list with a dictionary for each position",
         "guided_decoding": "it is called structured_outputs",
@@ -39,7 +39,7 @@ NOT_SAMPLING = MappingProxyType(
         "repetition_detection": "a text that repeats itself ends at max_tokens; frequency_penalty works against it",
         "skip_reading_prefix_cache": "a prompt with its own cache_salt finds nothing in the cache",
         "thinking_token_budget": "reasoning is not separated from the rest of the text here; max_tokens limits both",
-        "use_beam_search": "LLM.beam_search searches",
+        "use_beam_search": "call LLM.beam_search instead",
     }
 )
 NOT_STRUCTURED = MappingProxyType(

@@ -508,7 +508,7 @@ class TextEngine:
                 try:
                     self._process_event(sample, event)
                 except Exception as error:  # of a tokenizer; the other requests continue
-                    log.exception("the text of request %s cannot be made; it ends with an error", event.request_id)
+                    log.exception("request %s cannot be detokenized; it ends with an error", event.request_id)
                     sample.output.finish_reason = FinishReason.ERROR.value
                     sample.output.error = f"{type(error).__name__}: {error}"
                     self._engine.finish(event.request_id, FinishReason.ERROR)
