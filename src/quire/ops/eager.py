@@ -45,7 +45,7 @@ from quire.ops.spec import PagedKV
 
 
 class EagerExecutor:
-    """A program run by a backend's operators, one call each."""
+    """Runs a program by calls of a backend's operators, one call for each."""
 
     def __init__(self, backend: Backend, program: Program) -> None:
         self.observer: Observer | None = None
@@ -57,11 +57,11 @@ class EagerExecutor:
         x: Tensor,  # [T, width], contiguous: the input; overwritten
         positions: Tensor,  # int64 [T]
         caches: LayerCaches,
-        plans: Sequence[Plan],  # one a cache group or state kind
+        plans: Sequence[Plan],  # one per cache group or state kind
         rows: Tensor | None = None,  # int64 [R], ascending
         lora_slots: Tensor | None = None,  # int32 [T], host
     ) -> Tensor:
-        """The output: [T, width], or [R, width]."""
+        """Run the program and return the output: [T, width], or [R, width]."""
         step = _Step(self._backend, self.program, x, positions, caches, plans, rows, lora_slots)
         run = step.run if self.observer is None else partial(_observed, step, self.observer)
         for operator, done_with in zip(self.program.operators, self._last_uses, strict=True):
@@ -72,7 +72,7 @@ class EagerExecutor:
 
 
 def _observed(step: _Step, observer: Observer, operator: Operator) -> None:
-    """Wait for a GPU before and after, so that what is queued counts where it belongs."""
+    """Synchronise with a GPU before and after the operator, so that its time includes no other work."""
     wait = partial(_wait, step.positions.device)
     wait()
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def _wait(device: torch.device) -> None:
 
 
 class _Step:
-    """One run: each buffer's rows, as far as they were computed."""
+    """One run: the rows of each buffer that was computed so far."""
 
     def __init__(
         self,
@@ -106,26 +106,26 @@ class _Step:
         self.values = {program.input.buffer: x}  # [T, width]
 
     def at(self, place: Place) -> Tensor:
-        """What stands there: [T, size]."""
+        """Return the columns at a place: [T, size]."""
         value = self.values[place.buffer]
         return value if place.size == value.shape[1] else value[:, place.first : place.first + place.size]
 
     def heads(self, place: Place, dim: int) -> Tensor:
-        """What stands there, by heads: [T, size / dim, dim]."""
+        """Return the columns at a place, by heads: [T, size / dim, dim]."""
         x = self.at(place)
         return x.view(len(x), place.size // dim, dim)
 
     def kv(self, operator: Write | Attend) -> tuple[PagedKV, AttentionPlan]:
-        """What the layer's attention works on."""
+        """Return the cache and the plan of the layer's attention."""
         return cast(PagedKV, self.caches.layer(operator.layer)), cast(AttentionPlan, self.plans[operator.group])
 
     def records(self, operator: Convolve | GatedDelta | StateSpace) -> tuple[RecurrentCache, RecurrentPlan]:
-        """What the layer's state is kept in."""
+        """Return the records and the plan of the layer's state."""
         cache, plan = self.caches.layer(operator.layer), self.plans[operator.group]
         return cast(RecurrentCache, cache), cast(RecurrentPlan, plan)
 
     def put(self, place: Place, value: Tensor) -> None:
-        """Let this, [T, ...], stand there: in a buffer of its own where that is a whole one."""
+        """Store a value, [T, ...], at a place. It replaces the buffer if the place is a whole one."""
         if place.size == self.program.buffers[place.buffer]:
             self.values[place.buffer] = value.flatten(1)
         else:

@@ -1,7 +1,7 @@
-"""What the ranks of a tensor-parallel group exchange.
+"""Collectives of the ranks of a tensor-parallel group.
 
-Each rank computes some columns of a linear's results, from all of its inputs. So no sum is divided among ranks, and a
-number has the bits that it has where one process computes all of them, however many ranks there are.
+Each rank computes some columns of a linear's results, from all of its inputs. So no sum is divided among ranks, and
+every result has the same bits for any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,67 +23,67 @@ from quire.errors import ConfigError, GroupLost
 from quire.ops.linear import Embedding, Linear
 
 MOST_RANKS = 8  # of a group
-BEAT, HUNG = 0.2, 5.0  # s from one beat of a rank to the next, and without one until it counts as lost
-LEAVE_WITHIN = 1.0  # s that rank 0 waits for the others as it leaves
-NEVER = timedelta(days=365)  # within which an exchange has to begin
-LOOK = timedelta(seconds=0.1)  # that an exchange is waited for before the ranks are looked at
+BEAT, HUNG = 0.2, 5.0  # s between two heartbeats of a rank, and without one until it counts as lost
+LEAVE_WITHIN = 1.0  # s that rank 0 waits for the others when it leaves
+NEVER = timedelta(days=365)  # timeout for a collective to start
+LOOK = timedelta(seconds=0.1)  # timeout of a wait for a collective, after which the ranks are checked
 
 
 class Exchange(Protocol):
     """One rank's view of its group. All ranks call the same methods in the same order.
 
-    Each method raises GroupLost where another rank has died or hangs.
+    Each method raises GroupLost if another rank has died or hangs.
     """
 
     rank: int
     size: int
-    size_here: int  # ranks on this host, which take of its memory
-    reason: Callable[[], str | None]  # why the group was lost, where a rank has said so
+    size_here: int  # ranks on this host, which share its memory
+    reason: Callable[[], str | None]  # returns why the group was lost, if a rank has reported it
 
     def gather(
         self,
         x: Tensor,  # [...], of the same shape and dtype on all ranks, on the CPU
     ) -> Tensor:
-        """What each rank gave, in their order: [ranks, ...]."""
+        """Return the tensors of all ranks, in rank order: [ranks, ...]."""
 
     def collect(
         self,
         x: Tensor,  # [T, sizes[rank]]
         sizes: Sequence[int],
     ) -> Tensor | None:
-        """On rank 0 the columns of all ranks: [T, the sum of the sizes]. None on the others."""
+        """Return the columns of all ranks on rank 0, [T, the sum of the sizes], and None on the others."""
 
     def send(self, message: bytes) -> None:
-        """Give the others a message. Rank 0 alone does this."""
+        """Broadcast a message. Only rank 0 may call this."""
 
     def receive(self) -> bytes:
-        """The next message of rank 0, however long that lasts."""
+        """Wait for the next message of rank 0, without a timeout, and return it."""
 
     @property
     def lost(self) -> int | None:
-        """The rank that has died or hangs; None: no one is known to have."""
+        """The rank that has died or hangs, or None if no loss is known."""
 
     def lose(self, rank: int) -> None:
-        """End the group: that rank is lost."""
+        """End the group because `rank` is lost."""
 
     def leave(self) -> None:
-        """This rank ends in order."""
+        """Leave the group in an orderly way."""
 
     def watch(self, *, ends: bool) -> None:
-        """Show the others that this process runs, and see whether they do, until the group ends.
+        """Send heartbeats to the other ranks and check theirs, until the group ends.
 
-        ends: the process ends with the group.
+        With `ends` the process exits when the group ends.
         """
 
     def loss(self) -> GroupLost:
-        """What is raised when the group is lost."""
+        """Return the error to raise when the group is lost."""
 
 
 class TorchExchange:
-    """By torch.distributed (gloo): between hosts."""
+    """Collectives between hosts, by torch.distributed (gloo)."""
 
     def __init__(self, store: Store, rank: int, size: int, size_here: int) -> None:
-        """store: through which the ranks find one another, and see that each of them runs."""
+        """Join the group. The ranks find one another, and exchange heartbeats, through `store`."""
         self.rank, self.size, self.size_here = rank, size, size_here
         self.lost: int | None = None
         self.reason: Callable[[], str | None] = lambda: None
@@ -97,9 +97,9 @@ class TorchExchange:
         self,
         x: Tensor,  # [...], of the same shape and dtype on all ranks
     ) -> Tensor:
-        """What each rank gave, in their order: [ranks, ...]."""
+        """Return the tensors of all ranks, in rank order: [ranks, ...]."""
         found = x.new_empty(self.size, *x.shape)
-        raw = [one.view(torch.uint8).flatten() for one in (*found, x.contiguous())]  # not all dtypes can be exchanged
+        raw = [one.view(torch.uint8).flatten() for one in (*found, x.contiguous())]  # gloo does not support all dtypes
         self._finish(lambda: distributed.all_gather(raw[:-1], raw[-1], async_op=True))
         return found
 
@@ -108,18 +108,18 @@ class TorchExchange:
         x: Tensor,  # [T, sizes[rank]]
         sizes: Sequence[int],
     ) -> Tensor | None:
-        """On rank 0 the columns of all ranks."""
+        """Return the columns of all ranks on rank 0, and None on the others."""
         found = Columns(self, tuple(sizes)).gathered(x)
         return found if self.rank == 0 else None
 
     def send(self, message: bytes) -> None:
-        """Give the others a message."""
+        """Broadcast a message."""
         self._broadcast(torch.tensor([len(message)]))
         if message:
             self._broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        """The next message of rank 0."""
+        """Wait for the next message of rank 0 and return it."""
         size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
         message = torch.empty(int(size), dtype=torch.uint8)
@@ -128,12 +128,12 @@ class TorchExchange:
         return message.numpy().tobytes()
 
     def watch(self, *, ends: bool) -> None:
-        """Show the others that this process runs, and see whether they do, until the group ends."""
+        """Send heartbeats to the other ranks and check theirs, until the group ends."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         seen, silent, last = dict.fromkeys(others, 0), dict.fromkeys(others, 0.0), time.monotonic()
         while not self._has_left and self.lost is None:
             now = time.monotonic()
-            passed, last = min(now - last, 2 * BEAT), now  # the whole group may have been stopped meanwhile
+            passed, last = min(now - last, 2 * BEAT), now  # the whole group may have been suspended meanwhile
             try:
                 self._store.add(f"beat/{self.rank}", 1)
                 for rank in others:
@@ -145,18 +145,18 @@ class TorchExchange:
                 if ends and self._store.check(["left"]):
                     self._store.set(f"gone/{self.rank}", "")
                     os._exit(0)
-            except RuntimeError:  # the process that has the store has ended
+            except RuntimeError:  # the process with the store has ended
                 self.lost = 0
             time.sleep(BEAT)
         if ends and not self._has_left:
             os._exit(1)
 
     def lose(self, rank: int) -> None:
-        """End the group: that rank is lost."""
+        """End the group because `rank` is lost."""
         self.lost = rank
 
     def leave(self) -> None:
-        """This rank ends in order."""
+        """Leave the group in an orderly way."""
         self._has_left = True
         with suppress(RuntimeError):
             if self.rank > 0:
@@ -170,20 +170,20 @@ class TorchExchange:
         distributed.destroy_process_group()
 
     def loss(self) -> GroupLost:
-        """What is raised when the group is lost."""
+        """Return the error to raise when the group is lost."""
         return loss(self)
 
     def _broadcast(self, x: Tensor) -> None:
         self._finish(lambda: distributed.broadcast(x, 0, async_op=True))
 
     def _finish(self, begin: Callable[[], distributed.Work]) -> None:
-        """Wait for an exchange as long as all ranks run."""
+        """Start a collective, and wait for it as long as all ranks run."""
         try:
             work = begin()
             while not work.is_completed():
                 if self.lost is not None:
                     raise self.loss()
-                with suppress(RuntimeError):  # it was not completed within that time
+                with suppress(RuntimeError):  # raised if it is not complete after LOOK
                     work.wait(LOOK)
             work.wait()
         except RuntimeError as error:
@@ -193,7 +193,7 @@ class TorchExchange:
 
 
 def loss(exchange: Exchange) -> GroupLost:
-    """What is raised when a group is lost."""
+    """Return the error to raise when a group is lost."""
     if (reason := exchange.reason()) is not None:
         return GroupLost(reason)
     rank = exchange.lost
@@ -202,27 +202,27 @@ def loss(exchange: Exchange) -> GroupLost:
 
 
 def least(exchange: Exchange, number: int) -> int:
-    """The smallest of the numbers that the ranks give."""
+    """Return the smallest of the ranks' numbers."""
     return int(exchange.gather(torch.tensor([number])).min())
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of which each rank of a group has some, those of rank 0 first."""
+    """Columns that are divided among the ranks of a group, in rank order."""
 
     exchange: Exchange
     sizes: tuple[int, ...]  # of each rank's
 
     @property
     def own(self) -> int:
-        """How many this rank has."""
+        """Number of columns of this rank."""
         return self.sizes[self.exchange.rank]
 
     def gathered(
         self,
         x: Tensor,  # [T, this rank's]
     ) -> Tensor:
-        """All ranks' columns: [T, the sum of the sizes]."""
+        """Return the columns of all ranks: [T, the sum of the sizes]."""
         padded = torch.nn.functional.pad(x, (0, max(self.sizes) - x.shape[1]))
         parts = self.exchange.gather(padded)
         return torch.cat([part[:, :size] for part, size in zip(parts, self.sizes, strict=True)], 1)
@@ -230,7 +230,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class SharedHead:
-    """The output projection of which each rank has some of the vocabulary."""
+    """The output projection, with the vocabulary divided among the ranks."""
 
     part: Linear
     columns: Columns  # V
@@ -239,14 +239,14 @@ class SharedHead:
         self,
         x: Tensor,  # [R, H]
     ) -> Tensor:
-        """The logits, [R, V], on rank 0; the others', of no use, have no columns: [R, 0]."""
+        """Return the logits, [R, V], on rank 0. The other ranks do not need them and get [R, 0]."""
         found = self.columns.exchange.collect(self.part(x), self.columns.sizes)
         return x.new_empty(len(x), 0) if found is None else found
 
 
 @dataclass(frozen=True)
 class SharedEmbedding:
-    """An embedding of which each rank has some of the rows. A token's row is its owner's, copied."""
+    """An embedding with the rows divided among the ranks. A token's row is copied from its owner."""
 
     part: Embedding
     rows: Columns  # V
@@ -255,7 +255,7 @@ class SharedEmbedding:
         self,
         token_ids: Tensor,  # int64 [T]
     ) -> Tensor:
-        """The rows, in memory of their own: [T, H]."""
+        """Return the rows, in separate memory: [T, H]."""
         exchange, firsts = self.rows.exchange, torch.tensor([0, *accumulate(self.rows.sizes)][:-1])
         owners = torch.bucketize(token_ids, firsts, right=True) - 1
         own = owners == exchange.rank
@@ -264,10 +264,10 @@ class SharedEmbedding:
 
 
 def own_share(count: int, rank: int, size: int) -> range:
-    """Which of `count` things a rank has. Where they cannot be divided evenly, some have one more; rank 0 has."""
+    """Return a rank's range of `count` items. If they cannot be divided evenly, rank 0 and others have one more."""
     return range(-(-count * rank // size), -(-count * (rank + 1) // size))
 
 
 def shares(count: int, size: int) -> tuple[int, ...]:
-    """How many of `count` things each rank has."""
+    """Return the number of `count` items that each rank has."""
     return tuple(len(own_share(count, rank, size)) for rank in range(size))

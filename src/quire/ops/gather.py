@@ -1,8 +1,8 @@
 """The baseline that paging replaces: every call copies each sequence's K and V together and attends densely.
 
-What is copied is [S, Hkv, longest context, D], padded to the longest sequence, and it is copied again in every layer of
-every step. Then PyTorch's own attention runs over it: for all sequences with a single row together, for each prompt by
-itself. It serves the whole contract, so that one flag turns a paged run into a gathered one.
+The copies are [S, Hkv, longest context, D], padded to the longest sequence, and are made again in every layer of every
+step. Then PyTorch's attention runs over them: in one call for all sequences with a single row, and in one call for each
+prompt. The backend serves the whole contract, so that one flag turns a paged run into a gathered one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.ops.spec import AttentionSpec, PagedKV
 
 
 class GatherBackend(ReferenceBackend):
-    """The reference's operators, but for attention."""
+    """The reference's operators, except for attention."""
 
     name = "gather"
     limits = replace(ReferenceBackend.limits, case_budget=600)
@@ -35,7 +35,7 @@ class GatherBackend(ReferenceBackend):
         out: Tensor,  # [T, Hq, Dv]
         lse: Tensor | None,  # fp32 [T, Hq]
     ) -> None:
-        """Over copies of the keys and values."""
+        """Attend over copies of the keys and values."""
         spec = plan.spec
         scale, alibi_slopes, softcap, sinks, chunk = scores
         scale = spec.default_scale if scale is None else scale
@@ -48,7 +48,10 @@ class GatherBackend(ReferenceBackend):
         rows, lens = starts.diff(), plan.context_lens[: plan.num_seqs].long()
         decoding = torch.nonzero((rows == 1) & (lens > 0)).flatten()
         prompts = torch.nonzero((rows > 1) & (lens > 0)).flatten()
-        for s in (decoding, *prompts[:, None]):  # [s]: sequences with equally many rows, so that no row is padding
+        for s in (
+            decoding,
+            *prompts[:, None],
+        ):  # [s]: sequences with the same number of rows, so that no row is padding
             if len(s) == 0:
                 continue
             count, longest = int(rows[s[0]]), int(lens[s].max())
@@ -81,16 +84,16 @@ class GatherBackend(ReferenceBackend):
             lse.copy_(found)
 
     def gather(self, kv: PagedKV, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Each sequence's K and V in a row, zero after its end: [S, Hkv, longest, D] and [S, Hkv, longest, Dv].
+        """Copy each sequence's K and V, zero after its end: [S, Hkv, longest, D] and [S, Hkv, longest, Dv].
 
-        After them the scales of K and of V, fp32 [S, Hkv, longest], where the cache has them.
+        If the cache has scales, those of K and V follow, fp32 [S, Hkv, longest].
         """
         spec, device = plan.spec, kv.k.device
         lens = plan.context_lens[: plan.num_seqs, None].long()
         first_row = lens - plan.query_starts[: plan.num_seqs + 1].long().diff()[:, None]
         position = torch.arange(int(lens.max()) if plan.num_seqs else 0)
         held = position < lens
-        if spec.window is not None:  # blocks wholly below the window may belong to others by now
+        if spec.window is not None:  # blocks entirely below the window may belong to other sequences
             first = (first_row - spec.window + 1).clamp(min=0) // spec.block_size * spec.block_size
             held = held & (position >= first)
         table = plan.block_tables[: plan.num_seqs]
@@ -118,10 +121,10 @@ def _fused(
     visible: Tensor,  # bool [S, rows, longest]
     scale: float,
 ) -> Tensor:
-    """PyTorch's own attention: [S, Hq, rows, Dv].
+    """Compute PyTorch's attention: [S, Hq, rows, Dv].
 
-    It multiplies with what a row does not see. So where a result is not finite, keys that are not are left out, and
-    rows that see one of them are computed in the plain form.
+    It multiplies keys that a row does not see. So if a result is not finite, keys that are not finite are left out, and
+    rows that see one of them are computed by `_plain`.
     """
 
     def fused(k: Tensor, v: Tensor) -> Tensor:
@@ -150,7 +153,10 @@ def _plain(
     k_scale: Tensor | None = None,  # fp32 [S, Hkv, longest]
     v_scale: Tensor | None = None,  # fp32 [S, Hkv, longest]
 ) -> tuple[Tensor, Tensor]:
-    """What the fused form lacks, ALiBi as exact as scores, softcap, scales, LSE: [S, Hq, rows, Dv], [S, Hq, rows]."""
+    """Compute attention with exact ALiBi, softcap, scales and LSE, which `_fused` lacks.
+
+    Returns out [S, Hq, rows, Dv] and the LSE [S, Hq, rows].
+    """
     wide, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
     k, v = k.to(wide).repeat_interleave(groups, 1), v.to(wide).repeat_interleave(groups, 1)
     scales = None

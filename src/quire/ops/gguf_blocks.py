@@ -1,10 +1,10 @@
-"""A tensor's bytes in a GGUF file as a weight, exactly.
+"""Exact conversion of a tensor's bytes in a GGUF file to a weight.
 
-A row is blocks of 32 or 256 inputs, each with its integers and their scales; the formats are llama.cpp's
+A row consists of blocks of 32 or 256 inputs, each with its integers and their scales; the formats are llama.cpp's
 (ggml/src/ggml-common.h). Integers, scales, minimums and sub-scales become those of a `QuantisedWeight`, and MXFP4's
-codes and exponents those of a `NarrowWeight`: nothing is rounded. Where a weight is packed, blocks of integers stay as
-they are until then: one by one, their integers would take twice the memory. The native library reads blocks where there
-is one (csrc/blocks.cpp), torch's operators elsewhere.
+codes and exponents those of a `NarrowWeight`: nothing is rounded. If a weight is packed later, its blocks are kept
+until then, since one integer per byte would take twice the memory. The native library reads blocks if it is available
+(csrc/blocks.cpp), torch's operators otherwise.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Parts:
-    """What blocks hold. Those of a block stand in one row."""
+    """The contents of N blocks, one row per block."""
 
     values: Tensor  # uint8 [N, inputs]
     scales: Tensor  # fp16 [N, 1]
-    minimums: Tensor | None = None  # the same, added
+    minimums: Tensor | None = None  # fp16 [N, 1], added
     sub_scales: Tensor | None = None  # int8 [N, inputs / 16 or inputs / 32]
     sub_minimums: Tensor | None = None  # int8 [N, inputs / 32]
 
 
 @dataclass(frozen=True)
 class Format:
-    """How blocks of one kind are stored."""
+    """The storage format of one kind of blocks."""
 
     inputs: int
     nbytes: int
     bits: int
-    read: Callable[[Tensor], Parts]  # of uint8 [N, nbytes]
-    floats: tuple[int, ...] = (0,)  # where a scale, and a minimum if there is one, stand
+    read: Callable[[Tensor], Parts]  # takes uint8 [N, nbytes]
+    floats: tuple[int, ...] = (0,)  # byte offsets of the scale, and of the minimum if there is one
 
     def room(self, count: int) -> Parts:
-        """Memory for the parts of so many blocks."""
+        """Allocate the parts of `count` blocks."""
         subs = self.inputs // SUB_SIZES[self.bits] if self.inputs == SUPER_BLOCK else 0
 
         def sub_scales() -> Tensor:
@@ -63,13 +63,13 @@ class Format:
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class BlockWeight:
-    """A weight of integers, as rows of blocks of a kind of FORMATS. Validated on construction.
+    """A weight of integers, as rows of blocks of a kind in FORMATS. Validated on construction.
 
     Raises Unsupported, BadShape, BadDtype or BadValue, naming the field.
     """
 
     kind: str
-    blocks: tuple[Tensor, ...]  # uint8 [rows, bytes of a row] each, on the CPU: outputs, one part after the other
+    blocks: tuple[Tensor, ...]  # uint8 [rows, bytes of a row] each, on the CPU; their rows are the outputs, in order
     in_size: int
     dtype: torch.dtype  # of x, and of the product
     order: Tensor | None = None  # int64 [in]: input i of the blocks belongs to x[:, order[i]]; None: to x[:, i]
@@ -88,27 +88,27 @@ class BlockWeight:
 
     @property
     def out_size(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return sum(map(len, self.blocks))
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it lies on the CPU."""
+        """True: blocks are always on the CPU."""
         return True
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the blocks, the CPU."""
         return torch.device("cpu")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its blocks."""
+        """Size of the blocks in bytes."""
         return sum(blocks.nbytes for blocks in self.blocks)
 
     @property
     def addresses(self) -> Tensor:
-        """Where each row begins: int64 [out]."""
+        """Address of each row: int64 [out]."""
         each = ((blocks.data_ptr(), torch.arange(len(blocks)) * blocks.stride(0)) for blocks in self.blocks)
         return torch.cat([offsets + start for start, offsets in each])
 
@@ -116,7 +116,7 @@ class BlockWeight:
         self,
         index: Tensor,  # int64 [N]
     ) -> QuantisedWeight:
-        """These outputs, in this order, one integer a byte."""
+        """Return these outputs, in this order, with one integer per byte."""
         starts = torch.tensor([len(blocks) for blocks in self.blocks]).cumsum(0)
         if len(self.blocks) == 1:
             return _quantised(self, self.blocks[0][index])
@@ -127,32 +127,32 @@ class BlockWeight:
         return _quantised(self, chosen)
 
     def whole(self) -> QuantisedWeight:
-        """All outputs, one integer a byte."""
+        """Return all outputs, with one integer per byte."""
         return _quantised(self, self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks))
 
     def dequantised(self) -> Tensor:
-        """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact one."""
+        """Return the weight as fp32 [out, in]. Each element is its exact value, rounded once."""
         return self.whole().dequantised()
 
     def to(self, device: str) -> BlockWeight | QuantisedWeight:
-        """The same on that device: blocks on the CPU only."""
+        """Return the weight on another device: as blocks on the CPU, otherwise as a QuantisedWeight."""
         return self if device == "cpu" else self.whole().to(device)
 
     def with_outputs(self, others: Sequence[BlockWeight]) -> BlockWeight:
-        """The same, and after its outputs those of others of its kind, sizes and order."""
+        """Append the outputs of other weights of the same kind, sizes and order."""
         return replace(self, blocks=sum((other.blocks for other in others), self.blocks))
 
 
 def weight_of(
-    kind: str,  # the name of its type in GGUF, as in "Q4_K"
+    kind: str,  # name of its type in GGUF, for example "Q4_K"
     blocks: Tensor,  # uint8 [out, bytes of a row]
     in_size: int,
     dtype: torch.dtype,  # of x, and of a weight that is not quantised
 ) -> Tensor | BlockWeight | NarrowWeight:
-    """The weight [out, in], on the CPU.
+    """Return the weight [out, in], on the CPU.
 
-    Raises Unsupported for a kind that is not served, BadShape where rows have another number of bytes, and what
-    BlockWeight and NarrowWeight raise.
+    Raises Unsupported for a kind that is not served, BadShape if rows have another number of bytes, and the errors of
+    BlockWeight and NarrowWeight.
     """
     if kind in FORMATS:
         return BlockWeight(kind, (blocks,), in_size, dtype)
@@ -178,8 +178,8 @@ def _quantised(
     weight: BlockWeight,
     blocks: Tensor,  # uint8 [N, bytes of a row]
 ) -> QuantisedWeight:
-    """Rows of it."""
-    from quire.ops.cpu import native  # whose package needs this module first
+    """Convert rows of blocks of the weight."""
+    from quire.ops.cpu import native  # here, since that package imports this module
 
     form = FORMATS[weight.kind]
     parts = (_read_by_torch if native.unavailable() else _read_natively)(weight.kind, blocks)
@@ -221,7 +221,7 @@ def _read_by_torch(kind: str, blocks: Tensor) -> Parts:
 
 
 def row_bytes(kind: str, in_size: int) -> int:
-    """Bytes of a row. Raises Unsupported for a kind that is not served, BadShape where blocks do not divide a row."""
+    """Return the bytes of a row. Raises Unsupported for a kind that is not served, BadShape for an incomplete block."""
     if kind not in SIZES:
         raise Unsupported(f"weights of the type {kind} are not served; {', '.join(SIZES)} are")
     inputs, nbytes = SIZES[kind]
@@ -231,28 +231,28 @@ def row_bytes(kind: str, in_size: int) -> int:
 
 
 def _mxfp4(blocks: Tensor, in_size: int, dtype: torch.dtype) -> NarrowWeight:
-    """Blocks of an exponent and 32 numbers of 4 bits."""
+    """Convert blocks of an exponent and 32 numbers of 4 bits."""
     each = blocks.reshape(len(blocks), -1, SIZES[MXFP4][1])
     return NarrowWeight(_halves(each[..., 1:]).view(-1, in_size), powers_of_two(each[..., 0]), E2M1, dtype)
 
 
 def _numbers(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes [rows, n] as numbers of that dtype, in memory of their own."""
+    """Reinterpret a copy of bytes [rows, n] as numbers of a dtype."""
     return stored.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _half(stored: Tensor) -> Tensor:
-    """Two bytes as an fp16 number: of [N, 2], [N, 1]."""
+    """Reinterpret two bytes as an fp16 number: [N, 2] to [N, 1]."""
     return _numbers(stored, torch.float16)
 
 
 def _halves(stored: Tensor) -> Tensor:
-    """The lower four bits of all bytes of a row, then the upper ones: of [..., n], [..., 2 n]."""
+    """Return the lower four bits of all bytes of a row, then the upper ones: [..., n] to [..., 2 n]."""
     return torch.cat([stored & 15, stored >> 4], -1)
 
 
 def _bits_of(stored: Tensor) -> Tensor:
-    """32 bits, from the lowest one up: of [N, 4], [N, 32]."""
+    """Return 32 bits, from the lowest one up: [N, 4] to [N, 32]."""
     return (stored[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
@@ -277,7 +277,7 @@ def _q5_1(blocks: Tensor) -> Parts:
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    # 32 bytes have 64 inputs.
+    # Each 32 bytes have 64 inputs.
     values = _halves(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1)
     return Parts(values, _half(blocks[:, :2]), -_half(blocks[:, 2:4]), *_sub_scales(blocks[:, 4:16]))
 
@@ -292,10 +292,10 @@ def _q5_k(blocks: Tensor) -> Parts:
 
 
 def _sub_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minimums of 6 bits: of [N, 12], int8 [N, 8] each.
+    """Return eight scales and eight minimums of 6 bits: [N, 12] to int8 [N, 8] each.
 
-    The first four of each have a byte. The last four have halves of the third word, and the two bits that are left in
-    those bytes.
+    The first four of each have a byte. The last four have four bits in the third word, and the two unused bits of those
+    bytes.
     """
     scales, minimums, low = stored[:, :4], stored[:, 4:8], stored[:, 8:]
     made = (
@@ -306,7 +306,7 @@ def _sub_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    # Of 128 inputs there are 64 bytes of lower bits, 64 inputs in the lower halves, and 32 bytes of upper ones.
+    # Each 128 inputs have 64 bytes of lower bits, with 64 inputs in the lower halves, and 32 bytes of upper bits.
     low = _halves(blocks[:, :128].reshape(-1, 2, 64))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).flatten(2)

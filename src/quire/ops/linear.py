@@ -1,9 +1,8 @@
-"""Linear layers whose rows have the same bits whatever else is in the batch, and the embedding tied to one.
+"""Batch-invariant linear layers, and embeddings that may be tied to one.
 
-A backend packs a model's weights once (`Backend.linears`). This module has what torch offers: on a CPU, oneDNN's
-product. Its order of summation is known to be the same for all numbers of rows but one, which is padded to two. Whether
-it really is, is tried out at load for every shape of weight. Where it is not, rows are multiplied one by one: slow, and
-still reproducible.
+A backend packs a model's weights once (`Backend.linears`). This module uses torch's products: on a CPU, oneDNN's. Its
+order of summation is the same for all numbers of rows except one, so a single row is padded to two. This is verified at
+load for every shape of weight. If it does not hold, rows are multiplied one by one, which is slow but batch-invariant.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from quire.ops.narrow import NarrowLinear, NarrowWeight
 from quire.ops.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
-PROBE_NUMBERS = 2**24  # of an output: the probe of a large vocabulary has fewer rows
+PROBE_NUMBERS = 2**24  # elements of a probe's output: for a large vocabulary it has fewer rows
 
 LinearWeight: TypeAlias = Tensor | QuantisedWeight | BlockWeight | NarrowWeight  # [out, in]
 
@@ -35,7 +34,7 @@ class Linear(Protocol):
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
 
 
 class Embedding(Protocol):
@@ -45,14 +44,14 @@ class Embedding(Protocol):
         self,
         token_ids: Tensor,  # int64 [T]
     ) -> Tensor:
-        """The rows, in memory of their own: [T, H]."""
+        """Return the rows, in separate memory: [T, H]."""
 
 
 @dataclass(frozen=True)
 class PlainEmbedding:
     """Rows of a matrix."""
 
-    weight: Tensor  # [V, H]; of a wider dtype where the output projection needs it so
+    weight: Tensor  # [V, H]; of a wider dtype if the output projection needs it
     dtype: torch.dtype  # of the rows
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ class PlainEmbedding:
 
 @dataclass(frozen=True)
 class PlainLinear:
-    """The framework's own product: on a GPU."""
+    """torch's product, used on a GPU."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
@@ -83,7 +82,7 @@ class CutLinear:
 
 @dataclass(frozen=True)
 class RowLinear:
-    """One row at a time."""
+    """A linear that multiplies one row at a time."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
@@ -99,9 +98,9 @@ class RowLinear:
 class OneDnnLinear:
     """oneDNN's product, computed in the weight's dtype."""
 
-    weight: Tensor  # [out, in], in oneDNN's own layout or in rows
+    weight: Tensor  # [out, in], in oneDNN's layout or in rows
     bias: Tensor | None  # [out]
-    dtype: torch.dtype  # that products are formed in
+    dtype: torch.dtype  # of the product
 
     def __call__(self, x: Tensor) -> Tensor:
         count, size = x.shape[0], padded_rows(x.shape[0])
@@ -116,7 +115,7 @@ class OneDnnLinear:
 
 @dataclass(frozen=True)
 class JoinedLinear:
-    """Several projections of the same input whose weights cannot be stacked: their outputs, one after the other."""
+    """Several projections of the same input whose weights cannot be stacked. Their outputs are concatenated."""
 
     parts: Sequence[Linear]
     sizes: Sequence[int]  # outputs of each
@@ -127,7 +126,7 @@ class JoinedLinear:
 
 @dataclass(frozen=True)
 class HeadsLinear:
-    """A projection of each head by a weight of its own; a row of x, and of the result, is one head after the other."""
+    """A projection of each head by a separate weight. Rows of x and of the result are concatenated heads."""
 
     parts: Sequence[Linear]  # [heads]
     in_size: int  # of each head
@@ -139,10 +138,10 @@ class HeadsLinear:
 
 
 def padded_rows(count: int) -> int:
-    """Rows that oneDNN multiplies where there are so many: beyond the first 64 at most an eighth more.
+    """Return the number of rows to pad `count` rows to for oneDNN: above 64 rows at most an eighth more.
 
-    A single row takes another kernel, with another order of summation. And for each number of rows oneDNN makes a
-    kernel when it first comes, and keeps it: half a millisecond and half a MiB for each shape of weight.
+    A single row would use another kernel, with another order of summation. And oneDNN compiles and keeps a kernel for
+    each number of rows: half a millisecond and half a MiB for each shape of weight.
     """
     if count <= 8:
         return max(2, count)
@@ -151,9 +150,9 @@ def padded_rows(count: int) -> int:
 
 
 class Linears:
-    """Packs the weights of one model, and remembers which shapes of weight were proved reproducible.
+    """Packs the weights of one model, and caches which shapes of weight were verified to be batch-invariant.
 
-    This one takes torch's products: on a CPU oneDNN's, whose rows keep their bits, elsewhere the framework's own.
+    This class uses torch's products: on a CPU oneDNN's, which are batch-invariant, elsewhere torch's default.
     """
 
     def __init__(self) -> None:
@@ -164,7 +163,7 @@ class Linears:
         weight: LinearWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
-        """The linear of that weight."""
+        """Return the linear of a weight."""
         if isinstance(weight, BlockWeight):
             weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
@@ -186,7 +185,7 @@ class Linears:
         weights: Sequence[LinearWeight],  # [out, in] each
         bias: Tensor | None = None,  # [all out]
     ) -> Linear:
-        """One linear of weights that differ in kind, or in the order of their inputs."""
+        """Return one linear for weights that differ in kind, or in the order of their inputs."""
         sizes = [len(w) if isinstance(w, Tensor) else w.out_size for w in weights]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         return JoinedLinear([self.linear(w, b) for w, b in zip(weights, biases, strict=True)], sizes)
@@ -195,7 +194,7 @@ class Linears:
         self,
         weights: Tensor,  # [heads, out, in]
     ) -> HeadsLinear:
-        """The projection of each head by its own weight."""
+        """Return the projection of each head by its own weight."""
         return HeadsLinear([self.linear(weight) for weight in weights], weights.shape[2], weights.shape[1])
 
     def head(
@@ -203,7 +202,7 @@ class Linears:
         weight: LinearWeight,  # [V, H]
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
-        """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
+        """Return the linear that computes logits: in fp32 if the product supports it, else in the weight's dtype."""
         if isinstance(weight, BlockWeight):
             weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
@@ -218,7 +217,7 @@ class Linears:
         self,
         weight: LinearWeight,  # [V, H]
     ) -> Embedding:
-        """The embedding of a weight that nothing is multiplied with."""
+        """Return the embedding of a weight that is not used in a product."""
         if isinstance(weight, BlockWeight):
             weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
@@ -231,10 +230,10 @@ class Linears:
         self,
         weight: LinearWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
-        """The embedding, and the linear that makes logits with the same weight, which is held once.
+        """Return the embedding and the linear that computes logits, which share one weight.
 
-        oneDNN's own layout does not give rows back, so its product takes the weight in rows here: a single row of
-        logits of a large vocabulary then takes two to three times as long.
+        Rows cannot be read from oneDNN's layout, so its product takes the weight in rows here: a single row of logits
+        of a large vocabulary then takes two to three times as long.
         """
         if not isinstance(weight, Tensor):
             return self.embedding(weight), self.head(weight)
@@ -249,10 +248,10 @@ class Linears:
         return PlainEmbedding(head.weight, weight.dtype), head
 
     def lora(self, in_size: int, out_size: int, dtype: torch.dtype, num_slots: int, most_rank: int) -> LoraTable:
-        """An empty table of the adapters of a linear [out, in].
+        """Return an empty table of the adapters of a linear [out, in].
 
-        dtype: of the linear's inputs and results. num_slots: adapters that it has room for. most_rank: of the parts of
-        an adapter together, each of an even rank.
+        `dtype` is that of the linear's inputs and results, `num_slots` the largest number of adapters, and `most_rank`
+        the largest sum of the ranks of an adapter's parts, each rounded up to an even number.
         """
         return PlainLoraTable(self.linear, in_size, out_size)
 
@@ -262,15 +261,15 @@ class Linears:
         bias: Tensor | None,  # [V]
         size: int,  # V
     ) -> Linear:
-        """The linear of a weight with padding after its rows, which the result does not show."""
+        """Return the linear of a weight with padding after its rows. The padding is cut off the result."""
         if len(padded) == size:
             return self.linear(padded, bias)
         return CutLinear(self.linear(padded, None if bias is None else pad(bias, (0, len(padded) - size))), size)
 
     def _one_dnn(
         self,
-        ready: Tensor,  # the weight as oneDNN is to have it
-        dtype: torch.dtype,  # that products are formed in
+        ready: Tensor,  # the weight [out, in] in the layout for oneDNN
+        dtype: torch.dtype,  # of the product
         weight: Tensor,  # [out, in]
         bias: Tensor | None,  # [out]
     ) -> OneDnnLinear | RowLinear:
@@ -284,19 +283,19 @@ class Linears:
 def aligned(
     weight: Tensor,  # [V, H]
 ) -> Tensor:
-    """The weight with rows of zeros after its own, so that rows of its product begin at multiples of 16 bytes on a GPU.
+    """Pad the weight with rows of zeros on a GPU, so that rows of its product begin at multiples of 16 bytes.
 
-    cuBLAS has no fast kernel for others: GPT-2's 50,257 outputs take it three times as long.
+    cuBLAS has no fast kernel for other sizes: GPT-2's 50,257 outputs take three times as long without padding.
     """
     missing = -len(weight) % (16 // weight.itemsize)
     return weight if weight.is_cpu or missing == 0 else pad(weight, (0, 0, 0, missing))
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype that oneDNN forms products of such numbers in here; None where it forms none.
+    """Return the dtype in which oneDNN multiplies numbers of `dtype` on this CPU, or None if it does not support them.
 
-    Half types that the CPU does not multiply are widened to fp32, which takes twice the memory and is many times as
-    fast as their emulation.
+    Half types without hardware support are widened to fp32, which takes twice the memory but is many times as fast as
+    emulation.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
@@ -313,11 +312,11 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype | None:
 def rows_are_independent(
     linear: Linear,
     like: Linear,
-    weight: Tensor,  # [out, in], what both are made of
+    weight: Tensor,  # [out, in], of both linears
 ) -> bool:
-    """Whether a row's bits from `linear`, alone and among any number of others, are those that `like` gives to all.
+    """Return True if `linear` gives a row, for any number of rows in the batch, the bits that `like` gives it.
 
-    On a CPU: at the number of threads in use.
+    On a CPU this holds for the current number of threads.
     """
     out_size, in_size = weight.shape
     generator = torch.Generator().manual_seed(0)

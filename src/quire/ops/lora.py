@@ -1,7 +1,8 @@
 """Low-rank adapters of linears (LoRA, Hu et al. 2021): out += (scale * x @ A.T) @ B.T, for each row by its own adapter.
 
-A table has what every adapter adds to one linear, by the adapter's slot. Rows of different adapters, and of none, stand
-in one batch. What a row gets does not depend on the others: on a CPU to the last bit.
+A table has the low-rank matrices of one linear for every adapter, by the adapter's slot. A batch may have rows of
+different adapters, and rows without one. A row's result does not depend on the other rows; on a CPU it has the same
+bits in every batch.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ Product: TypeAlias = Callable[[Tensor], Tensor]  # of rows [T, in]: [T, out]
 
 @dataclass(frozen=True)
 class LoraPart:
-    """What an adapter adds to some columns of a linear's results."""
+    """The low-rank update by an adapter of some columns of a linear's results."""
 
     a: Tensor  # [rank, in]
     b: Tensor  # [size, rank]
     scale: float
-    first: int  # column
+    first: int  # column of the results
 
     @property
     def rank(self) -> int:
-        """Numbers between the two products."""
+        """Number of columns between the two products."""
         return len(self.a)
 
 
 class LoraRows:
-    """Which adapter each row of a step has."""
+    """The adapter of each row in a step."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class LoraRows:
         self._of: dict[torch.device, list[tuple[int, Tensor]]] = {}
 
     def of(self, device: torch.device) -> list[tuple[int, Tensor]]:
-        """The slots that occur, ascending, each with its rows: int64, on that device."""
+        """Return the slots that occur, ascending, each with its rows: int64, on the device."""
         if device not in self._of:
             found = sorted(set(self.slots.tolist()) - {-1})
             self._of[device] = [(slot, (self.slots == slot).nonzero().flatten().to(device)) for slot in found]
@@ -52,18 +53,18 @@ class LoraRows:
         self,
         rows: Tensor | slice,  # int64 [R]
     ) -> LoraRows:
-        """Of these rows."""
+        """Return the adapters of a part of the rows."""
         return LoraRows(self.slots[rows.cpu() if isinstance(rows, Tensor) else rows])
 
 
 class LoraTable(Protocol):
-    """What each adapter adds to one linear."""
+    """The low-rank matrices of one linear for each adapter."""
 
     in_size: int
     out_size: int
 
     def put(self, slot: int, parts: Sequence[LoraPart]) -> None:
-        """Let a slot, which is free, have these parts, of the linear's dtype, on its device."""
+        """Store the parts of an adapter in a free slot. They have the linear's dtype and device."""
 
     def clear(self, slot: int) -> None:
         """Free a slot."""
@@ -74,11 +75,11 @@ class LoraTable(Protocol):
         out: Tensor,  # [T, out], added to
         rows: LoraRows,
     ) -> None:
-        """Add to each row what its adapter makes of the row of x. Both have a last stride of 1."""
+        """Add the product of each row of x with its adapter to the row of `out`. Both have a last stride of 1."""
 
 
 class PlainLoraTable:
-    """A table whose products are linears of the backend: each adapter's rows are multiplied by themselves."""
+    """A table whose products are linears of the backend: the rows of each adapter are multiplied separately."""
 
     def __init__(self, linear: Callable[[Tensor], Product], in_size: int, out_size: int) -> None:
         """linear: makes one of a weight [out, in]."""
@@ -86,15 +87,15 @@ class PlainLoraTable:
         self._slots: dict[int, list[tuple[Product, Product, LoraPart]]] = {}
 
     def put(self, slot: int, parts: Sequence[LoraPart]) -> None:
-        """As LoraTable."""
+        """Store the parts of an adapter in a free slot."""
         self._slots[slot] = [(self._linear(part.a), self._linear(part.b), part) for part in parts]
 
     def clear(self, slot: int) -> None:
-        """As LoraTable."""
+        """Free a slot."""
         self._slots.pop(slot, None)
 
     def add(self, x: Tensor, out: Tensor, rows: LoraRows) -> None:
-        """As LoraTable."""
+        """Add the product of each row of x with its adapter to the row of `out`."""
         for slot, own in rows.of(x.device):
             for down, up, part in self._slots.get(slot, ()):
                 columns = out[:, part.first : part.first + len(part.b)]

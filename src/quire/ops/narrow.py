@@ -1,11 +1,11 @@
 """Weights of floating-point numbers of 8 or 4 bits with scales, and their product with a row.
 
-Every number of such a format is exact in bfloat16, in float16 and in float32, so products are those of a weight of
-16 bits. Only the scales are applied afterwards, in fp32, to the sum of each group of inputs:
+Every number of such a format is exact in bfloat16, float16 and float32, so products are those of a 16-bit weight. The
+scales are applied afterwards, in fp32, to the sum of each group of inputs:
 
     out = bias;  for each group, ascending:  out += (sum over its inputs of number[i] * x[i]) * scale
 
-Rows of x are not rounded. The order within a group's sum is that of the instruction set, as with weights of 16 bits.
+Rows of x are not rounded. The order within a group's sum depends on the instruction set, as for 16-bit weights.
 
 Formats: E4M3 as in "FP8 Formats for Deep Learning" (Micikevicius et al. 2022), without infinities; E2M1 with scales
 that are powers of two, which is MXFP4 of the OCP Microscaling Formats 1.0.
@@ -21,21 +21,21 @@ from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue
 
-ROWS_AT_ONCE = 2**22  # products that the spec holds at a time
+ROWS_AT_ONCE = 2**22  # products that NarrowLinear keeps in memory at a time
 
 
 @dataclass(frozen=True)
 class NarrowFormat:
-    """What the codes of a weight mean."""
+    """The meaning of a weight's codes."""
 
     name: str
     bits: int
     group_size: int  # inputs that share a scale
-    numbers: tuple[float, ...]  # of each code
+    numbers: tuple[float, ...]  # the value of each code
 
     @property
     def table(self) -> Tensor:
-        """The numbers: fp32 [2 ** bits]."""
+        """The values of all codes: fp32 [2 ** bits]."""
         return torch.tensor(self.numbers)
 
 
@@ -86,69 +86,69 @@ class NarrowWeight:
 
     @property
     def out_size(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return self.codes.shape[0]
 
     @property
     def in_size(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.codes.shape[1]
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it lies on the CPU."""
+        """True if the weight is on the CPU."""
         return self.codes.is_cpu
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the weight."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers and scales, once packed."""
+        """Size of the numbers and scales in bytes, once packed."""
         return narrow_bytes(self.out_size, self.in_size, self.format)
 
     def rows(
         self,
         index: Tensor,  # int64 [N]
     ) -> NarrowWeight:
-        """These outputs, in this order, in memory of their own."""
+        """Return these outputs, in this order, in separate memory."""
         return self.derived(self.codes[index], self.scales[index])
 
     def to(self, device: str) -> NarrowWeight:
-        """The same on that device."""
+        """Return the weight on another device."""
         return self.derived(self.codes.to(device), self.scales.to(device))
 
     def derived(self, codes: Tensor, scales: Tensor) -> NarrowWeight:
-        """The same with these, made of its own or of those of such weights: they are not checked again."""
+        """Return a copy with other tensors, without checks. They must be derived from those of valid weights."""
         made: NarrowWeight = copy(self)
         vars(made).update(codes=codes, scales=scales)
         return made
 
     def dequantised(self) -> Tensor:
-        """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact product."""
+        """Return the weight as fp32 [out, in]. Each element is the exact product, rounded once."""
         scales = self.scales.repeat_interleave(self.format.group_size, 1)[:, : self.in_size]
         return self.format.table.to(self.device)[self.codes.int()] * scales
 
 
 def powers_of_two(
-    exponents: Tensor,  # uint8: of 2, and 127 more
+    exponents: Tensor,  # uint8: of 2, with a bias of 127
 ) -> Tensor:
-    """The scales: fp32, of the same shape. 255, which is no exponent, becomes infinite."""
+    """Return the scales: fp32, of the same shape. 255, which is not a valid exponent, becomes infinite."""
     wide = exponents.int()
     return torch.where(wide == 0, 2**22, wide << 23).to(torch.int32).view(torch.float32)  # 2 ** -127 is subnormal
 
 
 def narrow_bytes(out_size: int, in_size: int, form: NarrowFormat) -> int:
-    """Bytes of such a weight, once packed: numbers, and scales of 32 bits, or of 8 where they are powers of two."""
+    """Return the size of a weight in bytes, once packed. Scales have 32 bits, or 8 if they are powers of two."""
     groups = -(-in_size // form.group_size)
     return out_size * in_size * form.bits // 8 + out_size * groups * (4 if form.bits == 8 else 1)
 
 
 @dataclass(frozen=True)
 class NarrowLinear:
-    """The product by torch's operators, on any device: what every kernel computes, up to the order within a group."""
+    """The product by torch's operators, on any device: the specification of all kernels, up to the order in a group."""
 
     weight: NarrowWeight
     bias: Tensor | None  # [out]
@@ -158,7 +158,7 @@ class NarrowLinear:
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
         weight, size = self.weight, self.weight.format.group_size
         out = torch.zeros(len(x), weight.out_size, device=x.device)
         if self.bias is not None:
@@ -167,7 +167,7 @@ class NarrowLinear:
         step = max(1, ROWS_AT_ONCE // (weight.out_size * size))
         for group, first in enumerate(range(0, weight.in_size, size)):
             numbers = table[weight.codes[:, first : first + size].int()]
-            for row in range(0, len(x), step):  # each sum by itself, so that its order is not that of a matrix product
+            for row in range(0, len(x), step):  # separate sums, whose order does not depend on a matrix product
                 products = wide[row : row + step, None, first : first + size] * numbers
                 out[row : row + step] += products.sum(2) * weight.scales[:, group]
         return out.to(self.out_dtype)

@@ -1,7 +1,7 @@
-"""Whether tensors lie in the same memory, element by element. No memory is read, so a GPU's tensors serve as well.
+"""Exact checks whether tensors share memory. No memory is read, so tensors may be on a GPU.
 
-Views of one packed tensor may interleave without sharing an element: q and k cut out of one projection do. So the
-answer is exact. Most calls end at the first comparison, of whole storages.
+Views of one packed tensor may interleave without sharing an element, for example q and k cut out of one projection. So
+the checks compare elements, not ranges. Most calls end at the first comparison, of whole storages.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 Sizes = tuple[int, ...]
 
-MAX_WORK: Any = 100_000  # candidates that numpy tries; layouts that need more are taken to overlap
+MAX_WORK: Any = 100_000  # candidates that numpy tries; layouts that need more count as overlapping
 
 
 def first_shared(
     written: Mapping[str, Tensor],  # by name
-    read: Mapping[str, Tensor | None],  # by name; None is passed over
+    read: Mapping[str, Tensor | None],  # by name; None is skipped
 ) -> tuple[str, str] | None:
-    """A tensor that is written, and another one that has an element in the same memory: their names, or None."""
+    """Return the names of a written tensor and another tensor that shares an element with it, or None."""
     ours = [(name, x, _storage(x)) for name, x in written.items()]
     theirs = [(name, x, _storage(x)) for name, x in read.items() if x is not None]
     for i, (name, x, (begin, end)) in enumerate(ours):
@@ -36,7 +36,7 @@ def apart(
     written: Iterable[Tensor],
     read: Iterable[Tensor],
 ) -> bool:
-    """Whether each of the one lies in another storage than each of the other. Does not look at elements."""
+    """Return True if no written tensor's storage overlaps the storage of a read one. Elements are not compared."""
     theirs = [_storage(x) for x in read]
     return all(
         end <= other or other_end <= begin for begin, end in map(_storage, written) for other, other_end in theirs
@@ -44,7 +44,7 @@ def apart(
 
 
 def shares(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of a and one of b have a byte in common."""
+    """Return True if an element of a and one of b have a byte in common."""
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
     distance = b.data_ptr() - a.data_ptr()
@@ -52,12 +52,12 @@ def shares(a: Tensor, b: Tensor) -> bool:
 
 
 def repeats(x: Tensor) -> bool:
-    """Whether two elements of x lie in the same place, as those of an expanded tensor do."""
+    """Return True if two elements of x have the same address, as in an expanded tensor."""
     return not x.is_contiguous() and _repeats(x.shape, x.stride())
 
 
 def _storage(x: Tensor) -> tuple[int, int]:
-    """Where its storage begins and ends; nowhere for a tensor without memory, as torch has while it traces."""
+    """Return the addresses of the storage's begin and end, or 0 and 0 for a tensor without memory, as in a trace."""
     storage = x.untyped_storage()
     if storage.device.type == "meta":
         return 0, 0
@@ -69,7 +69,7 @@ def _storage(x: Tensor) -> tuple[int, int]:
 def _shares(
     distance: int, shape: Sizes, strides: Sizes, size: int, other_shape: Sizes, other_strides: Sizes, other_size: int
 ) -> bool:
-    """`distance`: from the first byte of the one to the first byte of the other. Strides in elements."""
+    """Return True if two layouts share a byte. `distance` is between their first bytes; strides are in elements."""
     one = _Layout(max(0, -distance), shape, strides, size)
     other = _Layout(max(0, distance), other_shape, other_strides, other_size)
     return one.meets(other)
@@ -80,14 +80,14 @@ def _repeats(shape: Sizes, strides: Sizes) -> bool:
     if 0 in shape:
         return False
     dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
-    extent = 0  # from the first to the last element of the dimensions so far
+    extent = 0  # distance from the first to the last element of the dimensions so far
     for stride, size in dims:
         if stride <= extent:
             break
         extent += stride * (size - 1)
     else:
         return False
-    # Two elements that differ in dimension i, and in none before it, lie as far apart as one of index 0 and another.
+    # Only distances matter, so of two elements that first differ in dimension i one may have index 0 in it.
     for i, (stride, size) in enumerate(dims):
         strides, sizes = zip(*dims[i:], strict=True)
         if _Layout(0, (1, *sizes[1:]), strides, 1).meets(_Layout(stride, (size - 1, *sizes[1:]), strides, 1)):
@@ -96,7 +96,7 @@ def _repeats(shape: Sizes, strides: Sizes) -> bool:
 
 
 class _Layout:
-    """What numpy takes for an array, though there is no memory at its address; nothing may read it."""
+    """An array interface for numpy without memory at its address. It must not be read."""
 
     def __init__(self, offset: int, shape: Sizes, strides: Sizes, size: int) -> None:
         dims = [(n, stride * size) for n, stride in zip(shape, strides, strict=True) if n > 1]

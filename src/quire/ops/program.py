@@ -1,7 +1,7 @@
 """A model's layers as a list of operators on named buffers, written once and executed by any backend.
 
-A buffer has one row a token: [T, width]. An operator reads and writes places, ranges of a buffer's columns; what it
-writes it fills from the first column on, but for operators that change numbers where they stand.
+A buffer has one row per token: [T, width]. An operator reads and writes places, ranges of a buffer's columns. Its
+output is a whole buffer, except for operators that work in place.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def _heads_of(place: Place, size: int, count: int) -> list[Place]:
 
 
 class BaseOperator:
-    """One operator of a program. It fills the whole buffer `out`, or changes it where it stands."""
+    """One operator of a program. It fills the whole buffer `out`, or changes it in place."""
 
     kind: ClassVar[str]
     changes_out: ClassVar[bool] = False
 
     @property
     def fills(self) -> list[Place]:
-        """What it fills, whatever was there before."""
+        """Places that it fills without reading them."""
         return [] if self.changes_out else [place for name, place in self._places() if name == "out"]
 
     @property
     def reads(self) -> list[Place]:
-        """What it reads or changes."""
+        """Places that it reads or changes."""
         return [place for name, place in self._places() if name != "out" or self.changes_out]
 
     def _places(self) -> Iterator[tuple[str, Place]]:
@@ -72,7 +72,7 @@ class Project(BaseOperator):
 
     @property
     def parts(self) -> list[Project]:
-        """The same as one projection for each weight, which fills its own columns of `out`."""
+        """The equivalent projections of one weight each, which fill separate columns of `out`."""
         if isinstance(self.linear, HeadsLinear):
             count, sizes = len(self.linear.parts), (self.linear.in_size, self.linear.out_size)
             heads = [_heads_of(place, size, count) for place, size in zip((self.x, self.out), sizes, strict=True)]
@@ -88,9 +88,9 @@ class Project(BaseOperator):
 
 @dataclass(frozen=True, eq=False)
 class Normalize(BaseOperator):
-    """out = the norm of x, or of the residual once x was added to it: RMSNorm, or with a bias LayerNorm.
+    """out = the norm of x, or of the residual after x was added to it: RMSNorm, or with a bias LayerNorm.
 
-    Where out is x, that is changed where it stands.
+    If out is x, it is changed in place.
     """
 
     kind = "norm"
@@ -104,13 +104,13 @@ class Normalize(BaseOperator):
 
     @property
     def fills(self) -> list[Place]:
-        """What it fills, whatever was there before."""
+        """Places that it fills without reading them."""
         return [] if self.out == self.x else [self.out]
 
 
 @dataclass(frozen=True, eq=False)
 class Rotate(BaseOperator):
-    """RoPE of q and k where they stand."""
+    """RoPE of q and k in place."""
 
     kind = "rope"
     q: Place
@@ -122,19 +122,19 @@ class Rotate(BaseOperator):
 
 @dataclass(frozen=True)
 class Write(BaseOperator):
-    """Store K and V in the layer's cache. V may be the first columns of K, where the cache is a latent one."""
+    """Store K and V in the layer's cache. For a latent cache V may be the first columns of K."""
 
     kind = "write"
     k: Place
     v: Place
     layer: int
-    group: int  # cache group, whose plan has the slots
+    group: int  # cache group; its plan has the slots
     head_dim: int
 
 
 @dataclass(frozen=True, eq=False)
 class Attend(BaseOperator):
-    """out = attention of q to what the layer's cache holds."""
+    """out = attention of q to the layer's cache."""
 
     kind = "attention"
     q: Place
@@ -199,26 +199,26 @@ class Scale(BaseOperator):
 
 @dataclass(frozen=True)
 class Keep(BaseOperator):
-    """Go on with the rows that the caller wants, in these whole buffers; the other rows end here."""
+    """Drop all rows of these whole buffers except those that the caller needs."""
 
     kind = "keep"
-    buffers: tuple[Place, ...]  # three at most
+    buffers: tuple[Place, ...]  # at most three
 
 
 @dataclass(frozen=True, eq=False)
 class MixExperts(BaseOperator):
-    """out = what each row's experts compute of x, weighted by the router."""
+    """out = the results of each row's experts for x, weighted by the router."""
 
     kind = "experts"
     x: Place
     layer: ExpertLayer
     out: Place
-    seen: Place | None = None  # what the router sees; None: x
+    seen: Place | None = None  # the router's input; None: x
 
 
 @dataclass(frozen=True)
 class Gate(BaseOperator):
-    """out *= sigmoid(x), which has as many numbers, or one for all of a row."""
+    """out *= sigmoid(x), where x has the width of out, or one number per row."""
 
     kind = "gate"
     changes_out = True
@@ -228,7 +228,7 @@ class Gate(BaseOperator):
 
 @dataclass(frozen=True, eq=False)
 class GatedNormalize(BaseOperator):
-    """out = RMSNorm of each head of x, times silu(gate): in which order says `first`."""
+    """out = RMSNorm of each head of x, multiplied by silu(gate), in the order given by `first`."""
 
     kind = "gated_norm"
     x: Place
@@ -251,12 +251,12 @@ class Convolve(BaseOperator):
     bias: Tensor | None  # fp32 [W]
     activation: Literal["silu"] | None
     layer: int
-    group: int  # state kind, whose plan has the records
+    group: int  # state kind; its plan has the records
 
 
 @dataclass(frozen=True, eq=False)
 class GatedDelta(BaseOperator):
-    """out = what the gated delta rule recalls for the queries of qkv."""
+    """out = the gated delta rule's result for the queries of qkv."""
 
     kind = "gated_delta"
     qkv: Place
@@ -270,7 +270,7 @@ class GatedDelta(BaseOperator):
 
 @dataclass(frozen=True, eq=False)
 class StateSpace(BaseOperator):
-    """out = what Mamba-2's state recalls, with the skip."""
+    """out = the result of Mamba-2's recurrence, including the skip."""
 
     kind = "state_space"
     xbc: Place
@@ -286,7 +286,7 @@ class StateSpace(BaseOperator):
 
 @dataclass(frozen=True, eq=False)
 class AddLora(BaseOperator):
-    """out += what each row's adapter makes of x; rows without one stay as they are."""
+    """out += the product of x with each row's adapter. Rows without one are unchanged."""
 
     kind = "lora"
     changes_out = True
@@ -297,7 +297,7 @@ class AddLora(BaseOperator):
 
 @dataclass(frozen=True, eq=False)
 class Gather(BaseOperator):
-    """out = the columns of all ranks of a tensor-parallel group, of which x is this rank's."""
+    """out = the columns of all ranks of a tensor-parallel group, where x has those of this rank."""
 
     kind = "gather"
     x: Place
@@ -334,8 +334,8 @@ class Program:
     """Operators in order, and the buffers that they work on."""
 
     dtype: torch.dtype  # of all buffers
-    input: Place  # a whole buffer, that the caller fills; it is overwritten
-    output: Place  # a whole buffer, that the caller gets
+    input: Place  # a whole buffer, filled by the caller; it is overwritten
+    output: Place  # a whole buffer, returned to the caller
     buffers: Mapping[str, int]  # widths by name, input and output among them
     operators: Sequence[Operator] = field(default_factory=list)
 
@@ -354,7 +354,7 @@ class Program:
             raise BadValue(f"{place} is not the whole buffer, whose width is {self.buffers[place.buffer]}")
 
     def last_uses(self) -> list[set[str]]:
-        """For each operator the buffers that no operator reads after it."""
+        """Return, for each operator, the buffers that no later operator reads."""
         needed, found = {self.output.buffer}, []
         for operator in reversed(self.operators):
             read = {place.buffer for place in operator.reads}
@@ -364,7 +364,7 @@ class Program:
         return found[::-1]
 
     def whole(self, buffer: str) -> Place:
-        """All columns of the buffer."""
+        """Return the place of all columns of a buffer."""
         return Place(buffer, 0, self.buffers[buffer])
 
     @property
@@ -374,7 +374,7 @@ class Program:
 
     @property
     def linears(self) -> Iterable[Linear]:
-        """All linears, those of experts and the parts of joined ones too."""
+        """All linears, including those of experts and the parts of joined ones."""
         for operator in self.operators:
             if isinstance(operator, Project):
                 yield from (part.linear for part in operator.parts)
@@ -383,7 +383,7 @@ class Program:
 
     @property
     def columns(self) -> Iterable[Columns]:
-        """All that the ranks of a group gather."""
+        """All columns that the ranks of a group gather."""
         for operator in self.operators:
             if isinstance(operator, Gather):
                 yield operator.columns
@@ -395,13 +395,13 @@ class LayerCaches(Protocol):
     """The cache of each layer."""
 
     def layer(self, index: int) -> PagedKV | RecurrentCache:
-        """The layer's K and V, or its records, the same object at each call.
+        """Return the layer's K and V, or its records: the same object in each call.
 
-        On a GPU, who uses them asks for them in every step.
+        On a GPU the caller must call this in every step.
         """
 
 
-# Of an operator's name, its start by time.perf_counter, and the seconds that it took.
+# Called with an operator's name, its start by time.perf_counter, and its duration in seconds.
 Observer: TypeAlias = Callable[[str, float, float], None]
 
 
@@ -409,15 +409,15 @@ class Executor(Protocol):
     """Runs a program."""
 
     program: Program
-    observer: Observer | None  # if set, called after each operator, or after all of them for each
+    observer: Observer | None  # if set, called for each operator, either after it or at the end of the run
 
     def __call__(
         self,
         x: Tensor,  # [T, width], contiguous: the input; overwritten
         positions: Tensor,  # int64 [T]
         caches: LayerCaches,
-        plans: Sequence[Plan],  # one a cache group or state kind, updated for these tokens, with slots
-        rows: Tensor | None = None,  # int64 [R], ascending: what `Keep` keeps; None: all
+        plans: Sequence[Plan],  # one per cache group or state kind, updated for these tokens, with slots
+        rows: Tensor | None = None,  # int64 [R], ascending: the rows that `Keep` keeps; None: all
         lora_slots: Tensor | None = None,  # int32 [T], host: each row's adapter, -1: none; None: no row has one
     ) -> Tensor:
-        """The output: [T, width], or [R, width]."""
+        """Run the program and return the output: [T, width], or [R, width]."""

@@ -1,12 +1,12 @@
-"""Weights of integers with scales, and what their product with a row is, to the bit.
+"""Weights of integers with scales, and the exact definition of their product with a row.
 
 A weight is `(value - zero) * scale`, with one scale (and one zero) for each output and group of inputs. The formats of
 GGUF have two more parts. A minimum is added to each weight of a group: `value * scale + minimum`. And a group of 256
-may have whole numbers for each 16 or 32 of its inputs, which multiply its scale and its minimum.
+may have integers for each 16 or 32 of its inputs, which multiply its scale and its minimum.
 
-A row of x becomes integers too, with one scale for each activation group of inputs. Sums of products of integers are
-exact, so they are the same in every order, on every instruction set, and for every number of rows. What is rounded is
-rounded in one order, which this module defines and every kernel follows:
+A row of x is rounded to integers too, with one scale for each activation group of inputs. Sums of products of integers
+are exact, so they are the same in every order, on every instruction set, and for every number of rows. The order of all
+other operations is defined here, and every kernel follows it to the bit:
 
     x_scale[a], x_value[i]: the inputs i of activation group a, rounded by the rule of quire.ops.rounding
     sum[s]      = sum over the inputs i of segment s of (value[i] - zero[s]) * sub_scale[i] * x_value[i]   exact, int32
@@ -18,10 +18,9 @@ rounded in one order, which this module defines and every kernel follows:
     one scale an output:  y = 0;  for s ascending:  y = fma(sum[s], x_scale, y);             out = y * scale + bias
 
 A segment is the smaller one of the two kinds of groups, so that each has one scale of x and one of the weight. A sum is
-rounded to fp32 before it is multiplied. All of this is fp32. Where there are no sub-scales, or no sub-minimums, they
-are 1.
+rounded to fp32 before it is multiplied, and all other numbers are fp32. Missing sub-scales and sub-minimums are 1.
 
-A group of x that holds an infinite or NaN number makes every result of its row NaN.
+If a group of x has an infinite or NaN number, every result of its row is NaN.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.memory import mapped
 from quire.ops.rounding import quantised_rows
 
-ACTIVATION_GROUP = 128  # inputs of x that share a scale, unless a weight says otherwise
+ACTIVATION_GROUP = 128  # inputs of x that share a scale, unless a weight specifies another number
 GROUPS = (32, 64, 128)  # inputs of a weight that share a scale in fp32, unless all do
-BLOCK = 32  # inputs that share a scale in fp16, where there are no sub-scales; then as many of x share one
-SUPER_BLOCK = 256  # inputs that share a scale in fp16, where there are sub-scales
+BLOCK = 32  # inputs that share a scale in fp16 without sub-scales; also the inputs of x that then share one
+SUPER_BLOCK = 256  # inputs that share a scale in fp16 with sub-scales
 SUB_SIZES = {4: 32, 5: 32, 6: 16}  # inputs that share a sub-scale, by bits
-MOST_INPUTS = 65_536  # of a row with one scale: the sum of so many products fits an int32
+MOST_INPUTS = 65_536  # of a row with one scale: the sum of that many products fits an int32
 BITS = (4, 8)  # of weights with scales in fp32
-BLOCK_BITS = (4, 5, 8)  # of those with one in fp16 for each BLOCK
-ROUNDED_AT_ONCE = 2**16  # numbers of a weight: they stay in a cache, and the heap keeps little of them
+BLOCK_BITS = (4, 5, 8)  # of weights with one scale in fp16 per BLOCK
+ROUNDED_AT_ONCE = 2**16  # elements of a weight: they fit a cache, and the heap keeps little memory
 PARTS = ("values", "scales", "zeros", "minimums", "sub_scales", "sub_minimums")  # tensors with a row for each output
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class QuantisedWeight:
-    """A weight of integers: (values - zeros) * scales, or that of the module's text. Validated on construction.
+    """A weight of integers: (values - zeros) * scales, or with the parts of GGUF. Validated on construction.
 
-    There are three kinds. With scales in fp32, of groups or of outputs, and maybe zeros. With scales in fp16 of each 32
-    inputs, and maybe minimums. With scales in fp16 of each 256 inputs and sub-scales, of 32 inputs and with minimums
-    and sub-minimums (4 and 5 bits), or of 16 inputs (6 bits).
+    There are three kinds. The first has fp32 scales of groups or of outputs, and optionally zeros. The second has fp16
+    scales of 32 inputs, and optionally minimums. The third has fp16 scales of 256 inputs, and either sub-scales of 32
+    inputs, minimums and sub-minimums (4 and 5 bits), or sub-scales of 16 inputs (6 bits).
 
     Raises BadShape, BadDtype, BadValue or Unsupported, naming the field.
     """
@@ -66,11 +65,11 @@ class QuantisedWeight:
     scales: Tensor  # fp32 or fp16 [out, groups]: of each group of inputs, the last of which may have fewer
     zeros: Tensor | None  # fp32 [out, groups], whole numbers; None: 0 with minimums, else 2 ** (bits - 1)
     bits: int  # 4, 5, 6 or 8
-    group_size: int  # inputs that share a scale; at least `in`: each output has one
+    group_size: int  # inputs that share a scale; `in` or more: one scale per output
     dtype: torch.dtype  # of x, and of the product
     order: Tensor | None = None  # int64 [in]: values[:, i] belongs to x[:, order[i]]; None: to x[:, i]
     activation_group: int = ACTIVATION_GROUP  # inputs of x that share a scale: 32, 128 or `in`
-    minimums: Tensor | None = None  # fp16 [out, groups]; None: none is added
+    minimums: Tensor | None = None  # fp16 [out, groups]; None: no minimums
     sub_scales: Tensor | None = None  # int8 [out, in / 16 or in / 32]
     sub_minimums: Tensor | None = None  # int8 [out, in / 32], at least 0
 
@@ -142,7 +141,7 @@ class QuantisedWeight:
 
     def _check_numbers(self) -> None:
         largest = int(self.values.max())
-        if largest >= 2**self.bits:  # it would spill into its neighbour when it is packed
+        if largest >= 2**self.bits:  # it would overflow into its neighbour when packed
             raise BadValue(f"values holds {largest}; of {self.bits} bits they lie in 0..{2**self.bits - 1}")
         for name, tensor in (("scales", self.scales), ("minimums", self.minimums)):
             if tensor is not None and not tensor.isfinite().all():
@@ -161,47 +160,47 @@ class QuantisedWeight:
 
     @property
     def out_size(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return self.values.shape[0]
 
     @property
     def in_size(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.values.shape[1]
 
     @property
     def by_output(self) -> bool:
-        """Whether an output has one scale, which multiplies the sum of all segments."""
+        """True if an output has one scale, which multiplies the sum of all segments."""
         return self.group_size >= self.in_size and self.scales.dtype is torch.float32
 
     @property
     def segment(self) -> int:
-        """Inputs whose products make one integer sum, the last one may have fewer."""
+        """Number of inputs whose products are summed as integers. The last segment may have fewer."""
         return min(self.group_size, self.activation_group)
 
     @property
     def sub_size(self) -> int:
-        """Inputs that share a sub-scale; 0: there are none."""
+        """Number of inputs that share a sub-scale, or 0 without sub-scales."""
         return 0 if self.sub_scales is None else SUB_SIZES[self.bits]
 
     @property
     def zero(self) -> int:
-        """The value that stands for 0, or for the minimum, where there are no zeros."""
+        """The value that represents 0, or the minimum, if there are no zeros."""
         return 0 if self.minimums is not None else 1 << (self.bits - 1)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it lies on the CPU."""
+        """True if the weight is on the CPU."""
         return self.values.is_cpu
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the weight."""
         return self.values.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers: integers of so many bits, and all others in their dtypes."""
+        """Size in bytes once packed: integers of `bits` bits, and all other parts in their dtypes."""
         parts = (getattr(self, name) for name in PARTS[1:])
         return self.values.numel() * self.bits // 8 + sum(int(part.nbytes) for part in parts if part is not None)
 
@@ -209,22 +208,22 @@ class QuantisedWeight:
         self,
         index: Tensor,  # int64 [N]
     ) -> QuantisedWeight:
-        """These outputs, in this order, in memory of their own."""
+        """Return these outputs, in this order, in separate memory."""
         return self._with_parts(lambda part: part[index])
 
     def to(self, device: str) -> QuantisedWeight:
-        """The same on that device."""
+        """Return the weight on another device."""
         order = None if self.order is None else self.order.to(device)
         return self._with_parts(lambda part: part.to(device)).derived(order=order)
 
     def derived(self, **changes: Tensor | None) -> QuantisedWeight:
-        """The same with other tensors, made of its own or of those of such weights: they are not checked again."""
+        """Return a copy with other tensors, without checks. They must be derived from those of valid weights."""
         made: QuantisedWeight = copy(self)
         vars(made).update(changes)
         return made
 
     def dequantised(self) -> Tensor:
-        """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact one."""
+        """Return the weight as fp32 [out, in]. Each element is its exact value, rounded once."""
         scales = self.repeated(self.scales).float()
         if self.sub_scales is not None:
             scales = scales * self.repeated(self.sub_scales).float()
@@ -245,7 +244,7 @@ class QuantisedWeight:
         self,
         part: Tensor,  # [out, groups]: scales, zeros, minimums or their sub-groups
     ) -> Tensor:
-        """The same for each input: [out, in]."""
+        """Repeat a part for each input: [out, in]."""
         size = self.in_size if part.shape[1] == 1 else self.sub_size if part.dtype is torch.int8 else self.group_size
         return part.repeat_interleave(size, 1)[:, : self.in_size]
 
@@ -255,7 +254,7 @@ class QuantisedWeight:
 
 
 def number_bytes(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:
-    """Bytes of the numbers of such a weight: integers of so many bits, scales and zeros in fp32."""
+    """Return the size of a weight in bytes: integers of `bits` bits, scales and zeros in fp32."""
     groups = -(-in_size // group_size)
     return out_size * in_size * bits // 8 + out_size * groups * torch.float32.itemsize * (2 if has_zeros else 1)
 
@@ -263,14 +262,14 @@ def number_bytes(out_size: int, in_size: int, bits: int, group_size: int, has_ze
 def quantised(
     weight: Tensor,  # [out, in]
     bits: int,
-    group_size: int,  # inputs that share a scale; at least `in`: all of them
+    group_size: int,  # inputs that share a scale; `in` or more: all of them
     dtype: torch.dtype,  # of x
 ) -> QuantisedWeight:
-    """The weight rounded to the nearest integers, symmetric: 8 bits to -127..127, 4 bits to -8..7.
+    """Round a weight to the nearest integers, symmetrically: 8 bits to -127..127, 4 bits to -8..7.
 
-    Raises BadShape for an empty weight, BadValue for one that is not finite, and what QuantisedWeight raises.
+    Raises BadShape for an empty weight, BadValue for one that is not finite, and the errors of QuantisedWeight.
     """
-    from quire.ops.cpu import native  # whose package needs this module first
+    from quire.ops.cpu import native  # here, since that package imports this module
 
     if weight.dim() != 2 or weight.numel() == 0:
         raise BadShape(f"weight has shape {tuple(weight.shape)}; expected [out, in], not empty")
@@ -284,7 +283,7 @@ def quantised(
 
 
 def _room(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for the values [out, in] and scales [out, groups] of a weight."""
+    """Allocate the values [out, in] and scales [out, groups] of a weight."""
     out_size, in_size = weight.shape
     scales = torch.empty(out_size, -(-in_size // size), dtype=torch.float32, device=weight.device)
     if weight.is_cpu:
@@ -297,7 +296,7 @@ def _rounded_natively(
     bits: int,
     size: int,  # inputs that share a scale, at most `in`
 ) -> tuple[Tensor, Tensor]:
-    """Values and scales, made in one call: between many small ones, torch's threads wait for one another."""
+    """Return values and scales, computed in one native call: torch's threads would synchronise in many small ones."""
     from quire.ops.cpu import native
 
     if weight.dtype not in native.DTYPES:
@@ -320,7 +319,7 @@ def _rounded_by_torch(
     bits: int,
     size: int,  # inputs that share a scale, at most `in`
 ) -> tuple[Tensor, Tensor]:
-    """The same, on any device."""
+    """Return values and scales, computed by torch on any device."""
     values, scales = _room(weight, size)
     step = max(1, ROUNDED_AT_ONCE // weight.shape[1])
     for first in range(0, len(weight), step):
@@ -334,13 +333,13 @@ def _rounded(
     bits: int,
     size: int,  # inputs that share a scale, at most `in`
 ) -> tuple[Tensor, Tensor]:
-    """Their values [R, in] and scales [R, groups]."""
+    """Return the values [R, in] and scales [R, groups] of rows."""
     in_size, half = rows.shape[1], 2 ** (bits - 1)
     grouped = torch.nn.functional.pad(rows, (0, -in_size % size)).view(len(rows), -1, size)
     low, high = grouped.aminmax(dim=2)
     if bits == 8:
         scales = torch.maximum(high, -low) / (half - 1)
-    else:  # the largest number becomes -8, so that all 16 values serve
+    else:  # the largest number becomes -8, so that all 16 values are used
         scales = torch.where(high > -low, high, low) / -half
     scales += 0.0  # -0 becomes 0
     steps = torch.where(scales == 0, 1, scales)[..., None]
@@ -353,7 +352,7 @@ def _rounded(
 
 @dataclass(frozen=True)
 class QuantisedLinear:
-    """The product by torch's operators, on any device: what every kernel computes."""
+    """The product by torch's operators, on any device: the specification of every kernel."""
 
     weight: QuantisedWeight
     bias: Tensor | None  # [out]
@@ -363,7 +362,7 @@ class QuantisedLinear:
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
         weight = self.weight
         if weight.order is not None:
             x = x[:, weight.order]
@@ -375,7 +374,7 @@ class QuantisedLinear:
         for begin in range(0, weight.in_size, weight.segment):
             inputs, group = slice(begin, begin + weight.segment), begin // weight.group_size
             x_value, x_scale = values[:, inputs].double(), x_scales[:, begin // weight.activation_group, None]
-            # A sum of whole numbers is exact as long as it is below 2 ** 53.
+            # A float64 sum of integers is exact below 2 ** 53.
             total = (x_value @ multipliers[:, inputs].T).float()
             out = fma(total, x_scale if weight.by_output else x_scale * weight.scales[:, group].float(), out)
             if weight.minimums is not None:
@@ -387,25 +386,25 @@ class QuantisedLinear:
 
 
 class QuantisedRows(Protocol):
-    """What has the outputs of a quantised weight, packed or not."""
+    """Rows of a quantised weight, packed or not."""
 
     @property
     def in_size(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of x."""
+        """The dtype of x."""
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the weight."""
 
     def rows(
         self,
         index: Tensor,  # int64 [N]
     ) -> QuantisedWeight:
-        """These outputs, in this order."""
+        """Return these outputs, in this order."""
 
 
 @dataclass(frozen=True)
@@ -418,7 +417,7 @@ class QuantisedEmbedding:
         self,
         token_ids: Tensor,  # int64 [T]
     ) -> Tensor:
-        """The rows: [T, H]."""
+        """Return the rows: [T, H]."""
         if len(token_ids) == 0:
             return torch.empty(0, self.weight.in_size, dtype=self.weight.dtype, device=self.weight.device)
         return self.weight.rows(token_ids).dequantised().to(self.weight.dtype)
@@ -428,7 +427,7 @@ def rounded_groups(
     x: Tensor,  # [T, in]
     group_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Integers, int8 [T, in], and scales, fp32 [T, groups], as `quire.ops.rounding` has them."""
+    """Round groups of x as `quire.ops.rounding` defines: integers, int8 [T, in], and scales, fp32 [T, groups]."""
     rows, in_size = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -in_size % group_size))
     values, scales = quantised_rows(padded.view(rows, padded.shape[1] // group_size, group_size))
@@ -436,23 +435,23 @@ def rounded_groups(
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of fp32 numbers, rounded once.
+    """Compute a * b + c of fp32 numbers, rounded once.
 
-    The product of two is exact in float64. Of the sum there only the rounding is kept off the middle between two fp32
-    numbers: to odd (Boldo and Melquiond 2008), so that the second rounding is as if it were the first one.
+    The product is exact in float64. The sum is rounded to odd there (Boldo and Melquiond 2008), so that it never falls
+    on the middle between two fp32 numbers, and the second rounding gives the result of a single one.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
     part = total - product  # Knuth's exact error of a sum
     error = (product - (total - part)) + (addend - part)
     bits = total.view(torch.int64)
-    away = (error > 0) == (total > 0)  # the exact sum lies farther from zero than its rounding
+    away = (error > 0) == (total > 0)  # the exact sum is farther from zero than its rounding
     odd = torch.where(error.isfinite() & (error != 0) & (bits & 1 == 0), torch.where(away, bits + 1, bits - 1), bits)
     return odd.view(torch.float64).float()
 
 
 def _wide(weight: QuantisedWeight, part: Tensor | None, default: int) -> Tensor:
-    """float64 [out, in] of what groups of inputs have; [1, 1] where all have the default."""
+    """Return a part repeated for each input, float64 [out, in], or [1, 1] with the default if there is no such part."""
     if part is None:
         return torch.full((1, 1), default, dtype=torch.float64, device=weight.device)
     return weight.repeated(part).double()

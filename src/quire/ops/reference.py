@@ -1,7 +1,7 @@
 """The specification of every operator: plain PyTorch, short and slow.
 
-All other backends are measured against this one. Sums are formed in fp32 (float64 for float64 inputs) and rounded
-once, at the end. It runs on whatever device torch runs on.
+All other backends are tested against this one. Sums are computed in fp32 (float64 for float64 inputs) and rounded
+once, at the end. It runs on every device of torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReferenceBackend(Backend):
     )
 
     def unavailable(self, device: str) -> str | None:
-        """None wherever torch runs: on the CPU, and on a GPU that torch sees."""
+        """Return None for the CPU and for a GPU that torch supports, otherwise the reason."""
         kind = device.partition(":")[0]
         if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
             return None
@@ -49,23 +49,23 @@ class ReferenceBackend(Backend):
     # -------------------------------------------------------------------------------------- models and memory
 
     def linears(self, device: str, reproducible: bool = False) -> Linears:
-        """Those of the fastest backend for the device; torch's where that is this one.
+        """Return the products of the fastest backend for the device, or torch's if that is this backend.
 
-        Raises Unsupported where rows are to keep their bits and torch's products do not.
+        Raises Unsupported if batch-invariant products are required and torch has none.
         """
         fastest = load("auto", device)
         if not isinstance(fastest, ReferenceBackend):
             return fastest.linears(device, reproducible)
         if reproducible and torch.device(device).type != "cpu":
-            raise Unsupported(f"backend {self.name!r} has no products on {device} whose rows keep their bits")
+            raise Unsupported(f"backend {self.name!r} has no batch-invariant products on {device}")
         return Linears()
 
     def compile(self, program: Program) -> Executor:
-        """Operator by operator."""
+        """Return an executor that calls operator by operator."""
         return EagerExecutor(self, program)
 
     def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
-        """Within the host's memory; from a GPU as the triton backend does it."""
+        """Return copies within the host's memory on the CPU, and the triton backend's on a GPU."""
         if device == "cpu":
             return HostSwap()
         if (reason := unavailable("triton", device)) is not None:
@@ -105,12 +105,12 @@ class ReferenceBackend(Backend):
             lse.copy_(found)
 
     def _merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-        """out = (e^lse_a · out_a + e^lse_b · out_b) / (e^lse_a + e^lse_b); a state that saw nothing has lse -inf."""
+        """Compute (e^lse_a · out_a + e^lse_b · out_b) / (e^lse_a + e^lse_b). A state without keys has the LSE -inf."""
         top = torch.maximum(lse_a, lse_b)
         shift = top.masked_fill(top == -torch.inf, 0.0)
         a, b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
         total = a + b
-        # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
+        # The output of a state without keys may be NaN, and zero times NaN is not zero: leave it out.
         seen_a, seen_b = (
             out.to(top.dtype).masked_fill((w == 0)[..., None], 0.0) for out, w in ((out_a, a), (out_b, b))
         )
@@ -129,7 +129,7 @@ class ReferenceBackend(Backend):
         rows = torch.nonzero(slots >= 0).flatten()
         block, offset = slots[rows] // plan.spec.block_size, slots[rows] % plan.spec.block_size
         k = kv.k
-        if plan.spec.latent:  # what V does not have of it
+        if plan.spec.latent:  # the part of K that is not in V
             k, k_new = k[..., plan.spec.dim_v :], k_new[..., plan.spec.dim_v :]
         for x, scales, new in ((k, kv.k_scale, k_new), (kv.v, kv.v_scale, v_new)):
             if scales is None:
@@ -139,7 +139,7 @@ class ReferenceBackend(Backend):
                 stored, shown = quantised_rows(new[rows])
                 scales[block, :, offset] = shown
             x[block, :, offset] = stored
-            seen = plan.nonfinite  # on the host
+            seen = plan.nonfinite  # may be on the host
             seen[rows.to(seen.device)] |= (~shown.isfinite().flatten(1).all(-1)).int().to(seen.device)
 
     def _copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class ReferenceBackend(Backend):
         return (normed if bias is None else normed + bias.to(wide.dtype)).to(x.dtype)
 
     def _rope(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        if positions.is_cpu:  # to look at those on a GPU would wait for it
+        if positions.is_cpu:  # reading those on a GPU would synchronise
             validate_small.check_positions(positions, len(cos))
         half = cos.shape[1]
         c, s = cos[positions][:, None], sin[positions][:, None]  # [T, 1, D_rot / 2]
@@ -231,19 +231,19 @@ def _attend(
     spec: AttentionSpec,
     scores: Scores,  # slopes [Hq]
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence's rows, by the online softmax over its blocks (Milakov & Gimelshein 2018).
+    """Compute attention of one sequence's rows by the online softmax over its blocks (Milakov & Gimelshein 2018).
 
     softmax(s)·V needs the largest score (or the exponentials overflow) and the sum of all exponentials (the
-    denominator) before the first value can be weighted; but the keys come block by block. So three things are
-    carried along, as if the blocks seen so far were all there are:
+    denominator) before the first value can be weighted; but the keys arrive block by block. So three numbers are
+    maintained, as if there were no further blocks:
 
         top    the largest score so far
         total  the sum of exp(score - top)
         mix    the sum of exp(score - top) * value
 
-    When a block brings a larger score, what was summed under the old maximum is corrected by exp(old - new), which
-    turns exp(score - old) into exp(score - new). At the end mix / total is the softmax-weighted mean, and
-    top + log(total) is the log of the sum of all exponentials, which `merge_states` needs.
+    If a block has a larger score, the sums under the old maximum are corrected by exp(old - new), which turns
+    exp(score - old) into exp(score - new). At the end mix / total is the softmax-weighted mean, and top + log(total)
+    is the log of the sum of all exponentials, which `merge_states` needs.
     """
     rows = len(q)
     scale, alibi_slopes, softcap, _, chunk = scores
@@ -257,7 +257,7 @@ def _attend(
     mix = q.new_zeros(Hkv, G, rows, spec.dim_v)
     first = 0 if spec.window is None else max(0, context_len - rows - spec.window + 1) // B
     for j in range(first, -(-context_len // B)):
-        filled = min(B, context_len - j * B)  # the last block may be filled in part; what follows may be NaN
+        filled = min(B, context_len - j * B)  # the last block may be partially filled; the rest may be NaN
         k = kv.k[table[j], :, None, :filled].to(q.dtype)  # [Hkv, 1, filled, D]
         v = kv.v[table[j], :, None, :filled].to(q.dtype)  # [Hkv, 1, filled, Dv]
         key = torch.arange(j * B, j * B + filled, device=q.device)  # [filled]
@@ -302,7 +302,7 @@ def products(
     scales: tuple[Tensor, Tensor] | None,  # of K and V, [..., 1, keys] each
     spec: AttentionSpec,
 ) -> Tensor:
-    """q·k, of a cache with scales times these: [..., rows, keys]."""
+    """Compute q·k, multiplied by the scales if there are any: [..., rows, keys]."""
     if scales is None:
         return q @ k.mT
     k_scale, v_scale = scales
@@ -317,7 +317,7 @@ def scaled_weights(
     v_scale: Tensor,  # [..., 1, keys]
     seen: Tensor,  # bool [..., rows, keys]
 ) -> Tensor:
-    """weight * v_scale, which is NaN where a row sees a value that was not finite, and 0 for what it does not see."""
+    """Compute weight * v_scale: NaN for a visible value that was not finite, and 0 for keys that a row does not see."""
     return torch.where(seen, weight * v_scale, 0.0)
 
 
@@ -326,7 +326,7 @@ def weighted_sum(
     v: Tensor,  # [..., keys, Dv]
     seen: Tensor,  # bool [..., rows, keys]
 ) -> Tensor:
-    """weight @ v, where a row is not multiplied with what it does not see: 0 times an infinite value would be NaN."""
+    """Compute weight @ v without multiplying keys that a row does not see: 0 times an infinite value would be NaN."""
     finite = v.isfinite()
     if finite.all():
         return weight @ v

@@ -1,6 +1,6 @@
-"""The specification of layers that keep a state: plain PyTorch, row by row in the order that `recurrent.py` gives.
+"""The specification of layers with a recurrent state: plain PyTorch, row by row in the order that `recurrent.py` gives.
 
-Sums are formed in the dtype of the records, fp32 or float64, and rounded once, at the end.
+Sums are computed in the dtype of the records, fp32 or float64, and rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ EPS = 1e-6  # of the L2 norm of queries and keys
 
 
 class Sequence(NamedTuple):
-    """What a step computes of one sequence."""
+    """The tokens of one sequence in a step."""
 
     rows: slice  # of the step's tokens
     first: int  # position of the first one
     end: int  # position after the last one
-    states: list[int]  # the record of each piece from that of the first row on; -1: none
-    records: list[int]  # the same of rows
+    states: list[int]  # state record of each piece, starting with that of the first row; -1: none
+    records: list[int]  # row record of each piece
 
 
 def sequences(plan: RecurrentPlan) -> Iterator[Sequence]:
-    """Those of the plan that have rows."""
+    """Yield the plan's sequences that have rows."""
     starts = plan.query_starts.tolist()
     for s in range(plan.num_seqs):
         rows, end = slice(starts[s], starts[s + 1]), int(plan.context_lens[s])
@@ -51,7 +51,7 @@ def convolve(
     cache: RecurrentCache,
     plan: RecurrentPlan,
 ) -> Tensor:
-    """`Backend.convolve`."""
+    """Implement `Backend.convolve`."""
     taps = weight.shape[1]
     out = torch.zeros_like(x, dtype=weight.dtype)
     for seq in sequences(plan):
@@ -65,7 +65,7 @@ def convolve(
 
 
 def _inputs_before(seq: Sequence, taps: int, cache: RecurrentCache) -> Tensor:
-    """The K - 1 inputs before the step's first row: [K - 1, W]. Before the sequence's start they are zeros."""
+    """Return the K - 1 inputs before the step's first row: [K - 1, W], zeros before the sequence's start."""
     piece, slot = divmod(seq.first, PIECE)
     before = cache.inputs.new_zeros(taps - 1, cache.inputs.shape[2]) if piece == 0 else cache.tail[seq.states[0]]
     if slot > 0:
@@ -74,7 +74,7 @@ def _inputs_before(seq: Sequence, taps: int, cache: RecurrentCache) -> Tensor:
 
 
 def _keep_inputs(seq: Sequence, taps: int, known: Tensor, cache: RecurrentCache) -> None:
-    """known: [K - 1 + rows, W], the last of them those of the step."""
+    """Store inputs in the records. `known` is [K - 1 + rows, W], ending with the step's inputs."""
     begin = seq.first // PIECE
     for j in range(seq.end // PIECE - begin + 1):
         boundary = (begin + j) * PIECE
@@ -99,7 +99,7 @@ def gated_delta(
     cache: RecurrentCache,
     plan: RecurrentPlan,
 ) -> Tensor:
-    """`Backend.gated_delta`."""
+    """Implement `Backend.gated_delta`."""
     spec = plan.spec
     key_width, value_width = spec.key_width, spec.value_width
     q, k, v = _parts(qkv.to(spec.state_dtype), key_width, key_width, value_width)
@@ -116,7 +116,7 @@ def gated_delta(
 
 
 def _parts(x: Tensor, *widths: int) -> list[Tensor]:
-    """Its columns, divided so."""
+    """Split the columns of x by widths."""
     return [x[:, end - width : end] for width, end in zip(widths, accumulate(widths), strict=True)]
 
 
@@ -134,7 +134,7 @@ def state_space(
     cache: RecurrentCache,
     plan: RecurrentPlan,
 ) -> Tensor:
-    """`Backend.state_space`."""
+    """Implement `Backend.state_space`."""
     spec = plan.spec
     key_width, value_width = spec.key_width, spec.value_width
     x, k, q = _parts(xbc.to(spec.state_dtype), value_width, key_width, key_width)
@@ -149,11 +149,11 @@ def _recur(
     q: Tensor,  # [T, Hk, Dk]
     k: Tensor,  # [T, Hk, Dk]
     decay: Tensor,  # [T, Hv]: g
-    update: Callable[[int, Tensor], Tensor],  # u_t [Hv, Dv] of a row and what the state before it recalls for its key
+    update: Callable[[int, Tensor], Tensor],  # returns u_t [Hv, Dv] of a row, given Sᵀk before it
     cache: RecurrentCache,
     plan: RecurrentPlan,
 ) -> Tensor:
-    """o: [T, Hv, Dv]."""
+    """Return o: [T, Hv, Dv]."""
     spec = plan.spec
     out = q.new_zeros(len(q), spec.num_heads, spec.dim_v)
     plan.nonfinite.copy_((~(k.isfinite().all(2).all(1) & decay.isfinite().all(1))).int() | plan.nonfinite)
@@ -190,7 +190,7 @@ class _Piece(NamedTuple):
 
     @classmethod
     def before(cls, seq: Sequence, cache: RecurrentCache, plan: RecurrentPlan) -> _Piece:
-        """That of the sequence's first row, as the records have it."""
+        """Read the piece of the sequence's first row from the records."""
         spec, (index, slot) = plan.spec, divmod(seq.first, PIECE)
         zeros = cache.state.new_zeros(spec.num_heads, spec.dim_k, spec.dim_v)
         piece = cls.empty(zeros if index == 0 else cache.state[seq.states[0]], spec.num_k_heads)
@@ -200,14 +200,14 @@ class _Piece(NamedTuple):
         return piece
 
     def add(self, t: int, q: Tensor, k: Tensor, decay: Tensor, update: Callable[[Tensor], Tensor]) -> Tensor:
-        """o_t: [Hv, Dv], of q and k [Hk, Dk] and decay [Hv]."""
+        """Add row t with q and k [Hk, Dk] and decay [Hv], and return o_t: [Hv, Dv]."""
         self.decays[:, t] = decay + (self.decays[:, t - 1] if t > 0 else 0.0)
         self.keys[:, t] = k
         self.updates[:, t] = update(self._recalled(k, t, t))
         return self._recalled(q, t, t + 1)
 
     def _recalled(self, x: Tensor, t: int, count: int) -> Tensor:
-        """What the state and the first `count` rows hold for x, [Hk, Dk], as row t sees them: [Hv, Dv]."""
+        """Multiply the state and the first `count` rows by x, [Hk, Dk], with the decays of row t: [Hv, Dv]."""
         groups = len(self.updates) // len(self.keys)
         from_state = torch.einsum("hk,hkv->hv", x.repeat_interleave(groups, 0), self.state)
         faded = torch.exp(self.decays[:, t, None] - self.decays[:, :count])  # [Hv, count]
@@ -216,7 +216,7 @@ class _Piece(NamedTuple):
         return torch.exp(self.decays[:, t, None]) * from_state + mixed
 
     def after(self) -> _Piece:
-        """The piece that follows this one, whose rows are all there."""
+        """Return the next piece. This one must be complete."""
         groups = len(self.updates) // len(self.keys)
         last = self.decays[:, -1:]  # [Hv, 1]
         keys = torch.exp(last - self.decays)[..., None] * self.keys.repeat_interleave(groups, 0)
@@ -224,6 +224,6 @@ class _Piece(NamedTuple):
         return self.empty(state, len(self.keys))
 
     def keep(self, t: int, record: int, cache: RecurrentCache) -> None:
-        """Store row t."""
+        """Store row t in the records."""
         for rows, records in zip(self[1:], (cache.keys, cache.updates, cache.decays), strict=True):
             records[record, :, t] = rows[:, t]

@@ -1,18 +1,18 @@
-"""The operators as torch knows them, `torch.ops.quire.*`: what a compiled graph calls instead of a backend.
+"""The operators registered with torch, `torch.ops.quire.*`, which a compiled graph calls instead of a backend.
 
-A backend's operators read addresses, which a graph that is being traced does not have yet. So a call under
-`torch.compile` or `torch.export` becomes one of the operators registered here, with the backend's name as the first
-argument: torch knows what each of them writes and what its results look like, and never looks inside. A call outside
-of graphs goes straight to the backend.
+A backend's operators read addresses, which do not exist while torch traces a graph. So a call under `torch.compile` or
+`torch.export` becomes one of the operators registered here, with the backend's name as the first argument. torch knows
+the written arguments and the shapes of the results, and does not trace into the operator. A call outside of graphs goes
+directly to the backend.
 
 A plan is made and updated outside of graphs, and cannot be an operator's argument. The operators take its `key`, a
-tensor that stays the same over all updates: an update causes no recompilation, nor does another plan.
+tensor that never changes: neither an update nor another plan causes a recompilation.
 
-A graph that writes to a cache of int8 wants its integers and its scales in memories of their own: torch (2.13) refuses
-inputs of different dtypes that share one, as they do in an engine's cache.
+A graph that writes to a cache of int8 needs its integers and its scales in separate memory: torch (2.13) rejects inputs
+of different dtypes that share memory, as they do in an engine's cache.
 
-What is wrong with the arguments is found when the graph runs, and raised as by the backend itself. There are no
-gradients: torch warns where a backward pass comes to one of these operators.
+Invalid arguments are detected when the graph runs, and raise the backend's errors. There are no gradients: torch warns
+if a backward pass reaches one of these operators.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ SCHEMAS = {
     "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
     "copy_blocks": "(str backend, Tensor(a!) k, Tensor(b!) v, SymInt[] src, SymInt[] dst, "
     "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
-    # out and LSE, the LSE empty where it is not asked for
+    # out and LSE; the LSE is empty unless requested
     "attention": f"({_ATTENTION}, bool return_lse=False) -> (Tensor, Tensor)",
     "attention_out": f"({_ATTENTION}, Tensor(a!) out, bool return_lse=False) -> Tensor",
     "merge_states": "(str backend, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
     "apply_sinks": "(str backend, Tensor out, Tensor lse, Tensor sinks) -> Tensor",
     "rms_norm": "(str backend, Tensor x, Tensor weight, float eps) -> Tensor",
-    # These two return what a backend changes in place: the new residual after the norm, the new q and k. Inductor
-    # (2.13) gives an operator that writes to `k.clone()`, k a slice of one row, the slice's neighbour instead.
+    # These two return the tensors that a backend changes in place: the new residual after the norm, the new q and k.
+    # If an operator writes to `k.clone()`, where k is a slice of one row, Inductor (2.13) passes the wrong slice.
     "add_rms_norm": "(str backend, Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     "rope": "(str backend, Tensor q, Tensor k, Tensor positions, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
     "layer_norm": "(str backend, Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor",
@@ -66,7 +66,7 @@ SCHEMAS = {
 
 @functools.cache
 def _function(backend: str, name: str, device: str) -> Callable[..., Any]:
-    """The backend's operator, without the question whether something is being traced: it is, while others run."""
+    """Return the backend's undecorated operator, as another thread may be tracing while this one runs a graph."""
     found = load(backend, device)
     return functools.partial(getattr(type(found), name).__wrapped__, found)
 
@@ -83,7 +83,7 @@ def _write_kv(
 ) -> None:
     size = v_new.shape[-1]
     if checks.begin_alike(k, v) and k_new.dtype == v_new.dtype and torch.equal(k_new[..., :size], v_new):
-        v_new = k_new[..., :size]  # of a latent cache: a compiler may have made a copy of what was this
+        v_new = k_new[..., :size]  # of a latent cache: a compiler may have copied this view
     _function(backend, "write_kv", k.device.type)(k_new, v_new, PagedKV(k, v, k_scale, v_scale), plan_of(plan))
 
 
@@ -133,7 +133,7 @@ def _rope(backend: str, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, si
 
 
 def _plain(name: str) -> Callable[..., Any]:
-    """The call of an operator that takes tensors, returns new ones and writes to none."""
+    """Return the implementation of an operator that takes tensors, returns new ones and writes to none."""
 
     def call(backend: str, x: Tensor, *args: Any) -> Any:
         result = _function(backend, name, x.device.type)(x, *args)
@@ -164,9 +164,9 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def _pin(*written: Tensor) -> None:
-    """Let no size, stride or offset of what is written be dynamic, the first size aside.
+    """Make all sizes, strides and offsets of written tensors static, except for the first size.
 
-    Inductor (2.13) takes the dynamic offset of a view that an operator writes to for 0.
+    Inductor (2.13) replaces the dynamic offset of a view that an operator writes to by 0.
     """
     for x in written:
         for number in (x.storage_offset(), *x.stride(), *x.shape[1:]):
@@ -265,4 +265,4 @@ def _register() -> torch.library.Library:
     return library
 
 
-_LIBRARY = _register()  # when it goes, the operators go
+_LIBRARY = _register()  # the operators exist as long as this object

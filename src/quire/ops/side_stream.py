@@ -1,4 +1,4 @@
-"""Swapping on a GPU: blocks move on a stream of their own, beside the computation."""
+"""Swapping on a GPU: blocks are copied on a separate stream, in parallel with the computation."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 
-# Of src, dst and the device: what queues the copy of block src[i] of its first pool to block dst[i] of its second one.
+# Takes src, dst and the device. Returns a function that queues the copy of block src[i] of its first pool to block
+# dst[i] of its second pool.
 Swapper: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.device], Callable[[Tensor, Tensor], None]]
 
 
 class SideStream:
-    """Copies blocks between a GPU and pinned memory of the host, on a stream beside the one that computes.
+    """Copies blocks between a GPU and pinned memory of the host, on a stream separate from the computation.
 
-    Why no block is read too early or written too early, although the books give it to its next owner at once:
+    The block tables assign a block to its next owner at once, before its copy is complete. This is safe because:
 
-    - The host's pool is touched by copies on this stream alone, which run in the order in which they were queued. So a
-      block on the host may be written again as soon as it is free.
-    - Copies begin when all that was queued on the current stream before them is done. So what is swapped out is what
-      earlier steps wrote, and what is swapped in overwrites nothing that they still read.
-    - Whoever touches a layer's blocks on the current stream gets them through `KVCache.layer`, which waits for the last
-      copy of that layer. So nobody writes to a block that is still being swapped out, or reads one that is still being
-      swapped in. An event that nobody has waited for is kept, over a step that failed too.
+    - Only copies on this stream access the host's pool, and they run in the order in which they were queued. So a block
+      on the host may be written again once it is free.
+    - Copies start after all work that was queued on the current stream before them. So a block is swapped out with the
+      values of earlier steps, and one that is swapped in overwrites nothing that they still read.
+    - Code that accesses a layer's blocks on the current stream gets them from `KVCache.layer`, which waits for the last
+      copy of that layer. So no block is written during its copy to the host, or read during its copy from there. An
+      event that was not waited for is kept, also after a failed step.
     """
 
     def __init__(self, device: torch.device, host: Sequence[Tensor], swapper: Swapper) -> None:
-        """Pin the host's pool, until `close`: exactly this memory, where PyTorch's pinned allocations round up.
+        """Pin the host's pool until `close`: exactly this memory, as PyTorch's pinned allocations would round up.
 
-        Raises ConfigError where the system does not pin so much.
+        Raises ConfigError if the system cannot pin that much memory.
         """
         self._device = device
-        self._host: list[Tensor] = []  # what is pinned
+        self._host: list[Tensor] = []  # the pinned tensors
         self._swapper = swapper
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pending: dict[int, torch.cuda.Event] = {}  # by layer, after its last copy
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):  # else the current GPU gets a context for it
+        with torch.cuda.device(device):  # otherwise a context would be created on the current GPU
             for tensor in host:
                 error = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
                 if error:
@@ -51,13 +52,13 @@ class SideStream:
                 self._host.append(tensor)
 
     def close(self) -> None:
-        """Wait for copies that are under way, and let the host's pool be memory like any other."""
+        """Wait for pending copies, and unpin the host's pool."""
         self._stream.synchronize()
         for tensor in self._host:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
 
     def copy(self, pairs: Mapping[int, tuple[Tensor, Tensor]], src: Sequence[int], dst: Sequence[int]) -> None:
-        """Queue the copies of these blocks, layer after layer. pairs: source and target [N, ...] of each layer."""
+        """Queue the copies of blocks, layer by layer. `pairs` has the source and the target [N, ...] of each layer."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             swap = self._swapper(src, dst, self._device)
@@ -68,7 +69,7 @@ class SideStream:
                 self._pending[layer] = event
 
     def wait(self, layer: int) -> None:
-        """Let the current stream wait for the layer's copies."""
+        """Make the current stream wait for the layer's copies."""
         event = self._pending.pop(layer, None)
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
