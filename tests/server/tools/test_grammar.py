@@ -227,7 +227,7 @@ def test_references_that_multiply_are_refused() -> None:
         ("gemma4", {"a": {"type": "object", "properties": {"b": {"$ref": "#"}}}}, "nested"),
         ("qwen3_coder", {"a>b": {"type": "integer"}}, "a name that"),
         ("pythonic", {"a b": {"type": "integer"}}, "a name that"),
-        ("qwen3_coder", {"a": 5}, "is no schema"),
+        ("qwen3_coder", {"a": 5}, "is not a schema"),
     ],
 )
 def test_what_a_syntax_cannot_guarantee_is_refused(syntax: str, schema: dict[str, Any], words: str) -> None:

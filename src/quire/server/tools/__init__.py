@@ -1,1 +1,1 @@
-"""Tools and reasoning: what models write when they call a function or think, read and guaranteed."""
+"""Tools and reasoning: parsers and grammars for the function calls and the reasoning in a model's text."""

@@ -1,4 +1,4 @@
-"""Dialect: how one model writes calls and thoughts, found in its chat template or named by an option."""
+"""Dialect: a model's syntax of tool calls and reasoning, found in its chat template or named by an option."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ T = TypeVar("T")
 
 
 class Layout(NamedTuple):
-    """Where the parts of calls stand in an answer: what a grammar is made of."""
+    """The fixed texts around calls in an answer, for a grammar."""
 
-    trigger: str  # begins `begin`, or `head` where there is no `begin`; empty: calls begin the answer
+    trigger: str  # beginning of `begin`, or of `head` without a `begin`; empty: calls begin the answer
     begin: str  # before all calls
     head: str  # before each call's name
-    middle: str  # between its name and its arguments
-    tail: str
-    between: str | None  # two calls; None: there is one
+    middle: str  # between a call's name and its arguments
+    tail: str  # after a call's arguments
+    between: str | None  # between two calls; None: only one call is possible
     end: str  # after all calls
-    arguments: str = "json"  # how they are written: json, xml, glm, python or gemma
+    arguments: str = "json"  # their format: json, xml, glm, python or gemma
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """How a family writes calls."""
+    """A family's syntax of calls."""
 
     read: Read
     layout: Layout
-    marks: tuple[str, ...] = ()  # texts of its own, which may be special tokens
+    marks: tuple[str, ...] = ()  # the syntax's own texts, which may be special tokens
     id_size: int = 24  # characters of a call's id
 
 
 class Thoughts(NamedTuple):
-    """What stands around thoughts."""
+    """The texts around reasoning."""
 
     begin: str
     end: str
@@ -80,7 +80,7 @@ def _glm(middle: str) -> Syntax:
 
 
 def _array(brackets: dict[str, tuple[str, ...]], begin: str, end: str) -> Syntax:
-    """An array of objects. brackets: what may stand around it; begin, end: what does in a grammar."""
+    """Return the syntax of an array of objects. brackets: accepted texts around it; begin, end: those of a grammar."""
     trigger = next(mark for mark in brackets if begin.startswith(mark))
     layout = Layout(trigger, begin, *OBJECT, "}", ", ", end)
     return Syntax(
@@ -104,7 +104,7 @@ def _gemma(begin: str, end: str, quote: str) -> Syntax:
 
 
 PHI = {"functools": (), "<|tool_call|>": ("<|/tool_call|>",)}
-# By vLLM's names, where it has them.
+# By vLLM's names, if it has them.
 SYNTAXES: dict[str, Syntax] = {
     "hermes": HERMES,
     "qwen3_coder": _xml(*CALL_TAGS),
@@ -165,7 +165,7 @@ THOUGHTS: dict[str, Thoughts] = {
     "granite": Thoughts("Here is my thought process:", "Here is my response:"),
     "openai_gptoss": ANALYSIS,
 }
-# What a template says that writes a family's calls, the most telling first.
+# Patterns of the chat templates of a family's calls, the most specific first.
 SIGNS: tuple[tuple[str, str], ...] = (
     (r"<\|channel\|>", "openai"),
     (r"<\|tool_call>", "gemma4"),
@@ -201,17 +201,18 @@ SIGNS_OF_THOUGHTS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a model writes."""
+    """A model's syntax of calls and reasoning."""
 
-    syntax: Syntax | None = None  # None: it is not known to call functions
-    thoughts: Thoughts | None = None  # None: it is not known to think
-    wants_json: bool = False  # its template writes the arguments of earlier calls as they are, so they come as JSON
+    syntax: Syntax | None = None  # None: the model is not known to call functions
+    thoughts: Thoughts | None = None  # None: the model is not known to reason
+    wants_json: bool = False  # its template does not encode the arguments of earlier calls, so it needs them as JSON
 
     @classmethod
     def find(cls, template: str | None, tools: str | None, thoughts: str | None) -> Dialect:
-        """The one of a chat template, where options do not name it.
+        """Return the dialect of a chat template, or the one that options name.
 
-        tools, thoughts: names in SYNTAXES and THOUGHTS, "none", or None to look. Raises ConfigError for other names.
+        `tools`, `thoughts`: names in SYNTAXES and THOUGHTS, "none", or None to detect them from the template.
+        Raises ConfigError for other names.
         """
         source = template or ""
         return cls(
@@ -223,10 +224,10 @@ class Dialect:
     def parser(
         self, functions: Mapping[str, Schema], special: tuple[str, ...], *, may_call: bool, begins: str
     ) -> AnswerParser:
-        """What reads an answer.
+        """Return a parser for an answer.
 
-        functions: the parameters of each. special: the texts of special tokens that are hidden where they are not part
-        of the syntax. begins: "thinking" or "saying" where the prompt ends within that, else empty.
+        functions: the parameters of each. special: the texts of special tokens, which are hidden unless they are part
+        of the syntax. begins: "thinking" or "saying" if the prompt ends within reasoning or text, else empty.
         """
         writer = Writer(functions)
         read: Read = families.plain
@@ -254,7 +255,7 @@ class Dialect:
         yield from read(writer)
 
     def begins(self, prompt: str, continued: str | None) -> str:
-        """Within what a prompt ends, as `parser` takes it. continued: the text of the message that goes on, if any."""
+        """Return the `begins` of `parser` for a prompt. continued: the text of the message to continue, if any."""
         if self.thoughts is None:
             return ""
         begin, end = self.thoughts.begin.rstrip(), self.thoughts.end
@@ -272,14 +273,14 @@ class Dialect:
 
 @lru_cache(maxsize=16)
 def _hidden(special: tuple[str, ...], marks: str) -> tuple[str, ...]:
-    """Special tokens that are not part of a syntax, of which some vocabularies have thousands."""
+    """Return the special tokens that are not part of a syntax. Cached, since some vocabularies have thousands."""
     return tuple(one for one in special if one not in marks)
 
 
 def _found(
     option: str, name: str | None, source: str, signs: tuple[tuple[str, str], ...], known: Mapping[str, T]
 ) -> T | None:
-    """What an option names, or the first sign in a template; None: nothing."""
+    """Return the entry that an option names, or that of the first pattern found in a template, or None."""
     if name is None:
         return next((known[one] for sign, one in signs if re.search(sign, source)), None)
     if name != "none" and name not in known:

@@ -1,7 +1,7 @@
-"""How each family of models writes calls and thoughts, and how a chat template tells the family.
+"""Parsers for the call syntax of each family of models.
 
-Each syntax is a generator that reads an answer's text after its thoughts, from a Writer's reader, and writes pieces.
-What looks like the beginning of a call and is none stays text.
+Each syntax is a generator that reads an answer's text after its reasoning, from a Writer's reader, and writes pieces.
+Text that looks like the beginning of a call but is not one stays text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.server.tools.reader import Ends, Take, Wait, drop
 from quire.server.tools.values import escaped, json_of_literal, json_of_text
 
 Read = Callable[[Writer], Wait[None]]
-MAX_DEPTH = 100  # of a value within a value, where they are read one by one
+MAX_DEPTH = 100  # of nested values that are parsed recursively
 HEADER = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of a harmony message to a function
 
 
@@ -23,7 +23,7 @@ HEADER = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of a harmony message to 
 
 
 def json_between(brackets: Mapping[str, tuple[str, ...]]) -> Read:
-    """JSON objects, or an array of them, after a text; and up to one of those that it has here, if any."""
+    """Return a parser for JSON objects, or an array of them, between a begin text and one of its end texts, if any."""
     begins = tuple(brackets)
 
     def read(to: Writer) -> Wait[None]:
@@ -51,7 +51,7 @@ def json_between(brackets: Mapping[str, tuple[str, ...]]) -> Read:
 
 
 def _another(to: Writer) -> Wait[bool]:
-    """Read one more object of a list, or the list's end. Nothing is read where neither comes."""
+    """Read one more object of a list, or the list's end. Read nothing if neither comes next."""
     reader = to.reader
     reader.mark()
     yield from reader.space()
@@ -68,7 +68,7 @@ def _another(to: Writer) -> Wait[bool]:
 
 
 def _skip(to: Writer, text: str) -> Wait[None]:
-    """Read a text that may come next, after white space; nothing where it does not."""
+    """Read white space and a text if they come next, else nothing."""
     reader = to.reader
     reader.mark()
     yield from reader.space()
@@ -79,7 +79,7 @@ def _skip(to: Writer, text: str) -> Wait[None]:
 
 
 def json_anywhere(to: Writer) -> Wait[None]:
-    """Llama 3's: objects that name a function of the request, with semicolons between them."""
+    """Parse Llama 3's calls: objects that name a function of the request, with semicolons between them."""
     reader = to.reader
     while found := (yield from reader.until(("<|python_tag|>", "{"), to.say)):
         if found != "{":
@@ -99,7 +99,7 @@ def json_anywhere(to: Writer) -> Wait[None]:
 
 
 def mistral(to: Writer) -> Wait[None]:
-    """[TOOL_CALLS] with an array of objects, or with a name, [ARGS] and an object."""
+    """Parse Mistral's calls: [TOOL_CALLS] with an array of objects, or with a name, [ARGS] and an object."""
     reader = to.reader
     begin = ("[TOOL_CALLS]",)
     found = yield from reader.until(begin, to.say)
@@ -128,7 +128,7 @@ def mistral(to: Writer) -> Wait[None]:
 
 
 def deepseek(to: Writer) -> Wait[None]:
-    """A call between tokens: in V3.1 a name and JSON, in V3 the word function, a name and a block of JSON."""
+    """Parse DeepSeek's calls: in V3.1 a name and JSON, in V3 the word function, a name and a block of JSON."""
     reader = to.reader
     begins = ("<｜tool▁call▁begin｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     while begin := (yield from reader.until(begins, to.say)):
@@ -140,11 +140,11 @@ def deepseek(to: Writer) -> Wait[None]:
             to.say(reader.unmark())
             continue
         name = name.strip()
-        if name == "function":  # a kind, as V3 has it, or a function's name
+        if name == "function":  # the type in V3, or a function's name
             yield from reader.space()
             if (yield from reader.peek()) != "{":
                 name = yield from reader.word()
-                name = name if (yield from reader.peek()) else ""  # what is cut off may be half a name
+                name = name if (yield from reader.peek()) else ""  # at the end of the text it may be half a name
         raw = reader.unmark()
         if not name:
             to.say(raw)
@@ -158,7 +158,7 @@ def deepseek(to: Writer) -> Wait[None]:
 
 
 def harmony(to: Writer) -> Wait[None]:
-    """gpt-oss: messages on channels. Thoughts on analysis, calls to a function, all else is said."""
+    """Parse gpt-oss's messages: reasoning on the channel analysis, calls to a function, all others are content."""
     reader = to.reader
     begun: set[Take] = set()
     while True:
@@ -186,7 +186,7 @@ def harmony(to: Writer) -> Wait[None]:
 
 
 def xml(wrapper: tuple[str, str]) -> Read:
-    """<function=name> with a <parameter=key> for each argument: Qwen3-Coder, Qwen3.5 and Seed-OSS."""
+    """Return a parser for <function=name> with a <parameter=key> for each argument: Qwen3-Coder, Qwen3.5, Seed-OSS."""
     opening, closing = wrapper
 
     def read(to: Writer) -> Wait[None]:
@@ -211,9 +211,9 @@ def xml(wrapper: tuple[str, str]) -> Read:
 
 
 def _xml_call(to: Writer, name: str, wrapper: tuple[str, str], after: tuple[str, ...]) -> Wait[str]:
-    """Read the rest of a call. Returns what has ended it; empty: it is cut off. The next call is not read.
+    """Read the rest of a call. Return the text that ended it, or "" if it is cut off. Do not read the next call.
 
-    after: what follows </function> where a value without an end tag ends there.
+    after: the texts that must follow </function> for it to end a value without an end tag.
     """
     reader = to.reader
     opening, closing = wrapper
@@ -221,7 +221,7 @@ def _xml_call(to: Writer, name: str, wrapper: tuple[str, str], after: tuple[str,
     is_first = True
     begins = ("<parameter=", "</function>", closing, opening, "<function=")
     strict: Ends = {"\n</parameter>": begins, "</parameter>": begins, "\n</function>": after}
-    lax = (*begins, "<parameter", "</parameter>")  # but not after such a tag of the value's own
+    lax = (*begins, "<parameter", "</parameter>")  # replaced by `strict` after such a tag within the value
     ends: Ends = {**strict, "\n</parameter>": lax, "</parameter>": lax, "<parameter": strict}
     found = yield from reader.until(begins, drop)
     while found == "<parameter=":
@@ -238,7 +238,7 @@ def _xml_call(to: Writer, name: str, wrapper: tuple[str, str], after: tuple[str,
         found = yield from to.text_argument(name, key.strip().strip('"'), ends, convert)
         if found and not found.endswith("</function>"):
             found = yield from reader.until(begins, drop)
-    if found:  # what is cut off stays so: half an argument must not look like a whole one
+    if found:  # not if the call is cut off: half an argument must not look complete
         to.argue("{}" if is_first else "}")
     if found in (opening, "<function="):
         reader.rewind(found)
@@ -246,7 +246,7 @@ def _xml_call(to: Writer, name: str, wrapper: tuple[str, str], after: tuple[str,
 
 
 def glm(to: Writer) -> Wait[None]:
-    """<tool_call>name with an <arg_key> and an <arg_value> for each argument."""
+    """Parse GLM's calls: <tool_call>name with an <arg_key> and an <arg_value> for each argument."""
     reader = to.reader
     begin = ("<tool_call>",)
     while (yield from reader.until(begin, to.say)):
@@ -279,7 +279,7 @@ def glm(to: Writer) -> Wait[None]:
 
 
 def pythonic(brackets: Mapping[str, str]) -> Read:
-    """Calls as Python writes them, between brackets of the family, or in a list at the beginning of the answer."""
+    """Return a parser for calls in Python's syntax, between the family's brackets or in a list that begins the text."""
     begins = tuple(brackets)
 
     def read(to: Writer) -> Wait[None]:
@@ -303,7 +303,7 @@ def pythonic(brackets: Mapping[str, str]) -> Read:
 
 
 def _python_calls(to: Writer, names: Mapping[str, Any] | None) -> Wait[bool]:
-    """Read calls with commas or lines between them. False: the first one is none; what follows the last is not read."""
+    """Read calls separated by commas or lines, but nothing after the last. Return False if the first is not a call."""
     reader = to.reader
     has_any = False
     while True:
@@ -334,7 +334,7 @@ def _python_arguments(to: Writer, name: str) -> Wait[None]:
         yield from reader.space()
         if key and (yield from reader.match("=")):
             reader.unmark()
-        else:  # by its place
+        else:  # a positional argument
             reader.rewind(reader.unmark())
             key = known[count] if count < len(known) else f"argument_{count}"
         yield from reader.space()
@@ -349,7 +349,7 @@ def _python_arguments(to: Writer, name: str) -> Wait[None]:
 
 
 def gemma(begin: str, end: str, quote: str) -> Read:
-    """call:name{key:value}, where texts stand between tokens of their own: Gemma 4 and FunctionGemma."""
+    """Return a parser for call:name{key:value} with dedicated tokens around strings: Gemma 4 and FunctionGemma."""
 
     def read(to: Writer) -> Wait[None]:
         reader = to.reader
@@ -367,7 +367,7 @@ def gemma(begin: str, end: str, quote: str) -> Read:
             yield from reader.until((end,), drop)
 
     def members(to: Writer, depth: int) -> Wait[bool]:
-        """The rest of an object. False: it does not end."""
+        """Read the rest of an object. Return False if it is cut off."""
         reader = to.reader
         is_first = True
         while True:
@@ -427,5 +427,5 @@ def gemma(begin: str, end: str, quote: str) -> Read:
 
 
 def plain(to: Writer) -> Wait[None]:
-    """No calls at all."""
+    """Read a text without calls."""
     yield from to.reader.until((), to.say)

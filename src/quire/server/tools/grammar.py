@@ -1,4 +1,4 @@
-"""Grammars of calls: what makes it certain that a call is one of the request's functions, with its own arguments."""
+"""Grammars of calls: they guarantee that a call names a function of the request and has its arguments."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from quire.errors import RequestError
 from quire.server.tools.dialect import ANALYSIS, Dialect, Layout
 from quire.server.tools.values import Schema, referred
 
-MAX_DEPTH = 32  # of an object within an object, where its syntax is no JSON
+MAX_DEPTH = 32  # of nested objects, if their syntax is not JSON
 PLAIN = {"type", "properties", "required", "description", "title", "$defs", "definitions", "$schema"}
 MAX_RULES = 4096
 ANY = r"/(?s:.*)/"
-# Arguments of Python's, up to the bracket that ends them: anything but brackets and quotes, and texts in quotes.
+# Python arguments up to the closing bracket: anything but brackets and quotes, and quoted strings.
 PYTHON = r"""/([^()"'\\]|"([^"\\\n]|\\.)*"|'([^'\\\n]|\\.)*')*/"""
-# As in quire.sandbox.grammar: a model that may write white space anywhere may write nothing else for ever.
+# As in quire.sandbox.grammar: a model that may write white space anywhere can do so without end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-# What may say more about a text without a consequence for what the text is.
+# Fields that may be in the schema of a string without restricting its text.
 NOTES = {"type", "description", "title", "default", "examples", "enum", "const", "$defs", "definitions", "nullable"}
 
 
@@ -44,16 +44,16 @@ class Property(NamedTuple):
 
 @dataclass(frozen=True)
 class Demand:
-    """What calls a grammar allows."""
+    """The calls that a grammar allows."""
 
     functions: tuple[Function, ...]
-    is_required: bool  # nothing but calls
-    has_many: bool  # more than one call
-    instead: Schema | None = None  # JSON that may come instead of calls, and nothing else may
+    is_required: bool  # the answer consists of calls only
+    has_many: bool  # more than one call is allowed
+    instead: Schema | None = None  # schema of JSON that is allowed instead of calls; other text is not
 
 
 def grammar_of(dialect: Dialect, demand: Demand, tokens: Mapping[str, int]) -> str:
-    """A grammar in llguidance's variant of Lark's syntax.
+    """Return a grammar in llguidance's variant of Lark's syntax.
 
     tokens: the ids of added tokens, by their texts. Raises RequestError for parameters that the syntax cannot
     guarantee.
@@ -78,7 +78,7 @@ def grammar_of(dialect: Dialect, demand: Demand, tokens: Mapping[str, int]) -> s
 
 
 def _harmony(rules: _Rules, demand: Demand) -> str:
-    """gpt-oss: thoughts, if any, then calls or a last message."""
+    """Return the start rule of gpt-oss: optional reasoning, then calls or a last message."""
     thoughts = f"{rules.literal('<|channel|>analysis<|message|>')} TEXT {rules.literal('<|end|><|start|>assistant')}"
     endings = [rules.required(demand)] if demand.functions else []
     final = rules.literal("<|channel|>final<|message|>")
@@ -107,7 +107,7 @@ class _Rules:
         self._arguments = arguments[layout.arguments]
 
     def required(self, demand: Demand) -> str:
-        """Calls and nothing else."""
+        """Return a rule for calls and nothing else."""
         layout, call = self._layout, self._calls(demand, "")
         parts = [self.literal(layout.begin), call, self.literal(layout.end)]
         if demand.has_many:
@@ -115,7 +115,7 @@ class _Rules:
         return " ".join(filter(None, parts))
 
     def free(self, demand: Demand) -> str:
-        """Any text; what begins as a call becomes one. Where there may be one call only, it ends the answer."""
+        """Return a rule for any text in which each begun call is completed. If one is allowed, it ends the answer."""
         layout = self._layout
         if not layout.trigger:  # a list that begins the answer
             other = self._add(r"/[^\[\s](?s:.*)/")
@@ -131,7 +131,7 @@ class _Rules:
         return f"({until} {rest})* TEXT" if demand.has_many else f"({until} {rest}) | TEXT"
 
     def _calls(self, demand: Demand, trigger: str) -> str:
-        """One call of any of the functions, without a text that it begins with."""
+        """Return a rule for one call of any function, without the trigger at its beginning."""
         layout = self._layout
         head, options = layout.head.removeprefix(trigger), []
         for one in demand.functions:
@@ -143,7 +143,7 @@ class _Rules:
         return self._add(" | ".join(options))
 
     def _any_arguments(self) -> str:
-        """Arguments of any kind, and the tail of their call."""
+        """Return a rule for arbitrary arguments and the tail of their call."""
         layout = self._layout
         if layout.arguments == "json":
             return f"{self.json({'type': 'object'})} {self.literal(layout.tail)}"
@@ -151,12 +151,12 @@ class _Rules:
             return f"{self._add(PYTHON)} {self.literal(layout.tail)}"
         within = [one for one in self._marks if one in self._tokens and one not in layout.head + layout.tail]
         more = f"(TEXT ({' | '.join(map(self.literal, within))}))* " if within else ""
-        return more + self._until(layout.tail.removeprefix("}"))  # objects within others end in the same way
+        return more + self._until(layout.tail.removeprefix("}"))  # nested objects end with "}" as well
 
     # ------------------------------------------------------------------------------------------------- parts
 
     def literal(self, text: str) -> str:
-        """A text, in which added tokens are themselves."""
+        """Return a rule for a fixed text, with added tokens as token ids."""
         parts, plain, at = [], "", 0
         known = sorted((one for one in self._tokens if one in text), key=len, reverse=True) if text else []
         while at < len(text):
@@ -171,7 +171,7 @@ class _Rules:
         return " ".join([*parts, json.dumps(plain)] if plain else parts)
 
     def json(self, schema: Schema) -> str:
-        """JSON of a schema."""
+        """Return a rule for JSON of a schema."""
         text = json.dumps({"x-guidance": SPACING} | _bare(schema), ensure_ascii=False, allow_nan=False)
         return self._add(f"%json {text}")
 
@@ -179,14 +179,14 @@ class _Rules:
         return f"<[{self._tokens[text]}]>" if text in self._tokens else ""
 
     def _add(self, body: str, options: str = "") -> str:
-        if len(self.lines) == MAX_RULES:  # before they are written: references may multiply
+        if len(self.lines) == MAX_RULES:  # bounded, because references may multiply the rules
             raise RequestError(f"tools need more than {MAX_RULES} rules of a grammar", "tools")
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}{options}: {body}")
         return name
 
     def _until(self, end: str) -> str:
-        """Any text up to this one, which is its end."""
+        """Return a rule for any text up to and including `end`."""
         first = next((one for one in sorted(self._tokens, key=len, reverse=True) if end.startswith(one)), None)
         if first is not None:
             return f"TEXT {self.literal(end)}"
@@ -196,7 +196,7 @@ class _Rules:
     # ------------------------------------------------------------------------------------- arguments by name
 
     def _properties(self, schema: Schema, path: str, one: Function) -> list[Property]:
-        """The members of an object."""
+        """Return the members of an object."""
         found, required = schema.get("properties") or {}, schema.get("required") or ()
         if not isinstance(found, Mapping) or not isinstance(required, Sequence):
             raise RequestError(f"{path} has properties or required of another type than JSON Schema's", "tools")
@@ -209,7 +209,7 @@ class _Rules:
         return members
 
     def _tagged(self, one: Function, opening: str, middle: str, closing: str) -> str:
-        """Each argument between tags: a text as it is, all else as JSON."""
+        """Return a rule for arguments between tags: strings without quotes, other values as JSON."""
         parts = []
         for key, schema, path, is_required in self._properties(one.parameters, one.path, one):
             body = f"{self.literal(opening + key + middle)} {self._unquoted(schema, path, closing, one)}"
@@ -236,8 +236,8 @@ class _Rules:
         one: Function,
         depth: int,
     ) -> str:
-        """Arguments with commas between them, of which some may be left out."""
-        first, others = "", ""  # what follows where none has been written, and where one has
+        """Return a rule for arguments with commas between them, some of which are optional."""
+        first, others = "", ""  # the rest of the rule before the first argument, and after one
         for key, schema, path, is_required in reversed(properties):
             body = f"{self.literal(key + equals)} {value(schema, path, one, depth + 1)}"
             comma = self.literal(", " if equals == "=" else ",")
@@ -253,7 +253,7 @@ class _Rules:
         return self.json(self._with_definitions(schema, one))
 
     def _gemma(self, schema: Schema, path: str, one: Function, depth: int) -> str:
-        """A value in Gemma's own syntax."""
+        """Return a rule for a value in Gemma's own syntax."""
         if depth > MAX_DEPTH:
             raise RequestError(f"{path} is nested more than {MAX_DEPTH} levels deep", "tools")
         schema = self._resolved(schema, path, one)
@@ -278,14 +278,14 @@ class _Rules:
         )
 
     def _resolved(self, schema: Any, path: str, one: Function) -> Schema:
-        """A schema without a reference at its top."""
+        """Resolve a reference at the top of a schema."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 break
             schema = referred(one.parameters, schema["$ref"]) or None
         if isinstance(schema, Mapping) and "$ref" not in schema:
             return schema
-        raise RequestError(f"{path} is no schema, or refers to none", "tools")
+        raise RequestError(f"{path} is not a schema, or refers to none", "tools")
 
     @staticmethod
     def _with_definitions(schema: Schema, one: Function) -> Schema:
@@ -300,7 +300,7 @@ def _options(schema: Schema) -> Sequence[Any] | None:
 
 
 def _check_text(schema: Schema, path: str) -> None:
-    """Raise RequestError for a bound of a text that is written without quotes."""
+    """Raise RequestError if a string that is written without quotes has constraints."""
     if more := sorted(set(schema) - NOTES):
         raise RequestError(
             f"{path} has {', '.join(more)}, which this model's call syntax cannot guarantee for a text; leave it out",
@@ -309,13 +309,13 @@ def _check_text(schema: Schema, path: str) -> None:
 
 
 def _closed(parameters: Schema) -> Schema:
-    """Parameters that allow no argument but those they name, unless they say otherwise."""
+    """Forbid arguments that the parameters do not name, unless they specify otherwise."""
     is_plain = "properties" in parameters and PLAIN.issuperset(parameters)
     return {**parameters, "additionalProperties": False} if is_plain else parameters
 
 
 def _bare(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without what it says to people, which may be most of it."""
+    """Return a schema without its descriptions, which may be most of it."""
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("description", "title", "$comment") and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""AnswerParser: from a model's text to what it thought, what it says and what it calls, while the text grows."""
+"""AnswerParser: splits a model's growing text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.tools.values import Schema, dumps, escaped, is_text
 
 
 class Kind(Enum):
-    """What a piece of an answer is."""
+    """The kind of a piece of an answer."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -28,14 +28,14 @@ class Piece(NamedTuple):
 
 
 class Writer:
-    """What a family's syntax reads from and writes to.
+    """The input and output of a family's syntax.
 
-    White space around thoughts, and between calls and the beginning or end of an answer's text, belongs to the syntax;
-    between two parts of the text it is the text's own. So it is held until text of its kind follows.
+    White space around reasoning, and between calls and the beginning or end of an answer's text, belongs to the syntax;
+    between two parts of the text it belongs to the text. So it is held until text of its kind follows.
     """
 
     def __init__(self, functions: Mapping[str, Schema]) -> None:
-        """functions: the parameters of each function that may be called."""
+        """Create it. functions: the parameters of each function that may be called."""
         self.reader = Reader()
         self.functions = functions
         self.pieces: list[Piece] = []
@@ -48,7 +48,7 @@ class Writer:
         self._text(Kind.CONTENT, text)
 
     def think(self, text: str) -> None:
-        """Add to the thoughts."""
+        """Add to the reasoning."""
         self._text(Kind.REASONING, text)
 
     def call(self, name: str) -> None:
@@ -61,7 +61,7 @@ class Writer:
             self.pieces.append(Piece(Kind.ARGUMENTS, text))
 
     def finish(self) -> None:
-        """The text has ended: space after the answer's text is the text's own."""
+        """Finish the answer: white space at its end belongs to its text."""
         space = self._space.pop(Kind.CONTENT, "")
         if space and self._last in (None, Kind.CONTENT):
             self.pieces.append(Piece(Kind.CONTENT, space))
@@ -84,9 +84,9 @@ class Writer:
     # ------------------------------------------------------------------------------------------------- JSON
 
     def json_call(self, names: Collection[str] | None = None) -> Wait[bool]:
-        """Read {"name": …, "arguments": {…}}. False: it is none, and nothing is written.
+        """Read {"name": …, "arguments": {…}}. Return False, and write nothing, if it is not a call.
 
-        names: of the functions that count, where a text may look like a call and be none; then the name comes first.
+        names: the accepted functions, if other text may look like a call; then the name must come first.
         """
         reader = self.reader
         if not (yield from reader.match("{")):
@@ -125,7 +125,7 @@ class Writer:
         return True
 
     def _json_arguments(self, *, is_shown: bool) -> Wait[str]:
-        """The arguments' JSON, written at once where they are to be shown."""
+        """Read and return the arguments' JSON, and write it at once if `is_shown`."""
         parts: list[str] = []
         if (yield from self.reader.peek()) in ("{", "["):
             yield from self.reader.json_value(self.argue if is_shown else parts.append)
@@ -138,7 +138,7 @@ class Writer:
             inner = None
         if isinstance(inner, str) and inner.lstrip().startswith("{"):  # JSON within a JSON string
             raw = as_json(inner.lstrip())
-        elif raw == "null":  # which stands for no arguments
+        elif raw == "null":  # means no arguments
             raw = "{}"
         if is_shown:
             self.argue(raw)
@@ -147,9 +147,9 @@ class Writer:
     # ------------------------------------------------------------------------------------------------- by name
 
     def text_argument(self, name: str, key: str, ends: Ends, convert: Callable[[str], str]) -> Wait[str]:
-        """Write one argument, up to an end as `Reader.until_end` has it; returns which.
+        """Write one argument up to an end, and return that end. See `Reader.until_end`.
 
-        Texts are written as they come, others when they are whole: convert makes JSON of them.
+        Strings are written while they grow, other values when they are complete; `convert` makes JSON of those.
         """
         parameters = self.functions.get(name, {})
         if is_text(parameters, key):
@@ -173,7 +173,7 @@ class AnswerParser:
     """Reads one answer."""
 
     def __init__(self, writer: Writer, run: Wait[None], hidden: tuple[str, ...] = ()) -> None:
-        """run: what reads, from the writer's reader. hidden: texts of special tokens that no one is to see."""
+        """Create it. run: parses the writer's reader. hidden: texts of special tokens to leave out."""
         self._writer = writer
         self._run = run
         self._hidden = markers(hidden) if hidden else None
@@ -181,13 +181,13 @@ class AnswerParser:
         self._go_on()
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain with this text."""
+        """Parse a text, and return the pieces that are certain now."""
         self._writer.reader.add(self._shown(text))
         self._go_on()
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """What is left at the end."""
+        """End the text, and return the remaining pieces."""
         if self._held:
             self._writer.reader.add(self._held)
             self._held = ""
@@ -200,7 +200,7 @@ class AnswerParser:
         next(self._run, None)
 
     def _shown(self, text: str) -> str:
-        """The text without what is hidden, and without an end of it that may yet be."""
+        """Return the text without hidden texts, and hold back an end that may begin one."""
         if self._hidden is None:
             return text
         text, at, parts = self._held + text, 0, []
@@ -212,7 +212,7 @@ class AnswerParser:
         return "".join([*parts, text[at:end]])
 
     def _taken(self) -> list[Piece]:
-        """The pieces, those of one kind that follow one another as one."""
+        """Return the new pieces, and merge consecutive ones of the same kind."""
         found: list[Piece] = []
         for kind, text in self._writer.pieces:
             if found and found[-1].kind is kind is not Kind.CALL:
@@ -227,11 +227,11 @@ class Call(NamedTuple):
     """A function call."""
 
     name: str
-    arguments: str  # JSON, where the model has written any
+    arguments: str  # JSON, or empty if the model has written none
 
 
 class Answer(NamedTuple):
-    """A whole answer."""
+    """A complete answer."""
 
     reasoning: str
     content: str
@@ -239,7 +239,7 @@ class Answer(NamedTuple):
 
 
 def gathered(pieces: list[Piece]) -> Answer:
-    """The answer that pieces make."""
+    """Assemble an answer from its pieces."""
     reasoning, content, calls = "", "", list[Call]()
     for kind, text in pieces:
         if kind is Kind.REASONING:

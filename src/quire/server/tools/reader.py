@@ -1,7 +1,7 @@
-"""Reader: a text that comes in pieces, read as if all of it were there.
+"""Reader: a text that arrives in pieces, parsed as if it were complete.
 
-A parser is a generator that reads with `yield from`. Where the text so far does not decide, it waits for more. No
-decision depends on where a piece ends, so any split of a text is read alike.
+A parser is a generator that reads with `yield from`. If the text so far is ambiguous, it waits for more. No decision
+depends on where a piece ends, so every split of a text gives the same result.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from quire.server.tools.values import escaped
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]  # yields while it needs more text
-Take = Callable[[str], None]  # is given a text in pieces
-Ends = Mapping[str, "tuple[str, ...] | Ends"]  # of a value, as `Reader.until_end` reads them
+Take = Callable[[str], None]  # is called with the pieces of a text
+Ends = Mapping[str, "tuple[str, ...] | Ends"]  # end texts of a value; see `Reader.until_end`
 
 WORD = re.compile(r"[\w.-]*")
-MAX_WORD = 256  # characters of a function's name or an argument's
-ESCAPE = re.compile(r'["\\/bfnrt]|u[0-9a-fA-F]{4}')  # what may follow a backslash in a JSON string
+MAX_WORD = 256  # characters of the name of a function or an argument
+ESCAPE = re.compile(r'["\\/bfnrt]|u[0-9a-fA-F]{4}')  # valid characters after a backslash in a JSON string
 
 
 def drop(_: str) -> None:
-    """Take a text that says nothing."""
+    """Ignore a text."""
 
 
 class Markers:
-    """Texts to look for, none of which is the beginning of another one."""
+    """Texts to search for. None is the beginning of another one."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
@@ -37,11 +37,11 @@ class Markers:
         self._longest = max(map(len, texts), default=1) - 1
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The first of them in a text from a place on."""
+        """Return the match of the first of them in a text, from a position on."""
         return self._pattern.search(text, at)
 
     def certain(self, text: str, at: int) -> int:
-        """Where the end of a text, which has none of them from `at` on, may be the beginning of one."""
+        """Return the position from which the text's end may be the beginning of one, given that none is after `at`."""
         first = max(at, len(text) - self._longest)
         return next((i for i in range(first, len(text)) if text[i:] in self._beginnings), len(text))
 
@@ -50,7 +50,7 @@ markers = lru_cache(maxsize=256)(Markers)
 
 
 class Reader:
-    """The text, as far as it has come."""
+    """The text so far, and the position in it."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -66,27 +66,27 @@ class Reader:
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
-        """No piece comes any more."""
+        """Mark the text as complete."""
         self._has_ended = True
 
     def mark(self, back: int = 0) -> None:
-        """Remember this place, or one that many characters back, which were read last."""
+        """Mark the current position, or the one `back` characters earlier."""
         self._mark = self._at - back
 
     def unmark(self) -> str:
-        """What was read since the marked place."""
+        """Return the text since the marked position, and remove the mark."""
         text = self._text[self._mark : self._at]
         self._mark = None
         return text
 
     def rewind(self, text: str) -> None:
-        """Read a text again, which was read last."""
+        """Move back by a text that was read last."""
         self._at -= len(text)
 
     # ------------------------------------------------------------------------------------------------- reading
 
     def peek(self, size: int = 1) -> Wait[str]:
-        """The next characters, which are not read yet; fewer at the end."""
+        """Return the next characters without reading them; fewer at the end."""
         while len(self._text) - self._at < size and not self._has_ended:
             yield
         return self._text[self._at : self._at + size]
@@ -97,25 +97,25 @@ class Reader:
             self._at += 1
 
     def blanks(self) -> Wait[None]:
-        """Read the blanks of a line."""
+        """Read blanks and tabs."""
         while (yield from self.peek()) in (" ", "\t"):
             self._at += 1
 
     def match(self, text: str) -> Wait[bool]:
-        """Whether this text comes next; it is read then."""
+        """Read this text if it comes next. Return whether it does."""
         found = yield from self.comes(text)
         self._at += len(text) if found else 0
         return found
 
     def comes(self, text: str) -> Wait[bool]:
-        """Return whether this text comes next; it is not read."""
-        for size in range(1, len(text) + 1):  # not all at once: what differs early needs no more text
+        """Return whether this text comes next, without reading it."""
+        for size in range(1, len(text) + 1):  # step by step: an early difference needs no more text
             if (yield from self.peek(size)) != text[:size]:
                 return False
         return True
 
     def word(self) -> Wait[str]:
-        """A name, which may be empty."""
+        """Read a name, which may be empty."""
         found = ""
         while (letter := (yield from self.peek())) and WORD.fullmatch(letter) and len(found) < MAX_WORD:
             found += letter
@@ -123,7 +123,7 @@ class Reader:
         return found
 
     def scalar(self, ends: str) -> Wait[str]:
-        """What comes before one of these letters."""
+        """Read the text before one of these characters."""
         found = ""
         while (letter := (yield from self.peek())) and letter not in ends:
             found += letter
@@ -131,7 +131,7 @@ class Reader:
         return found
 
     def until(self, texts: tuple[str, ...], take: Take) -> Wait[str]:
-        """Give away what comes before the first of these texts, which is read too; empty: the end came first."""
+        """Pass on the text before the first of these, and read that one too. Return it, or "" if none comes."""
         sought = markers(texts)
         while True:
             if (found := sought.find(self._text, self._at)) is not None:
@@ -144,16 +144,16 @@ class Reader:
             yield
 
     def collect(self, texts: tuple[str, ...]) -> Wait[tuple[str, str]]:
-        """What comes before the first of these texts, and which one it is, as for `until`."""
+        """Return the text before the first of these, and that one, as `until` does."""
         parts: list[str] = []
         end = yield from self.until(texts, parts.append)
         return "".join(parts), end
 
     def until_end(self, ends: Ends, take: Take) -> Wait[str]:
-        """As `until`, but an end counts only where one of its followers comes next, or nothing does.
+        """Read like `until`, but accept an end only if one of its followers, or nothing, comes next.
 
-        White space and commas before a follower are skipped; the follower is not read. An end without a follower is a
-        part of the value, as in a document with the same tags. So is a text that maps to other ends, which hold from
+        White space and commas before a follower are skipped; the follower is not read. An end without a follower is
+        part of the value, as in a document with the same tags. So is a text that maps to other ends, which apply from
         there on.
         """
         while end := (yield from self.until(tuple(ends), take)):
@@ -175,7 +175,7 @@ class Reader:
         return ""
 
     def json_string(self) -> Wait[str | None]:
-        """A JSON string's text; None where there is none, of which nothing is read."""
+        """Read a JSON string, and return its text. Return None, and read nothing, if none comes next."""
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []
@@ -187,10 +187,10 @@ class Reader:
         return str(text)
 
     def json_value(self, take: Take) -> Wait[None]:
-        """Give away one JSON value as it is written. Only brackets and quotes are looked at.
+        """Pass on one JSON value unchanged. Only brackets and quotes are examined.
 
-        A letter of a string that JSON wants escaped is escaped: models write texts with line breaks, and backslashes
-        that escape nothing.
+        Characters of a string that JSON requires to be escaped are escaped: models write texts with line breaks and
+        with backslashes that escape nothing.
         """
         depth, is_quoted, is_escaped = 0, False, False
         while True:
@@ -200,7 +200,7 @@ class Reader:
                 letter = text[at]
                 if is_quoted:
                     if is_escaped and letter == "u" and end - at < 5 and not self._has_ended:
-                        end = at  # the digits are to come
+                        end = at  # wait for the digits
                         break
                     if is_escaped and not ESCAPE.match(text, at):
                         self._give(at, take)
@@ -223,7 +223,7 @@ class Reader:
                     depth += 1
                 elif letter in "}]":
                     if depth <= 1:
-                        return self._give(at + depth, take)  # one that closes nothing is not the value's
+                        return self._give(at + depth, take)  # an unmatched bracket does not belong to the value
                     depth -= 1
                 elif depth == 0 and (letter in ",;<" or letter.isspace()):
                     return self._give(at, take)
@@ -233,7 +233,7 @@ class Reader:
             yield
 
     def python_value(self) -> Wait[str]:
-        """A value as Python writes it, up to a comma or bracket that is not its own."""
+        """Read a value in Python's syntax, up to a comma or bracket that does not belong to it."""
         parts: list[str] = []
         depth = 0
         while letter := (yield from self.peek()):
@@ -252,7 +252,7 @@ class Reader:
         return "".join(parts).strip()
 
     def _quoted(self, quote: str) -> Wait[str]:
-        """The rest of a Python string, its quote included."""
+        """Read the rest of a Python string, including its closing quote."""
         parts: list[str] = []
         while letter := (yield from self.peek()):
             if letter == "\\":
@@ -273,7 +273,7 @@ class Reader:
 
 
 def as_json(text: str) -> str:
-    """The JSON value that a whole text begins with, as `Reader.json_value` gives it."""
+    """Return the JSON value at the beginning of a complete text, as `Reader.json_value` passes it on."""
     reader = Reader()
     reader.add(text)
     reader.end()

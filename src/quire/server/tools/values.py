@@ -1,4 +1,4 @@
-"""Arguments that are not written as JSON: from their texts to JSON of the types that a schema names."""
+"""Conversion of arguments that are not written as JSON to JSON of the types in a schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
-MAX_OPTIONS = 256  # schemas that are looked at for the types of one value
+MAX_OPTIONS = 256  # schemas that are examined for the types of one value
 PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -21,7 +21,7 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def dumps(value: Any) -> str:
-    """JSON; what JSON does not have becomes a text."""
+    """Encode a value as JSON. Values that JSON does not have become strings."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
     except (ValueError, TypeError, RecursionError):
@@ -29,19 +29,19 @@ def dumps(value: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """A part of a text as it stands within a JSON string."""
+    """Escape a part of a text for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def property_of(parameters: Schema, name: str) -> Schema:
-    """The schema of an argument; empty where nothing is known of it."""
+    """Return the schema of an argument, or an empty one if it is unknown."""
     found = parameters.get("properties")
     schema = found.get(name) if isinstance(found, Mapping) else None
     return schema if isinstance(schema, Mapping) else {}
 
 
 def types_of(schema: Schema, root: Schema) -> frozenset[str]:
-    """The names of the types that a value may have; empty where the schema does not say."""
+    """Return the names of the types that a value may have; empty if the schema does not restrict them."""
     found: set[str] = set()
     left, budget = [schema], MAX_OPTIONS
     while left:
@@ -65,7 +65,7 @@ def types_of(schema: Schema, root: Schema) -> frozenset[str]:
 
 
 def referred(root: Schema, reference: Any) -> Schema:
-    """What a reference within a schema names; empty: nothing."""
+    """Return the schema that a reference names, or an empty one if it names nothing."""
     found: Any = root if isinstance(reference, str) and reference.startswith("#") else None
     for part in reference[2:].split("/") if found is not None and len(reference) > 1 else ():
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -73,14 +73,15 @@ def referred(root: Schema, reference: Any) -> Schema:
 
 
 def is_text(parameters: Schema, name: str) -> bool:
-    """Whether an argument is a text in any case."""
+    """Return whether an argument can only be a string."""
     return types_of(property_of(parameters, name), parameters) == {"string"}
 
 
 def json_of_text(text: str, parameters: Schema, name: str) -> str:
-    """JSON of an argument that a model has written without quotes, as XML-like syntaxes do.
+    """Return the JSON of an argument that a model wrote without quotes, as in XML-like syntaxes.
 
-    A text that is no value of the schema's types stays a text. Without types, what reads as a list or object is one.
+    A text that is not a value of the schema's types stays a string. Without types, a text that can be parsed as a list
+    or an object becomes one.
     """
     types = types_of(property_of(parameters, name), parameters)
     if types == {"string"}:
@@ -96,7 +97,7 @@ def json_of_text(text: str, parameters: Schema, name: str) -> str:
 
 
 def literal(text: str) -> Any:
-    """The value of a JSON or Python literal; None where it is neither."""
+    """Return the value of a JSON or Python literal, or None if it is neither."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -108,7 +109,7 @@ def literal(text: str) -> Any:
 
 
 def json_of_literal(text: str) -> str:
-    """JSON of a value as Python writes it. What is no literal becomes a text."""
+    """Return the JSON of a Python literal. Any other text becomes a string."""
     value = literal(text)
     return dumps(text if value is None and text not in ("null", "None") else value)
 

@@ -1,4 +1,4 @@
-"""Clocks: when each request came, ran, grew and ended, for metrics and traces."""
+"""Clocks: the times at which each request arrived, ran, grew and ended, for metrics and traces."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from quire.jobs import Job, Search
 from quire.request import FinishReason, Request
 from quire.server.watch.metrics import Metrics, RequestClock
 
-if TYPE_CHECKING:  # its packages are an extra
+if TYPE_CHECKING:  # needs the packages of an extra
     from quire.server.watch.traces import Traces
 
 log = logging.getLogger("quire.server")
-FIRST_BLOCKS = (BlocksAllocated, BlocksShared, BlocksForked)  # one of these comes first when a request begins to run
+FIRST_BLOCKS = (BlocksAllocated, BlocksShared, BlocksForked)  # one of these is the first event of a running request
 
 
 class Clocks:
-    """A clock for each request that has not ended. Methods are the engine thread's, but for `clock` and `began`."""
+    """A clock for each open request. Call its methods on the engine's thread, except `clock` and `began`."""
 
     def __init__(self, metrics: Metrics, traces: Traces | None) -> None:
         self._metrics = metrics
@@ -31,26 +31,26 @@ class Clocks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all requests have ended."""
+        """True if all requests have ended."""
         return not self._clocks and not self._waiting
 
     def clock(self, request: Request) -> RequestClock:
-        """A request's clock starts when it comes, not when a step has time for it. The event loop's."""
+        """Start a request's clock at its arrival, not when a step accepts it. Called on the event loop."""
         sampling = request.sampling
         return self._metrics.request(request.num_prompt, sampling.max_tokens, sampling.n)
 
     def began(self, requests: Sequence[Request]) -> None:
-        """These requests are queued now, below the span that is open. The event loop's."""
+        """Record that requests are queued, below the open span. Called on the event loop."""
         if self._traces is not None:
             self._traces.began(requests)
 
     def add(self, clocks: Mapping[str, RequestClock]) -> None:
-        """These requests come now."""
+        """Add the clocks of new requests."""
         self._clocks.update(clocks)
         self._waiting.update(clocks)
 
     def drop(self, job: Job) -> None:
-        """Those of its requests that have not ended never will: it could not be queued."""
+        """Drop the open requests of a job that could not be queued."""
         now = time.monotonic()
         for request in job.requests:
             clock = self._clocks.pop(request.id, None)
@@ -59,13 +59,13 @@ class Clocks:
                 self._trace(request.id, clock, FinishReason.ERROR.value, now)
 
     def hear(self, event: CacheEvent) -> None:
-        """What happens in the cache says which request begins to run."""
+        """Record from a cache event that a request starts to run."""
         if self._waiting and isinstance(event, FIRST_BLOCKS) and event.request_id in self._waiting:
             self._waiting.discard(event.request_id)
             self._clocks[event.request_id].scheduled(event.time)
 
     def observe(self, step: Step) -> None:
-        """Count what a step brought."""
+        """Count the results of a step."""
         num_new = sum(self._count_search(search) for search in step.searches)
         for event, _ in step.texts:
             clock = self._clocks.get(event.request_id)
@@ -84,7 +84,7 @@ class Clocks:
         self._metrics.step(num_new, step.seconds)
 
     def _count_search(self, search: Search) -> int:
-        """Its tokens are known at its end, all at once."""
+        """Count a finished search, whose tokens all arrive at its end. Return their number."""
         driver, clock = search.driver, self._clocks.pop(search.driver.request.id)
         reason, num_tokens = FinishReason.ERROR.value, 0
         self._waiting.discard(driver.request.id)
@@ -99,10 +99,10 @@ class Clocks:
         return num_tokens
 
     def _trace(self, name: str, clock: RequestClock, reason: str, now: float) -> None:
-        """A request has ended."""
+        """Trace a request that has ended."""
         if self._traces is None:
             return
         try:
             self._traces.ended(name, clock.moments, reason, now)
-        except Exception:  # who watches must not hurt who is served
+        except Exception:  # a failure of observation must not affect requests
             log.exception("a request could not be traced")

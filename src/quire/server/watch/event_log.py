@@ -1,6 +1,6 @@
-"""What happens to blocks and requests, recorded as it happens and reported as lines of JSON when asked for.
+"""A log of events of blocks and requests: recorded as they happen, reported as lines of JSON on demand.
 
-A line holds ids and counts, never a token. All times are seconds since the log began.
+A line contains ids and counts, never a token. All times are seconds since the log began.
 """
 
 from __future__ import annotations
@@ -16,63 +16,63 @@ from quire.engine.engine import Engine
 from quire.request import Event, FinishReason, Miss, PrefixReport, Request
 from quire.server.http.sse import dumps
 
-MAX_UNREPORTED = 8192  # events that are kept until they are reported; older ones are lost
+MAX_UNREPORTED = 8192  # events that are kept until they are reported; if there are more, the oldest are lost
 
 WAITING, RUNNING, SWAPPED = "waiting", "running", "swapped"
-# With these a request begins to run, or goes on.
+# The events with which a request starts or resumes.
 BEGINNINGS = frozenset({cache.BlocksAllocated, cache.BlocksShared, cache.BlocksForked, cache.BlocksSwappedIn})
 PLAIN = {cache.BlocksAllocated: "allocated", cache.BlocksShared: "shared", cache.BlocksFreed: "freed"}
-ONE_BLOCK_EACH = {"stored": 4, "evicted": 3, "forgotten": 3}  # lines that are joined, and how many fields must agree
+ONE_BLOCK_EACH = {"stored": 4, "evicted": 3, "forgotten": 3}  # lines that are joined, and the fields that must agree
 ON_DISK = (cache.DiskBlockStored, cache.DiskBlockRemoved)
 SWAPS = {cache.BlocksSwappedOut: "swapped_out", cache.BlocksSwappedIn: "swapped_in"}
 
 
 @dataclass(eq=False, slots=True)
 class TrackedRequest:
-    """A request that has not ended, as far as the log has seen it."""
+    """An open request, as the log has seen it."""
 
     request: Request
     arrived: float
     state: str = WAITING
-    ran: float | None = None  # when it first did
-    spoke: float | None = None  # when its first token came
+    ran: float | None = None  # when it first ran
+    spoke: float | None = None  # when its first token arrived
     num_prompt: int = 0  # tokens of the prompt that were counted as computed, or found in the cache
-    num_generated: int = 0  # tokens that were counted as generated, or taken over from a parent
-    num_in_steps: int = 0  # tokens of the prompt that were found in the cache, or reported as a step's
-    reported: tuple[int, ...] = ()  # its numbers, as last reported
+    num_generated: int = 0  # tokens that were counted as generated, or inherited from a parent
+    num_in_steps: int = 0  # tokens of the prompt that were found in the cache, or reported in a step
+    reported: tuple[int, ...] = ()  # its last reported numbers
 
 
 class EventLog:
-    """Records what happens in an engine. All methods are for the thread that the engine belongs to."""
+    """Records the events of an engine. Call all methods on the engine's thread."""
 
     def __init__(self, engine: Engine, reports_salts: bool = True) -> None:
-        """reports_salts: whether a miss may say that the same text is cached under another salt."""
+        """Start to record. reports_salts: whether a miss may reveal that the same text is cached under another salt."""
         self._reports_salts = reports_salts
         self.requests: dict[str, TrackedRequest] = {}  # by request id
         self.counts = {"copies": 0, "swapped_out": 0, "swapped_in": 0, "evictions": 0}  # blocks, so far
         self.num_prompt_tokens = self.num_generated_tokens = 0  # computed and generated, so far
         self._scheduler = engine.scheduler
         self._start = engine.scheduler.clock()
-        # Events with their request's ordinal; of BlockStored the block before; of it and of BlockRemoved which of their
-        # blocks this is about; and lines about requests and steps.
+        # Entries are lines about requests and steps, or events with their request's ordinal, the block's predecessor
+        # (for BlockStored), and the index of the entry's block in the event (for BlockStored and BlockRemoved).
         self._unreported: deque[tuple[CacheEvent, int, int, int] | list[Any]] = deque(maxlen=MAX_UNREPORTED)
         self._silent: dict[str, TrackedRequest] = {}  # the requests that have run, but have no token yet
-        self._states: Counter[str] = Counter()  # how many requests are in each state
+        self._states: Counter[str] = Counter()  # number of requests in each state
         self._last_met = -1  # ordinal
         self._num_steps = 0
-        self._num_planned = engine.scheduler.num_planned  # tokens, up to the last step that was reported
-        self._step_end: float | None = None  # of the last step, where there was work left for another one
+        self._num_planned = engine.scheduler.num_planned  # tokens, up to the last reported step
+        self._step_end: float | None = None  # of the last step, if there was work left for another one
         self._meet(self._start)
         self._reconcile(self._start)
         engine.listen(self._hear)
 
     def __len__(self) -> int:
-        """Events that were not reported. Any thread may ask."""
+        """Return the number of unreported events. Any thread may call it."""
         return len(self._unreported)
 
     @property
     def now(self) -> float:
-        """The time."""
+        """The current time."""
         return self._at(self._scheduler.clock())
 
     def _at(self, moment: float) -> float:
@@ -81,7 +81,7 @@ class EventLog:
     # ------------------------------------------------------------------------------------------------- recording
 
     def _hear(self, event: CacheEvent) -> None:
-        if isinstance(event, ON_DISK):  # no block of a pool changes
+        if isinstance(event, ON_DISK):  # does not change a block of a pool
             return
         name, ordinal = getattr(event, "request_id", None), -1
         if name is not None:
@@ -99,13 +99,13 @@ class EventLog:
         if isinstance(event, cache.BlockStored) and event.parent_block_hash is not None:
             found = self._scheduler.manager.indexes[event.group].block_of(event.parent_block_hash)
             before = -1 if found is None else found
-        # An entry for each block that can, or can no longer, be reused: a long prompt has many in one event.
+        # One entry for each block that becomes reusable, or is not any more: the event of a long prompt has many.
         for at in range(len(event.blocks) if isinstance(event, (cache.BlockStored, cache.BlockRemoved)) else 1):
             self._unreported.append((event, ordinal, before, at))
             before = event.blocks[at] if isinstance(event, cache.BlockStored) else -1
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Take in the events of a step."""
+        """Record the events of a step."""
         scheduler, silent = self._scheduler, self._silent
         now = scheduler.clock()
         self._meet(scheduler.manager.now)
@@ -113,7 +113,7 @@ class EventLog:
         self._step_end = now if scheduler.has_work else None
         if silent:
             for event in events:
-                # Where a beam search chooses the tokens, an event has logprobs alone.
+                # The events of a beam search, which chooses the tokens itself, have only logprobs.
                 if event.token is not None or event.logprobs is not None:
                     tracked = silent.pop(event.request_id, None)
                     if tracked is not None:
@@ -123,11 +123,11 @@ class EventLog:
             self._end(event, now)
         if self._states[RUNNING] != len(scheduler.running) or self._states[SWAPPED] != len(scheduler.swapped):
             self._reconcile(now)
-        if step is not None:  # last: what stands before it, back to the step before, belongs to it
+        if step is not None:  # last, because the entries since the previous step belong to this one
             self._unreported.append(step)
 
     def _step(self, events: Sequence[Event], now: float) -> list[Any]:
-        """A line about a step that computed something: when, how long, how many tokens, which pieces of prompts."""
+        """Return a line about a step that computed tokens: time, duration, token counts, and chunks of prompts."""
         scheduler, pieces = self._scheduler, []
         spoke = {event.request_id for event in events if event.token is not None} if self._silent else set()
         for tracked in self._silent.values():
@@ -148,7 +148,7 @@ class EventLog:
         return [*line, num_decoded, waiting, scheduler.hold(), pieces]
 
     def _meet(self, now: float) -> None:
-        """Find the requests that have come."""
+        """Find the requests that have arrived."""
         new: list[Request] = []
         for request in reversed(self._scheduler.requests.values()):
             if request.schedule.ordinal <= self._last_met:
@@ -168,9 +168,9 @@ class EventLog:
         return tracked
 
     def _run(self, tracked: TrackedRequest, now: float) -> None:
-        """A request has got blocks."""
+        """Record that a request got blocks."""
         request = tracked.request
-        if tracked.state is WAITING:  # from the host it comes back with all that it had
+        if tracked.state is WAITING:  # a swapped request returns with all that it had
             tracked.num_prompt = min(request.cache.num_cached, request.num_prompt)
         self._move(tracked, RUNNING)
         if tracked.ran is None:
@@ -182,7 +182,7 @@ class EventLog:
             self._unreported.append(["resumed", self._at(now), request.schedule.ordinal])
 
     def report(self, request: Request) -> PrefixReport | None:
-        """What the prefix cache had for a request, as far as it may be reported."""
+        """Return the prefix cache's report on a request, without the information that must not be reported."""
         found = request.cache.prefix_report
         if found is None or found.miss is not Miss.SALT or self._reports_salts:
             return found
@@ -192,14 +192,14 @@ class EventLog:
         self._states[tracked.state] -= 1
         self._states[state] += 1
         tracked.state = state
-        tracked.reported = ()  # a snapshot in between may have reported others
+        tracked.reported = ()  # a snapshot in between may have reported other numbers
 
     def _reconcile(self, now: float) -> None:
         """Find the requests that lost their blocks, but have not ended."""
         for tracked in self.requests.values():
             request = tracked.request
             state = RUNNING if request.cache.block_ids else SWAPPED if request.cache.host_block_ids else WAITING
-            if state is RUNNING and tracked.state is not RUNNING:  # since before the log began
+            if state is RUNNING and tracked.state is not RUNNING:  # it has run since before the log began
                 self._run(tracked, now)
             elif state is not tracked.state:
                 if tracked.state is RUNNING:
@@ -210,9 +210,9 @@ class EventLog:
 
     def _end(self, event: Event, now: float) -> None:
         tracked = self.requests.pop(event.request_id, None)
-        error = None if event.error is None else event.error.partition(":")[0]  # the rest may quote anything
+        error = None if event.error is None else event.error.partition(":")[0]  # the rest may contain client data
         line = ["ended", self._at(now), -1, event.request_id, event.finish_reason, 0, 0, error]
-        if tracked is not None:  # else it came and went between two steps
+        if tracked is not None:  # otherwise it arrived and ended between two steps
             request = tracked.request
             self._silent.pop(request.id, None)
             self._states[tracked.state] -= 1
@@ -223,7 +223,8 @@ class EventLog:
     def _count(self, tracked: TrackedRequest) -> None:
         """Count the tokens that a request has computed and generated since the last call."""
         request = tracked.request
-        whole = tracked.spoke is not None or request.finish_reason is FinishReason.LENGTH  # embedded, without a token
+        # An embedded request ends with LENGTH, without a token.
+        whole = tracked.spoke is not None or request.finish_reason is FinishReason.LENGTH
         computed = request.num_prompt if whole else min(request.cache.num_computed, request.num_prompt)
         self.num_prompt_tokens += max(0, computed - tracked.num_prompt)
         tracked.num_prompt = max(computed, tracked.num_prompt)
@@ -233,7 +234,7 @@ class EventLog:
     # ------------------------------------------------------------------------------------------------- reporting
 
     def take(self) -> list[bytes]:
-        """A line for each event since the last call: its name, the time, and more."""
+        """Return a line for each event since the last call: its name, the time, and its fields."""
         self._meet(self._scheduler.clock())
         lines: list[list[Any]] = []
         while self._unreported:
@@ -270,7 +271,7 @@ class EventLog:
         return ["cleared", at, group]
 
     def numbers(self) -> list[list[int]]:
-        """Of each running request whose numbers changed: ordinal, tokens generated and stored, blocks freed."""
+        """Return, for each running request with changed numbers: ordinal, tokens generated and stored, blocks freed."""
         rows = []
         for request in self._scheduler.running:
             tracked = self.requests[request.id]
@@ -287,13 +288,13 @@ class EventLog:
 
 
 def family(request: Request) -> int:
-    """The ordinal of the first request of the same prompt, by which people know all of them."""
+    """Return the ordinal of the first request of the same prompt, which identifies all of them for people."""
     first = request.group.members[0].schedule.ordinal if request.group and request.group.members else -1
     return request.schedule.ordinal if first < 0 else first
 
 
 def shorten(blocks: Iterable[int]) -> list[int]:
-    """Block ids, runs made short: after an id, -2k stands for k more that ascend from it, -2k-1 for k that descend."""
+    """Shorten runs of block ids: after an id, -2k means k more ids in ascending order, -2k-1 k more in descending."""
     short: list[int] = []
     last, step, count = -2, 0, 0
     for block in blocks:
@@ -313,7 +314,7 @@ def shorten(blocks: Iterable[int]) -> list[int]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Convert a value for JSON."""
     if isinstance(value, PrefixReport):
         found = {"cached": value.num_cached, "miss": value.miss, "text": str(value)}
         return found | ({"differs": value.first_difference} if value.miss is Miss.DIFFERS else {})
@@ -325,5 +326,5 @@ def _shortened(value: Any) -> Any:
 
 
 def _name(digest: bytes) -> str:
-    """Enough of a block's digest to identify it."""
+    """Return enough of a block's digest to identify it."""
     return digest.hex()[:8]

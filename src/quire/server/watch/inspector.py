@@ -1,8 +1,8 @@
-"""The block inspector: records of what happens in the cache, for a page that draws it.
+"""The block inspector: records of the cache's events, for a page that draws them.
 
-A watcher gets a snapshot of all books, then records of what happened since, at most one every INTERVAL seconds; from
-these it can rebuild every table. While there is no watcher, what happens is only noted, so that a snapshot can show the
-stories up to it.
+A watcher gets a snapshot of all block tables, then records of the events since then, at most one every INTERVAL
+seconds; from these it can rebuild every table. Without a watcher, events are only logged, so that a snapshot can show
+the requests' earlier events.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, PAGES, page_at
 log = logging.getLogger("quire.server")
 
 INTERVAL = 0.05  # seconds from one record to the next
-MAX_HISTORY = 400_000  # bytes of events before a snapshot that it reports
-MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for it
+MAX_HISTORY = 400_000  # bytes of earlier events that a snapshot includes
+MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, it gets no records
 KINDS = {CacheGroup: "attention", StateGroup: "states", RowGroup: "rows"}
-PATIENCE = 0.2  # seconds after which a stream asks for what no record has reported yet
+PATIENCE = 0.2  # seconds after which a stream requests a record of unreported events
 T = TypeVar("T")
 
 
@@ -42,30 +42,30 @@ class Watcher:
     """One reader of the stream."""
 
     def __init__(self, deliver: Callable[[bytes], None]) -> None:
-        """deliver: takes a part of the stream, on the engine's thread; an empty one is the end."""
+        """Create it. `deliver` accepts a part of the stream, on the engine's thread; an empty part is the end."""
         self.deliver = deliver
-        self.gone = False  # set by the reader: it wants nothing more
-        self.num_taken = 0  # bytes; the reader counts
-        self.num_delivered = 0  # bytes; Inspector counts
-        self.missed = False  # records were left out: the next thing that it gets is a snapshot; set by Inspector
+        self.gone = False  # set by the reader when it has disconnected
+        self.num_taken = 0  # bytes; counted by the reader
+        self.num_delivered = 0  # bytes; counted by Inspector
+        self.missed = False  # set by Inspector if records were left out, so that a snapshot is next
 
 
 class Inspector:
-    """Reports to watchers what happens in an engine. Methods are for the thread that it belongs to, or say which."""
+    """Reports the events of an engine to watchers. Call methods on the engine's thread, unless they state otherwise."""
 
     def __init__(
         self, engine: Engine, about: Mapping[str, str | int] | None = None, reports_salts: bool = True
     ) -> None:
-        """about: what the page shows of the server, such as the model's name.
+        """Create it. about: properties of the server that the page shows, such as the model's name.
 
-        reports_salts: whether a miss may say that the same text is cached under another salt. Not where clients must
-        not know of each other, as each of them may look.
+        reports_salts: whether a miss may reveal that the same text is cached under another salt. False if clients must
+        not learn about each other, since each of them may watch.
         """
         self._scheduler = engine.scheduler
         self._about = dict(about or {})
         self._log = EventLog(engine, reports_salts)
         self._epoch = time.time() - self._log.now
-        self._history: deque[bytes] = deque()  # events that were reported
+        self._history: deque[bytes] = deque()  # reported events
         self._history_size = 0  # bytes
         self._watchers: list[Watcher] = []
         self._number = 0  # of the last record
@@ -74,21 +74,21 @@ class Inspector:
 
     @property
     def has_news(self) -> bool:
-        """Whether something happened that no record has reported. Any thread may ask."""
+        """True if there are unreported events. Any thread may read it."""
         return len(self._log) > 0
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Take in what a step reported, and send it to the watchers if it is time."""
+        """Log the events of a step, and send a record to the watchers if it is time."""
         self._log.observe(events)
         if self._watchers and (time.monotonic() >= self._next_flush or len(self._log) > MAX_UNREPORTED // 2):
             self.flush()
 
     def subscribe(self, watcher: Watcher) -> None:
-        """Send a watcher a snapshot, and from then on every record.
+        """Send a watcher a snapshot, and then every record.
 
-        Raises ApiError (503) where too many watch already.
+        Raises ApiError (503) if there are too many watchers already.
         """
-        self.flush()  # the others then know what this one will be sent
+        self.flush()  # first, so that the other watchers also get the events that the snapshot includes
         if len(self._watchers) >= MAX_WATCHERS:
             raise ApiError(f"{MAX_WATCHERS} watch the blocks already", HTTPStatus.SERVICE_UNAVAILABLE, code="watched")
         self._watchers.append(watcher)
@@ -97,22 +97,22 @@ class Inspector:
             self._hand(watcher, b"")
 
     def unsubscribe(self, watcher: Watcher) -> None:
-        """Send a watcher nothing more. Any thread may call it."""
+        """Stop sending to a watcher. Any thread may call it."""
         watcher.gone = True
 
     def close(self) -> None:
-        """End the streams of all who watch, and of those who yet come. Any thread may call it."""
+        """End the streams of all current and future watchers. Any thread may call it."""
         self._closed = True
         for watcher in tuple(self._watchers):
             self._hand(watcher, b"")
 
     def flush(self) -> None:
-        """Send the watchers what happened since the last record."""
+        """Send the watchers a record of the events since the last one."""
         self._watchers = [watcher for watcher in self._watchers if not watcher.gone]
         if not self._watchers:
             return
         self._next_flush = time.monotonic() + INTERVAL
-        if len(self._log) == MAX_UNREPORTED:  # some may be lost
+        if len(self._log) == MAX_UNREPORTED:  # events may be lost
             for watcher in self._watchers:
                 watcher.missed = True
         events, numbers = self._take(), self._log.numbers()
@@ -139,12 +139,12 @@ class Inspector:
     def _hand(self, watcher: Watcher, part: bytes) -> None:
         try:
             watcher.deliver(part)
-        except Exception as error:  # such as an event loop that is closed
+        except Exception as error:  # such as a closed event loop
             log.debug("a watcher is let go: %s", error)
             watcher.gone = True
 
     def _take(self) -> list[bytes]:
-        """What happened since the last record. It joins the history."""
+        """Return the events since the last record, and add them to the history."""
         lines = self._log.take()
         self._history += lines
         self._history_size += sum(map(len, lines))
@@ -153,12 +153,12 @@ class Inspector:
         return lines
 
     def _part(self, head: Mapping[str, Any], name: str, lines: Iterable[bytes]) -> bytes:
-        """A server-sent event: the head's fields and, under that name, these lines, which are JSON already."""
+        """Return a server-sent event with the head's fields and, under `name`, the lines, which are already JSON."""
         start = f"id: {self._number}\ndata: ".encode() + dumps(head)[:-1]
         return start + f',"{name}":['.encode() + b",".join(lines) + b"]}\n\n"
 
     def _gauges(self) -> dict[str, int]:
-        """How many requests there are, and what was counted so far."""
+        """Return the numbers of requests, and the counters so far."""
         scheduler, hits = self._scheduler, self._scheduler.manager.hits
         return {
             "waiting": len(scheduler.waiting),
@@ -176,7 +176,7 @@ class Inspector:
         }
 
     def _snapshot(self) -> bytes:
-        """All books as they stand, and what happened before."""
+        """Return a snapshot: the current block tables, and the history."""
         self._take()
         self._log.numbers()
         scheduler, manager = self._scheduler, self._scheduler.manager
@@ -194,7 +194,7 @@ class Inspector:
                 "kinds": [KINDS[type(group)] for group in manager.groups],
                 "pools": [pool.num_blocks for pool in manager.pools],
                 "hosts": [pool.num_blocks for pool in manager.host_pools],
-                "spans": manager.spans,  # tokens that a block stands for
+                "spans": manager.spans,  # tokens of a block
                 "windows": [group.window for group in manager.groups],
                 "layers": [len(group.layers) for group in manager.groups],
                 "max_num_seqs": scheduler.max_num_seqs,
@@ -235,14 +235,14 @@ class Inspector:
 
 
 class EngineThread(Protocol):
-    """What the routes need of AsyncLLM."""
+    """The routes' interface to AsyncLLM."""
 
     def call(self, function: Callable[[], T]) -> Coroutine[Any, Any, T]:
         """Run a function on the engine's thread, between two steps. Raises EngineStopped."""
 
 
 def router(inspector: Inspector, engine: EngineThread) -> APIRouter:
-    """GET /inspector, the page, /inspector/events, what it shows, and /inspector/demo, a recording to begin with."""
+    """Return GET /inspector, the page, /inspector/events, its stream, and /inspector/demo, a sample recording."""
     routes = APIRouter()
     page = page_at(PAGES / "inspector.html")
     demo = (PAGES / "demo.json.gz").read_bytes()
@@ -269,7 +269,7 @@ def router(inspector: Inspector, engine: EngineThread) -> APIRouter:
 
 
 class _Reader:
-    """A watcher's end on the event loop."""
+    """A watcher's stream on the event loop."""
 
     def __init__(self, inspector: Inspector, engine: EngineThread) -> None:
         self.watcher = Watcher(self._deliver)
@@ -279,7 +279,7 @@ class _Reader:
         self._wake = asyncio.Event()
 
     def _deliver(self, part: bytes) -> None:
-        """The engine thread's."""
+        """Queue a part. Called on the engine's thread."""
         self._parts.append(part)
         self._loop.call_soon_threadsafe(self._wake.set)
 
@@ -289,7 +289,7 @@ class _Reader:
         self._wake.set()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """What was delivered, as it comes."""
+        """Yield each part after its delivery."""
         last = time.monotonic()
         while not self.watcher.gone:
             if self._parts:
@@ -313,11 +313,11 @@ class _Reader:
                     yield STILL_HERE
 
     async def _flush(self) -> bool:
-        """Report what no record has, as nothing came for a while. False: the engine will not run again."""
+        """Request a record after a silence. Return False if the engine will not run again."""
         try:
             await asyncio.wait_for(self._engine.call(self._inspector.flush), HEARTBEAT)
         except asyncio.TimeoutError:
-            return True  # it is in a long step
+            return True  # the engine is in a long step
         except EngineStopped:
             return False
         return True

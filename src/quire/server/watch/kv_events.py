@@ -1,12 +1,12 @@
-"""Block events for routers of others: what can be reused here, over ZeroMQ, in the wire form of vLLM.
+"""Block events for external routers: changes of the reusable blocks, over ZeroMQ, in vLLM's wire format.
 
 A message of the PUB socket has three frames: a topic, the batch's number (8 bytes, big-endian, from 0 on), and the
 batch in msgpack: [seconds since the epoch, events, 0], where the last one is vLLM's rank in data parallelism. An event
 is a map with the fields of vLLM 0.26 and later. A step with events makes one batch.
 
-A subscriber that finds a number missing asks the ROUTER socket: an empty frame, then the first number that it wants. It
-gets an empty frame, the topic, a number and a batch for each that is still remembered, and at the end the same with an
-empty topic, the number END and an empty batch.
+A subscriber that misses a number sends a request to the ROUTER socket: an empty frame, then the first number that it
+needs. For each batch that is still stored it gets an empty frame, the topic, the number and the batch, and at the end
+the same with an empty topic, the number END and an empty batch.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from quire.errors import ConfigError
 log = logging.getLogger("quire.server")
 
 MEDIUM = "GPU"  # vLLM's name for the cache that the model computes with, on a CPU too; the others are tiers below it
-RANK = 0  # in data parallelism; routers want the field
-MAX_REMEMBERED = 10_000  # batches that can be asked for again
-MAX_OUTSTANDING = 10_000  # batches that a subscriber has not read; after that it misses some, and can ask for them
+RANK = 0  # in data parallelism; routers require the field
+MAX_REMEMBERED = 10_000  # batches that are stored for replay
+MAX_OUTSTANDING = 10_000  # batches that a subscriber has not read; further ones are dropped, but can be replayed
 MAX_QUEUED = 10_000  # batches that wait to be encoded
-WAIT = 0.05  # seconds in which a request for old batches, or the end, is noticed
-LINGER = 500  # milliseconds that the last batches get to leave
+WAIT = 0.05  # seconds within which a replay request, or the end, is noticed
+LINGER = 500  # milliseconds for sending the last batches
 CLOSE_WITHIN = 2.0  # seconds
-END = b"\xff" * 8  # instead of a number: there are no more
+END = b"\xff" * 8  # instead of a number: there are no more batches
 NUMBER_SIZE = 8  # bytes
-HASH_SIZE = 8  # bytes of a digest that are a block's hash
+HASH_SIZE = 8  # bytes of a digest that form a block's hash
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Full blocks, each after the one before it, can be reused from now on.
+    """Consecutive full blocks became reusable.
 
     vLLM's optional fields `extra_keys`, `locality` and `ownership` are left out: nothing here has them, and a salt is a
     secret of its client.
@@ -92,9 +92,9 @@ def wire_hash(digest: bytes) -> int:
 
 
 def wire_events(events: Sequence[CacheEvent], groups: Sequence[AnyGroup]) -> list[WireEvent]:
-    """The events of an engine's cache in the wire form, those left out that say nothing of what can be reused.
+    """Convert cache events to the wire format, without those that do not affect the reusable blocks.
 
-    groups: of that cache. Blocks of a group that follow one another become one event, as far as that changes nothing.
+    groups: of the cache. Consecutive blocks of a group are merged into one event if that does not change the meaning.
     """
     wire: list[WireEvent] = []
     stored: dict[int, BlockStored] = {}  # the last one of each group, if none of its blocks was removed since
@@ -136,36 +136,36 @@ def wire_events(events: Sequence[CacheEvent], groups: Sequence[AnyGroup]) -> lis
 
 
 def listens(endpoint: str) -> bool:
-    """Whether events are published by listening at that endpoint, or by connecting to a subscriber that listens there.
+    """Return whether to listen at an endpoint; otherwise the publisher connects to a subscriber that listens there.
 
-    It is vLLM's rule, and 0.0.0.0 besides: an address with a wildcard or with "::" is listened at, and so is a path.
+    The rule is vLLM's, extended by 0.0.0.0: listen at an address with a wildcard or "::", and at a path.
     """
     return endpoint.startswith("ipc://") or any(part in endpoint for part in ("*", "::", "//0.0.0.0:"))
 
 
 class KVEventPublisher:
-    """Publishes what happens to an engine's reusable blocks.
+    """Publishes the changes of an engine's reusable blocks.
 
-    `hear` and `observe` are the engine thread's and never wait: another thread encodes and sends what they take in. A
-    batch that finds no room in the queue to that thread is dropped, and its number with it. For a subscriber that has
-    MAX_OUTSTANDING batches to read, the next ones are dropped too, but can be asked for.
+    Call `hear` and `observe` on the engine's thread. They never wait: another thread encodes and sends the events. If
+    the queue to that thread is full, a batch is dropped together with its number. If a subscriber has MAX_OUTSTANDING
+    unread batches, further ones are dropped too, but can be replayed.
     """
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
         """Open the sockets; nothing is sent before `start`.
 
-        endpoint, replay: as ZeroMQ writes them, where to publish and where to take requests for old batches; None: no
-        old batches are kept. topic: of all messages. Raises ConfigError where a socket cannot be opened there.
+        endpoint, replay: ZeroMQ addresses for publishing and for replay requests; without replay, old batches are not
+        stored. topic: of all messages. Raises ConfigError if a socket cannot be opened.
         """
         self._how = "published at" if listens(endpoint) else "sent to"
         self._topic = topic.encode(errors="surrogateescape")
         self._groups: Sequence[AnyGroup] = ()
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
-        self._old: deque[tuple[int, bytes]] = deque(maxlen=MAX_REMEMBERED)  # numbers and batches, if they are kept
+        self._old: deque[tuple[int, bytes]] = deque(maxlen=MAX_REMEMBERED)  # numbers and batches, if stored for replay
         try:
             self._pub = self._open("kv_events", zmq.PUB, endpoint, MAX_OUTSTANDING)
-            if replay is not None:  # an answer has room for all batches and the end
+            if replay is not None:  # with room for an answer of all batches and the end
                 self._replay = self._open("kv_events_replay", zmq.ROUTER, replay, MAX_REMEMBERED + 1)
         except ConfigError:
             self._context.destroy()
@@ -178,7 +178,7 @@ class KVEventPublisher:
         self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)
 
     def _open(self, name: str, kind: int, endpoint: str, most: int) -> zmq.Socket[bytes]:
-        """A socket of that kind that keeps so many messages for each peer."""
+        """Open a socket that queues at most `most` messages for each peer."""
         made = self._context.socket(kind)
         made.set_hwm(most)
         made.linger = LINGER
@@ -200,22 +200,22 @@ class KVEventPublisher:
 
     @property
     def endpoint(self) -> str:
-        """Where events are published, with the port that was taken."""
+        """The address at which events are published, with the chosen port."""
         return self._pub.get_string(zmq.LAST_ENDPOINT)
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where old batches can be asked for, with the port that was taken."""
+        """The address for replay requests, with the chosen port."""
         return None if self._replay is None else self._replay.get_string(zmq.LAST_ENDPOINT)
 
     def start(self, engine: Engine) -> None:
-        """Publish what happens in an engine from now on. Its blocks are to be empty, as subscribers take them to be."""
+        """Publish the events of an engine from now on. Its cache must be empty, as subscribers assume."""
         self._groups = engine.scheduler.manager.groups
         engine.listen(self.hear)
         self._thread.start()
 
     def close(self) -> None:
-        """Send what was heard and close the sockets. May be called before `start`."""
+        """Send the remaining events and close the sockets. May be called before `start`."""
         self._closing.set()
         if self._thread.ident is None:
             self._context.destroy()
@@ -225,12 +225,12 @@ class KVEventPublisher:
     # ---------------------------------------------------------------------------------- called by the engine's thread
 
     def hear(self, event: CacheEvent) -> None:
-        """Take in an event."""
+        """Record an event."""
         if isinstance(event, (cache.BlockStored, cache.BlockRemoved, cache.AllBlocksCleared)):
             self._heard.append(event)
 
     def observe(self, _: Step) -> None:
-        """A step has ended: what was heard since the last one is a batch."""
+        """Queue the events of a finished step as a batch."""
         if not self._heard:
             return
         heard, self._heard = self._heard, []
@@ -243,7 +243,7 @@ class KVEventPublisher:
             self._is_full = True
         self._number += 1
 
-    # ------------------------------------------------------------------------------------------------- its own thread
+    # ------------------------------------------------------------------------------------------- the sending thread
 
     def _run(self) -> None:
         encoder = msgspec.msgpack.Encoder()
@@ -256,19 +256,19 @@ class KVEventPublisher:
                     self._send(number, encoder.encode(KVEventBatch(now, wire_events(heard, self._groups), RANK)))
                 except Empty:
                     continue
-                except Exception:  # the next batches are as good as ever
+                except Exception:  # does not affect the next batches
                     log.exception("block events could not be published")
         finally:
             self._context.destroy()
 
     def _send(self, number: int, batch: bytes) -> None:
-        """Publish a batch and remember it."""
+        """Publish a batch, and store it for replay."""
         self._pub.send_multipart((self._topic, number.to_bytes(NUMBER_SIZE, "big"), batch))
         if self._replay is not None:
             self._old.append((number, batch))
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send the batches that one subscriber asked for. For one that does not take them they are dropped."""
+        """Answer a replay request. Batches that the subscriber does not read are dropped."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != NUMBER_SIZE:
             sizes = [len(frame) for frame in frames[1:]]

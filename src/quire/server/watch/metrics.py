@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's names under our prefix, or under theirs, and a few that only Quire has.
 
-What happens is counted on the engine's thread, in plain numbers and without a lock. A scrape reads them, and
-the engine's own, while the engine goes on: nothing here waits for a step, and nothing is iterated over that changes.
+Events are counted on the engine's thread, in plain numbers and without a lock. A scrape reads these, and the engine's
+own numbers, while the engine runs: nothing here waits for a step, and no changing collection is iterated.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Ours.
 STEP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
-# Name -> what it is, and its buckets; None: 1, 2, 5, 10, ... up to the longest sequence that is served.
+# Name -> description and buckets; None: 1, 2, 5, 10, ... up to the model's maximum length.
 HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN),
-    "inter_token_latency_seconds": ("Between two steps that brought a request tokens.", NEXT_TOKEN),
+    "inter_token_latency_seconds": ("Between two steps that gave a request tokens.", NEXT_TOKEN),
     "request_time_per_output_token_seconds": ("Mean time between a request's tokens.", NEXT_TOKEN),
     "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST),
     "request_queue_time_seconds": ("From a request's arrival to its first step.", REQUEST),
@@ -53,33 +53,33 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "request_max_num_generation_tokens": ("Most tokens that a sample of a request got.", None),
     "request_params_max_tokens": ("max_tokens of a request that has one.", None),
     "request_params_n": ("n of a request.", SAMPLES),
-    "iteration_tokens_total": ("Tokens of a step: generated ones, and prompts that it completed.", STEP_TOKENS),
+    "iteration_tokens_total": ("Tokens of a step: generated ones, and those of completed prompts.", STEP_TOKENS),
     "engine_step_seconds": ("Time that a step took.", STEP),
 }
 
-# Of each kind of blocks: their gauge, that of those on the host, and what they are. All models have the first kind.
+# The kinds of blocks: their gauge, their gauge on the host, and their name. All models have the first kind.
 KINDS: tuple[tuple[str, str, str, type[AnyGroup]], ...] = (
     ("kv_blocks", "kv_host_blocks", "KV blocks", CacheGroup),
     ("states", "host_states", "States at the ends of pieces", StateGroup),
     ("open_pieces", "host_open_pieces", "Rows of pieces in progress", RowGroup),
 )
 
-# Name -> what it is, and where it stands. Each is read as it is at that moment: a length or a number.
+# Name -> description and reader. Each reads a current length or number without a lock.
 GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "num_requests_running": ("Requests that own blocks.", lambda engine: len(engine.scheduler.running)),
-    "num_requests_waiting": ("Requests that wait for blocks or a seat.", lambda engine: len(engine.scheduler.waiting)),
+    "num_requests_waiting": ("Requests that wait for blocks or a slot.", lambda engine: len(engine.scheduler.waiting)),
     "num_requests_swapped": ("Requests whose blocks are on the host.", lambda engine: len(engine.scheduler.swapped)),
     "kv_cache_usage_perc": (
-        "Share of the KV blocks that are owned, 0 to 1; with states, of the kind of blocks that is shortest.",
+        "Share of the KV blocks that are owned, 0 to 1; with states, of the most used kind of blocks.",
         lambda engine: cache_use(engine.scheduler),
     ),
     "kv_waste_ratio": (
-        "Share of the owned KV slots that hold no token: the open ends of last blocks.",
+        "Share of the owned KV slots without a token: the unused ends of last blocks.",
         lambda engine: _waste(engine.scheduler),
     ),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
-    "num_preemptions": ("Times that a request gave way to others.", lambda engine: engine.scheduler.num_preemptions),
+    "num_preemptions": ("Times that a request was preempted.", lambda engine: engine.scheduler.num_preemptions),
     "prefix_cache_queries": (
         "Prompt tokens that were looked for in the prefix cache.",
         lambda engine: engine.scheduler.manager.hits.prompt_tokens,
@@ -92,47 +92,47 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
         "Prompt tokens that need not be computed.",
         lambda engine: engine.scheduler.manager.hits.cached_tokens,
     ),
-    "spec_decode_num_drafts": ("Times that tokens were guessed.", lambda engine: _guesses(engine, "num_drafts")),
-    "spec_decode_num_draft_tokens": ("Tokens that were guessed.", lambda engine: _guesses(engine, "num_guessed")),
-    "spec_decode_num_accepted_tokens": ("Guesses that were right.", lambda engine: _guesses(engine, "num_right")),
+    "spec_decode_num_drafts": ("Drafts that were verified.", lambda engine: _guesses(engine, "num_drafts")),
+    "spec_decode_num_draft_tokens": ("Draft tokens.", lambda engine: _guesses(engine, "num_guessed")),
+    "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", lambda engine: _guesses(engine, "num_right")),
 }
 
 
 class Histogram:
-    """Observations by size. A list and a bisection, as this stands in the engine's way."""
+    """Observations by size. A list and a bisection, because this runs on the engine's thread."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one counts values above all bounds
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Take in one."""
+        """Add an observation."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus has it: each bound, and how many lie below it."""
+        """Return Prometheus's buckets: each bound with the number of observations up to it."""
         names = [str(float(bound)) for bound in self.bounds]
         return list(zip([*names, "+Inf"], accumulate(self.counts[:]), strict=True))
 
 
 class Moments(NamedTuple):
-    """When things happened to a request, in seconds of time.monotonic(). None: it did not come to that."""
+    """The times of a request's events, in seconds of time.monotonic(). None: the event has not happened."""
 
     arrived: float
     scheduled: float | None  # it ran for the first time
-    first: float | None  # a token came
-    last: float | None
-    num_tokens: int  # that came
+    first: float | None  # its first token
+    last: float | None  # its last token
+    num_tokens: int
 
 
 class RequestClock:
-    """The moments of one sample, or of one search with all its beams, in seconds of time.monotonic().
+    """The times of one sample, or of one search with all its beams, in seconds of time.monotonic().
 
-    What comes at one moment is one arrival: of a step with right guesses several tokens, of a search all it found.
+    Tokens of the same moment count as one arrival: a step with accepted draft tokens has several, a search all of them.
     """
 
     __slots__ = ("_arrived", "_first", "_gaps", "_last", "_longest", "_max_tokens", "_metrics", "_n", "_num_prompt",
@@ -147,12 +147,12 @@ class RequestClock:
         self._scheduled = self._first = self._last = -1.0  # has not happened
 
     def scheduled(self, now: float) -> None:
-        """It runs for the first time."""
+        """Record that it runs for the first time."""
         self._scheduled = now
         self._metrics.histograms["request_queue_time_seconds"].observe(now - self._arrived)
 
     def tokens(self, count: int, now: float) -> None:
-        """So many tokens came to a sample."""
+        """Record that a sample got `count` tokens."""
         self._num_tokens += count
         self._longest += count
         last = self._last
@@ -168,25 +168,25 @@ class RequestClock:
             self._metrics.prompt_done(self._num_prompt, now - self._arrived)
 
     def computed(self, now: float) -> None:
-        """Its prompt is computed, and no token was asked for."""
+        """Record that its prompt is computed and no token was requested."""
         self._first = self._last = now
         self._metrics.prompt_computed(self._num_prompt)
 
     def found(self, lengths: Sequence[int], now: float) -> None:
-        """A search found sequences of so many new tokens each, all at once."""
+        """Record that a search found sequences with these numbers of new tokens, all at once."""
         self.tokens(sum(lengths), now)
         self._longest = max(lengths)
 
     @property
     def moments(self) -> Moments:
-        """What happened so far."""
+        """The times of the events so far."""
         scheduled, first, last = (
             None if moment < 0 else moment for moment in (self._scheduled, self._first, self._last)
         )
         return Moments(self._arrived, scheduled, first, last, self._num_tokens)
 
     def ended(self, reason: str, now: float) -> None:
-        """It ended, for a reason of FinishReason. What it had not come to is not counted."""
+        """Record that it ended, with a value of FinishReason. Events that have not happened are not counted."""
         metrics, histograms = self._metrics, self._metrics.histograms
         metrics.num_ended[reason] += 1
         histograms["e2e_request_latency_seconds"].observe(now - self._arrived)
@@ -201,24 +201,24 @@ class RequestClock:
             histograms["request_prefill_time_seconds"].observe(self._first - self._scheduled)
             histograms["request_decode_time_seconds"].observe(decoding)
             histograms["request_inference_time_seconds"].observe(self._last - self._scheduled)
-            if decoding > 0:  # else all came at one moment
+            if decoding > 0:  # otherwise all tokens arrived at one moment
                 histograms["request_time_per_output_token_seconds"].observe(decoding / (self._num_tokens - 1))
 
 
 class Metrics:
-    """What one engine does, for Prometheus. A registry of its own: nothing is shared with others in the process.
+    """The Prometheus metrics of one engine. The registry is separate: it shares nothing with others in the process.
 
-    `request`, `render` and `collect` may be called by any thread; all else, a RequestClock's methods too, by the
-    engine's only.
+    Any thread may call `request`, `render` and `collect`; only the engine's thread may call the other methods and those
+    of a RequestClock.
     """
 
     def __init__(
         self, engine: Engine, model_name: str, vllm_names: bool, model_info: Mapping[str, str] | None = None
     ) -> None:
-        """Of an engine whose model has that name.
+        """Create the metrics of an engine.
 
-        vllm_names: call everything `vllm:...` instead of `quire:...`, so that boards made for vLLM work.
-        model_info: how the model's weights and its cache are stored, by label; None: that is not shown.
+        vllm_names: call everything `vllm:...` instead of `quire:...`, so that dashboards made for vLLM work.
+        model_info: the formats of the model's weights and its cache, by label; None: they are not shown.
         """
         self.histograms = {
             name: Histogram(_one_two_five(engine.scheduler.max_model_len) if bounds is None else bounds)
@@ -233,8 +233,8 @@ class Metrics:
         self._step_prompt_tokens = 0  # of prompts that the current step completed
         self._copied = self._evicted = 0
         self._swapped = {"out": 0, "in": 0}
-        self._alive = time.monotonic()  # when the engine last showed that it goes on
-        # Of others, by name: what each is, and how it is read.
+        self._alive = time.monotonic()  # when the engine last made progress
+        # Additional metrics by name: description and reader.
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self._counters: dict[str, tuple[str, Callable[[], float]]] = {}
         self._tally: Tally | None = None
@@ -245,34 +245,34 @@ class Metrics:
         self._registry.register(self)
 
     def show_gauge(self, name: str, message: str, read: Callable[[], float]) -> None:
-        """Show one more number that rises and falls. read: may be called by any thread."""
+        """Add a gauge. Any thread may call `read`."""
         self._gauges[name] = (message, read)
 
     def show_counter(self, name: str, message: str, read: Callable[[], float]) -> None:
-        """Show one more number that only rises. read: may be called by any thread."""
+        """Add a counter. Any thread may call `read`."""
         self._counters[name] = (message, read)
 
     def show_requests(self, tally: Tally) -> None:
-        """Show how requests were answered. `render` is then the event loop's."""
+        """Include the counters of answered and refused requests. Afterwards only the event loop may call `render`."""
         self._tally = tally
 
     # ---------------------------------------------------------------------------------- reported by the engine's side
 
     def request(self, num_prompt_tokens: int, max_tokens: int | None, n: int) -> RequestClock:
-        """A request arrives now."""
+        """Start the clock of a request that arrives now."""
         return RequestClock(self, num_prompt_tokens, max_tokens, n, time.monotonic())
 
     def prompt_done(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A RequestClock's: its first token came, so many seconds after it."""
+        """Record a request's first token, `seconds` after its arrival. For RequestClock."""
         self.prompt_computed(num_prompt_tokens)
         self.histograms["time_to_first_token_seconds"].observe(seconds)
 
     def prompt_computed(self, num_prompt_tokens: int) -> None:
-        """A RequestClock's: in this step its prompt was completed."""
+        """Record that the current step completed a request's prompt. For RequestClock."""
         self._step_prompt_tokens += num_prompt_tokens
 
     def step(self, num_generated: int, seconds: float) -> None:
-        """A step is done, and all clocks know of its tokens."""
+        """Record a finished step, after all clocks have recorded its tokens."""
         prompt_tokens, self._step_prompt_tokens = self._step_prompt_tokens, 0
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += num_generated
@@ -281,7 +281,7 @@ class Metrics:
         self._alive = time.monotonic()
 
     def _hear(self, event: CacheEvent) -> None:
-        self._alive = max(self._alive, event.time)  # a first step begins long after the last one ended
+        self._alive = max(self._alive, event.time)  # a step after an idle time begins long after the last one ended
         if isinstance(event, BlockCopied):
             self._copied += 1
         elif isinstance(event, BlockRemoved):
@@ -295,17 +295,17 @@ class Metrics:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were generated so far."""
+        """The number of tokens generated so far."""
         return self._generation_tokens
 
     def render(self, accept_header: str) -> tuple[bytes, str]:
-        """What a scrape gets, and its content type: OpenMetrics for whom takes it, else Prometheus's own text."""
-        # Only asked for one of these two: for odd headers the function fails, and it repeats them in the answer's.
+        """Return the text of a scrape and its content type: OpenMetrics if accepted, else Prometheus's own format."""
+        # The function gets one of two fixed values: it fails for odd headers, and repeats them in the content type.
         encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in accept_header else "")
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """All numbers as they are now."""
+        """Yield all metrics with their current values."""
         engine, manager = self._engine, self._engine.scheduler.manager
         for name, (message, gauge) in GAUGES.items():
             yield self._family(GaugeMetricFamily, name, message, {"": gauge(engine)})
@@ -313,10 +313,10 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, message, {"": read()})
         for name, on_host, what, kind in KINDS if manager.state_groups else KINDS[:1]:
             blocks, hosts = _blocks(engine.scheduler, kind), _host_blocks(engine.scheduler, kind)
-            yield self._family(GaugeMetricFamily, name, f"{what} by what they are.", blocks, "state")
+            yield self._family(GaugeMetricFamily, name, f"{what} by state.", blocks, "state")
             yield self._family(GaugeMetricFamily, on_host, f"{what} on the host.", hosts, "state")
         age = max(0.0, time.monotonic() - self._alive) if engine.has_work else 0.0
-        message = "Since an engine that has work last went on."
+        message = "Time since an engine with work last made progress."
         yield self._family(GaugeMetricFamily, "engine_heartbeat_age_seconds", message, {"": age})
         labels = self._labels | {
             "block_size": str(manager.block_size),
@@ -338,11 +338,11 @@ class Metrics:
         for source in () if engine.scheduler.prefetch is None else engine.scheduler.prefetch.sources:
             yield from self._of_source(source)
         for name, message, by, values in (
-            ("prompt_tokens", "Tokens of prompts that are done.", "", {"": self._prompt_tokens}),
+            ("prompt_tokens", "Tokens of completed prompts.", "", {"": self._prompt_tokens}),
             ("generation_tokens", "Tokens that were generated.", "", {"": self._generation_tokens}),
             ("request_success", "Requests that ended.", "finished_reason", self.num_ended),
             ("kv_blocks_copied", "KV blocks copied before a write.", "", {"": self._copied}),
-            ("kv_blocks_evicted", "Reusable KV blocks given away.", "", {"": self._evicted}),
+            ("kv_blocks_evicted", "Cached KV blocks that were evicted.", "", {"": self._evicted}),
             ("kv_blocks_swapped", "KV blocks moved to and from the host.", "way", self._swapped),
         ):
             yield self._family(CounterMetricFamily, name, message, values, by)
@@ -356,7 +356,7 @@ class Metrics:
             yield family
 
     def _of_disk(self, disk: DiskTier) -> Iterator[Metric]:
-        """What was written to the disk."""
+        """Yield the metrics of blocks on the disk."""
         blocks, size = "KV blocks on the disk.", "Bytes of KV blocks on the disk."
         yield self._family(GaugeMetricFamily, "kv_disk_blocks", blocks, {"": len(disk.store)})
         yield self._family(GaugeMetricFamily, "kv_disk_used_bytes", size, {"": disk.store.num_bytes})
@@ -367,7 +367,7 @@ class Metrics:
             yield self._family(CounterMetricFamily, name, message, values, by)
 
     def _of_source(self, source: BlockSource) -> Iterator[Metric]:
-        """What was read from the disk, or from other replicas."""
+        """Yield the metrics of blocks that were read from the disk or from other replicas."""
         counts, kind = source.counts, source.name
         for name, message, by, values in (
             ("hits", "Requests for which KV blocks were read from there.", "", {"": counts.hits}),
@@ -378,7 +378,7 @@ class Metrics:
             yield self._family(CounterMetricFamily, f"kv_{kind}_{name}", message, values, by)
 
     def _info(self, name: str, description: str, labels: Mapping[str, str]) -> Metric:
-        """What is said by labels alone."""
+        """Return a metric whose information is in its labels alone."""
         info = GaugeMetricFamily(f"{self._prefix}:{name}", description, labels=[*labels])
         info.add_metric([*labels.values()], 1)
         return info
@@ -391,7 +391,7 @@ class Metrics:
         values: Mapping[str, float],
         by: str = "",
     ) -> Metric:
-        """One sample for each value of the label `by`; without one there is a single value."""
+        """Return a metric with one sample for each value of the label `by`, or a single sample without it."""
         own, others = [*self._labels], [*self._labels.values()]
         family = kind(f"{self._prefix}:{name}", description, labels=[*own, by] if by else own)
         for key, value in values.items():
@@ -400,7 +400,7 @@ class Metrics:
 
 
 def request_counters(tally: Tally, prefix: str) -> Iterator[Metric]:
-    """How requests were answered, for Prometheus."""
+    """Yield the counters of answered and refused requests."""
     answered = CounterMetricFamily(
         f"{prefix}:http_requests", "Requests that were answered.", labels=["handler", "method", "status"]
     )
@@ -416,7 +416,7 @@ def request_counters(tally: Tally, prefix: str) -> Iterator[Metric]:
 
 
 def _one_two_five(longest: int) -> list[float]:
-    """1, 2, 5, 10, 20, ... up to `longest`."""
+    """Return 1, 2, 5, 10, 20, ... up to `longest`."""
     return [
         bound
         for exponent in range(len(str(longest)))
@@ -426,25 +426,25 @@ def _one_two_five(longest: int) -> list[float]:
 
 
 def _guesses(engine: Engine, name: str) -> float:
-    """A count of what was guessed; 0 where nothing is."""
+    """Return a counter of speculative decoding, or 0 if it is off."""
     lookup = engine.scheduler.lookup
     return 0.0 if lookup is None else float(getattr(lookup, name))
 
 
 def cache_use(scheduler: Scheduler) -> float:
-    """Share of the blocks that are owned, of the kind that is shortest."""
+    """Return the share of owned blocks, for the most used kind of blocks."""
     counts = [_blocks(scheduler, kind) for kind in (CacheGroup, StateGroup, RowGroup)]
     return max(count["used"] / total for count in counts if (total := sum(count.values())))
 
 
 def _blocks(scheduler: Scheduler, kind: type[AnyGroup]) -> dict[str, int]:
-    """Blocks of the groups of a kind by what they are. The three make up all there are."""
+    """Return the numbers of used, cached and free blocks of one kind. They add up to all blocks."""
     cached = free = total = 0
     manager = scheduler.manager
     for group, pool, index in zip(manager.groups, manager.pools, manager.indexes, strict=True):
         if not isinstance(group, kind):
             continue
-        reusable = list(index.by_block)  # one operation of the interpreter: no other thread changes it half-way
+        reusable = list(index.by_block)  # a single interpreter operation, so no other thread changes it meanwhile
         idle = list(map(pool.ref_counts.__getitem__, reusable)).count(0)
         num_free = pool.num_free
         cached += min(idle, num_free)
@@ -454,19 +454,19 @@ def _blocks(scheduler: Scheduler, kind: type[AnyGroup]) -> dict[str, int]:
 
 
 def _host_blocks(scheduler: Scheduler, kind: type[AnyGroup]) -> dict[str, int]:
-    """The same of those on the host, which hold swapped requests or are free."""
+    """Return the numbers of used and free host blocks of one kind. Swapped requests use them."""
     manager = scheduler.manager
     pools = [pool for group, pool in zip(manager.groups, manager.host_pools, strict=True) if isinstance(group, kind)]
     return {"used": sum(pool.num_used for pool in pools), "free": sum(pool.num_free for pool in pools)}
 
 
 def _waste(scheduler: Scheduler) -> float:
-    """Share of the owned slots that lie after their requests' last tokens; a running step's count as written."""
+    """Return the share of owned slots after their requests' last tokens. Slots of a running step count as written."""
     size = scheduler.manager.block_size
-    empty: dict[tuple[int, int], int] = {}  # group and block: slots that not even the longest of its owners has
+    empty: dict[tuple[int, int], int] = {}  # by group and block: slots that not even its longest owner uses
     for request in list(scheduler.running):
         num_tokens = len(request.tokens)
-        tables = request.cache.block_ids  # replaced as a whole, and a table only grows
+        tables = request.cache.block_ids  # safe to read: the list is replaced as a whole, and a table only grows
         for g, table in enumerate(tables):
             if g in scheduler.manager.attention_groups and (room := len(table) * size - num_tokens) > 0:
                 block = (g, table[-1])

@@ -1,4 +1,4 @@
-"""A page of the server's own: several files, put together into one that loads nothing else."""
+"""The server's web pages: each is joined from several files into one that loads nothing else."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PART = re.compile(r'<link rel="stylesheet" href="([\w./-]+\.css)">|<script src="
 
 
 def page_at(path: Path) -> HTMLResponse:
-    """The page in a file, as it is answered."""
+    """Return the response for the page in a file."""
     return answer(joined(path))
 
 
 def joined(path: Path, values: Mapping[str, str] | None = None) -> str:
-    """The text of a page with its styles and scripts in it, which it names by their paths from its own.
+    """Return a page with its styles and scripts inlined. It refers to them by paths relative to its own.
 
-    values: texts that are put in where it says {{name}}.
+    values: texts that replace {{name}}.
     """
 
     def part(found: re.Match[str]) -> str:
@@ -40,7 +40,7 @@ def joined(path: Path, values: Mapping[str, str] | None = None) -> str:
 
 
 def answer(page: str) -> HTMLResponse:
-    """A page, with a policy that lets it run what stands in it and talk to this server, nothing else."""
+    """Return the response for a page, with a policy that allows only its inline scripts and requests to this server."""
     headers = {
         "Content-Security-Policy": _policy(page),
         "Cache-Control": "no-cache",

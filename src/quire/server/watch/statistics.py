@@ -1,4 +1,4 @@
-"""Statistics: a line in the log on what an engine did lately."""
+"""Statistics: a log line about an engine's recent work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.server.watch.metrics import Metrics, cache_use
 
 
 class Statistics:
-    """What happened since the last line. The event loop's; it reads numbers while the engine goes on."""
+    """The changes since the last line. It belongs to the event loop, and reads counters while the engine runs."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
@@ -17,7 +17,7 @@ class Statistics:
         self._last = self._now()
 
     def line(self) -> str | None:
-        """What to log; None while there was nothing to do."""
+        """Return the line to log, or None if there was no work."""
         before, self._last = self._last, self._now()
         seconds, computed, new, asked, found = (b - a for a, b in zip(before, self._last, strict=True))
         scheduler = self._engine.scheduler

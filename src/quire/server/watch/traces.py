@@ -1,8 +1,8 @@
-"""Traces: spans for OpenTelemetry. Only imported where they are asked for, since its packages are an extra.
+"""Traces: spans for OpenTelemetry. Imported only if traces are configured, since its packages are an extra.
 
-A request of a client is a span, what the engine does for each of its samples is one below it, and so is each call of a
+A client's request is a span. The engine's work for each of its samples is a child span, and so is each call of a
 fleet's gateway to a replica. Names are those of OpenTelemetry's conventions for generative AI, then vLLM's, then our
-own. No span holds a text or a token.
+own. No span contains a text or a token.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from quire.request import FinishReason, Request, Task
 from quire.server.watch.metrics import Moments
 
 PROVIDER = "quire"
-FLUSH = 3.0  # s that the last spans have to be sent when the server ends
-# Routes that have a span, and what each does in the convention's words.
+FLUSH = 3.0  # s for sending the last spans when the server ends
+# The routes that have a span, and their operations as the convention names them.
 OPERATIONS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -40,36 +40,36 @@ Attributes = Mapping[str, AttributeValue]
 
 
 class Traces:
-    """Makes spans and sends them. Any thread may call it."""
+    """Creates and sends spans. Any thread may call it."""
 
     def __init__(self, exporter: SpanExporter, service: str, model: str) -> None:
-        """service: what the spans are said to come from. model: the name of the one that is served."""
+        """Create it. service: the service name of the spans. model: the name of the served model."""
         resource = Resource.create({"service.name": service, "service.instance.id": str(uuid.uuid4()),
                                     "service.version": __version__})  # fmt: skip
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire", __version__)
         self._model = model
-        self._began: dict[str, tuple[Request, Context, int]] = {}  # with the tokens that were delivered before
+        self._began: dict[str, tuple[Request, Context, int]] = {}  # with the number of tokens delivered before
 
     @classmethod
     def to(cls, endpoint: str, service: str, model: str) -> Traces:
-        """Spans that are sent to an OTLP/HTTP endpoint."""
+        """Return traces that are sent to an OTLP/HTTP endpoint."""
         return cls(OTLPSpanExporter(endpoint=endpoint), service, model)
 
     def close(self) -> None:
-        """Send what is left, but do not wait long for it."""
+        """Send the remaining spans. Wait up to FLUSH s."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH)
 
     def current(self) -> Context:
-        """What a span that belongs to the current task goes below."""
+        """Return the parent context for spans of the current task."""
         return get_current()
 
     @contextmanager
     def under(self, traceparent: str | None) -> Iterator[None]:
-        """Within it, the current task is part of another server's span. None, or what is none: of no span."""
+        """Make the current task part of another server's span. A missing or invalid traceparent means no span."""
         token = attach(PROPAGATOR.extract({} if traceparent is None else {"traceparent": traceparent}, Context()))
         try:
             yield
@@ -77,13 +77,13 @@ class Traces:
             detach(token)
 
     def call(self, name: str, context: Context, attributes: Attributes) -> CallSpan:
-        """A call to another server begins."""
+        """Start the span of a call to another server."""
         span = self._tracer.start_span(name, context, SpanKind.CLIENT, self._with_model(attributes))
         return CallSpan(span)
 
     @contextmanager
     def serve(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Iterator[Span]:
-        """Within it, the current task serves a request with these headers. Their names are in lower case."""
+        """Open a span while the current task serves a request with these headers. Their names are in lower case."""
         context = PROPAGATOR.extract(headers, Context())
         with self._tracer.start_as_current_span(
             name, context, SpanKind.SERVER, self._with_model(attributes), record_exception=False
@@ -93,13 +93,13 @@ class Traces:
     # ----------------------------------------------------------------------------------------- the engine's requests
 
     def began(self, requests: Iterable[Request]) -> None:
-        """Requests were queued by the current task."""
+        """Record that the current task has queued requests."""
         context = get_current()
         for one in requests:
             self._began[one.id] = (one, context, one.num_generated + len(one.to_check))
 
     def ended(self, name: str, moments: Moments, reason: str, now: float) -> None:
-        """A request has ended, for a reason of FinishReason. now: s of time.monotonic(), as the moments are."""
+        """Send the span of a request that ended with a value of FinishReason. now: s of time.monotonic()."""
         if name not in self._began:
             return
         request, context, num_delivered = self._began.pop(name)
@@ -144,7 +144,7 @@ class CallSpan:
         self._span = span
 
     def end(self, outcome: str, *, is_error: bool) -> None:
-        """The call has ended. outcome: a word for how."""
+        """Send the span of a finished call. outcome: a word for the result."""
         self._span.set_attribute("quire.outcome", outcome)
         if is_error:
             self._span.set_status(StatusCode.ERROR, outcome)
@@ -152,7 +152,7 @@ class CallSpan:
 
 
 class Traced:
-    """Gives each request to one of OPERATIONS a span, from its headers to the end of its answer."""
+    """Opens a span for each request to one of OPERATIONS, from its headers to the end of its answer."""
 
     def __init__(self, app: ASGIApp, traces: Traces) -> None:
         self._app = app
@@ -184,7 +184,7 @@ class Traced:
 
 
 def _asked(request: Request) -> dict[str, AttributeValue]:
-    """What was asked for."""
+    """Return the attributes of a request."""
     sampling = request.sampling
     embeds = request.task is Task.EMBED
     found: dict[str, AttributeValue | None] = {
@@ -206,7 +206,7 @@ def _asked(request: Request) -> dict[str, AttributeValue]:
 
 
 def _latencies(moments: Moments, now: float) -> dict[str, AttributeValue]:
-    """Seconds, by vLLM's names. What the request did not come to is left out."""
+    """Return latencies in seconds, by vLLM's names, without those of events that have not happened."""
     found = {"gen_ai.latency.e2e": now - moments.arrived}
     if moments.scheduled is not None:
         found["gen_ai.latency.time_in_queue"] = moments.scheduled - moments.arrived
