@@ -51,7 +51,7 @@ class GatherBackend(ReferenceBackend):
         for s in (
             decoding,
             *prompts[:, None],
-        ):  # [s]: sequences with the same number of rows, so that no row is padding
+        ):  # [s]: sequences with equal numbers of rows, so that no row is padding
             if len(s) == 0:
                 continue
             count, longest = int(rows[s[0]]), int(lens[s].max())

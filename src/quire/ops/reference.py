@@ -139,7 +139,7 @@ class ReferenceBackend(Backend):
                 stored, shown = quantised_rows(new[rows])
                 scales[block, :, offset] = shown
             x[block, :, offset] = stored
-            seen = plan.nonfinite  # may be on the host
+            seen = plan.nonfinite  # on the host
             seen[rows.to(seen.device)] |= (~shown.isfinite().flatten(1).all(-1)).int().to(seen.device)
 
     def _copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:

@@ -160,7 +160,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ------------------------------------------------------------------------------- what the results look like
+# ------------------------------------------------------------------------- shapes and dtypes of the results
 
 
 def _pin(*written: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The backend of an ordinary CPU."""
+"""The CPU backend."""
 
 from quire.ops.cpu.backend import CpuBackend
 

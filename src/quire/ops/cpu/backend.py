@@ -1,10 +1,10 @@
-"""The backend of an ordinary CPU: native kernels at the speed of its memory and its vector units.
+"""The CPU backend: native kernels, limited by the bandwidth of the memory and the speed of the vector units.
 
 The kernels are a C++ library without torch (csrc/), one source compiled for each instruction set; this module passes
-it addresses. They run on torch's own threads. Results depend on the instruction set, and on nothing else: not on the
-threads, the batch, or the chunk that a row came in.
+it addresses. They run on torch's threads. Results depend on the instruction set only, not on the number of threads, the
+batch, or the prefill chunk of a row.
 
-Sums are formed in fp32. Where the CPU multiplies bf16, the softmax weights of bf16 queries are rounded to bf16.
+Sums are in fp32. If the CPU multiplies bf16, the softmax weights of bf16 queries are rounded to bf16.
 """
 
 from __future__ import annotations
@@ -52,37 +52,37 @@ class CpuBackend(Backend):
 
     @property
     def instruction_set(self) -> str:
-        """What the kernels in use were compiled for."""
+        """The instruction set of the kernels in use."""
         return native.default().isa
 
     def set_prefetch(self, choice: str) -> None:
-        """As in `t0:2560:t1`: by which instruction and how far ahead weights are fetched, and keys and values."""
+        """Set the prefetching of weights (kind and distance) and of keys and values (kind), as in `t0:2560:t1`."""
         fetching.apply(ctypes.CDLL(str(native.default().path)), fetching.parse(choice))
 
     def unavailable(self, device: str) -> str | None:
-        """None on the CPU of a machine that runs the kernels."""
+        """Return None for the CPU of a machine that runs the kernels, otherwise the reason."""
         return native.unavailable() if device == "cpu" else f"it serves the device 'cpu', not {device!r}"
 
     # -------------------------------------------------------------------------------------- models and memory
 
     def linears(self, device: str, reproducible: bool = False) -> Linears:
-        """Packed for our own kernels, whose rows keep their bits in any case."""
+        """Return an object that packs weights for the native kernels, which are always batch-invariant."""
         return PackedLinears()
 
     def compile(self, program: Program) -> Executor:
-        """In one call of the library, where all linears are packed for it."""
+        """Return an executor that runs the program in one call of the library, if all linears are packed for it."""
         return NativeExecutor(program) if NativeExecutor.serves(program) else EagerExecutor(self, program)
 
     def exchange(self, memory: Tensor, rank: int, size: int) -> MemoryExchange:
-        """Through that memory."""
+        """Return the collectives of a group that shares the memory."""
         return MemoryExchange(memory, rank, size)
 
     def exchange_bytes(self, size: int) -> int:
-        """Bytes of the memory that so many ranks share."""
+        """Return the number of bytes of memory that `size` ranks share."""
         return shared_bytes(size)
 
     def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
-        """Within the host's memory."""
+        """Return copies within the host's memory."""
         return HostSwap()
 
     def _make_plan(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> CpuPlan:
@@ -403,12 +403,12 @@ class CpuBackend(Backend):
 
 
 def _fits(x: Tensor, shape: tuple[int, ...], plan: CpuPlan) -> bool:
-    """Whether a tensor is as it should be, at a glance; where it is not, the full check says what is wrong."""
+    """Return True if a tensor passes a quick check. Otherwise the full check determines the error."""
     return x.shape == shape and x.dtype is plan.spec.dtype and x.is_cpu and x.stride(2) == 1
 
 
 def _dtype(name: str, x: Tensor) -> int:
-    """The number that the kernels know the dtype by."""
+    """Return the kernels' number of the dtype. Raises Unsupported for other dtypes and devices."""
     number = native.DTYPES.get(x.dtype)
     if number is None or not x.is_cpu:
         served = ", ".join(map(str, native.DTYPES))
@@ -417,5 +417,5 @@ def _dtype(name: str, x: Tensor) -> int:
 
 
 def _fp32(x: Tensor) -> Tensor:
-    """x itself where it is as the kernels take it."""
+    """Return x as contiguous fp32, without a copy if it is already."""
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()

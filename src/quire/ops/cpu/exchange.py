@@ -1,4 +1,4 @@
-"""Exchanges between processes of one host, in memory that they share: see csrc/exchange.h."""
+"""Collectives between processes of one host, in shared memory: see csrc/exchange.h."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.errors import GroupLost
 from quire.ops.cpu import native
 from quire.ops.exchange import Columns, loss
 
-SLOT = 2**20  # bytes of one rank's part of an exchange at a time
+SLOT = 2**20  # bytes that one rank exchanges at a time
 HEADER = 16  # bytes of a message's part before its content
 
 
@@ -40,7 +40,7 @@ def _functions() -> ctypes.CDLL:
 
 
 def shared_bytes(size: int) -> int:
-    """Bytes of memory that so many ranks share."""
+    """Return the number of bytes of memory that `size` ranks share."""
     return int(_functions().quire_exchange_bytes(size, SLOT))
 
 
@@ -49,20 +49,20 @@ class MemoryExchange:
 
     def __init__(
         self,
-        memory: Tensor,  # uint8 [shared_bytes(size)], zero before the first rank takes it
+        memory: Tensor,  # uint8 [shared_bytes(size)], zero before the first rank uses it
         rank: int,
         size: int,
     ) -> None:
         self.rank, self.size, self.size_here = rank, size, size
         self.reason: Callable[[], str | None] = lambda: None
-        self._memory, self._native = memory.numpy(), _functions()  # torch does not resize what numpy has
+        self._memory, self._native = memory.numpy(), _functions()  # torch does not resize memory of numpy
         self.handle = int(self._native.quire_exchange_new(memory.data_ptr(), rank, size, SLOT))
 
     def gather(
         self,
         x: Tensor,  # [...], of the same shape and dtype on all ranks
     ) -> Tensor:
-        """What each rank gave, in their order: [ranks, ...]."""
+        """Return the tensors of all ranks, in rank order: [ranks, ...]."""
         x = x.contiguous()
         found = torch.empty(self.size, *x.shape, dtype=x.dtype)
         self._check(self._native.quire_exchange_gather(self.handle, x.data_ptr(), x.nbytes, found.data_ptr()))
@@ -73,7 +73,7 @@ class MemoryExchange:
         x: Tensor,  # [T, sizes[rank]]
         sizes: Sequence[int],
     ) -> Tensor | None:
-        """On rank 0 the columns of all ranks."""
+        """Return the columns of all ranks on rank 0, and None on the others."""
         x = x.contiguous()
         found = x.new_empty(len(x), sum(sizes)) if self.rank == 0 else None
         to = None if found is None else found.data_ptr()
@@ -82,14 +82,14 @@ class MemoryExchange:
         return found
 
     def send(self, message: bytes) -> None:
-        """Give the others a message."""
+        """Broadcast a message."""
         step = SLOT - HEADER
         for first in range(0, max(1, len(message)), step):
             part = message[first : first + step]
             self._check(self._native.quire_exchange_send(self.handle, part, len(part), len(message)))
 
     def receive(self) -> bytes:
-        """The next message of rank 0."""
+        """Wait for the next message of rank 0 and return it."""
         parts: list[bytes] = []
         while True:
             at = self._native.quire_exchange_receive(self.handle)
@@ -102,24 +102,24 @@ class MemoryExchange:
 
     @property
     def lost(self) -> int | None:
-        """The rank that has died or hangs; None: no one is known to have."""
+        """The rank that has died or hangs, or None if no loss is known."""
         rank = int(self._native.quire_exchange_lost(self.handle))
         return None if rank < 0 else rank
 
     def lose(self, rank: int) -> None:
-        """End the group: that rank is lost."""
+        """End the group because `rank` is lost."""
         self._native.quire_exchange_lose(self.handle, rank)
 
     def watch(self, *, ends: bool) -> None:
-        """Show the others that this process runs, and see whether they do, until the group ends."""
+        """Send heartbeats to the other ranks and check theirs, until the group ends."""
         self._native.quire_exchange_watch(self.handle, ends)
 
     def leave(self) -> None:
-        """This rank ends in order."""
+        """Leave the group in an orderly way."""
         self._native.quire_exchange_leave(self.handle)
 
     def loss(self) -> GroupLost:
-        """What is raised when the group is lost."""
+        """Return the error to raise when the group is lost."""
         return loss(self)
 
     def _check(self, result: int) -> None:
@@ -128,7 +128,7 @@ class MemoryExchange:
 
 
 def gather_params(columns: Columns) -> native.GatherParams:
-    """What the library needs to know of columns that are exchanged through memory."""
+    """Return the library's description of columns that are exchanged through shared memory."""
     params = native.GatherParams(cast(MemoryExchange, columns.exchange).handle)
     params.sizes[: len(columns.sizes)] = columns.sizes
     return params

@@ -1,7 +1,7 @@
 """Runs a program in one call of the native library.
 
-Who calls the operators one by one from Python pays some microseconds for each: with small models and few rows more than
-for the work itself. Each native operator is the one of the same name in this backend, with the same bits.
+A call of an operator from Python costs some microseconds, which exceeds the work itself for small models and few rows.
+Each native operator gives the same bits as the operator of the same name in this backend.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ HOST = torch.device("cpu")
 
 
 class NativeExecutor:
-    """A program as the native library takes it. Engines on several threads may share it."""
+    """A program in the form of the native library. Engines on several threads may share it."""
 
     @staticmethod
     def serves(program: Program) -> bool:
-        """Whether the library takes the program's dtype, its linears, all packed for it, and its exchanges."""
+        """Return True if the library supports the program's dtype and exchanges, and all linears are packed for it."""
         if program.dtype not in native.DTYPES:
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
@@ -85,45 +85,45 @@ class NativeExecutor:
         return all(linear.dtype == linear.out_dtype == program.dtype for linear in packed)
 
     def __init__(self, program: Program, library: native.Library | None = None) -> None:
-        """Raises BadValue for a program with more buffers than the library takes."""
+        """Lower the program. Raises BadValue if it has more buffers than the library supports."""
         self.observer: Observer | None = None
         self.program = program
-        # The caller's buffers come first; the others are room of our own.
+        # The caller's buffers come first; the executor allocates the others.
         own = [name for name in program.buffers if name not in (program.input.buffer, program.output.buffer)]
         names = list(dict.fromkeys((program.input.buffer, program.output.buffer, *own)))
         if len(names) > native.MAX_BUFFERS:
-            raise BadValue(f"a program has {len(names)} buffers; {native.MAX_BUFFERS} are the most")
+            raise BadValue(f"a program has {len(names)} buffers; it must have at most {native.MAX_BUFFERS}")
         self._buffers = {name: i for i, name in enumerate(names)}
         self._library = library or native.default()
         self._num_given = len(names) - len(own)
         dtype = native.DTYPES[program.dtype]
-        self._strides = {name: program.buffers[name] for name in names}  # from row to row, in numbers
-        for name in own:  # linears read them where they lie
+        self._strides = {name: program.buffers[name] for name in names}  # of rows, in elements
+        for name in own:  # linears read them in place
             self._strides[name] = self._library("row_stride", self._strides[name], dtype)
         self._own_width = sum(self._strides[name] for name in own)
-        self._kept: list[object] = []  # what the operators point to
-        # What works on the cache of each layer and group.
+        self._kept: list[object] = []  # objects that the operators point to
+        # The structures that refer to the cache of each layer and group.
         self._cached: defaultdict[tuple[int, int], list[CachedParams]] = defaultdict(list)
         self._linears: list[native.LinearParams] = []
         self._projections: list[tuple[PackedLinear, int]] = []  # with the stride of x
         self._loras: list[native.LoraParams] = []
         self._num_slots = 0  # of adapters
         self._lora_room = 0  # fp32 numbers for each row
-        self._rows = 0  # for which there is room
+        self._rows = 0  # for which memory is allocated
         self._experts = ExpertsRoom()
         self._scratch = torch.empty(0, dtype=program.dtype)
         self._copy = torch.empty(0)
         self._lora_copy = torch.empty(0)
-        # Of each layer: the spec that its cache was found to fit, and where that lay.
+        # Of each layer: the spec that its cache was checked against, and the cache's layout.
         self._bound: list[tuple[AttentionSpec | RecurrentSpec, Layout]] = []
-        # Of each group: the last spec that had the right sizes.
+        # Of each group: the last spec with the right sizes.
         self._known: dict[int, AttentionSpec | RecurrentSpec] = {}
         self._lock = Lock()
         parts = [(i, part) for i, operator in enumerate(program.operators) for part in _parts(operator)]
-        self._operator_of = [i for i, _ in parts]  # of each op: several stand for a joined linear
+        self._operator_of = [i for i, _ in parts]  # of each op: a joined linear has several
         ops = [self._lowered(part) for _, part in parts]
         self._ops = (native.Op * len(ops))(*ops)
-        self._sizes: dict[int, set[tuple[str, object]]] = {}  # of each group: what its plan's spec must have
+        self._sizes: dict[int, set[tuple[str, object]]] = {}  # of each group: required fields of its plan's spec
         for operator in program.operators:
             if isinstance(operator, (Write, Attend, Convolve, GatedDelta, StateSpace)):
                 self._sizes.setdefault(operator.group, set()).update(
@@ -201,9 +201,9 @@ class NativeExecutor:
                 return self._op(operator, lora, x, None, out)
 
     def _held(self, described: Described) -> Described:
-        """The same with its tensors in fp32, in memory that stays whatever these are set to or resized to later."""
+        """Return a copy with its tensors in fp32, whose memory stays valid if the originals are set or resized."""
         held = {name: x.detach().float().contiguous() for name, x in vars(described).items() if isinstance(x, Tensor)}
-        self._kept += (x.numpy() for x in held.values())  # torch does not resize what numpy has
+        self._kept += (x.numpy() for x in held.values())  # torch does not resize memory that numpy refers to
         return cast(Described, replace(cast(Any, described), **held)) if held else described
 
     def _recurrent(
@@ -248,14 +248,14 @@ class NativeExecutor:
         x: Tensor,  # [T, width], contiguous: the input; overwritten
         positions: Tensor,  # int64 [T], contiguous
         caches: LayerCaches,
-        plans: Sequence[Plan],  # one a cache group or state kind, with T tokens each
+        plans: Sequence[Plan],  # one per cache group or state kind, with T tokens each
         rows: Tensor | None = None,  # int64 [R], contiguous, ascending
         lora_slots: Tensor | None = None,  # int32 [T], contiguous
     ) -> Tensor:
-        """The output: [T, width], or [R, width].
+        """Run the program and return the output: [T, width], or [R, width].
 
-        Raises BadValue for a position that a table does not hold, for rows out of order, and for plans that are missing
-        or are for other tokens; BadShape, BadDtype, BadStride or BadValue for a tensor that is not as described.
+        Raises BadValue for a position outside a table, for rows out of order, and for plans that are missing or are for
+        other tokens; BadShape, BadDtype, BadStride or BadValue for a tensor that is not as described.
         """
         program = self.program
         count = x.shape[0]
@@ -287,7 +287,7 @@ class NativeExecutor:
         return cast(list[CpuPlan | CpuRecurrentPlan], list(plans))
 
     def _check_plans(self, plans: Sequence[CpuPlan | CpuRecurrentPlan], count: int) -> None:
-        """Check what an update of a plan may change, its lock held, and its sizes."""
+        """Check the properties that an update of a plan may change, and its sizes. Its lock must be held."""
         for plan in plans:
             if plan.num_tokens != count or not (isinstance(plan, CpuRecurrentPlan) or plan.writable):
                 raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {count}; update it with slots")
@@ -301,13 +301,13 @@ class NativeExecutor:
             self._known[group] = spec
 
     def _bind(self, caches: LayerCaches, plans: Sequence[CpuPlan | CpuRecurrentPlan]) -> None:
-        """Let the layers' attention and recurrences work on these caches."""
+        """Point the layers' attention and recurrences to these caches."""
         layers = [(plans[group], caches.layer(layer)) for layer, group in self._cached]
         bound = [(plan.spec, layout(cache)) for plan, cache in layers]
         if bound == self._bound:
             return
         found = [_native_cache(plan, cache) for plan, cache in layers]
-        for cache, users in zip(found, self._cached.values(), strict=True):  # all of them were checked
+        for cache, users in zip(found, self._cached.values(), strict=True):  # after all caches were checked
             for params in users:
                 params.cache = cache
         self._bound = bound
@@ -362,11 +362,11 @@ class NativeExecutor:
                 start += took
 
     def _reserve(self, count: int) -> None:
-        """Have room for that many rows."""
+        """Allocate memory for `count` rows."""
         if count <= self._rows:
             return
         self._rows = 0
-        self._scratch = self._copy = self._lora_copy = torch.empty(0)  # freed before there are larger ones
+        self._scratch = self._copy = self._lora_copy = torch.empty(0)  # freed before larger ones are allocated
         self._scratch = in_huge_pages((count * self._own_width,), self.program.dtype)
         sizes = [packed.copy_size(count, stride) for packed, stride in self._projections]
         self._copy = torch.empty(max(sizes, default=0))
@@ -380,12 +380,12 @@ class NativeExecutor:
 
 
 def _parts(operator: Operator) -> Sequence[Operator]:
-    """What the library does one after the other for one operator."""
+    """Return the operators that the library runs in sequence for one operator."""
     return operator.parts if isinstance(operator, Project) else [operator]
 
 
 def _sizes(operator: Write | Attend | Convolve | GatedDelta | StateSpace) -> dict[str, int]:
-    """What the spec of the operator's plan must have."""
+    """Return the fields that the spec of the operator's plan must have."""
     match operator:
         case Attend(q=q, out=out, head_dim=dim):
             return {"num_heads": q.size // dim, "head_dim": dim, "dim_v": out.size * dim // q.size}
@@ -399,7 +399,7 @@ def _sizes(operator: Write | Attend | Convolve | GatedDelta | StateSpace) -> dic
 
 
 def _native_cache(plan: CpuPlan | CpuRecurrentPlan, cache: PagedKV | RecurrentCache) -> Structure:
-    """A layer's cache as the kernels take it, once it was found to fit the plan."""
+    """Check a layer's cache against the plan, and return its native structure."""
     if isinstance(plan, CpuRecurrentPlan):
         check_cache(cast(RecurrentCache, cache), plan.spec)
         return recurrent.records(cast(RecurrentCache, cache))

@@ -1,4 +1,4 @@
-"""A layer of experts as the native library takes it: its linears, and the room that it computes in."""
+"""A layer of experts in the form of the native library: its linears and its working memory."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from quire.ops.experts import ExpertLayer
 
 @dataclass(frozen=True)
 class ExpertLinears:
-    """A router, and E MLPs of one shape, dtype and quantisation; each row goes through those k that it prefers."""
+    """A router and E MLPs of one shape, dtype and quantisation; each row is processed by k of them."""
 
-    router: PackedLinear  # H -> E, its results in fp32
+    router: PackedLinear  # H -> E, with results in fp32
     mlp_in: Sequence[PackedLinear]  # [E]: H -> 2 I, gates and ups
     mlp_out: Sequence[PackedLinear]  # [E]: I -> H
     choice: Choice
     activation: Activation
     weighed: Literal["results", "inputs"]
-    inner: Columns | None = None  # as ExpertLayer's
+    inner: Columns | None = None  # as in ExpertLayer
 
     @classmethod
     def of(cls, layer: ExpertLayer) -> ExpertLinears:
-        """The layer, all of whose linears are packed.
+        """Convert a layer whose linears are all packed.
 
-        Raises BadShape or Unsupported where one does not fit the others.
+        Raises BadShape or Unsupported if one does not fit the others.
         """
         return cls(
             cast(PackedLinear, layer.router),
@@ -66,10 +66,10 @@ class ExpertLinears:
         if len(kinds[0]) > 1 or len(kinds[1]) > 1:
             raise Unsupported(f"the experts' weights are quantised in different ways: {kinds}; a layer has one of each")
         if any(linear.integers and linear.integers.order is not None for linear in (*self.mlp_in, *self.mlp_out)):
-            raise Unsupported("an expert's weight takes its inputs in an order of its own; experts share their rows")
+            raise Unsupported("an expert's weight permutes its inputs; experts share their rows, so none may do so")
 
     def params(self) -> native.ExpertsParams:
-        """What the kernel needs to know of the layer; its room is an ExpertsRoom's to fill in."""
+        """Return the kernel's description of the layer. An ExpertsRoom fills in the working memory."""
         count = len(self.mlp_in)
         return native.ExpertsParams(
             router=(native.LinearParams * 1)(self.router.params()),
@@ -85,16 +85,16 @@ class ExpertLinears:
 
 
 class ExpertsRoom:
-    """What the layers of experts compute in, one after the other."""
+    """Working memory that is shared by all layers of experts."""
 
     def __init__(self) -> None:
         self._params: list[native.ExpertsParams] = []
-        self._widths: dict[tuple[str, torch.dtype], int] = {}  # numbers for each row, of the layer that needs most
+        self._widths: dict[tuple[str, torch.dtype], int] = {}  # elements per row, for the layer that needs most
         self._tensors: list[Tensor] = []
         self._rows = 0
 
     def add(self, layer: ExpertLinears, params: native.ExpertsParams) -> None:
-        """Let this layer compute here."""
+        """Make a layer use this memory."""
         self._params.append(params)
         hidden, inner, k = layer.router.in_size, layer.mlp_in[0].out_size, layer.choice.num_chosen
         dtype, stride = layer.router.dtype, layer.mlp_out[0].stride
@@ -112,10 +112,10 @@ class ExpertsRoom:
             self._widths[name, kind] = max(width, self._widths.get((name, kind), 0))
 
     def reserve(self, rows: int) -> None:
-        """Have room for that many rows."""
+        """Allocate memory for `rows` rows."""
         if rows <= self._rows or not self._params:
             return
-        self._tensors.clear()  # freed before there are larger ones
+        self._tensors.clear()  # freed before larger ones are allocated
         self._rows = rows
         for (name, dtype), width in self._widths.items():
             self._tensors.append(torch.empty(native.copied_rows(rows) * width, dtype=dtype))

@@ -1,7 +1,7 @@
-"""How weights, keys and values are brought into the caches before they are used.
+"""Prefetching of weights, keys and values into the CPU's caches.
 
-It is a property of the core, not of the instruction set, and changes no bit. Cores that are known have a row in a
-table; another one is measured when the library is loaded, in a few milliseconds. The option `prefetch` overrides both.
+The best kind depends on the core, not on the instruction set, and changes no bit. Known cores are listed in a table;
+others are measured when the library is loaded, in a few milliseconds. The option `prefetch` overrides both.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from dataclasses import dataclass
 
 from quire.errors import ConfigError
 
-# The kinds by number, as csrc/fetching.h has them: past the larger caches, into all, into all but the first.
+# The kinds by number, as in csrc/fetching.h: past the larger caches, into all, into all except the first.
 KINDS = ("nta", "t0", "t1")
 PROBED = 2**19  # bytes
-MARGIN = 1.2  # times as fast as past the caches: what else is in them is worth something, too
+MARGIN = 1.2  # required speed relative to "nta", which does not evict other data from the caches
 
 
 @dataclass(frozen=True)
 class Fetching:
-    """Kinds of prefetch, and how far ahead."""
+    """The kinds of prefetch, and the distance."""
 
-    weights: str  # of KINDS: of a weight that only few rows are multiplied with
-    ahead: int  # bytes of each strip of the weight
-    keys: str  # of KINDS: of keys and values
-    source: str  # what decided it
+    weights: str  # of KINDS: for weights, in products with few rows
+    ahead: int  # distance in bytes in each strip of the weight
+    keys: str  # of KINDS: for keys and values
+    source: str  # the origin of these values, for display
 
     def __str__(self) -> str:
         return f"weights {self.weights}, {self.ahead} bytes ahead, keys and values {self.keys} ({self.source})"
 
 
-# Measured on a Granite Rapids and on Zen 5: PREFETCHNTA leaves a third of the rate on the one, and keeps what the next
-# step needs in the caches on the other.
+# Measured on Granite Rapids, where PREFETCHNTA reaches a third of the rate, and on Zen 5, where it does not evict the
+# data of the next step from the caches.
 KNOWN = {
     "GenuineIntel": Fetching("t0", 2560, "t1", "known of Intel"),
     "AuthenticAMD": Fetching("nta", 6 << 10, "t0", "known of AMD"),
@@ -40,16 +40,16 @@ KNOWN = {
 
 
 def choose(library: ctypes.CDLL) -> Fetching:
-    """What is best here."""
+    """Choose the prefetching for this CPU."""
     vendor = ctypes.create_string_buffer(13)
     library.quire_vendor(vendor)
     return KNOWN.get(vendor.value.decode()) or _probe(library)
 
 
 def parse(wanted: str) -> Fetching:
-    """As in `t0:2560:t1`: the kind and the distance of weights, and the kind of keys and values.
+    """Parse a value like `t0:2560:t1`: the kind and the distance for weights, and the kind for keys and values.
 
-    Raises ConfigError where it is something else.
+    Raises ConfigError for any other form.
     """
     weights, _, rest = wanted.partition(":")
     ahead, _, keys = rest.partition(":")
@@ -67,14 +67,14 @@ def parse(wanted: str) -> Fetching:
 
 
 def apply(library: ctypes.CDLL, chosen: Fetching) -> None:
-    """Let the kernels of this library fetch like that."""
+    """Set the prefetching of the library's kernels."""
     library.quire_set_fetching(KINDS.index(chosen.weights), chosen.ahead, KINDS.index(chosen.keys))
 
 
 def _probe(library: ctypes.CDLL) -> Fetching:
-    """What reads memory fastest, past the caches where that is nearly as fast."""
+    """Measure the kinds. Return the fastest one, or "nta" if it is nearly as fast."""
     memory = (ctypes.c_char * PROBED)()
-    ctypes.memset(memory, 1, PROBED)  # else all of its pages are the same one
+    ctypes.memset(memory, 1, PROBED)  # otherwise all of its pages are the same zero page
     measure = library.quire_time_fetching
     measure.restype, measure.argtypes = (
         ctypes.c_int64,

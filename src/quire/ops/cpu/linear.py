@@ -1,8 +1,8 @@
 """x @ weight.T + bias on a CPU, for weights that were packed once.
 
-A row's bits depend on nothing but the row, the weight and the instruction set: not on the other rows, the threads, or
-how the work is cut. Sums are formed in fp32: the bias, and one sum for each stretch of inputs, all in ascending order.
-Products with quantised weights are those of `quire.ops.quantised`, the same bits on every instruction set.
+A row's bits depend only on the row, the weight and the instruction set: not on the other rows, the threads, or the
+division of the work. Sums are in fp32: the bias, and one sum for each segment of inputs, all in ascending order.
+Products with quantised weights are those of `quire.ops.quantised`, with the same bits on every instruction set.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from quire.ops.memory import in_huge_pages
 from quire.ops.narrow import NarrowFormat, NarrowWeight
 from quire.ops.quantised import PARTS, QuantisedWeight
 
-BLOCK = 64 * 2**20  # bytes that weights share, since a small one alone fills no huge page
+BLOCK = 64 * 2**20  # bytes allocated for several weights, since a small one alone fills no huge page
 
 
 @dataclass(frozen=True)
 class PackedIntegers:
-    """What there is to know of a quantised weight, next to its packed values."""
+    """The properties of a quantised weight, in addition to its packed values."""
 
     bits: int
-    sub_size: int  # inputs that share a sub-scale; 0: there are none
+    sub_size: int  # inputs that share a sub-scale; 0: no sub-scales
     group_size: int  # inputs that share a scale
     activation_group: int  # inputs of x that share a scale
     has_zeros: bool
     has_halves: bool  # scales and minimums are fp16
     has_minimums: bool
-    scales: Tensor | None  # fp32 [out], where each output has one scale; else they are packed with the values
-    order: Tensor | None  # int64 [in]: the input of x that each of the weight's belongs to
+    scales: Tensor | None  # fp32 [out], if each output has one scale; otherwise they are packed with the values
+    order: Tensor | None  # int64 [in]: the input of x for each input of the weight
 
     @property
     def kind(self) -> tuple[int | bool, ...]:
-        """What decides how x is rounded, and how the weight is packed."""
+        """The properties that determine the rounding of x and the packing of the weight."""
         return (*(getattr(self, field.name) for field in fields(self)[:-2]), self.scales is None)
 
     @classmethod
     def of(cls, weight: QuantisedWeight, kept: Callable[[Tensor], Tensor]) -> PackedIntegers:
-        """Of that weight. kept: a copy of a tensor in memory that stays."""
+        """Describe a weight. `kept` copies a tensor to memory that stays allocated."""
         return cls(
             weight.bits,
             weight.sub_size,
@@ -81,7 +81,7 @@ class PackedLinear:
         self,
         x: Tensor,  # [T, in], of the weight's dtype
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
         if x.shape[1:] != (self.in_size,) or x.dtype is not self.dtype:
             raise BadShape(f"x is {x.dtype} {tuple(x.shape)}; the weight takes {self.dtype} [T, {self.in_size}]")
         _check_host("x", x)
@@ -100,7 +100,7 @@ class PackedLinear:
         self,
         places: Tensor,  # int64 [T]
     ) -> Tensor:
-        """Those rows of the weight, with the bits that were packed: [T, in]."""
+        """Return rows of the weight, with the bits that were packed: [T, in]."""
         if places.dtype is not torch.int64 or places.dim() != 1:
             raise BadShape(f"places is {places.dtype} {tuple(places.shape)}; expected torch.int64 [T]")
         _check_host("places", places)
@@ -112,32 +112,32 @@ class PackedLinear:
         return rows
 
     def copy_size(self, rows: int, stride: int) -> int:
-        """fp32 numbers of room that the kernel needs for rows of x that lie so many numbers apart."""
+        """Return the size of the kernel's copy of `rows` rows of x, in fp32 numbers. `stride` of x is in elements."""
         return int(self.library("copy_size", byref(self.params()), rows, stride))
 
     def copied_lanes(self, stride: int) -> int:
-        """The same for each of many rows; 0: they are read where they lie."""
+        """Return the size of the copy per row for many rows, or 0 if they are read in place."""
         return self.copy_size(native.MANY_ROWS, stride) // native.MANY_ROWS
 
     @property
     def stride(self) -> int:
-        """How far rows of x should lie apart to be read fast where they lie, in numbers."""
+        """The stride of rows of x, in elements, with which they are read in place at full speed."""
         return int(self.library("row_stride", self.in_size, native.DTYPES[self.dtype]))
 
     @property
     def lanes(self) -> int:
-        """fp32 numbers of the copy of a row of x: each has one of its numbers, a pair of bf16, or four bytes."""
+        """Size of the copy of a row of x in fp32 numbers. Each has one element, a pair of bf16, or four bytes."""
         return int(self.library("row_lanes", byref(self.params())))
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides how x is taken, and how the weight is packed."""
+        """The properties that determine the format of x and the packing of the weight."""
         if self.integers is not None:
             return self.integers.kind
         return (None if self.narrow is None else self.narrow.name,)
 
     def params(self) -> native.LinearParams:
-        """What the kernel needs to know of the weight; its rows are the caller's to fill in."""
+        """Return the kernel's description of the weight. The caller fills in the rows."""
         params = _params(self.out_size, self.in_size, self.dtype, self.integers, self.narrow)
         params.weight, params.out_dtype = self.packed.data_ptr(), native.DTYPES[self.out_dtype]
         params.bias = None if self.bias is None else self.bias.data_ptr()
@@ -146,7 +146,7 @@ class PackedLinear:
 
 @dataclass(frozen=True)
 class PackedEmbedding:
-    """Rows read back out of the weight of the output projection."""
+    """An embedding that reads rows from the packed weight of the output projection."""
 
     head: PackedLinear
 
@@ -154,12 +154,12 @@ class PackedEmbedding:
         self,
         token_ids: Tensor,  # int64 [T]
     ) -> Tensor:
-        """The rows: [T, H]."""
+        """Return the rows: [T, H]."""
         return self.head.weight_rows(token_ids)
 
 
 class PackedLinears(Linears):
-    """Our own products, which have one order of summation; torch's for dtypes that they do not take."""
+    """Native products, which have one order of summation, and torch's for dtypes that they do not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class PackedLinears(Linears):
         weight: LinearWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
-        """The linear of that weight."""
+        """Return the linear of a weight."""
         return self._pack(weight, bias) if self._serves(weight) else super().linear(weight, bias)
 
     def head(
@@ -179,14 +179,14 @@ class PackedLinears(Linears):
         weight: LinearWeight,  # [V, H]
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
-        """The linear that makes logits, in fp32."""
+        """Return the linear that computes logits, in fp32."""
         return self._pack(weight, bias, torch.float32) if self._serves(weight) else super().head(weight, bias)
 
     def embedding(
         self,
         weight: LinearWeight,  # [V, H]
     ) -> Embedding:
-        """The embedding of a weight that nothing is multiplied with; a quantised one stays packed."""
+        """Return the embedding of a weight that is not used in a product. A quantised one stays packed."""
         if isinstance(weight, QuantisedWeight | BlockWeight) and self._serves(weight):
             return PackedEmbedding(self._pack(weight))
         return super().embedding(weight)
@@ -195,14 +195,14 @@ class PackedLinears(Linears):
         self,
         weight: LinearWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
-        """The embedding and the linear that makes logits, of one packed weight."""
+        """Return the embedding and the linear that computes logits, which share one packed weight."""
         if not self._serves(weight) or isinstance(weight, NarrowWeight):
             return super().tied(weight)
         packed = self._pack(weight, out_dtype=torch.float32)
         return PackedEmbedding(packed), packed
 
     def lora(self, in_size: int, out_size: int, dtype: torch.dtype, num_slots: int, most_rank: int) -> LoraTable:
-        """An empty table of the adapters of a linear."""
+        """Return an empty table of the adapters of a linear."""
         if dtype not in native.DTYPES:
             return super().lora(in_size, out_size, dtype, num_slots, most_rank)
         return PackedLoraTable(in_size, out_size, dtype, num_slots, most_rank, self._loras, native.default())
@@ -212,10 +212,10 @@ class PackedLinears(Linears):
 
 
 class Packer:
-    """Packs weights, one after the other, into memory that they share."""
+    """Packs weights, one after the other, into shared allocations."""
 
     def __init__(self, library: native.Library | None = None) -> None:
-        """library: by default the kernels for this machine. Raises Unsupported where there are none."""
+        """Use a library, by default the one for this machine. Raises Unsupported if there is none."""
         self._library = library or native.default()
         self._left = torch.empty(0, dtype=torch.uint8)
 
@@ -225,7 +225,7 @@ class Packer:
         bias: Tensor | None = None,  # [out]
         out_dtype: torch.dtype | None = None,  # fp32, or the weight's
     ) -> PackedLinear:
-        """The linear of that weight. Its results are of `out_dtype`, by default of the weight's."""
+        """Pack a weight. The results of the linear are in `out_dtype`, by default the weight's dtype."""
         dtype = weight.dtype
         if dtype not in native.DTYPES or out_dtype not in (None, dtype, torch.float32):
             raise Unsupported(f"weight is {dtype} and out_dtype {out_dtype}; the kernel takes {list(native.DTYPES)}")
@@ -277,12 +277,12 @@ class Packer:
         self._library("pack_values", byref(params), byref(addresses), packed.data_ptr())
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """A copy that lies with the weights: in the heap it would stand in the way of what comes and goes at load."""
+        """Copy a tensor to the weights' memory, since on the heap it would fragment the space for temporary tensors."""
         copy = self._take(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return copy.copy_(tensor)
 
     def _take(self, size: int) -> Tensor:
-        """That many bytes, aligned to a cache line."""
+        """Allocate `size` bytes, aligned to a cache line."""
         size = -(-size // 64) * 64
         if size > len(self._left):
             self._left = in_huge_pages((max(size, BLOCK),), torch.uint8)
@@ -291,7 +291,7 @@ class Packer:
 
 
 def _sizes(weight: LinearWeight) -> tuple[int, int]:
-    """Outputs and inputs."""
+    """Return the numbers of outputs and inputs."""
     if not isinstance(weight, Tensor):
         return weight.out_size, weight.in_size
     if weight.dim() != 2:
@@ -306,7 +306,7 @@ def _params(
     integers: PackedIntegers | None,
     narrow: NarrowFormat | None,
 ) -> native.LinearParams:
-    """What says how a weight is packed."""
+    """Return the parameters that determine the packing of a weight."""
     params = native.LinearParams(in_size=in_size, out_size=out_size, dtype=native.DTYPES[dtype])
     if narrow is not None:
         params.bits, params.narrow = narrow.bits, True

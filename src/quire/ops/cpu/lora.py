@@ -1,7 +1,7 @@
-"""What adapters add to linears, by the native kernels. A row's bits depend on nothing but the row and its adapter.
+"""LoRA adapters of linears by the native kernels. A row's bits depend only on the row and its adapter.
 
-Both matrices of an adapter are held in the linear's dtype, packed. What stands between the two products is scaled and
-rounded to that dtype; the second product is added to the linear's result in fp32, and the sum is rounded.
+Both matrices of an adapter are stored in the linear's dtype, packed. The first product is scaled and rounded to that
+dtype; the second product is added to the linear's result in fp32, and the sum is rounded.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from quire.ops.cpu import native
 from quire.ops.lora import LoraPart, LoraRows
 from quire.ops.memory import in_huge_pages
 
-BLOCK = 4 * 2**20  # bytes that the matrices of an adapter share
+BLOCK = 4 * 2**20  # bytes allocated for several matrices of an adapter
 
 
 def check_slots(
     slots: Tensor,  # int32 [T]
     num_slots: int,
 ) -> None:
-    """Raise BadValue for a row of an adapter for which there is no slot: the kernels look it up unseen."""
+    """Raise BadValue for a row with an invalid slot, since the kernels do not check it."""
     if slots.numel() and not -1 <= int(slots.min()) <= int(slots.max()) < num_slots:
         raise BadValue(f"lora_slots are {slots.min()} to {slots.max()}; they must be -1..{num_slots - 1}")
 
 
 class LoraMemory:
-    """Memory of the adapters of one model: what a slot has taken is freed together."""
+    """Memory of the adapters of one model. All memory of a slot is freed at once."""
 
     def __init__(self) -> None:
         self._blocks: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._left: dict[int, Tensor] = {}
 
     def take(self, slot: int, size: int) -> Tensor:
-        """That many bytes, aligned to a cache line."""
+        """Allocate `size` bytes for a slot, aligned to a cache line."""
         size = -(-size // 64) * 64
         left = self._left.get(slot)
         if left is None or size > len(left):
@@ -49,13 +49,13 @@ class LoraMemory:
         return left[:size]
 
     def free(self, slot: int) -> None:
-        """Nothing of that slot is read any more."""
+        """Free the memory of a slot."""
         self._blocks.pop(slot, None)
         self._left.pop(slot, None)
 
 
 class PackedLoraTable:
-    """The adapters of one linear, as the kernel reads them."""
+    """The adapters of one linear, packed for the kernel."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PackedLoraTable:
         out_size: int,
         dtype: torch.dtype,  # of native.DTYPES
         num_slots: int,
-        most_rank: int,  # of all parts of an adapter together, each of an even rank
+        most_rank: int,  # largest sum of the ranks of an adapter's parts, each rounded up to an even number
         memory: LoraMemory,
         library: native.Library,
     ) -> None:
@@ -71,11 +71,11 @@ class PackedLoraTable:
         self._memory, self._library = memory, library
         self.num_slots = num_slots
         self._slots = (native.LoraSlot * num_slots)()
-        self._parts: dict[int, ctypes.Array[native.LoraPart]] = {}  # what the slots point to
+        self._parts: dict[int, ctypes.Array[native.LoraPart]] = {}  # the slots point to these
         self._most_rank = most_rank
 
     def put(self, slot: int, parts: Sequence[LoraPart]) -> None:
-        """As LoraTable. Raises BadShape for parts that are none of this linear's."""
+        """Store the parts of an adapter in a free slot. Raises BadShape for parts that do not fit the linear."""
         for part in parts:
             size, rank = part.b.shape
             if part.a.shape != (rank, self.in_size) or not 0 <= part.first <= part.first + size <= self.out_size:
@@ -101,13 +101,13 @@ class PackedLoraTable:
         self._slots[slot] = native.LoraSlot(a.data_ptr(), addressof(own), first, len(parts))
 
     def clear(self, slot: int) -> None:
-        """As LoraTable."""
+        """Free a slot."""
         self._slots[slot] = native.LoraSlot()
         self._parts.pop(slot, None)
         self._memory.free(slot)
 
     def add(self, x: Tensor, out: Tensor, rows: LoraRows) -> None:
-        """As LoraTable."""
+        """Add the product of each row of x with its adapter to the row of `out`. Raises BadShape or BadValue."""
         fits = x.shape == (len(rows.slots), self.in_size) and out.shape == (len(x), self.out_size)
         if not fits or x.dtype is not self.dtype:
             raise BadShape(
@@ -128,11 +128,11 @@ class PackedLoraTable:
 
     @property
     def room(self) -> int:
-        """fp32 numbers of room that the kernel needs for a row."""
+        """Size of the kernel's working memory per row, in fp32 numbers."""
         return int(self._library("lora_room", self.in_size, self._most_rank, native.DTYPES[self.dtype]))
 
     def params(self) -> native.LoraParams:
-        """What the kernel needs to know of the adapters, now and later; rows and room are the caller's to fill in."""
+        """Return the kernel's description of current and later adapters. The caller fills in the rows and the room."""
         return native.LoraParams(slots=addressof(self._slots), in_size=self.in_size, most_rank=self._most_rank)
 
     def _packed(self, slot: int, matrix: Tensor) -> Tensor:

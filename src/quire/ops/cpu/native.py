@@ -1,4 +1,4 @@
-"""The native library: where it lies, which of its instruction sets this machine runs, and its C entry points.
+"""The native library: its path, the instruction sets that this machine runs, and its C entry points.
 
 The structures below are those of csrc/params.h, field by field.
 """
@@ -23,9 +23,9 @@ from quire.ops.activation import FUNCTIONS, Activation
 from quire.ops.choice import Choice
 from quire.ops.cpu import fetching
 
-# Those of x86-64 and of Arm, the best first; the last one is for tests.
+# Instruction sets of x86-64 and of Arm, the best first; the last one is for tests.
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "amx_emulated")
-# What machine_x86.cpp says of AMX, by number.
+# Reasons why machine_x86.cpp refuses AMX, by number.
 AMX_REFUSALS = (
     None,
     "this CPU lacks AVX512_BF16",
@@ -35,16 +35,16 @@ AMX_REFUSALS = (
     "the sums of this CPU's AMX tiles are not in the documented order",
     "this library was built without the kernels for AMX",
 )
-FLOOR = "glibc 2.28 and the libstdc++ of GCC 8, or later"  # of the wheels, as of PyTorch's
+FLOOR = "glibc 2.28 and the libstdc++ of GCC 8, or later"  # required by the wheels, as by PyTorch's
 TILE_ROWS = 16
-MANY_ROWS = 2**31 - 1  # of which some must be copied, if of any number of rows
-NO_MEMORY = 1  # as plan_update returns it
+MANY_ROWS = 2**31 - 1  # a number for which rows are copied, if they are copied for any number
+NO_MEMORY = 1  # returned by plan_update
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8 = 3  # of caches alone
+INT8 = 3  # only of caches
 
 
 class SpecParams(Structure):
-    """What stays the same from step to step."""
+    """The constants of all steps, from an AttentionSpec."""
 
     _fields_ = [
         (name, c_int32)
@@ -100,7 +100,7 @@ class WriteParams(Structure):
 
 
 class LinearParams(Structure):
-    """One product: addresses, the numbers from row to row of x and of the result, and sizes."""
+    """One product: addresses, the strides of rows of x and of the result in elements, and sizes."""
 
     _fields_ = [
         *((name, c_void_p) for name in "x weight bias out copy".split()),
@@ -138,7 +138,7 @@ class RecurrentStep(Structure):
 
 
 class RecurrentRecords(Structure):
-    """A layer's records: addresses, and elements from record to record."""
+    """A layer's records: addresses, and strides of records in elements."""
 
     _fields_ = [
         *((name, c_void_p) for name in "state tail keys updates decays inputs".split()),
@@ -147,7 +147,7 @@ class RecurrentRecords(Structure):
 
 
 class ConvolutionParams(Structure):
-    """One call of convolve: addresses, and strides from row to row."""
+    """One call of convolve: addresses, and strides of rows."""
 
     _fields_ = [
         ("cache", RecurrentRecords),
@@ -158,7 +158,7 @@ class ConvolutionParams(Structure):
 
 
 class RecurrenceParams(Structure):
-    """One call of the gated delta rule, or with a skip of Mamba-2's recurrence."""
+    """One call of the gated delta rule or, with a skip, of Mamba-2's recurrence."""
 
     _fields_ = [
         ("cache", RecurrentRecords),
@@ -195,7 +195,7 @@ MOST_RANKS = 8  # of a tensor-parallel group
 
 
 class Columns(Structure):
-    """Numbers of a buffer's rows, from a column on; buffer -1: none."""
+    """Columns of a buffer, starting with `first`; buffer -1: none."""
 
     _fields_ = [("buffer", c_int32), ("first", c_int32)]
 
@@ -212,7 +212,7 @@ class Op(Structure):
 
 
 class NormParams(Structure):
-    """A norm over `heads` rows of each token; without a bias it is an RMSNorm."""
+    """A norm over `heads` rows of each token: RMSNorm, or LayerNorm with a bias."""
 
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("heads", c_int64), ("dim", c_int64), ("eps", c_float)]
 
@@ -238,19 +238,19 @@ class RopeParams(Structure):
 
 
 class EachParams(Structure):
-    """An operator on the `dim` numbers of a row, one by one."""
+    """An elementwise operator on the `dim` numbers of a row."""
 
     _fields_ = [("dim", c_int64), ("factor", c_float)]
 
 
 class GateParams(Structure):
-    """`dim` numbers of a row times the sigmoid of as many gates, or of one for all of them."""
+    """`dim` numbers of a row, multiplied by the sigmoid of `dim` gates, or of one for all of them."""
 
     _fields_ = [("gates", c_int64), ("dim", c_int64)]
 
 
 class ActivationParams(Structure):
-    """An activation that makes `dim` numbers of a row."""
+    """An activation with `dim` results per row."""
 
     _fields_ = [
         ("dim", c_int64),
@@ -260,14 +260,14 @@ class ActivationParams(Structure):
 
     @classmethod
     def of(cls, activation: Activation, dim: int) -> ActivationParams:
-        """The activation of rows that become `dim` numbers."""
+        """Describe an activation with `dim` results per row."""
         limit = math.inf if activation.limit is None else activation.limit
         number = FUNCTIONS.index(activation.function)
         return cls(dim, number, activation.gated, activation.slope, limit, activation.offset)
 
 
 class ChoiceParams(Structure):
-    """How a row's experts, and their shares, follow from the router's logits."""
+    """The rule that chooses a row's experts and their shares from the router's logits."""
 
     _fields_ = [
         *((name, c_void_p) for name in "bias scales".split()),
@@ -278,20 +278,20 @@ class ChoiceParams(Structure):
 
     @classmethod
     def of(cls, choice: Choice, count: int) -> ChoiceParams:
-        """The choice among so many experts. It points to the choice's tensors."""
+        """Describe a choice among `count` experts. The structure points to the choice's tensors."""
         bias, scales = (None if x is None else x.data_ptr() for x in (choice.bias, choice.scales))
         sizes = count, choice.num_chosen, choice.groups, choice.groups_chosen, choice.group_best
         return cls(bias, scales, *sizes, choice.scores == "sigmoid", choice.renormalised, choice.epsilon, choice.factor)
 
 
 class GatherParams(Structure):
-    """Columns of which each rank of a group has some: the exchange's address, and how many each has."""
+    """Columns that are divided among the ranks of a group: the exchange's address, and the columns of each rank."""
 
     _fields_ = [("exchange", c_void_p), ("sizes", c_int64 * MOST_RANKS)]
 
 
 class ExpertsParams(Structure):
-    """A layer of experts: its linears, how many there are and are chosen, and room to compute in."""
+    """A layer of experts: its linears, its rule of choice, and working memory."""
 
     _fields_ = [
         *((name, POINTER(LinearParams)) for name in "router mlp_in mlp_out".split()),
@@ -307,7 +307,7 @@ class ExpertsParams(Structure):
 
 
 class LoraPart(Structure):
-    """What an adapter adds to columns of a linear's results."""
+    """The low-rank update by an adapter of some columns of a linear's results."""
 
     _fields_ = [
         ("b", c_void_p),
@@ -317,7 +317,7 @@ class LoraPart(Structure):
 
 
 class LoraSlot(Structure):
-    """An adapter's part in one linear; a null: none."""
+    """An adapter's matrices for one linear; a null address: none."""
 
     _fields_ = [
         *((name, c_void_p) for name in "a parts".split()),
@@ -326,7 +326,7 @@ class LoraSlot(Structure):
 
 
 class LoraParams(Structure):
-    """The adapters of a linear, and one call's addresses and strides from row to row."""
+    """The adapters of a linear, and the addresses and strides of rows of one call."""
 
     _fields_ = [
         *((name, c_void_p) for name in "slots x out room".split()),
@@ -353,7 +353,7 @@ class ProgramParams(Structure):
     ]
 
 
-# Entry points of every instruction set: result, arguments after the address of torch's parallel_for.
+# Entry points of every instruction set: result, and arguments after the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "item_sizes": (None, (POINTER(SpecParams),)),
@@ -421,17 +421,17 @@ class Library:
 
 
 def copied_rows(rows: int) -> int:
-    """Rows for which there must be room in a copy of x: a tile reads whole blocks of them."""
+    """Return the number of rows to allocate for a copy of x: a tile reads whole blocks of them."""
     return rows + TILE_ROWS - 1
 
 
 def library_path() -> Path:
-    """Where the build puts the library: beside this file."""
+    """Return the path of the library, which the build puts next to this file."""
     return Path(__file__).parent / "libquire_cpu.so"
 
 
 def unavailable() -> str | None:
-    """Why the native kernels cannot run on this machine, or None where they can."""
+    """Return the reason why the native kernels cannot run on this machine, or None if they can."""
     path = library_path()
     if not path.exists():
         return f"the native library {path.name} was not built for this platform"
@@ -450,7 +450,7 @@ def unavailable() -> str | None:
 
 
 def _refused(path: Path, error: OSError) -> str:
-    """What the system's loader says of the library, and what helps."""
+    """Return a message with the loader's error and a remedy."""
     if "GLIBC" not in str(error):  # nor GLIBCXX
         return f"the native library {path} cannot be loaded: {error}"
     here = " ".join(platform.libc_ver()).strip() or "another C library"
@@ -481,7 +481,7 @@ def _runs(path: Path, isa: str) -> bool:
 
 
 def _refusal(path: Path, isa: str) -> str:
-    """Say why the kernels for that instruction set cannot be chosen, and how to build them where that helps."""
+    """Return the reason why the kernels for an instruction set cannot be used, and how to build them if that helps."""
     if isa in built(path) or not _runs(path, isa):
         return f"this machine does not run the kernels for {isa!r}; it runs {', '.join(runnable(path))}"
     sets = ";".join((*built(path), isa))
@@ -492,14 +492,14 @@ def _refusal(path: Path, isa: str) -> str:
 
 
 def amx_refusal() -> str | None:
-    """Why the kernels for AMX do not run on this machine, or None where they do."""
+    """Return the reason why the kernels for AMX do not run on this machine, or None if they do."""
     refusal = getattr(ctypes.CDLL(str(library_path())), "quire_amx_refusal", None)
-    return "AMX is of x86-64 alone" if refusal is None else AMX_REFUSALS[refusal()]
+    return "only CPUs of x86-64 have AMX" if refusal is None else AMX_REFUSALS[refusal()]
 
 
 @cache
 def _fetching(path: Path) -> fetching.Fetching:
-    """How that library fetches memory by itself. Set once, since `Backend.set_prefetch` may ask for something else."""
+    """Choose and set the library's default prefetching. Cached, since `Backend.set_prefetch` may change it later."""
     library = ctypes.CDLL(str(path))
     chosen = fetching.choose(library)
     fetching.apply(library, chosen)
@@ -507,9 +507,9 @@ def _fetching(path: Path) -> fetching.Fetching:
 
 
 def load(isa: str | None = None, path: Path | None = None) -> Library:
-    """The library with the kernels of that instruction set, by default of the best that this machine runs.
+    """Load the library with the kernels of an instruction set, by default the best that this machine runs.
 
-    Raises Unsupported where there is none.
+    Raises Unsupported if the library or the kernels cannot be used.
     """
     if reason := unavailable():
         raise Unsupported(reason)
@@ -549,7 +549,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
 
 @cache
 def default() -> Library:
-    """The library as this machine runs it best, loaded once."""
+    """Return the library with the best kernels for this machine, loaded once."""
     return load()
 
 

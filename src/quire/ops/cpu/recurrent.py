@@ -1,4 +1,4 @@
-"""Layers that keep a state, as the native library takes them."""
+"""Layers with a recurrent state, in the form of the native library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec
 
 
 class CpuRecurrentPlan(RecurrentPlan):
-    """A plan with the structure that the kernels take, which points to its tensors."""
+    """A plan with the native structure, which points to the plan's tensors."""
 
     def __init__(self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int) -> None:
         super().__init__(spec, max_tokens, max_seqs, max_pieces)
@@ -32,7 +32,7 @@ class CpuRecurrentPlan(RecurrentPlan):
             nonfinite=self._nonfinite.data_ptr(),
             table_stride=max_pieces,
         )
-        self.view = addressof(self.step)  # what the kernels take
+        self.view = addressof(self.step)  # address of the structure that kernels read
 
     def _update(
         self,
@@ -46,7 +46,7 @@ class CpuRecurrentPlan(RecurrentPlan):
 
 
 def records(cache: RecurrentCache) -> native.RecurrentRecords:
-    """A layer's records, checked by the caller."""
+    """Return the native structure of a layer's records, which the caller has checked."""
     tensors = cache.tensors()
     strides = {f"{name}_record": x.stride(0) for name, x in tensors.items()}
     return native.RecurrentRecords(**{name: x.data_ptr() for name, x in tensors.items()}, **strides)
@@ -57,7 +57,7 @@ def convolution_params(
     bias: Tensor | None,  # fp32 [W]
     activation: Literal["silu"] | None,
 ) -> native.ConvolutionParams:
-    """All but the cache and the rows."""
+    """Return the parameters of a convolution, without the cache and the rows."""
     offset = None if bias is None else bias.data_ptr()
     return native.ConvolutionParams(weight=weight.data_ptr(), bias=offset, silu=activation == "silu")
 
@@ -68,7 +68,7 @@ def recurrence_params(
     skip: Tensor | None = None,  # fp32 [Hv]; None: the gated delta rule
     dt_limits: tuple[float, float] = (0.0, math.inf),
 ) -> native.RecurrenceParams:
-    """All but the cache and the rows."""
+    """Return the parameters of a recurrence, without the cache and the rows."""
     return native.RecurrenceParams(
         decay_rate=decay_rate.data_ptr(),
         dt_bias=dt_bias.data_ptr(),
@@ -84,7 +84,7 @@ def convolve(
     cache: RecurrentCache,
     plan: CpuRecurrentPlan,
 ) -> Tensor:
-    """[T, W]."""
+    """Run a convolution and return its result: [T, W]."""
     out = torch.empty(x.shape, dtype=x.dtype)
     params.cache = records(cache)
     params.x, params.x_stride, params.out, params.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
@@ -99,7 +99,7 @@ def recur(
     cache: RecurrentCache,
     plan: CpuRecurrentPlan,
 ) -> Tensor:
-    """[T, Hv * Dv]."""
+    """Run a recurrence and return its result: [T, Hv * Dv]."""
     out = torch.empty(len(x), plan.spec.value_width, dtype=x.dtype)
     params.cache, params.threads = records(cache), torch.get_num_threads()
     params.x, params.x_stride, params.out, params.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)

@@ -1,4 +1,4 @@
-"""The plan of the CPU backend: a step's metadata and the native work list that every layer drains."""
+"""The plan of the CPU backend: a step's metadata and the native work list that every layer processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.ops.recurrent import RecurrentCache
 from quire.ops.rows import used_strides
 from quire.ops.spec import AttentionSpec, PagedKV, check_kv
 
-MAX_CACHES = 1_024  # that a plan remembers
+MAX_CACHES = 1_024  # cached by a plan
 
 Layout: TypeAlias = list[tuple[object, ...]]
 
@@ -30,10 +30,10 @@ def layout(cache: PagedKV | RecurrentCache) -> Layout:
 
 
 class Cache:
-    """A layer's cache as the kernels take it: structures whose addresses and strides of K and V are filled in."""
+    """The native structures of a layer's cache, with the addresses and strides of K and V."""
 
     def __init__(self, kv: PagedKV, forget: Callable[[object], None]) -> None:
-        """forget: called when the PagedKV is gone; it alone keeps the memory, whose address may then be another's."""
+        """Describe a PagedKV. `forget` is called when it is freed, since its addresses may then be reused."""
         self.owner = weakref.ref(kv, forget)
         self.layout = layout(kv)
         tensors = kv.tensors()
@@ -50,9 +50,9 @@ class Cache:
 class CpuPlan(AttentionPlan):
     """An attention plan with its work list: items of rows and keys, the most expensive first.
 
-    Long contexts are cut at multiples of 1,024 keys where there would not be work for every thread otherwise, and at
-    multiples of 256 where sequences have the same blocks, so that these are read once for all of them. How the work is
-    cut does not change a bit of the results.
+    Long contexts are cut at multiples of 1,024 keys if there is not enough work for all threads, and at multiples of
+    256 where sequences have the same blocks, so that these are read once for all of them. The results have the same
+    bits for every division of the work.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class CpuPlan(AttentionPlan):
         if not handle:
             raise MemoryError("no memory for an attention plan")
         self._handle = handle
-        # Not at the interpreter's exit, when a thread may still be in a kernel that reads the plan.
+        # Not at the interpreter's exit, where a thread may still run a kernel that reads the plan.
         weakref.finalize(self, library.plan_free, handle).atexit = False
-        self.view = library.plan_view(handle)  # what the kernels take
+        self.view = library.plan_view(handle)  # address of the structure that kernels read
         self._set_shapes()
-        self._caches: dict[int, Cache] = {}  # by the identity of the PagedKV, with which an entry goes
+        self._caches: dict[int, Cache] = {}  # by the id of the PagedKV; an entry is removed when that is freed
 
     def _update(
         self,
@@ -120,7 +120,7 @@ class CpuPlan(AttentionPlan):
         self.v_shape = (tokens, spec.num_kv_heads, spec.dim_v)
 
     def check(self, kv: PagedKV) -> Cache:
-        """The native view of a layer's cache, checked and made when its tensors are not as they were seen last."""
+        """Return the native structures of a layer's cache. Check and describe it again if its tensors have changed."""
         found = self._caches.get(id(kv))
         if found is None or found.layout != layout(kv):
             check_kv(kv, self.spec)
@@ -130,22 +130,22 @@ class CpuPlan(AttentionPlan):
         return found
 
     def checked(self, kv: PagedKV) -> Cache:
-        """Return the result of `check` in the same call of an operator."""
+        """Return the result of an earlier `check` in the same call of an operator."""
         return self._caches[id(kv)]
 
     @property
     def num_items(self) -> int:
-        """Items of the work list, for one KV head."""
+        """Number of items in the work list, for one KV head."""
         return self.library.num_items(self._handle)
 
     @property
     def num_phases(self) -> int:
-        """Passes over the work list: more than one where items go on, within a split, from what others computed."""
+        """Number of passes over the work list: more than one if items continue the results of others within a split."""
         return self.library.num_phases(self._handle)
 
     @property
     def num_parts(self) -> int:
-        """Query tokens whose keys are divided among items."""
+        """Number of query tokens whose keys are divided among items."""
         return self.library.num_parts(self._handle)
 
 
