@@ -261,7 +261,7 @@ def test_it_plans_what_the_engine_plans() -> None:
 
 def test_a_run_needs_a_number_of_blocks_and_a_host_for_swapping() -> None:
     for options, hosts, message in (
-        ({}, 0, "num_blocks is None"),
+        ({}, 0, "num_blocks is unset"),
         (
             {"num_blocks": 5, "max_model_len": 200_000},
             0,
@@ -470,5 +470,5 @@ def test_that_no_request_can_go_on_is_an_error() -> None:
     one = Simulation(TOY, SLOW, engine_config(num_blocks=50))
     one.add(Request("r", array("i", [1]), 1, SamplingParams(max_tokens=4)))
     one.scheduler.plan = Plan
-    with pytest.raises(BadValue, match="no request can go on: 0 run, 0 are swapped out, 1 wait"):
+    with pytest.raises(BadValue, match="no request can continue: 0 run, 0 are swapped out, 1 wait"):
         one.step()

@@ -1,1 +1,1 @@
-"""A fleet on Ray Serve, which places, supervises and scales its replicas. Tokens and requests never pass through it."""
+"""A fleet on Ray Serve, which places, supervises and scales the replicas. Requests and tokens bypass Ray."""

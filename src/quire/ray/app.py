@@ -1,8 +1,8 @@
 """The application of Ray Serve: `serve run quire.ray.app:build model=... replicas=...`.
 
-Two deployments. Each replica of the one starts `quire serve`, watches it, and says where it listens. Each of the other
-is a gateway with a port of its own, one a node. Clients speak HTTP to a gateway, and a gateway to the replicas; Ray's
-own proxy and handles have no part in that, so both go on when Ray's head does not.
+There are two deployments. Each replica of the first one starts `quire serve`, watches it, and publishes its address.
+Each replica of the second one is a gateway with its own port, one per node. Clients speak HTTP to a gateway, and a
+gateway to the replicas. Ray's proxy and handles are not involved, so serving continues while Ray's head is down.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.ray")
 
 REPLICA, GATEWAY = "QuireReplica", "QuireGateway"
-GRACE = 15.0  # seconds that Ray gives a replica to end: it needs one for its streams, and they for what is left
-DRAIN = 5.0  # seconds in which a replica's streams have moved
-LEAVE = 10.0  # seconds for which a gateway may be there after the time of its open answers is over
-NO_CALLS = 0.1  # seconds between Ray's looks at its own calls that are to end first: there are none
-HEALTH_PERIOD = 2.0  # seconds between two looks at a replica's health
-# Options of the two commands that the application gives them, and what is given instead.
+GRACE = 15.0  # seconds that Ray waits for a replica to end, which first moves its streams and then stops its server
+DRAIN = 5.0  # seconds in which a replica's streams move
+LEAVE = 10.0  # seconds that a gateway may take to end after its shutdown timeout
+NO_CALLS = 0.1  # seconds between Ray's checks for its own open calls, which do not exist here
+HEALTH_PERIOD = 2.0  # seconds between two health checks of a replica
+# Options of the two commands that the application sets itself, and the arguments to use instead.
 OWN = {
     "host": "gateway_host; a replica listens at its node's address",
     "port": "gateway_port; a replica takes a free one",
@@ -50,11 +50,11 @@ OWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """What the application takes besides the options of `quire serve` and `quire fleet`."""
+    """Arguments of the application in addition to the options of `quire serve` and `quire fleet`."""
 
-    replicas: str = option("1", "How many replicas: a number, or as in 1..8 as many of these as the load needs.")
+    replicas: str = option("1", "Number of replicas, or a range such as 1..8 for autoscaling by load.")
     num_cpus: float = option(1.0, "Cores of a replica. It computes with as many threads.", lower=0.1)
-    gateways: int = option(1, "How many gateways, each on a node of its own.", lower=1)
+    gateways: int = option(1, "Number of gateways, each on a separate node.", lower=1)
     gateway_host: str = option("127.0.0.1", "Address at which the gateways listen.")
     gateway_port: int = option(8100, "Port at which the gateways listen.", lower=1, upper=65_535)
     gateway_resource: str = option("", "Ray resource of the nodes that have a gateway. Default: any node has one.")
@@ -65,7 +65,7 @@ class FleetConfig:
         self.bounds()
 
     def bounds(self) -> tuple[int, int]:
-        """The fewest replicas and the most. Raises ConfigError where `replicas` does not say."""
+        """Return the least and the most number of replicas. Raises ConfigError for an invalid `replicas`."""
         least, dots, most = str(self.replicas).partition("..")
         if least.isdecimal() and (most if dots else least).isdecimal():
             found = int(least), int(most if dots else least)
@@ -76,19 +76,19 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What an application is built from."""
+    """The parsed arguments of an application."""
 
     fleet: FleetConfig
-    replica: dict[str, Any]  # options of `quire serve`, which every replica gets
-    gateway: dict[str, Any]  # of `quire fleet`
+    replica: dict[str, Any]  # options of `quire serve` for every replica
+    gateway: dict[str, Any]  # options of `quire fleet`
 
 
 def parse(args: Mapping[str, Any]) -> Arguments:
-    """What an application's arguments say. On a command line all of them are texts.
+    """Parse an application's arguments. On a command line all of them are strings.
 
-    An option that both commands have, such as a limit on bodies, is the gateways'; the keys of clients are also the
-    replicas', whose routes would be open without.
-    Raises ConfigError for an argument that is unknown or wrong.
+    An option that both commands have, such as a limit on bodies, applies to the gateways. API keys also apply to the
+    replicas, whose routes would otherwise be open.
+    Raises ConfigError for an unknown or invalid argument.
     """
     own, gateway = (get_type_hints(config) for config in (FleetConfig, GatewayConfig))
     served = {name for config in (EngineConfig, CacheConfig, ServerConfig) for name in options_of(config)}
@@ -104,17 +104,17 @@ def parse(args: Mapping[str, Any]) -> Arguments:
             if name == "api_key":
                 found[1][name] = found[2][name]
         elif name in served:
-            found[1][name] = value  # the command reads it
+            found[1][name] = value  # `quire serve` parses it
         else:
             close = difflib.get_close_matches(name, {*own, *gateway, *served} - {*OWN}, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "see quire serve --help and quire fleet --help"
             raise ConfigError(f"there is no argument {name!r}; {hint}")
-    GatewayConfig(fleet_secret="-", **found[2])  # which checks them
+    GatewayConfig(fleet_secret="-", **found[2])  # checks the options
     return Arguments(FleetConfig(**found[0]), found[1], found[2])
 
 
 def _as(hint: Any, name: str, value: Any) -> Any:
-    """A value of a command line, or of YAML, as a field with that type has it."""
+    """Convert a value of a command line or of YAML to the type of a field."""
     if hint == tuple[str, ...]:
         return (value,) if isinstance(value, str) else tuple(value)
     [kind] = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
@@ -127,10 +127,10 @@ def _as(hint: Any, name: str, value: Any) -> Any:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application, for `serve run` or the `import_path` of a Serve config.
+    """Return the application, for `serve run` or the `import_path` of a Serve config.
 
-    args: see `FleetConfig`; all others are options of `quire serve` and `quire fleet`. Raises ConfigError where one is
-    unknown or wrong.
+    args: see `FleetConfig`; all others are options of `quire serve` and `quire fleet`. Raises ConfigError for an
+    unknown or invalid one.
     """
     from ray import serve
 
@@ -142,7 +142,7 @@ def build(args: dict[str, Any]) -> Application:
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=fleet.gateways,
-        max_replicas_per_node=1,  # a port is there once
+        max_replicas_per_node=1,  # all gateways use the same port
         ray_actor_options={"num_cpus": 0.1, "resources": resources},
         health_check_period_s=HEALTH_PERIOD,
         graceful_shutdown_wait_loop_s=NO_CALLS,
@@ -152,7 +152,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def replicas(fleet: FleetConfig, options: dict[str, Any], secret: str) -> Application:
-    """The deployment of the replicas alone. options: of `quire serve`. secret: see `read_secret`."""
+    """Return the deployment of the replicas alone. options: of `quire serve`. secret: see `read_secret`."""
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
@@ -164,7 +164,7 @@ def replicas(fleet: FleetConfig, options: dict[str, Any], secret: str) -> Applic
                 min_replicas=least,
                 max_replicas=most,
                 policy=AutoscalingPolicy(policy_function="quire.ray.scaling:policy"),
-                upscale_delay_s=0.0,  # the policy itself knows when
+                upscale_delay_s=0.0,  # the policy has its own delays
                 downscale_delay_s=0.0,
             )
         }
@@ -181,7 +181,7 @@ def replicas(fleet: FleetConfig, options: dict[str, Any], secret: str) -> Applic
 
 
 def read_secret(secret: str, path: str) -> str:
-    """The fleet's secret: that one, or what a file holds. Raises ConfigError for a file that cannot be read."""
+    """Return the fleet's secret, from the file if a path is given. Raises ConfigError for an unreadable file."""
     if not path:
         return secret
     try:
@@ -195,10 +195,10 @@ def read_secret(secret: str, path: str) -> str:
 
 
 class Replica:
-    """A deployment: `quire serve` in a process of its own. Ray's process only watches it."""
+    """A deployment: `quire serve` in a separate process. Ray's process only watches it."""
 
     def __init__(self, options: dict[str, Any], num_threads: int, secret: str, secret_file: str) -> None:
-        """Start it. options: of `quire serve`. Raises QuireError where it does not start."""
+        """Start the server. options: of `quire serve`. Raises QuireError if it does not start."""
         import ray.util
 
         self._secret = read_secret(secret, secret_file)
@@ -207,19 +207,19 @@ class Replica:
         self._meter = Meter()
 
     def url(self) -> str:
-        """Where the server listens."""
+        """Return the server's URL."""
         return self._server.url
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What each router is shown. It never changes: Ray sends what does to every process."""
+        """Return the URL for each router. The stats must not change, since Ray sends changes to every process."""
         return {URL: self._server.url}
 
     async def check_health(self) -> None:
-        """Raise OSError while the server does not serve. After three times, Ray replaces this replica."""
+        """Raise OSError while the server does not serve. After three failures Ray replaces this replica."""
         await asyncio.to_thread(self._server.get, "/health")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The server's load, for `quire.ray.scaling.policy`. Nothing where the server does not say."""
+        """Return the server's load for `quire.ray.scaling.policy`; empty if the server does not answer."""
         try:
             state = json.loads(await asyncio.to_thread(self._server.get, "/fleet/state", self._bearer()))
             return stats(self._meter.read(state, time.monotonic()))
@@ -228,7 +228,7 @@ class Replica:
             return {}
 
     def __del__(self) -> None:
-        """Ray's way to end a replica: its streams move to others first."""
+        """Stop the server, after its streams have moved to other replicas. Ray ends a replica by deleting it."""
         if not hasattr(self, "_server"):  # it did not start
             return
         try:
@@ -242,15 +242,15 @@ class Replica:
 
 
 class Gateway:
-    """A deployment: a gateway that knows the replicas from Ray, on a thread of its own."""
+    """A deployment: a gateway, on a separate thread, that gets the replicas from Ray."""
 
     def __init__(self, replicas: DeploymentHandle, fleet: FleetConfig, options: dict[str, Any], secret: str) -> None:
-        """Start it.
+        """Start the gateway.
 
-        replicas: a handle, of which nothing is needed but that its first call makes the router in this process.
+        replicas: a handle, needed only because its first call creates the router in this process.
         options: of `quire fleet`.
         """
-        from quire.fleet.gateway import FleetServer  # all that is heavy
+        from quire.fleet.gateway import FleetServer  # imported late, since its imports are slow
 
         self._first_call = replicas.url.remote()
         config = GatewayConfig(
@@ -264,18 +264,18 @@ class Gateway:
         self._thread.start()
 
     def check_health(self) -> None:
-        """Raise QuireError when the gateway has ended. Ray starts another one then."""
+        """Raise QuireError if the gateway has ended. Ray then starts another one."""
         if not self._thread.is_alive():
-            raise QuireError("the gateway has ended; its error stands in the log")
+            raise QuireError("the gateway has ended; see its error in the log")
 
     def __del__(self) -> None:
-        """Ray's way to end a gateway: open answers end first. Those that take longer than Ray waits are cut."""
+        """Stop the gateway after its open answers. Ray ends a gateway by deleting it, and waits for a limited time."""
         if hasattr(self, "_thread"):  # it has started
             self._server.stop()
             self._thread.join()
 
 
 def _end_actor(status: int) -> None:
-    """End this process: a replica without its server is none, and Ray starts another one at once."""
+    """End this process, since its server has ended. Ray starts another replica at once."""
     log.error("quire serve ended with status %d, and this replica with it", status)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The members of a fleet as Ray Serve knows them, handed from its router's thread to the gateway's."""
+"""The members of a fleet from Ray Serve, passed from its router's thread to the gateway's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from quire.fleet.membership import Members, member_at
 
-URL = "url"  # where a replica's routing stats have its address
+URL = "url"  # key of a replica's address in its routing stats
 
 
 class RayMembers:
-    """The replicas that Serve's router was last shown. While Ray's head is down, these stay."""
+    """The latest replicas of Serve's router. They stay while Ray's head is down."""
 
     def __init__(self) -> None:
         self._urls: dict[str, str] = {}  # replica id -> URL
@@ -24,10 +24,10 @@ class RayMembers:
         self._lock = threading.Lock()
 
     def update(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take in all replicas that run: id -> routing stats. May be called by any thread.
+        """Set the running replicas: id -> routing stats. Thread-safe.
 
-        One whose stats have no URL is not a member yet; or it stays what it was: a controller that has just begun
-        again shows replicas without their stats. That no replica runs at all changes nothing, as with DNS.
+        A replica whose stats have no URL is not a member yet, or keeps its known URL: a controller that has just
+        restarted lists replicas without their stats. An empty list changes nothing, as with DNS.
         """
         with self._lock:
             urls = {id: stats.get(URL) or self._urls.get(id) for id, stats in replicas.items()}
@@ -38,11 +38,11 @@ class RayMembers:
             self._members = frozenset(map(member_at, known.values()))
             listeners = list(self._listeners)
         for tell in listeners:
-            with suppress(RuntimeError):  # its loop is closed
+            with suppress(RuntimeError):  # the listener's loop is closed
                 tell()
 
     async def changes(self) -> AsyncIterator[Members]:
-        """As of `quire.fleet.membership.Membership`."""
+        """Implement `quire.fleet.membership.Membership.changes`."""
         news, known = asyncio.Event(), frozenset[Any]()
         tell = partial(asyncio.get_running_loop().call_soon_threadsafe, news.set)
         with self._lock:
@@ -59,6 +59,6 @@ class RayMembers:
                 self._listeners.remove(tell)
 
 
-# Ray makes the router itself, out of a copy of its module, and nothing that is no JSON can be handed to it. So the two
-# find each other here: an object of the process, which has one gateway at most.
+# Ray creates the router from a copy of its module, and only JSON can be passed to it. So router and gateway share this
+# object of the process, which has one gateway at most.
 MEMBERS = RayMembers()

@@ -1,7 +1,7 @@
-"""The router of Ray Serve, by which a gateway learns what replicas there are. No request goes through it.
+"""The router of Ray Serve that gives a gateway the list of replicas. No request passes through it.
 
-Ray pickles this module by value: what is a global here is a copy in each process. So its state is elsewhere, and what
-it needs of Quire it imports where it is used.
+Ray pickles this module by value, so each process has its own copy of a global. Therefore the state is in
+`quire.ray.membership`, and imports from Quire are inside the functions that use them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, R
 
 
 class QuireRouter(FIFOMixin, RequestRouter):
-    """Hands on which replicas run. FIFOMixin: without it, two calls out of one request stop the router."""
+    """Passes the running replicas on. FIFOMixin: without it, two calls within one request stop the router."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray calls this with all replicas whenever one comes, goes, or tells something else of itself."""
+        """Pass on all replicas. Ray calls this whenever one is added or removed or changes its stats."""
         super().update_replicas(replicas)
         from quire.ray.membership import MEMBERS
 
@@ -22,10 +22,10 @@ class QuireRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All replicas, in one rank.
+        """Return all replicas, in one rank.
 
-        No client's request comes here: a replica has no method that computes tokens, and the gateway chooses by its
-        score. What comes is the one call with which a gateway's process gets its router, and any replica can answer it.
+        Clients' requests are not routed here: a replica has no method that computes tokens, and the gateway chooses by
+        its score. The only call here creates the router in a gateway's process, and any replica can answer it.
         """
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Ray waits between two tries only if this is set

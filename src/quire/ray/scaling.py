@@ -1,6 +1,4 @@
-"""The fleet's autoscaling policy for Ray Serve, which knows of no request here: its own numbers, of requests in flight,
-are all zero.
-"""
+"""The fleet's autoscaling policy for Ray Serve. Ray's own numbers of requests in flight are zero, as it sees none."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def stats(load: Load | None) -> dict[str, float]:
-    """What a replica's `record_autoscaling_stats` answers."""
+    """Return the result of a replica's `record_autoscaling_stats`."""
     return {} if load is None else asdict(load)
 
 
 def policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """The `policy_function` of Serve's AutoscalingPolicy: `target`, of what the replicas tell."""
+    """Apply `target` to the replicas' loads: the `policy_function` of Serve's AutoscalingPolicy."""
     now = float(context.current_time)
     last = Target(context.target_num_replicas, context.policy_state.get("since", now))
     loads = [_load_of(context.aggregated_metrics, replica) for replica in context.running_replicas]
@@ -29,7 +27,7 @@ def policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def _load_of(metrics: Mapping[str, Mapping[Any, float]], replica: Any) -> Load | None:
-    """What a replica reported; None: nothing yet."""
+    """Return the load that a replica reported; None before the first report."""
     found = {one.name: metrics.get(one.name, {}).get(replica) for one in fields(Load)}
     numbers = {name: value for name, value in found.items() if value is not None}
     return Load(**numbers) if len(numbers) == len(found) else None

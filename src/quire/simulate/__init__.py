@@ -1,4 +1,4 @@
-"""The simulator: the real scheduler, router and autoscaler on a virtual clock, and steps that are not computed."""
+"""The simulator: the real scheduler, router and autoscaler on a virtual clock, with steps that are not computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of a cell that come and go, as the fleet's policy has it."""
+"""Autoscaling of a cell's replicas by the fleet's policy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ READ = ("waiting_tokens", "max_running", "seconds_a_step", "seconds_a_prompt_tok
 
 
 class Autoscaler:
-    """Reads the loads of a cell's replicas, and starts and drains some."""
+    """Reads the loads of a cell's replicas, and starts and drains replicas."""
 
     def __init__(self, cell: Cell, spec: AutoscalingSpec, make: Callable[[int], Replica]) -> None:
-        """To be made before the cell runs. spec: with the bounds of this cell. make: a replica of that number."""
+        """Create this before the cell runs. spec: with the bounds of this cell. make: creates a replica by number."""
         self._cell = cell
         self._spec = spec
         self._make = make
@@ -48,7 +48,7 @@ class Autoscaler:
         cell.push(cell.now + spec.every, self._scale)
 
     def _start(self) -> None:
-        """A new replica is there."""
+        """Start a new replica, or restart one that has drained."""
         cell = self._cell
         gone = [one for one in cell.replicas if one.draining and not one.is_up]
         if gone:
@@ -58,7 +58,7 @@ class Autoscaler:
             cell.join(self._make(len(cell.replicas)))
 
     def _drain(self, replica: Replica) -> None:
-        """A replica takes no further requests, and others go on with those that it has."""
+        """Drain a replica: it accepts no further requests, and its requests move to others."""
         cell = self._cell
         replica.draining = True
         cell.note("drain", replica.number)
@@ -70,12 +70,12 @@ class Autoscaler:
             cell.remove(replica)
 
     def _move(self, flow: Flow, replica: Replica) -> None:
-        """Let another replica go on with a request, if one can."""
+        """Move a request to another replica, if one can take it."""
         cell = self._cell
         if not any(one.is_up and not one.draining and one.bits == replica.bits for one in cell.replicas):
             return
         drawn = replica.num_drawn(flow.request, cell.now)
         cell.take_back(flow)
         flow.passed_over.add(replica.number)
-        flow.num_lost -= 1  # as it was not lost
+        flow.num_lost -= 1  # `resume` counts it, but it was not lost
         cell.resume(flow, drawn, cell.now)

@@ -1,4 +1,4 @@
-"""A cell: some replicas, gateways that choose among them, and their clients, on one virtual clock."""
+"""A cell: replicas, the gateways that choose among them, and their clients, on one virtual clock."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from quire.simulate.prompts import NamedTokens
 from quire.simulate.replica import Host, Replica, wire_name
 from quire.simulate.spec import FleetSpec
 
-PATIENCE = 10.0  # seconds that a request waits for a replica while there is none: a gateway's default
-STEPS, OTHERS = 0, 1  # at one moment, what ends comes before what begins
+PATIENCE = 10.0  # seconds that a request waits while no replica is available: a gateway's default
+STEPS, OTHERS = 0, 1  # priorities: at the same time, steps end before other events
 
 
 class Cell:
-    """`run` it once."""
+    """A simulated cell. It can `run` once."""
 
     def __init__(
         self, spec: FleetSpec, replicas: list[Replica], jobs: Iterator[Job], seed: str, outcome: Outcome
@@ -42,13 +42,13 @@ class Cell:
         self._jobs = jobs
         self._network = random.Random(f"{seed}/network")
         self._heap: list[tuple[float, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = 0  # of events
+        self._count = 0  # number of events
         self._num_flows = 0
         self._open = 0  # flows that have not ended
-        self._has_more = True  # jobs
+        self._has_more = True  # whether there are more jobs
         self._flows: dict[str, Flow] = {}  # by the request's id at its replica
         self._at: dict[int, dict[Flow, None]] = {one.number: {} for one in replicas}
-        self._waiting: list[Flow] = []  # for a replica
+        self._waiting: list[Flow] = []  # flows that wait for a replica
         self._turn = 0
         self._params: dict[int, SamplingParams] = {}
         self._hash = blake2b(digest_size=16)
@@ -74,7 +74,7 @@ class Cell:
         self._hash.update(f"{self.now!r} {what} {words}\n".encode())
 
     def run(self, advance: Callable[[], None] = lambda: None) -> Outcome:
-        """Serve the load to its end. advance: is called for each request that ends."""
+        """Serve the load to its end. advance: called at the end of each request."""
         self._advance = advance
         for replica in self.replicas:
             for gateway in self.gateways:
@@ -96,9 +96,9 @@ class Cell:
         return self.outcome
 
     def _forget_blocks(self) -> None:
-        """Free what is known of blocks: most of a cell's memory.
+        """Free the indexes of blocks, which are most of a cell's memory.
 
-        A cell is part of cycles: it is collected late, and the collector would look at each block's objects first.
+        A cell is part of reference cycles, so it is collected late, and the collector would traverse every block first.
         """
         for gateway in self.gateways:
             gateway.index = FleetIndex()
@@ -149,7 +149,7 @@ class Cell:
             self._fail(flow, "timeout")
 
     def _fail(self, flow: Flow, why: str) -> None:
-        """A client gets an error."""
+        """End a flow with an error for its client, which may retry."""
         if flow.is_done:
             return
         flow.is_done = True
@@ -160,7 +160,7 @@ class Cell:
         self.note("fail", flow.number, why)
         if flow.attempt < self.spec.clients.retries:
             self.outcome.counts["retries"] += 1
-            self._open += 1  # until it asks again
+            self._open += 1  # until the retry
             wait = self.spec.clients.backoff * 2**flow.attempt
             self.push(self.now + wait, self._ask_again, flow)
         else:
@@ -172,7 +172,7 @@ class Cell:
         self._ask(flow.job, flow.began, flow.attempt + 1)
 
     def _first(self, flow: Flow) -> None:
-        """A gateway has got the first token."""
+        """Record that a gateway received the first token."""
         if flow.is_done:
             return
         report = flow.request.cache.prefix_report
@@ -189,12 +189,12 @@ class Cell:
         moment.numbers.update(counts)
 
     def _finished(self, flow: Flow) -> None:
-        """A gateway has got the last token."""
+        """Record that a gateway received the last token."""
         if flow.is_done:
             return
         flow.is_done = True
         self._open -= 1
-        # Fewer than were asked for, where the longest sequence that the replica serves ends an answer.
+        # Fewer than requested if the answer reaches the longest sequence that the replica serves.
         new_tokens = self.replicas[flow.replica].engine.scheduler.longest(flow.request) - flow.job.prompt_tokens
         if self.gateways:
             self.gateways[flow.gateway].averages.ended(new_tokens)
@@ -221,7 +221,7 @@ class Cell:
     # ------------------------------------------------------------------------------------------------- gateways
 
     def _route(self, flow: Flow) -> None:
-        """Send a request to a replica, if there is one for it."""
+        """Send a request to a replica, if one can take it."""
         if flow.is_done:
             return
         request = flow.request
@@ -262,7 +262,7 @@ class Cell:
         return slot
 
     def _digests(self, request: Request) -> list[int]:
-        """The full blocks of a request's tokens, as gateways name them; the replica need not find them again."""
+        """Return the gateways' digests of a request's full blocks, and store them for the replica."""
         manager = self.replicas[0].engine.scheduler.manager
         size, digests = manager.block_size, request.cache.digests
         if not digests:
@@ -271,7 +271,7 @@ class Cell:
         return [wire_name(digest) for digest in digests[1:]]
 
     def _found_none(self, flow: Flow) -> None:
-        """Wait for a replica, for a while."""
+        """Queue a flow until a replica is available or its patience ends. If all replicas are full, fail it."""
         if flow.passed_over and any(one.is_up and not one.draining for one in self.replicas):
             self._fail(flow, "429")  # all are full
             return
@@ -287,14 +287,14 @@ class Cell:
             self._fail(flow, "503")
 
     def _look_again(self) -> None:
-        """A replica is there again: send what waits."""
+        """Route all waiting flows, as a replica is available again."""
         waiting, self._waiting = self._waiting, []
         for flow in waiting:
             flow.passed_over.clear()
             self._route(flow)
 
     def _leave(self, flow: Flow) -> None:
-        """A flow has ended at its replica, or goes elsewhere."""
+        """Remove a flow from its replica: it has ended there or moves."""
         if flow.replica >= 0:
             self._at[flow.replica].pop(flow, None)
             self._flows.pop(flow.request.id, None)
@@ -303,7 +303,7 @@ class Cell:
             self.gateways[flow.gateway].settle(flow.number)
 
     def take_back(self, flow: Flow) -> None:
-        """Let a replica compute no more of a request."""
+        """Abort a request at its replica."""
         if flow.replica >= 0:
             replica = self.replicas[flow.replica]
             if flow.request.id in replica.engine.scheduler.requests:
@@ -315,7 +315,7 @@ class Cell:
     # ------------------------------------------------------------------------------------------------- replicas
 
     def _is_expected(self, flow: Flow, slot: int, routing: int) -> bool:
-        """Whether a request that was sent to a replica is still to go there. Where it died, its gateway finds out."""
+        """Return whether a request may still arrive where it was sent. If the replica died, its gateway finds out."""
         replica = self.replicas[slot]
         return (
             not flow.is_done
@@ -325,7 +325,7 @@ class Cell:
         )
 
     def _read(self, flow: Flow, slot: int, routing: int) -> None:
-        """A request has come to its replica, which reads requests in the order in which they come."""
+        """Handle a request that arrived at its replica, which reads requests in the order of arrival."""
         if not self._is_expected(flow, slot, routing):
             return
         replica, server = self.replicas[slot], self.replicas[slot].cost.server
@@ -337,7 +337,7 @@ class Cell:
             self._admit(flow, slot, routing)
 
     def _admit(self, flow: Flow, slot: int, routing: int) -> None:
-        """A replica has read a request."""
+        """Handle a request that its replica has read."""
         if not self._is_expected(flow, slot, routing):
             return
         replica = self.replicas[slot]
@@ -356,9 +356,9 @@ class Cell:
         self.interrupt(replica)
 
     def _take_core(self, replica: Replica, turn: int) -> None:
-        """What event loops, gateway and client do for a request, half of it as it comes and half as it ends.
+        """Charge half of the CPU time of event loops, gateway and client for a request, at its arrival or its end.
 
-        Where no core is free, the step of one of the replicas waits for it, of each in turns.
+        If no core is free, the step of one of the replicas is delayed by it, of each replica in turns.
         """
         host, seconds = replica.host, replica.cost.server.host_request / 2
         if seconds and host.rates().full:
@@ -366,14 +366,14 @@ class Cell:
             self.hold_up(computing[turn % len(computing)], seconds)
 
     def hold_up(self, replica: Replica, seconds: float) -> bool:
-        """Let the step that is under way at a replica end so much later. Whether there is one."""
+        """Delay the end of a replica's current step. Return False if there is no step."""
         end = replica.delay(self.now, seconds)
         if end is not None:
             self.push_end(replica, end)
         return end is not None
 
     def interrupt(self, replica: Replica) -> None:
-        """Let a replica look for what has come, at the end of the step that is under way."""
+        """Make a replica read its inbox at the end of its current step, or now if it is idle."""
         if replica.is_busy:
             end = replica.cut(self.now)
             if end is not None:
@@ -403,7 +403,7 @@ class Cell:
             self._see_to_reads(replica, replica.peers)
 
     def _see_to_reads(self, replica: Replica, peers: Peers) -> None:
-        """What a replica has begun to read from others ends in time; meanwhile it looks for it now and then."""
+        """Schedule the ends of the reads that a replica has begun, and its checks for arrived blocks."""
         for at, batch in peers.begun:
             self.push(at, self._have_read, replica, peers, batch)
         peers.begun.clear()
@@ -416,7 +416,7 @@ class Cell:
             self.interrupt(replica)
 
     def _have_read(self, replica: Replica, peers: Peers, batch: Batch) -> None:
-        """Blocks of another replica are read, as far as it still has them."""
+        """Complete a read of another replica's blocks, except those that it no longer has."""
         if replica.peers is not peers or not replica.is_up:
             return
         named = (one for one in self.replicas if one.name == batch.place)
@@ -429,7 +429,7 @@ class Cell:
             self.interrupt(replica)
 
     def rate_changed(self, host: Host, cause: Replica | None) -> None:
-        """Steps on a host take another time from the next one on."""
+        """Cut the leaps on a host whose rates have changed, so that new rates apply from the next step on."""
         rates = host.rates()
         for other in host.replicas:
             if other is not cause and other.leap is not None and other.cost.rates != rates:
@@ -438,7 +438,7 @@ class Cell:
                     self.push_end(other, end)
 
     def _end(self, replica: Replica, version: int) -> None:
-        """A step or a leap is over."""
+        """Handle the end of a step or a leap."""
         if version != replica.version:
             return
         events, more = replica.end(self.now)
@@ -449,7 +449,7 @@ class Cell:
             self._begin(replica)
 
     def _deliver(self, replica: Replica, events: list[Event]) -> None:
-        """What a step drew goes to gateways."""
+        """Send the tokens of a step to the gateways."""
         if replica.is_mute:
             return
         start = max(self.now, replica.cut_off_until)
@@ -468,12 +468,12 @@ class Cell:
                 self._send(flow, start, self._finished)
 
     def _send(self, flow: Flow, start: float, what: Callable[[Flow], None]) -> None:
-        """Let a gateway get something of a flow, after all that was sent before: a connection keeps the order."""
+        """Schedule a delivery to a flow's gateway, after all earlier ones: a connection preserves the order."""
         flow.heard = max(flow.heard, start + self.delay(self.spec.network.to_replica))
         self.push(flow.heard, what, flow)
 
     def lose(self, replica: Replica, drawn: dict[Flow, int], since: float) -> None:
-        """Gateways find that a replica is gone, and let others go on with what it computed."""
+        """Make gateways notice that a replica is gone, and resume its requests at other replicas."""
         self.note("lost", replica.number)
         for gateway in self.gateways:
             gateway.lose(replica.number)
@@ -481,11 +481,11 @@ class Cell:
             self.resume(flow, drawn.get(flow, 0), since)
 
     def resume(self, flow: Flow, drawn: int, since: float) -> None:
-        """Another replica is to go on with a request, after the tokens that its gateway has got."""
+        """Continue a request at another replica, after the tokens that its gateway received."""
         if flow.is_done:
             return
         self._leave(flow)
-        if not self.gateways:  # nobody has kept its tokens
+        if not self.gateways:  # its tokens are lost
             self._fail(flow, "connection lost")
             return
         flow.num_lost += 1
@@ -499,7 +499,7 @@ class Cell:
         self._route(flow)
 
     def restart(self, replica: Replica) -> None:
-        """A replica has started again, with an empty cache."""
+        """Restart a replica with an empty cache."""
         replica.past.append(replica.engine)
         replica.start()
         replica.incarnation += 1
@@ -507,28 +507,28 @@ class Cell:
         self.welcome(replica)
 
     def join(self, replica: Replica) -> None:
-        """A new replica is there."""
+        """Add a new replica."""
         self.replicas.append(replica)
         self._at[replica.number] = {}
         self.welcome(replica)
 
     def forget_others(self, replica: Replica) -> None:
-        """Let a replica compute no more of what its gateways have lost."""
+        """Abort the requests at a replica that its gateways have given up."""
         known = {flow.request.id for flow in self._at[replica.number]}
         replica.aborted += [name for name in replica.engine.scheduler.requests if name not in known]
         replica.inbox.clear()
         self.interrupt(replica)
 
     def flows_at(self, replica: Replica) -> list[Flow]:
-        """The requests that a replica has."""
+        """Return the flows at a replica."""
         return list(self._at[replica.number])
 
     def drawn_at(self, replica: Replica) -> dict[Flow, int]:
-        """Tokens that these have got by now."""
+        """Return the number of drawn tokens of each flow at a replica."""
         return {flow: replica.num_drawn(flow.request, self.now) for flow in self._at[replica.number]}
 
     def welcome(self, replica: Replica) -> None:
-        """A replica is there, for the first time or again."""
+        """Connect gateways to a new or restarted replica, and route waiting flows."""
         self.note("back", replica.number)
         for gateway in self.gateways:
             gateway.find(replica.number, self.now)
@@ -540,10 +540,10 @@ class Cell:
         for gateway in self.gateways:
             gateway.lose(replica.number)
 
-    # ---------------------------------------------------------------------------------------------------- looking
+    # --------------------------------------------------------------------------------------------------- sampling
 
     def _tick(self) -> None:
-        """Look at the fleet."""
+        """Sample the state of the fleet for the time series."""
         numbers = self.outcome.moment(self.now - self.outcome.resolution / 2).numbers
         drawn = 0
         for replica in self.replicas:

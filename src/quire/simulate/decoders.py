@@ -1,8 +1,8 @@
-"""Decoders: the running requests that get a token in every step and need nothing else, kept by one counter.
+"""Decoders: the running requests that get a token in every step and need nothing else, tracked by one counter.
 
-A plan is known beforehand for them: each gets one token. What changes is when a request needs its next block and when
-it ends. So steps that only decode need no plan, and where a prompt is computed with them, the scheduler plans that one
-alone, with what they leave of its bounds.
+Their plan is known: each gets one token. Only the steps in which a request needs its next block or ends make a
+difference. So steps that only decode need no plan. If a prompt is computed with them, the scheduler plans the prompt
+alone, within the bounds that the decoders leave.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from quire.request import Event, FinishReason, Request
 from quire.simulate.prompts import NamedTokens
 
 NUM_FAKE_TOKENS = 65_521  # a prime, so that requests of neighbouring ordinals draw different tokens
-NO_PLAN, NO_OUTPUT = Plan(), StepOutput({})  # of a commit that only ends requests
+NO_PLAN, NO_OUTPUT = Plan(), StepOutput({})  # for a commit that only ends requests
 
 
 def fake_token(request: Request, position: int) -> int:
-    """What a request draws for that position."""
+    """Return the token that a request draws for that position."""
     return (40_503 * request.schedule.ordinal + 30_011 * position) % NUM_FAKE_TOKENS
 
 
 class Decoders:
-    """The requests that get a token in every step and need nothing else. One number counts the steps of all of them.
+    """The requests that get a token in every step and need nothing else. One counter counts the steps of all of them.
 
-    They are the first ones that run. Each takes the blocks that it needs in time, but gets its tokens, and offers its
-    full blocks to others, only when it ends or is brought up to date.
+    They are the first running requests. Each allocates its blocks in time, but gets its tokens, and publishes its full
+    blocks, only when it ends or is updated.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.step = 0  # that they have made
-        self.latest = 0.0  # when they drew their latest tokens, in seconds
-        self.keys = 0  # tokens that all of them have computed
+        self.step = 0  # number of steps so far
+        self.latest = 0.0  # time of their latest tokens, in seconds
+        self.keys = 0  # tokens that all of them together have computed
         self._scheduler = scheduler
         self._manager = scheduler.manager
-        self._as_of: dict[Request, int] = {}  # the step as of which each has its tokens
-        # Heaps, whose first numbers are steps. Who needs its next block there, or needed it if it had not ended; and
-        # who draws its last token there.
+        self._as_of: dict[Request, int] = {}  # the step up to which each request has its tokens
+        # Heaps, ordered by step. In _takers, the step in which a request needs its next block, or would if it had not
+        # ended. In _ends, the step in which it draws its last token.
         self._takers: list[tuple[int, tuple[float, int, int], Request]] = []
         self._ends: list[tuple[int, tuple[float, int, int], Request]] = []
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of decoders."""
         return len(self._as_of)
 
     @property
@@ -66,10 +66,10 @@ class Decoders:
             heapq.heappop(takers)
         return takers[0][0]
 
-    # ----------------------------------------------------------------------------------------------- who they are
+    # ------------------------------------------------------------------------------------------------- membership
 
     def gather(self, latest: Mapping[str, float]) -> None:
-        """Take in the next ones that run, as far as they only decode. latest: when each drew its latest token."""
+        """Add the next running requests while they only decode. latest: time of each request's latest token."""
         running, as_of, step = self._scheduler.running, self._as_of, self.step
         if self._manager.frees_early or self._scheduler.lookup is not None:
             return
@@ -86,12 +86,12 @@ class Decoders:
             as_of[request] = step
             self.keys += cache.num_computed
             rank = request.schedule.rank
-            # In the step after this one it computes the token at num_computed.
+            # It computes the token at num_computed in the step after this one.
             heapq.heappush(self._takers, (step + cache.room - cache.num_computed + 1, rank, request))
             heapq.heappush(self._ends, (step + self._scheduler.longest(request) - length, rank, request))
 
     def scatter(self) -> list[Request]:
-        """Bring all up to date, and be none: the scheduler plans each of them again. Who they were."""
+        """Update all decoders and remove them, so that the scheduler plans them again. Return them."""
         requests = list(self._as_of)
         self.update_all()
         self._as_of.clear()
@@ -101,12 +101,12 @@ class Decoders:
         return requests
 
     def update_all(self) -> None:
-        """Let all of them have their tokens."""
+        """Give all decoders their tokens."""
         for request in self._as_of:
             self.update(request)
 
     def update(self, request: Request) -> None:
-        """Let a request have the tokens of its steps, if it is one of these, and others find its full blocks."""
+        """Give a request the tokens of its steps and publish its full blocks, if it is a decoder."""
         new = self.step - self._as_of.get(request, self.step)
         if new > 0:
             self._as_of[request] = self.step
@@ -119,7 +119,7 @@ class Decoders:
             self._manager.advance(request, new)
 
     def unpublished_blocks(self, step: int) -> int:
-        """Blocks that they will have filled by that step, and not offered to others."""
+        """Return the number of blocks that are full by that step but not published."""
         if not self._manager.enable_prefix_caching:
             return 0
         size = self._manager.block_size
@@ -131,14 +131,14 @@ class Decoders:
         )
 
     def taken_blocks(self, step: int) -> int:
-        """Blocks that they will have taken by that step, and have not taken yet."""
+        """Return the number of blocks that must be allocated by that step and are not yet."""
         size, as_of = self._manager.block_size, self._as_of
         return sum([(step - at) // size + 1 for at, _, one in self._takers if at <= step and one in as_of])
 
-    # --------------------------------------------------------------------------------------------- what they do
+    # ------------------------------------------------------------------------------------------------------ steps
 
     def are_alone(self) -> bool:
-        """Whether the next step decodes them and does nothing else, nor has the scheduler anything to learn of it."""
+        """Return whether the next step only decodes them and is irrelevant to the scheduler's pace and prefetch."""
         scheduler, count = self._scheduler, len(self._as_of)
         if not count or count < len(scheduler.running) or scheduler.waiting or scheduler.swapped or scheduler.is_ending:
             return False
@@ -147,9 +147,9 @@ class Decoders:
         return count <= scheduler.max_num_batched_tokens and (scheduler.pace is None or count < LEAST)
 
     def leave_enough(self) -> bool:
-        """Whether each of them gets its token in the next step, whatever the others get in it.
+        """Return whether each decoder gets its token in the next step, whatever the other requests get.
 
-        Then there are blocks for all, and no request that ranks before one of these takes part.
+        Then there are blocks for all, and no other request ranks before a decoder.
         """
         scheduler, manager, count = self._scheduler, self._manager, len(self._as_of)
         first = scheduler.waiting.first()
@@ -170,7 +170,7 @@ class Decoders:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let the scheduler plan the others: with the seats, and of a step's tokens those, that these leave."""
+        """Hide the decoders from the scheduler, which plans the others with the slots and tokens that are left."""
         scheduler, count = self._scheduler, len(self._as_of)
         running, seats, most, pace = (
             scheduler.running, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.pace
@@ -191,12 +191,12 @@ class Decoders:
             scheduler.max_num_batched_tokens = most
 
     def go_on(self, steps: int) -> None:
-        """Count so many steps in which they got a token each."""
+        """Count `steps` steps in which each decoder got a token."""
         self.step += steps
         self.keys += steps * len(self._as_of)
 
     def blocks_wanted(self, stop: int) -> list[tuple[int, Request]]:
-        """Who needs a block in the steps up to that one, in their order, and when. Each is asked for once."""
+        """Return the steps up to `stop` in which requests need a block, in order. Each is returned once."""
         takers, as_of, size = self._takers, self._as_of, self._manager.block_size
         wanted: list[tuple[int, Request]] = []
         while takers and takers[0][0] <= stop:
@@ -209,12 +209,12 @@ class Decoders:
         return wanted
 
     def take(self, requests: list[Request]) -> None:
-        """Let each of these have its next block."""
+        """Allocate the next block of each request."""
         if requests and not self._manager.grow_each(requests):
-            raise BadValue(f"{len(requests)} requests find no blocks in steps that were to have enough of them")
+            raise BadValue(f"{len(requests)} requests find no blocks in steps that should have enough of them")
 
     def end(self) -> list[Event]:
-        """End those that have drawn their last token."""
+        """End the decoders that have drawn their last token."""
         scheduler, ends = self._scheduler, self._ends
         if not ends or ends[0][0] > self.step:
             return []
@@ -228,7 +228,7 @@ class Decoders:
 
 
 def _is_plain(one: Request) -> bool:
-    """Whether a request only gets token after token, up to a number of them."""
+    """Return whether a request simply generates tokens up to a maximum."""
     return (
         one.group is None
         and one.guide is None

@@ -1,4 +1,4 @@
-"""A device file: how long a model's steps and requests take on a machine, as `quire bench calibrate` measured it."""
+"""A device file: the times of a model's steps and requests on a machine, measured by `quire bench calibrate`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from quire.engine.cost import CostModel, Device, ModelCost, StepWork
 from quire.errors import ConfigError, check_integer, check_number
 
 FORMAT = 6
-LONG = 256  # rows of a step that computes a long prompt: about where each takes least
+LONG = 256  # rows of a step with a long prompt, at about the lowest time per row
 EXPONENTS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFit:
-    """Seconds of a step, fitted: a fixed part, parts for rows, sequences and draws, for linears and for attention.
+    """Seconds of a step, fitted: a fixed part, and parts for rows, sequences, draws, linears and attention.
 
-    t = (step + token * T + linears) * factor(T) + sequence * S + drawn * R + attention + moved, linears being
-    (reading^p + multiplying^p)^(1/p), and attention reading + multiplying: what a sequence that decodes reads does not
-    overlap with what another one's prompt multiplies. Products with keys of earlier steps have a part of their own. All
-    are seconds a unit. Raises ConfigError for a number that is negative or not finite.
+    t = (step + token * T + linears) * factor(T) + sequence * S + drawn * R + attention + moved. Here linears is
+    (reading^p + multiplying^p)^(1/p), and attention is reading + multiplying: reading for a decoding sequence does not
+    overlap with multiplying for another one's prompt. Products with keys of earlier steps have a separate part. All
+    are seconds per unit. Raises ConfigError for a number that is negative or not finite.
     """
 
     step: float
@@ -42,9 +42,7 @@ class StepFit:
     context_flop: float  # with keys of earlier ones
     moved_byte: float = 0.0  # to the host and back
     exponent: int = 1
-    rows: tuple[
-        tuple[float, float], ...
-    ] = ()  # rows, ascending, and the factor of the first part of steps with so many
+    rows: tuple[tuple[float, float], ...] = ()  # numbers of rows, ascending, each with the factor of the first part
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -55,9 +53,9 @@ class StepFit:
             raise ConfigError(f"exponent is {self.exponent!r}; it must be one of {', '.join(map(str, EXPONENTS))}")
 
     def factor(self, num_rows: int) -> float:
-        """How many times as long the first part takes with so many rows: kernels compute rows by the dozen.
+        """Return the factor of the first part for a number of rows, since kernels compute several rows together.
 
-        Between two numbers of rows that are known, a line.
+        Interpolates linearly between known numbers of rows.
         """
         known = self.rows
         if not known:
@@ -70,7 +68,7 @@ class StepFit:
 
 
 def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
-    """Rows and factors. Raises ConfigError for what is none."""
+    """Return pairs of rows and factors. Raises ConfigError for invalid ones."""
     try:
         found = tuple((float(rows), float(factor)) for rows, factor in given)
     except (TypeError, ValueError) as error:
@@ -84,29 +82,29 @@ def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
 
 
 class Rates(NamedTuple):
-    """How steps next to others differ from those on a machine that has nothing else to do."""
+    """Changes of step times by the load of a host, compared with an idle host."""
 
-    reading: float = 1.0  # so many times as long does it take, as others on the host read, too
-    slowness: float = 1.0  # so many times as long does everything take
-    full: bool = False  # there is no core to spare
+    reading: float = 1.0  # factor of the time of reading, since others on the host read, too
+    slowness: float = 1.0  # factor of all times
+    full: bool = False  # no core is free
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFit:
-    """What a server adds to the steps of its engine and to requests, in seconds. Raises ConfigError as StepFit."""
+    """Seconds that a server adds to the steps of its engine and to requests. Raises ConfigError like StepFit."""
 
-    step: float = 0.0  # to each step
-    drawn: float = 0.0  # to it, for each token that it draws
-    request: float = 0.0  # from a request's arrival to its place in the engine, and from a token to the client
+    step: float = 0.0  # for each step
+    drawn: float = 0.0  # for each token that a step draws
+    request: float = 0.0  # from a request's arrival to its entry into the engine, and from a token to the client
     prompt_token: float = 0.0  # the same, for each token of the prompt
-    gateway: float = 0.0  # of a request, that comes through a gateway
-    peer_byte: float = 0.0  # of blocks that it reads from another replica; 0: it reads none
-    arrival: float = 0.0  # to the step that computes a request's first tokens while others decode
-    mixed_row: float = 0.0  # to a step in which others decode, for each row of its prompts
-    loaded: float = 0.0  # to a step, for each token that it draws, where requests come and go
-    # CPU time of event loops, gateway and clients. Where no core is free steps wait for it.
+    gateway: float = 0.0  # for a request through a gateway
+    peer_byte: float = 0.0  # for each byte of blocks read from another replica; 0: it reads none
+    arrival: float = 0.0  # for the step that computes a request's first tokens while others decode
+    mixed_row: float = 0.0  # for each row of prompts in a step in which others decode
+    loaded: float = 0.0  # for each token that a step draws, while requests arrive and end
+    # CPU time of event loops, gateway and clients. If no core is free, steps wait for it.
     host_request: float = 0.0
-    host_step: float = 0.0  # of a replica
+    host_step: float = 0.0  # for each step of a replica
     host_token: float = 0.0
 
     def __post_init__(self) -> None:
@@ -114,26 +112,26 @@ class ServerFit:
             check_number(ConfigError, one.name, getattr(self, one.name), 0.0)
 
     def of_step(self, rates: Rates) -> tuple[float, float]:
-        """What is added to a step, and for each token that it draws."""
+        """Return the seconds that are added to a step, and for each token that it draws."""
         drawn = self.drawn + self.loaded
         return (self.step + self.host_step, drawn + self.host_token) if rates.full else (self.step, drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFile:
-    """A machine and a model. `kind` names what was measured, for people."""
+    """The measurements of a model on a machine. `kind` is a readable name of them."""
 
     kind: str
-    model: str  # digest of what steps read and multiply
+    model: str  # digest of the sizes that steps read and multiply
     model_name: str
     block_size: int  # tokens
-    bytes_per_second: float  # that one replica reads, weights and cache together
-    host_bytes_per_second: float  # that all replicas on the machine read together
-    per_neighbour: float = 0.0  # how much longer steps take for each other replica that computes there, as a share
-    per_machine: int = 0  # replicas, two or more, that have all of its cores when they compute; 0: some are free
+    bytes_per_second: float  # read by one replica, weights and cache together
+    host_bytes_per_second: float  # read by all replicas on the machine together
+    per_neighbour: float = 0.0  # share by which steps take longer for each other replica that computes there
+    per_machine: int = 0  # replicas, two or more, that use all of its cores when they compute; 0: some cores are free
     step: StepFit
     server: ServerFit = field(default_factory=ServerFit)
-    machine: dict[str, Any] = field(default_factory=dict)  # what was measured on, and when
+    machine: dict[str, Any] = field(default_factory=dict)  # the machine and the time of the measurement
     residuals: dict[str, Any] = field(default_factory=dict)  # of the fit
 
     def __post_init__(self) -> None:
@@ -144,7 +142,7 @@ class DeviceFile:
         check_integer(ConfigError, "per_machine", self.per_machine, 0)
 
     def check_model(self, path: Path | str, model: ModelCost) -> None:
-        """Raise ConfigError where it is of another model. path: of the file."""
+        """Raise ConfigError if the file is for another model. path: of the file."""
         if self.model != model_digest(model):
             raise ConfigError(
                 f"{path} was measured with another model, {self.model_name}: calibrate with the one that is simulated"
@@ -152,14 +150,14 @@ class DeviceFile:
 
 
 def model_digest(model: ModelCost) -> str:
-    """A name for all that the time of a step depends on; longer or shorter sequences are the same model."""
+    """Return a digest of everything that the time of a step depends on. The longest sequence is no part of it."""
     parts = (model.groups, model.layer_params, model.head_params, model.number_bytes, model.weights,
              model.expert_params, round(model.expert_share, 9))  # fmt: skip
     return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def write_device(path: Path, device: DeviceFile) -> None:
-    """Write the file. Raises ConfigError where it cannot be written."""
+    """Write the file. Raises ConfigError if it cannot be written."""
     try:
         path.write_text(json.dumps({"format": FORMAT} | asdict(device), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -167,7 +165,7 @@ def write_device(path: Path, device: DeviceFile) -> None:
 
 
 def read_device(path: Path) -> DeviceFile:
-    """A device file. Raises ConfigError, with the file, where it is none."""
+    """Read a device file. Raises ConfigError, with the path, for an invalid one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -192,23 +190,23 @@ def _mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part
 
 
-NO_DEVICE = Device("fitted", 1.0, 1.0, 1.0)  # of a cost that is fitted
+NO_DEVICE = Device("fitted", 1.0, 1.0, 1.0)  # placeholder for fitted costs
 
 
 class ReplicaCost(CostModel):
-    """Seconds of a replica's steps, at the rates that a host has at the time."""
+    """Seconds of a replica's steps, at the current rates of its host."""
 
     def __init__(
         self, model: ModelCost, device: Device | StepFit, block_size: int, server: ServerFit | None = None
     ) -> None:
-        """device: its rates, of which steps take what `CostModel` says, or a fit. server: what it adds."""
+        """device: rates for `CostModel`, or a fit. server: the time that the server adds."""
         super().__init__(model, NO_DEVICE if isinstance(device, StepFit) else device, block_size)
         self.fit = device if isinstance(device, StepFit) else _roofline(device)
         self.server = server or ServerFit()
         self.rates = Rates()
 
     def time_of(self, work: StepWork) -> float:
-        """Seconds of a step with that much work."""
+        """Return the seconds of a step with that work."""
         fit, server, rates = self.fit, self.server, self.rates
         longer = fit.factor(work.num_tokens)
         weights, linears = fit.weight_byte * work.weight_bytes * rates.reading, fit.linear_flop * work.linear_flops
@@ -225,7 +223,10 @@ class ReplicaCost(CostModel):
         return float((own + both + step + drawn * work.num_drawn) * rates.slowness)
 
     def decoder(self, num_sequences: int, *, many: bool = False) -> Callable[[Any], Any]:
-        """As `time_of` for steps in which so many sequences decode, for each number of keys. Until a host changes."""
+        """Return `time_of` for steps that decode `num_sequences`, as a function of the number of keys.
+
+        It is valid until the host's rates change.
+        """
         weight_bytes, linear_flops = self.decode_work(num_sequences)
         fit, server, kv_bytes, pair_flops = self.fit, self.server, self.kv_bytes, self.pair_flops
         longer = fit.factor(num_sequences)
@@ -247,7 +248,7 @@ class ReplicaCost(CostModel):
 
     @property
     def seconds_a_prompt_token(self) -> float:
-        """Of a long prompt, its attention left out."""
+        """Seconds per token of a long prompt, without attention."""
         fit = self.fit
         a_token = fit.token + self.model.linear_flops(1, 0) * fit.linear_flop
         return a_token * fit.factor(LONG) * self.rates.slowness
@@ -256,11 +257,12 @@ class ReplicaCost(CostModel):
 def _computing(
     exponent: int, weights: float, linears: float, longer: float, *, many: bool
 ) -> Callable[[Any, Any], Any]:  # fmt: skip
-    """Seconds of linears, which read and multiply that long, and of what attention reads and multiplies; or of arrays.
+    """Return a function from the seconds of attention's reading and multiplying to those of linears and attention.
 
-    longer: the factor of linears; 1.0 where the exponent is 0.
+    weights, linears: seconds of the linears' reading and multiplying. longer: factor of linears; 1.0 if the exponent
+    is 0. many: the function is for arrays.
     """
-    if exponent == 0:  # as a data sheet has it: all that is read, or all that is multiplied
+    if exponent == 0:  # as in a data sheet: the longer of all reading and all multiplying
         longest = np.maximum if many else max
         return lambda read, attended: longest(weights + read, linears + attended)
     both = power_sum(exponent, weights, linears) * longer
@@ -268,13 +270,13 @@ def _computing(
 
 
 def power_sum(exponent: int, reading: float, multiplying: float) -> float:
-    """(reading^p + multiplying^p)^(1/p)."""
+    """Return (reading^p + multiplying^p)^(1/p)."""
     return float((reading**exponent + multiplying**exponent) ** (1.0 / exponent))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Roofline(StepFit):
-    """The longer of reading and multiplying: the exponent without end, written as 0."""
+    """The longer of reading and multiplying: an infinite exponent, written as 0."""
 
     exponent: int = 0
 

@@ -1,4 +1,4 @@
-"""Figures of simulated runs: durations by how often they occurred, and what a run of one engine came to."""
+"""Figures of simulated runs: histograms of durations, and the result of one engine's run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from itertools import pairwise
 import numpy as np
 
 RESOLUTION = math.log(1.01)  # of a Histogram: its classes are 1 % wide
-MANY = 40  # moments: from here on it is faster to compute with all of them at once
-SHORTEST = 1e-9  # seconds that a Histogram tells from none
+MANY = 40  # moments, from which on array operations are faster
+SHORTEST = 1e-9  # seconds; shorter durations are in one class of a Histogram
 
 
 class Histogram:
-    """How often which duration occurred, to 1 %: room for any number of them."""
+    """A histogram of any number of durations, with a resolution of 1 %."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,14 +26,14 @@ class Histogram:
         self._classes: Counter[int] = Counter()
 
     def add(self, value: float, count: int = 1) -> None:
-        """Take in a duration that occurred so often."""
+        """Add a duration that occurred `count` times."""
         self.count += count
         self.sum += value * count
         self.max = max(self.max, value)
         self._classes[_class_of(value)] += count
 
     def add_between(self, moments: Sequence[float], count: int) -> None:
-        """Take in the times from each moment to the next, so often each; as `add` of one after the other."""
+        """Add the time from each moment to the next, `count` times each. The result is that of `add` one by one."""
         if len(moments) < MANY:
             values, total = [after - before for before, after in pairwise(moments)], self.sum
             for value in values:
@@ -57,14 +57,14 @@ class Histogram:
             at = end
 
     def merge(self, other: Histogram) -> None:
-        """Take in all that another one has."""
+        """Add all durations of another histogram."""
         self.count += other.count
         self.sum += other.sum
         self.max = max(self.max, other.max)
         self._classes.update(other._classes)
 
     def percentile(self, percent: float) -> float:
-        """What so many percent lie below, on the line between the two neighbours; 0 where there is nothing."""
+        """Return a percentile, interpolated between the two neighbours; 0 if the histogram is empty."""
         place, seen, low = percent / 100 * max(0, self.count - 1), 0, self.max
         is_found = False
         for number in sorted(self._classes):
@@ -80,23 +80,23 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Of all of them; 0 where there is none."""
+        """The mean of all durations; 0 without any."""
         return self.sum / self.count if self.count else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Mean, percentiles and maximum."""
+        """Return mean, percentiles and maximum."""
         shown = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
         return {"mean": self.mean, **shown, "max": self.max}
 
 
 def _class_of(value: float) -> int:
-    """The number of a duration's class."""
+    """Return the number of a duration's class."""
     return math.floor(math.log(max(value, SHORTEST)) / RESOLUTION)
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a simulated run came to. Seconds are those of the virtual clock."""
+    """The result of a simulated run. Seconds are those of the virtual clock."""
 
     requests: int
     finished: int  # with all of their tokens
@@ -105,9 +105,9 @@ class SimulationResult:
     first_refusal: str | None
     steps: int
     seconds: float  # from the first arrival to the last step
-    prompt_tokens: int  # of all requests but the refused ones
+    prompt_tokens: int  # of all requests except the refused ones
     new_tokens: int  # drawn
-    computed_tokens: int  # those of preempted requests each time
+    computed_tokens: int  # including the recomputed ones of preempted requests
     new_tokens_per_second: float
     total_tokens_per_second: float  # prompt tokens and new ones
     ttft: dict[str, float]  # seconds from arrival to the first token
@@ -115,14 +115,14 @@ class SimulationResult:
     preemptions: int
     swapped_blocks: int  # both ways
     copied_blocks: int
-    evicted_blocks: int  # were reusable, and their memory was needed
+    evicted_blocks: int  # reusable blocks whose memory was needed
     hit_rate: float  # share of the prompt tokens that were found in the prefix cache
-    waste: float  # share of the owned slots of attention that hold nothing, over the looks at the cache
+    waste: float  # share of attention's owned token slots that are empty, over the samples of the cache
     most_used_blocks: int  # of attention, between two steps
-    row_waste: float  # of layers that keep a state: the same share of the rows of pieces in progress
+    row_waste: float  # the same share for the rows of recurrent layers' unfinished chunks
     most_used_states: int  # between two steps
-    trace_hash: str | None  # of every plan; None if not asked for
+    trace_hash: str | None  # of all plans; None if not requested
 
     def as_dict(self) -> dict[str, object]:
-        """The figures, for JSON."""
+        """Return the figures for JSON."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""The step-time model, fitted to steps that were measured."""
+"""Fit of the step-time model to measured steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from quire.errors import BadValue
 from quire.simulate.device import EXPONENTS, StepFit, power_sum
 
 Numbers = NDArray[np.float64]
-GUESSED = (0.3, 0.5, 0.7, 0.9)  # of the steps, in which multiplying is taken to be the shorter part at first
-LEAST_SHARE = 1e-3  # or a part that a round finds to be nothing could not come back
-ROUNDS = 20  # of a fit with an exponent: each knows better which of reading and multiplying takes longer
-SMALL = 1e-12  # of the largest gradient
-PULL = 0.1  # how much as an error counts by how much the first part differs from what the sum says
-SHORTEST = 1e-9  # seconds of a first part
+GUESSED = (0.3, 0.5, 0.7, 0.9)  # initial shares of the steps in which multiplying is assumed to be the shorter part
+LEAST_SHARE = 1e-3  # positive, so that a part that is 0 in one round can return in the next
+ROUNDS = 20  # of a fit with an exponent; each round knows better whether reading or multiplying takes longer
+SMALL = 1e-12  # relative size of a gradient that counts as 0
+PULL = 0.1  # weight, relative to errors, of the difference between the first part and its formula
+SHORTEST = 1e-9  # seconds, lower bound of a first part
 LEAST_FACTOR = 0.1
 
 
 def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
-    """The x >= 0 for which |a x - b| is smallest.
+    """Return the x >= 0 that minimises |a x - b|.
 
     a: [rows, columns]. b: [rows]. Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23.
     """
@@ -58,7 +58,7 @@ def nonnegative_least_squares(a: Numbers, b: Numbers) -> Numbers:
 
 
 def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
-    """The fit whose relative errors are smallest, of all exponents.
+    """Return the fit with the smallest relative errors, over all exponents.
 
     Raises BadValue for fewer than 10 steps.
     """
@@ -69,7 +69,7 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepFit:
 
 
 def predicted(fit: StepFit, work: StepWork) -> float:
-    """Seconds of a step by that fit."""
+    """Return the seconds of a step by a fit."""
     own = fit.sequence * work.num_sequences + fit.drawn * work.num_drawn
     within = work.attention_flops - work.context_flops
     attention = fit.cache_byte * work.cache_bytes + fit.attention_flop * within + fit.context_flop * work.context_flops
@@ -77,15 +77,15 @@ def predicted(fit: StepFit, work: StepWork) -> float:
 
 
 def _of_rows(fit: StepFit, work: StepWork) -> float:
-    """Seconds of a step's first part, without the factor."""
+    """Return the seconds of a step's first part, without the factor."""
     linears = power_sum(fit.exponent, fit.weight_byte * work.weight_bytes, fit.linear_flop * work.linear_flops)
     return fit.step + fit.token * work.num_tokens + linears
 
 
 def residuals(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, Any]:
-    """Relative errors of a fit: of how many steps, their median, 90th percentile and largest, without signs.
+    """Return the number of steps, and the median, 90th percentile and maximum of a fit's absolute relative errors.
 
-    A step that alone has its number of rows is predicted with the factors of the others: its own one leaves no error.
+    If only one step has a number of rows, it is predicted without its own factor, which would leave no error.
     """
     alike = Counter(work.num_tokens for work in works)
     errors = np.abs(
@@ -107,26 +107,26 @@ def _error(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) ->
 
 
 def _pull(fit: StepFit, works: Sequence[StepWork], seconds: Sequence[float]) -> float:
-    """How far the first part is from what the sum says, as part of the error of a fit."""
+    """Return the penalty for factors other than 1, as a part of the error of a fit."""
     parts = zip((_of_rows(fit, work) * (1 - fit.factor(work.num_tokens)) for work in works), seconds, strict=True)
     return PULL**2 * sum((part / took) ** 2 for part, took in parts)
 
 
 def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> StepFit:
-    """With that exponent p.
+    """Return the fit with the exponent p.
 
-    (r^p + m^p)^(1/p) is u r + v m, u = (r / both)^(p - 1) and v likewise: with u and v of the round before, a round is
-    linear. Which of r and m is longer for which steps is guessed first, in several ways. What the first part takes is
-    found for each number of rows by itself, and pulled a little to what the sum says: that shows how long weights take
-    to be read.
+    (r^p + m^p)^(1/p) is u r + v m, with u = (r / both)^(p - 1) and v likewise. With u and v of the previous round, a
+    round is linear. Several assumptions about the steps in which r is longer than m serve as starting points. The time
+    of the first part is found separately for each number of rows, and pulled slightly towards the formula, which
+    determines the time of reading weights.
     """
     took = np.array(seconds)[:, None]
     parts = [(*work[:6], work.attention_flops - work.context_flops, work.context_flops) for work in works]
     table = np.array(parts, float)
     rows = table[:, 0]
-    # What every step takes alike is reading, where all of them read the same weights: nothing tells one from the other.
+    # If all steps read the same weights, a fixed part cannot be distinguished from reading them, so it is left out.
     fixed = np.full(len(works), float(np.ptp(table[:, 3]) > 0))
-    of_rows = np.column_stack([fixed, rows, table[:, 3], table[:, 5]])  # the last two of linears
+    of_rows = np.column_stack([fixed, rows, table[:, 3], table[:, 5]])  # the last two are of linears
     rest = table[:, [2, 1, 4, 6, 7]]
     counts = sorted(set(map(int, rows)))
     of_counts, wanted = (rows[:, None] == counts).astype(float), np.repeat([1.0, 0.0], len(works))
@@ -153,7 +153,7 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
 
 
 def _factors(fit: StepFit, works: Sequence[StepWork], took: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
-    """Numbers of rows, ascending, and how many times as long their first part took as the fit says."""
+    """Return the numbers of rows, ascending, each with the ratio of the measured first part to the formula."""
     says: dict[int, list[float]] = {}
     for work in works:
         says.setdefault(work.num_tokens, []).append(max(SHORTEST, _of_rows(fit, work)))
@@ -163,8 +163,8 @@ def _factors(fit: StepFit, works: Sequence[StepWork], took: Mapping[int, float])
 
 
 def _guesses(columns: Numbers, exponent: int) -> Iterator[Numbers]:
-    """Shares with which a fit may begin: some steps take as long in reading as in multiplying, those with fewer
-    operations for a byte longer in reading.
+    """Yield starting shares for a fit. Each assumes a number of operations per byte at which reading and multiplying
+    take equally long; steps below it take longer in reading.
 
     columns: bytes and operations of linears.
     """
@@ -177,6 +177,6 @@ def _guesses(columns: Numbers, exponent: int) -> Iterator[Numbers]:
 
 
 def _shares(parts: Numbers, exponent: int) -> Numbers:
-    """The u and v of what takes so long to be read and to be multiplied."""
+    """Return u and v for the given times of reading and multiplying."""
     both = np.maximum((parts**exponent).sum(axis=1, keepdims=True) ** (1 / exponent), 1e-300)
     return np.asarray(np.maximum((parts / both) ** (exponent - 1), LEAST_SHARE))

@@ -1,4 +1,4 @@
-"""A simulated fleet: its cells one after the other, or some of them at a time, and how many replicas a load needs."""
+"""A simulated fleet: runs its cells, one by one or in parallel, and finds the number of replicas for a load."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from quire.simulate.simulation import no_collector
 from quire.simulate.spec import FleetSpec, KindSpec
 from quire.simulate.trouble import Trouble
 
-MOMENTS = 240  # that a run is cut into, about
-LOOKS = 2000  # requests by which a load is judged before it is run
-MOST_REPLICAS = 4096  # that are looked for
+MOMENTS = 240  # approximate number of intervals of a run's time series
+LOOKS = 2000  # sampled requests to check a load before it is run
+MOST_REPLICAS = 4096  # upper bound of the search
 
 
 def no_advance() -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 class FleetSimulation:
-    """A fleet and its load. Everything is checked when it is made; `run` it as often as you like."""
+    """A fleet and its load. Everything is checked at construction, and it can `run` any number of times."""
 
     def __init__(self, spec: FleetSpec, *, leaps: bool = True) -> None:
-        """leaps: as `Simulation`. Raises ConfigError for what cannot be."""
+        """leaps: see `Simulation`. Raises ConfigError for an invalid fleet."""
         self.spec = spec
-        # A leap publishes the blocks of an answer at its end. Stepping publishes each when it is full, which makes a
-        # difference to who asks for them again before its gateway has heard of the end.
+        # A leap publishes the blocks of an answer at its end; stepping publishes each one when it is full. The results
+        # would differ for a repeated prompt that arrives before its gateway knows of the end.
         again = spec.gateways.seconds + spec.network.to_gateway
         self._leaps = leaps and (not spec.gateways.count or spec.gateways.lag <= again)
         path = spec.directory / spec.model if spec.model else EMBEDDED
@@ -60,8 +60,8 @@ class FleetSimulation:
         ):
             needed = -(-spec.most_replicas // spec.cell)
             raise ConfigError(
-                f"up to {spec.most_replicas} replicas are {needed} cells of {spec.cell}, each of which scales its "
-                f"share by itself, so count and least must be at least {needed}, on as many hosts"
+                f"up to {spec.most_replicas} replicas are {needed} cells of {spec.cell}, and each cell scales its own "
+                f"share, so count and least must be at least {needed}, on as many hosts"
             )
         self._check_load()
 
@@ -86,7 +86,7 @@ class FleetSimulation:
         return ReplicaCost(self.model, device.step, size, device.server)
 
     def _places(self) -> list[tuple[int, int, KindSpec, str, str]]:
-        """Of each replica: its number, its host's, its kind, and both names."""
+        """Return for each replica its number, its host's number, its kind, the host's name and its own name."""
         found: list[tuple[int, int, KindSpec, str, str]] = []
         hosts = 0
         for kind in self.spec.replicas:
@@ -97,7 +97,7 @@ class FleetSimulation:
         return found
 
     def _check_load(self) -> None:
-        """Raise ConfigError for a load beyond what the fleet can serve, however it were batched and cached."""
+        """Raise ConfigError for a load that exceeds the fleet's capacity even with the best batches and caches."""
         load, spec = self.spec.load, self.spec
         if load.arrivals == "trace":
             rows = rows_of(load, spec.directory)
@@ -105,7 +105,7 @@ class FleetSimulation:
             rate, unshared = len(rows) / seconds, sum(row.prompt_tokens - row.prefix_tokens for row in rows) / len(rows)
             new = sum(max(1, row.new_tokens) for row in rows) / len(rows)
             if len(rows) < 2 or seconds < 60.0:
-                return  # a burst, which may wait
+                return  # a short burst, which may wait
         else:
             rng = random.Random("lengths")
             pairs = [(drawn(rng, load.prompt_tokens), drawn(rng, load.new_tokens)) for _ in range(LOOKS)]
@@ -130,8 +130,8 @@ class FleetSimulation:
     def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
         config = self._configs[kind.kind]
         swaps = config.cache.preemption == "swap"
-        # A leap publishes blocks late: too late for the gateways of a replica that is cut off, and for others that read
-        # the blocks of one that drains.
+        # A leap publishes blocks late: too late for the gateways of a partitioned replica, and for replicas that read
+        # the blocks of a draining one.
         partitions = {one.target for one in self.spec.events if one.what == "partition"}
         leaps = self._leaps and partitions.isdisjoint((name, host.name, kind.kind))
         cost = self._cost(kind)
@@ -158,7 +158,7 @@ class FleetSimulation:
         return host
 
     def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:
-        """Run one of the cells. Hosts are dealt out among them in turns."""
+        """Run one of the cells. Hosts are assigned to the cells in turns."""
         spec = self.spec
         hosts: dict[int, Host] = {}
         replicas: list[Replica] = []
@@ -172,7 +172,7 @@ class FleetSimulation:
         first, at_first = spec.replicas[0], len(replicas)
 
         def another(count: int) -> Replica:
-            new = first.count + (count - at_first) * self.num_cells + number  # no other cell has one of that number
+            new = first.count + (count - at_first) * self.num_cells + number  # unique among the cells
             return self._replica(count, first, self._host(first, f"{first.kind}-host-{new}"), f"{first.kind}-{new}")
 
         seconds = spec.load.duration
@@ -188,7 +188,7 @@ class FleetSimulation:
             return made.run(advance)
 
     def run(self, processes: int = 1, advance: Callable[[], None] = no_advance) -> Outcome:
-        """Run all cells. advance: is called for each request that ends, or with several processes for each cell."""
+        """Run all cells. advance: called at the end of each request, or of each cell with several processes."""
         found: Outcome | None = None
         if processes > 1 and self.num_cells > 1:
             with ProcessPoolExecutor(processes) as pool:
@@ -212,13 +212,13 @@ def _added(found: Outcome | None, outcome: Outcome) -> Outcome:
 
 
 def with_replicas(spec: FleetSpec, count: int) -> FleetSpec:
-    """The same fleet with so many replicas of its first kind."""
+    """Return the same fleet with `count` replicas of its first kind."""
     first, *others = spec.replicas
     return replace(spec, replicas=(replace(first, count=count), *others))
 
 
 def meets(outcome: Outcome, goals: Mapping[str, float]) -> bool:
-    """Whether all requests were served, and within their goals."""
+    """Return whether all requests were served within the goals."""
     lost = outcome.counts["failed"] + outcome.counts["refused"]
     return not lost and all(outcome.figure(name) <= most for name, most in goals.items())
 
@@ -226,9 +226,9 @@ def meets(outcome: Outcome, goals: Mapping[str, float]) -> bool:
 def least_replicas(
     spec: FleetSpec, goals: Mapping[str, float], advance: Callable[[], None] = no_advance
 ) -> tuple[int, Outcome, dict[int, bool]]:
-    """The fewest replicas of the first kind with which a load meets its goals, and what was tried.
+    """Return the fewest replicas of the first kind with which a load meets its goals, and the numbers tried.
 
-    Doubles their number until it is enough, and then halves the distance. Raises ConfigError where none is enough.
+    Doubles the number until it is enough, then bisects. Raises ConfigError if no number is enough.
     """
     tried: dict[int, bool] = {}
     best: Outcome | None = None
@@ -271,7 +271,7 @@ def least_replicas(
 
 
 def _is_hopeless(spec: FleetSpec, goals: Mapping[str, float], count: int) -> bool:
-    """Whether twice as many replicas are no better, as far as one tenth of the load tells."""
+    """Return whether more replicas cannot help: one replica with a tenth of its load already misses the goals."""
     few = replace(spec.load, rate=spec.load.rate / (10 * count)) if spec.load.arrivals != "trace" else spec.load
     if spec.load.arrivals == "trace":
         return False

@@ -25,26 +25,26 @@ class Flow:
     request: Request
     digests: list[int]
     replica: int = -1
-    routing: int = 0  # how often it was sent to a replica
+    routing: int = 0  # number of times that it was sent to a replica
     incarnation: int = 0  # of the replica
-    bits: str | None = None  # of the replicas that may go on with it; None: it has not begun
-    ledger: Ledger | None = None  # once it went on elsewhere
+    bits: str | None = None  # of the replicas that may continue it; None: it has not begun
+    ledger: Ledger | None = None  # set when another replica continues it
     num_lost: int = 0
     lost_at: float | None = None
-    heard: float = 0.0  # when its gateway gets the last thing that was sent to it
-    has_begun: bool = False  # its first token came
+    heard: float = 0.0  # when its gateway receives the last message that was sent
+    has_begun: bool = False  # its first token was drawn
     is_done: bool = False
     passed_over: set[int] = field(default_factory=set)
     waits_until: float | None = None
 
     def enter(self, drawn: int) -> None:
-        """Let its ledger have the tokens that a replica has drawn."""
+        """Enter the tokens that a replica has drawn into the ledger."""
         if self.ledger is not None:
             at = len(self.ledger.tokens)
             self.ledger.enter(Frame(self.number, 0, at, [0] * max(0, drawn - at), 0, ""))
 
     def go_on(self, drawn: int) -> int:
-        """Make the request with which another replica goes on after so many tokens. How many its gateway has got."""
+        """Make the request for another replica after `drawn` tokens. Return the number that its gateway received."""
         if self.ledger is None:
             self.ledger = Ledger(CompletionOutput(0), False)
         self.enter(drawn)
@@ -55,5 +55,5 @@ class Flow:
 
 
 def request_of(name: str, job: Job, params: SamplingParams) -> Request:
-    """A request for a job, as a replica gets it."""
+    """Return the request for a job that a replica receives."""
     return Request(name, cast(Any, job.tokens()), job.prompt_tokens, params)

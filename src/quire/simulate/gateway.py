@@ -1,4 +1,4 @@
-"""A gateway on a virtual clock: the real index, score and averages, and views that lag."""
+"""A gateway on a virtual clock: the real index, score and averages, with a delayed view of replicas."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from quire.fleet.score import Candidate, Choice, choose, eligible, step_age, wit
 from quire.fleet.state import ReplicaState
 from quire.simulate.replica import Outbox, Replica
 
-NO_DISKS = FleetIndex()  # that replicas keep blocks on
+NO_DISKS = FleetIndex()  # simulated replicas keep no blocks on disks
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request that went to a replica."""
+    """A request that was sent to a replica."""
 
     slot: int
     uncached: int
     at: float
     expectation: Expectation
-    is_seen: bool = False  # a state that has come counts it
+    is_seen: bool = False  # a received state counts it
 
 
 class Gateway:
-    """Knows of each replica what has come from it so far."""
+    """A gateway that knows of each replica the messages that it has received so far."""
 
     def __init__(self, number: int, replicas: Sequence[Replica], lag: float) -> None:
         self.number = number
@@ -35,15 +35,15 @@ class Gateway:
         self.index = FleetIndex()
         self.averages = Averages()
         self.lost: set[int] = set()  # slots that do not answer
-        self._states: dict[int, tuple[float, ReplicaState]] = {}  # with when it came
-        self._reads_peers = False  # whether any replica does
-        # By slot: for requests of which the replica has no block, while all that it was sent is in its state.
+        self._states: dict[int, tuple[float, ReplicaState]] = {}  # by slot, with the time of arrival
+        self._reads_peers = False  # whether any replica reads blocks of others
+        # By slot: reused candidates, for requests of which the replica has no block, if its state counts all its load.
         self._same: dict[int, Candidate] = {}
         self._sent: dict[int, Sent] = {}  # by flow
         self._unseen: dict[int, dict[int, Sent]] = {}  # by slot and flow
 
     def hear(self, now: float) -> None:
-        """Take in what has come."""
+        """Take in the messages that have arrived."""
         horizon, number, lost = now - self.lag, self.number, self.lost
         for slot, replica in enumerate(self.replicas):
             if slot in lost or not replica.is_up or replica.cut_off_until > now:
@@ -66,7 +66,7 @@ class Gateway:
             (self.index.store if stored else self.index.remove)(slot, digests)
 
     def _runs(self, digests: Sequence[int], now: float) -> dict[int, int]:
-        """As the index has them. Of blocks that were evicted it hears only where it matters: here."""
+        """Return the runs of the index. Evictions are fetched only here, where they matter."""
         runs, horizon, is_late = self.index.runs(digests), now - self.lag, False
         for slot in runs:
             replica = self.replicas[slot]
@@ -80,14 +80,14 @@ class Gateway:
         self, name: str, tokens: int, most: int, digests: Sequence[int], bits: str | None,
         passed_over: Collection[int], now: float,
     ) -> Choice:  # fmt: skip
-        """Where a request goes. tokens: to compute. most: that it may generate. Raises NoReplica."""
+        """Choose a replica for a request. tokens: to compute. most: to generate at most. Raises NoReplica."""
         self.hear(now)
         runs = self._runs(digests, now)
         given = self.index.held_runs(digests, NO_DISKS) if runs and self._reads_peers else {}
         candidates = []
         for slot, (came, state) in self._states.items():
             num_blocks, unseen = runs.get(slot, 0), self._unseen.get(slot)
-            if not (num_blocks or unseen):  # most of a fleet
+            if not (num_blocks or unseen):  # most replicas of a fleet
                 same = self._same.get(slot)
                 if same is None or same.state is not state:
                     same = self._same[slot] = self._candidate(slot, state, 0.0, 0, 0, 0, 0)
@@ -126,14 +126,14 @@ class Gateway:
         )
 
     def send(self, flow: int, choice: Choice, digests: Sequence[int], now: float) -> None:
-        """Count a request as on its way."""
+        """Record that a request is on its way to a replica."""
         slot = choice.best.candidate.slot
         made = Sent(slot, choice.best.uncached_tokens, now, self.index.expect(slot, digests))
         self._sent[flow] = made
         self._unseen.setdefault(slot, {})[flow] = made
 
     def settle(self, flow: int) -> None:
-        """A request has ended, or has gone elsewhere."""
+        """Forget a request that has ended or moves."""
         made = self._sent.pop(flow, None)
         if made is not None:
             self.index.settle(made.expectation)
@@ -141,13 +141,13 @@ class Gateway:
                 unseen.pop(flow, None)
 
     def lose(self, slot: int) -> None:
-        """A replica does not answer any more."""
+        """Forget a replica that does not answer any more."""
         self.lost.add(slot)
         self._states.pop(slot, None)
         self.index.clear(slot)
 
     def find(self, slot: int, now: float) -> None:
-        """A replica answers, for the first time or again: it sends all that it holds."""
+        """Connect to a replica, which sends all its blocks."""
         replica = self.replicas[slot]
         self._reads_peers = self._reads_peers or replica.reads_peers
         self.lost.discard(slot)
@@ -161,5 +161,5 @@ class Gateway:
 
     @property
     def num_known(self) -> int:
-        """Replicas that answer."""
+        """The number of replicas that answer."""
         return len(self._states)

@@ -1,7 +1,7 @@
-"""Leap: steps that only decode, computed without planning and committing each of them.
+"""Leap: simulate steps that only decode without planning and committing each of them.
 
-While nothing waits and blocks suffice, only time passes between the steps in which a request needs its next block or
-ends. The results are those of planning each step, to the last bit of every time.
+While nothing waits and there are enough blocks, only time passes between the steps in which a request needs its next
+block or ends. The results are bitwise those of planning each step, including all times.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quire.engine.scheduler import Scheduler
 from quire.request import Event, Request
 from quire.simulate.decoders import Decoders
 
-MOST_STEPS = 4096  # that are planned ahead
+MOST_STEPS = 4096  # planned ahead
 
 
 class Leaper(Protocol):
-    """What leaps: a Simulation, which counts what its steps come to."""
+    """The interface that a leap needs: a Simulation, which counts the results of steps."""
 
     scheduler: Scheduler
     decoders: Decoders
@@ -32,55 +32,56 @@ class Leaper(Protocol):
 
     @property
     def now(self) -> float:
-        """The time."""
+        """The virtual time in seconds."""
 
     def decoded(self, times: Sequence[float], start: int, stop: int) -> None:
-        """The decoders got a token in each of the steps that end at times[start + 1 .. stop]."""
+        """Count a token of each decoder in each of the steps that end at times[start + 1 .. stop]."""
 
     def ended(self, event: Event) -> None:
-        """A request has ended."""
+        """Count a request that ended."""
 
     def look(self) -> None:
-        """Look at how much of the cache is wasted."""
+        """Sample the waste of the cache."""
 
     def note_blocks(self, now: float) -> None:
-        """Note how many blocks are used after a step, which ends at that time."""
+        """Record the number of used blocks after a step that ends at `now`."""
 
     def leapt(self, now: float) -> None:
-        """A leap is over."""
+        """Set the clock to the end of a leap."""
 
 
 class Leap:
-    """The steps of decoders that are alone, from one moment on. `plan_ahead` and `apply` in turns, then `close`."""
+    """The steps of decoders that run alone, from now on. Call `plan_ahead` and `apply` in turns, then `close`."""
 
     def __init__(self, simulation: Leaper) -> None:
-        """simulation: one whose decoders are alone."""
+        """simulation: its decoders must be alone."""
         self._simulation = simulation
         self._decoders = simulation.decoders
         self._manager = simulation.scheduler.manager
         self._cost = simulation.cost
-        self._before = simulation.decoders.step  # steps of theirs before the first one
-        self.seconds = 0.0  # of the first step that was planned last
-        self.times = [simulation.now]  # when it began, and the ends of the steps that are planned
+        self._before = simulation.decoders.step  # the decoders' steps before the leap
+        self.seconds = 0.0  # of the first step in the latest `plan_ahead`
+        self.times = [simulation.now]  # the start of the leap and the ends of the planned steps
         self.num_applied = 0  # steps
-        self._most_taken = 0  # blocks of each group that the steps take which are planned
-        every = simulation.sample_every  # of the steps from the first one on
+        self._most_taken = 0  # upper bound of the blocks of each group that the planned steps allocate
+        every = simulation.sample_every  # steps between samples of the cache
         self._next_look = -simulation.num_steps % every + 1 if every else math.inf
 
     @property
     def num_planned(self) -> int:
-        """Steps whose ends are known."""
+        """The number of steps whose ends are known."""
         return len(self.times) - 1
 
     def plan_ahead(self, until: float = math.inf) -> bool:
-        """Find when the next steps end, as far as the first one after which a request ends. False: a plan is needed.
+        """Compute the ends of the next steps, up to the first one in which a request ends.
 
-        All steps that are planned have been applied. until: the first one that ends then or later is the last one.
+        Return False if the scheduler must plan instead. All planned steps must have been applied. until: the first step
+        that ends at that time or later is the last one.
         """
         times, count = self.times, self._decoders.count
         if not count or len(times) > MOST_STEPS:
             return False
-        # A request takes a block at most in so many steps as a block has tokens.
+        # A request allocates at most one block in `size` steps.
         size, free = self._manager.block_size, min([pool.num_free for pool in self._manager.pools])
         to_end = self._decoders.next_end - self._decoders.step
         steps = min(to_end, free // count * size, MOST_STEPS)
@@ -100,11 +101,11 @@ class Leap:
         return True
 
     def cut(self, moment: float) -> None:
-        """Plan no step that begins then or later; the one under way goes on."""
+        """Drop the planned steps that begin at `moment` or later. The current step continues."""
         del self.times[bisect_right(self.times, moment) + 1 :]
 
     def evicts_by(self, moment: float) -> bool:
-        """Whether blocks may be evicted in steps that have ended by then and are not applied."""
+        """Return whether blocks may be evicted in unapplied steps that end by `moment`."""
         at = self._decoders.next_taker - self._before
         if at >= len(self.times) or self.times[at] > moment:
             return False
@@ -112,28 +113,28 @@ class Leap:
         return self._manager.evicts(min(free, self._most_taken))
 
     def blocks_by(self, step: int) -> tuple[int, int]:
-        """Blocks that requests have taken by the end of a planned step, and how many more are reusable.
+        """Return the numbers of blocks allocated and of blocks that became reusable by the end of a planned step.
 
-        In every group, and not in the books yet.
+        They are the same in every group. The block manager does not count them yet.
         """
         step += self._before
         taken, filled = self._decoders.taken_blocks(step), self._decoders.unpublished_blocks(step)
         reusable, blocks = self._manager.indexes[0].by_block, self._manager.pools[0].next_free(taken)
-        empty = next((i for i, block in enumerate(blocks) if block in reusable), taken)  # empty blocks are taken first
+        empty = next((i for i, block in enumerate(blocks) if block in reusable), taken)  # empty ones come first
         return taken, filled - (taken - empty)
 
     def blocks_taken(self, moment: float) -> list[set[int]]:
-        """The blocks of each group that the steps take which have begun by then, and that are not in the books yet."""
+        """Return, for each group, the blocks of steps begun by `moment` that the manager does not count yet."""
         under_way = min(self.num_done(moment) + 1, self.num_planned)
         taken = self._decoders.taken_blocks(self._before + under_way)
         return [set(pool.next_free(taken)) for pool in self._manager.pools]
 
     def num_done(self, moment: float) -> int:
-        """Planned steps that have ended by then."""
+        """Return the number of planned steps that end by `moment`."""
         return bisect_right(self.times, moment) - 1
 
     def apply(self, stop: int) -> list[Event]:
-        """Let the steps happen up to that number. The ends of requests."""
+        """Execute the planned steps up to number `stop`. Return the events of ended requests."""
         ended: list[Event] = []
         if stop <= self.num_applied:
             return ended
@@ -144,7 +145,7 @@ class Leap:
         return ended + self._go_on(stop)
 
     def _go_on(self, stop: int) -> list[Event]:
-        """Let steps happen that end no request but in the last one of them."""
+        """Execute steps in which no request ends, except in the last one."""
         begin, decoders = self.num_applied, self._decoders
         if stop <= begin:
             return []
@@ -162,14 +163,14 @@ class Leap:
         return ended
 
     def _take_blocks(self, stop: int) -> None:
-        """Let requests take the blocks that they need in the steps up to that one."""
+        """Allocate the blocks that requests need in the steps up to `stop`."""
         wanted = self._decoders.blocks_wanted(self._before + stop)
         if not wanted:
             return
         if not self._manager.evicts(len(wanted)):
             self._take(wanted[-1][0], [request for _, request in wanted])
             return
-        for step, those in groupby(wanted, itemgetter(0)):  # the others hear of them when
+        for step, those in groupby(wanted, itemgetter(0)):  # one step at a time, since evictions carry their time
             self._take(step, [request for _, request in those])
 
     def _take(self, step: int, requests: list[Request]) -> None:
@@ -180,9 +181,9 @@ class Leap:
             self._simulation.note_blocks(times[at])
 
     def delay(self, seconds: float) -> None:
-        """Let the last planned step end so much later."""
+        """Delay the end of the last planned step."""
         self.times[-1] += seconds
 
     def close(self) -> None:
-        """Let the next step begin when the last one that was applied has ended."""
+        """Set the clock to the end of the last applied step."""
         self._simulation.leapt(self.times[self.num_applied])

@@ -1,4 +1,4 @@
-"""Loads: requests as they come, from a trace or drawn at random."""
+"""Loads: the requests of a simulation, from a trace or drawn at random."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Job:
 
     name: str
     arrival: float  # seconds
-    names: Sequence[bytes]  # of its parts, the last of which it generates
-    ends: Sequence[int]  # of all parts but the last one
+    names: Sequence[bytes]  # names of the prompt's parts; generated tokens extend the last part
+    ends: Sequence[int]  # ends of all parts except the last one
     prompt_tokens: int
     new_tokens: int
-    unshared_tokens: int  # of the prompt, that no other request before it has
-    think: float = 0.0  # seconds after its answer to the next turn
-    then: Job | None = None  # that turn
+    unshared_tokens: int  # tokens of the prompt that no earlier request has
+    think: float = 0.0  # seconds from its answer to the next turn
+    then: Job | None = None  # the next turn
 
     def tokens(self) -> NamedTokens:
-        """Its prompt."""
+        """Return the prompt."""
         return NamedTokens(self.names, self.ends, self.prompt_tokens)
 
 
 class Load:
-    """The share of a fleet's load that one of its cells gets."""
+    """One cell's share of a fleet's load."""
 
     def __init__(self, spec: FleetSpec, cell: int, num_cells: int, share: float) -> None:
-        """share: of the fleet's requests, for loads that are drawn. A trace's rows go to cells by chance."""
+        """share: of the fleet's requests, for random loads. A trace's rows are assigned to cells at random."""
         self._load = spec.load
         self._seed = spec.seed
         self._cell = cell
@@ -48,7 +48,7 @@ class Load:
         self._directory = spec.directory
 
     def jobs(self) -> Iterator[Job]:
-        """In the order of their arrivals, without later turns."""
+        """Return the jobs in the order of arrival, without later turns."""
         return self._of_trace() if self._load.arrivals == "trace" else self._drawn()
 
     def _of_trace(self) -> Iterator[Job]:
@@ -98,18 +98,18 @@ class Load:
 
 
 def rows_of(load: LoadSpec, directory: Path) -> list[TraceRow]:
-    """The rows of a load's trace. Raises ConfigError."""
+    """Return the rows of a load's trace. Raises ConfigError."""
     return read_rows(directory / load.trace)
 
 
 def drawn(rng: random.Random, lengths: Lengths) -> int:
-    """A number of tokens."""
+    """Draw a number of tokens."""
     value = lengths.median if lengths.spread == 0 else rng.lognormvariate(math.log(lengths.median), lengths.spread)
     return max(lengths.least, min(lengths.most, round(value)))
 
 
 def arrivals(load: LoadSpec, rate: float, seed: str) -> Iterator[float]:
-    """When requests begin, up to the load's duration."""
+    """Yield the arrival times up to the load's duration."""
     rng, now = random.Random(seed), 0.0
     if load.arrivals == "bursts":
         yield from _bursts(load, rate, rng)
@@ -123,7 +123,7 @@ def arrivals(load: LoadSpec, rate: float, seed: str) -> Iterator[float]:
 
 
 def _bursts(load: LoadSpec, rate: float, rng: random.Random) -> Iterator[float]:
-    """A Poisson process of two rates in turns, whose mean is the load's."""
+    """Yield the arrivals of a Poisson process that alternates between two rates, whose mean is the load's rate."""
     share = min(1.0, load.burst_seconds / load.burst_every)
     usual = rate / (1 + share * (load.burst_factor - 1))
     now, in_burst = 0.0, False

@@ -1,4 +1,4 @@
-"""What a simulated fleet came to."""
+"""The results of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ SERIES = ("replicas", "running", "waiting", "new_tokens", "prompt_tokens", "cach
 
 @dataclass
 class Moment:
-    """Some seconds of a run."""
+    """An interval of a run."""
 
-    numbers: Counter[str] = field(default_factory=Counter)  # of SERIES: at its end, or within it
-    ttft: Histogram = field(default_factory=Histogram)  # of the requests that got their first token in it
+    numbers: Counter[str] = field(default_factory=Counter)  # of SERIES: values in it, or counts within it
+    ttft: Histogram = field(default_factory=Histogram)  # of requests whose first token came in it
 
 
 @dataclass
 class Outcome:
-    """Figures of a run; those of several cells can be added. Seconds are those of the virtual clock."""
+    """Figures of a run, which can be added for several cells. Seconds are those of the virtual clock."""
 
     resolution: float = 1.0  # seconds of a moment
     counts: Counter[str] = field(default_factory=Counter)
-    ttft: Histogram = field(default_factory=Histogram)  # from the first arrival to the first token at the client
+    ttft: Histogram = field(default_factory=Histogram)  # from the first attempt to the first token at the client
     itl: Histogram = field(default_factory=Histogram)  # between tokens at a replica
     e2e: Histogram = field(default_factory=Histogram)  # to the last token
-    stalls: Histogram = field(default_factory=Histogram)  # of answers that went on elsewhere, to their next token
+    stalls: Histogram = field(default_factory=Histogram)  # of moved answers, from the loss to their next token
     errors: Counter[str] = field(default_factory=Counter)
     first_refusal: str | None = None
     seconds: float = 0.0  # to the last token
     moments: dict[int, Moment] = field(default_factory=dict)
     routed: Counter[str] = field(default_factory=Counter)  # by replica
-    hashes: list[str] = field(default_factory=list)  # of each cell
+    hashes: list[str] = field(default_factory=list)  # one for each cell
 
     def moment(self, now: float) -> Moment:
-        """The one that a time lies in."""
+        """Return the interval that contains a time."""
         return self.moments.setdefault(int(now / self.resolution), Moment())
 
     def add(self, other: Outcome) -> None:
-        """Take in those of another cell."""
+        """Add the figures of another cell."""
         self.counts.update(other.counts)
         self.errors.update(other.errors)
         self.routed.update(other.routed)
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def trace_hash(self) -> str:
-        """Of everything that was decided, in all cells."""
+        """The hash of all decisions in all cells."""
         return (
             self.hashes[0]
             if len(self.hashes) == 1
@@ -71,12 +71,12 @@ class Outcome:
         return self.counts["cached_tokens"] / max(1, self.counts["prompt_tokens"])
 
     def figure(self, name: str) -> float:
-        """A figure such as ttft_p90, in seconds."""
+        """Return a figure such as ttft_p90, in seconds."""
         what, _, level = name.partition("_")
         return float(getattr(self, what).as_dict()[level])
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures for JSON."""
         seconds = max(self.seconds, 1e-9)
         return {
             **{name: self.counts[name] for name in ("requests", "finished", "failed", "refused", "retries", "resumed")},

@@ -1,4 +1,4 @@
-"""Blocks that a replica reads from another one, on a virtual clock: it decides as a real one, and no bytes move."""
+"""Reads of other replicas' blocks on a virtual clock: decisions are those of a real replica, but no bytes move."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from quire.fleet.peers import PeerSource
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NOTHING = np.empty(0, np.uint8)  # a block's bytes
+NOTHING = np.empty(0, np.uint8)  # bytes of any block
 
 
 class _Arrivals(Arrivals):
-    """What has arrived. No thread waits for it: the clock stands still meanwhile."""
+    """The blocks that have arrived. No thread waits for them, since the virtual clock would not advance."""
 
     def wait(self, seconds: float) -> None:
         """Return at once."""
 
 
 class _Memory:
-    """Where blocks are. They have no bytes."""
+    """The memory of blocks, which have no bytes here."""
 
     def read_block(self, group: int, block: int, out: NDArray[np.uint8]) -> None:
         """Copy nothing."""
@@ -37,15 +37,15 @@ class _Memory:
 
 
 class Peers(PeerSource):
-    """The source of other replicas' blocks. What it begins to read is in `begun`; `end` lets it arrive."""
+    """The source of other replicas' blocks. Started reads are in `begun`; `end` completes one."""
 
     def __init__(self, scheduler: Scheduler, model: ModelCost, widths: Sequence[int], seconds_a_byte: float) -> None:
-        """scheduler: of the replica that reads, which gets a Prefetch. widths: bytes of a block of each group."""
+        """scheduler: of the reading replica; it gets a Prefetch. widths: bytes of a block of each group."""
         super().__init__(_Arrivals(), widths, "", "")
-        self.begun: list[tuple[float, Batch]] = []  # with when each is read; its cell empties it
+        self.begun: list[tuple[float, Batch]] = []  # each with its end; the cell empties the list
         self._clock = scheduler.clock
         self._seconds_a_byte = seconds_a_byte
-        self._free_at = [0.0] * THREADS  # when each thread has read what it was given
+        self._free_at = [0.0] * THREADS  # when each thread has finished its reads
         self._fault: Callable[[Read], Fault | None]  # of the blocks that arrive now
         scheduler.manager.memory = _Memory()
         scheduler.prefetch = Prefetch(scheduler.manager, self._arrivals, assumed_prompt_token(model), self._clock)
@@ -60,7 +60,7 @@ class Peers(PeerSource):
             self.begun.append((end, batch))
 
     def end(self, batch: Batch, fault: Callable[[Read], Fault | None]) -> None:
-        """A batch is read, but for blocks that have a fault."""
+        """Complete the read of a batch, except for blocks with a fault."""
         self._queue.remove(batch)
         self._queue.appendleft(batch)
         self._fault = fault

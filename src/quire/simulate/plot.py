@@ -1,4 +1,4 @@
-"""A simulated fleet over time, drawn where matplotlib is installed."""
+"""Plot of a simulated fleet over time. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.simulate.outcome import Outcome
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError if nothing can be drawn there: to be asked before what is drawn is simulated."""
+    """Raise ConfigError if no plot can be written there. Call this before the simulation."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -22,7 +22,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """Time to first token, tokens a second, hits, cache use, replicas and requests. Raises ConfigError."""
+    """Plot time to first token, tokens a second, hits, cache use, replicas and requests. Raises ConfigError."""
     check_plot(path)
     from matplotlib import pyplot
 

@@ -1,4 +1,4 @@
-"""Tokens by the names of their parts: equal parts are equal tokens, and none of them takes memory."""
+"""Tokens represented by the names of their parts: equal parts mean equal tokens, and tokens take no memory."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from quire.engine.trace import TraceRow
 
 NAME_SIZE = 8  # bytes
 MASK = (1 << 8 * DIGEST_SIZE) - 1
-STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835  # from a digest to the next one within a part; odd, so that all differ
+STRIDE = 0x9E3779B97F4A7C15F39CC0605CEDC835  # between successive digests within a part; odd, so that all differ
 
 
 class Part(bytes):
-    """Some tokens in a row, as a block manager reads them.
+    """A slice of tokens, in the form that a block manager reads.
 
-    The name of their part, where they start, and how many they are; then where other parts begin, with their names.
+    It contains the name of their part, their start and their number, then the start and name of each further part.
     """
 
     __slots__ = ()
 
     def tobytes(self) -> bytes:
-        """The same for the same tokens, and for no others."""
+        """Return bytes that are equal exactly for equal tokens."""
         return self
 
     def tolist(self) -> list[int]:
-        """A number for each token, which says nothing."""
+        """Return a placeholder 0 for each token."""
         return [0] * int.from_bytes(self[NAME_SIZE + 4 : NAME_SIZE + 8], "big")
 
 
 class NamedTokens:
-    """A request's tokens, in place of the array that a Request has: parts with names, the last of which grows.
+    """A request's tokens as named parts, in place of the array of a Request. The last part grows.
 
-    Two of them begin alike as far as their parts have the same names and ends.
+    Two prompts share a prefix as long as their parts have the same names and ends.
     """
 
     __slots__ = ("_ends", "_length", "_names")
 
     def __init__(self, names: Sequence[bytes], ends: Sequence[int], length: int) -> None:
-        """names: of 8 bytes each. ends: of all parts but the last one, ascending. length: tokens that there are."""
+        """names: of 8 bytes each. ends: of all parts except the last one, ascending. length: number of tokens."""
         self._names = names
         self._ends = ends
         self._length = length
@@ -52,7 +52,7 @@ class NamedTokens:
     def __getitem__(self, where: slice) -> Part:
         start, stop = where.start, where.stop
         count = (stop if stop < self._length else self._length) - start
-        if not self._ends:  # as of most
+        if not self._ends:  # the usual case
             return Part(self._names[0] + (start << 32 | count).to_bytes(8, "big"))
         return Part(self._content(start, count))
 
@@ -67,14 +67,14 @@ class NamedTokens:
         return content
 
     def extend_digests(self, digests: list[bytes], count: int, size: int) -> None:
-        """Name the first `count` blocks of `size` tokens, those that there are, and will be, after the ones named.
+        """Extend the digests to the first `count` blocks of `size` tokens, including future ones.
 
-        Faster than block by block: within a part, all after the first block follow from that one's digest.
-        digests: their root's, then theirs.
+        Faster than block by block: within a part, all digests after the first block's follow from that one.
+        digests: the root's digest, then those of known blocks.
         """
         index, begin = len(digests) - 1, 0
         for end in (*self._ends, count * size):
-            first = -(-begin // size)  # block that lies in this part alone
+            first = -(-begin // size)  # first block that is entirely in this part
             while index < min(count, first + 1):
                 digests.append(block_digest(digests[-1], self._content(index * size, size)))
                 index += 1
@@ -89,27 +89,27 @@ class NamedTokens:
             begin = end
 
     def append(self, _: int) -> None:
-        """One token more. Which one it is follows from the name of the last part."""
+        """Append one token. Its value follows from the name of the last part."""
         self._length += 1
 
     def grow(self, count: int) -> None:
-        """So many tokens more."""
+        """Append `count` tokens."""
         self._length += count
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """These tokens more. Which they are follows from the name of the last part."""
+        """Append as many tokens. Their values follow from the name of the last part."""
         self._length += len(tokens) if isinstance(tokens, (list, array, range)) else sum(1 for _ in tokens)
 
 
 def part_name(*words: object) -> bytes:
-    """A part's name: the same for the same words."""
+    """Return a part's name: the same for the same words."""
     return blake2b("/".join(map(str, words)).encode(), digest_size=NAME_SIZE).digest()
 
 
 def named_prompt(row: TraceRow, number: int, seed: int) -> NamedTokens:
-    """The prompt of the row of that number: in nothing but the prefix like another's, as `prompt_of` has it.
+    """Return the prompt of a row, which like that of `prompt_of` shares only its prefix with others.
 
-    What is generated after it belongs to its last part.
+    Generated tokens belong to the last part.
     """
     names, ends = [], []
     for name, end in row.prefixes():

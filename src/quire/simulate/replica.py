@@ -1,4 +1,4 @@
-"""A replica on a virtual clock: an engine's scheduler and cache, and what it lets gateways know."""
+"""A replica on a virtual clock: an engine's scheduler and cache, and its messages to gateways."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _first_number = Struct("<Q").unpack_from
 
 @dataclass(eq=False)
 class Host:
-    """A machine, whose replicas read the same memory."""
+    """A machine whose replicas share its memory bandwidth."""
 
     name: str
     reads: float  # bytes a second of one replica
-    total: float  # of all of them together
-    per_neighbour: float  # how much longer steps take for each other one that computes
-    per_machine: int  # of them, two or more, that have all cores; 0: some are free
+    total: float  # bytes a second of all replicas together
+    per_neighbour: float  # share by which steps take longer for each other replica that computes
+    per_machine: int  # replicas, two or more, that use all cores; 0: some cores are free
     replicas: list[Replica] = field(default_factory=list)
-    computing: set[int] = field(default_factory=set)  # their numbers
+    computing: set[int] = field(default_factory=set)  # numbers of the replicas that compute now
     slowness: float = 1.0
 
     def rates(self) -> Rates:
-        """Those of steps next to the replicas that compute now."""
+        """Return the rates of steps next to the replicas that compute now."""
         others = max(0, len(self.computing) - 1)
         return Rates(
             max(1.0, (others + 1) * self.reads / self.total),
@@ -50,39 +50,39 @@ class Host:
 
 
 def host_of(name: str, device: DeviceFile) -> Host:
-    """A machine as that file has it."""
+    """Return the machine of a device file."""
     reads, total = device.bytes_per_second, device.host_bytes_per_second
     return Host(name, reads, total, device.per_neighbour, device.per_machine)
 
 
 class Outbox:
-    """What a replica has sent to one gateway, which has not received it yet."""
+    """Messages of a replica to one gateway that are not received yet."""
 
     def __init__(self) -> None:
-        self.blocks: deque[tuple[float, bool, list[int]]] = deque()  # when, stored or else removed, digests
-        self.states: deque[tuple[float, ReplicaState, Sequence[int]]] = deque()  # when, which, flows that it counts
+        self.blocks: deque[tuple[float, bool, list[int]]] = deque()  # time, whether stored or removed, digests
+        self.states: deque[tuple[float, ReplicaState, Sequence[int]]] = deque()  # time, state, newly counted flows
 
 
 class _Engine(Simulation):
-    """A simulation that says when its blocks changed."""
+    """A simulation that reports the changes of its blocks."""
 
     replica: Replica
     _evicted = 0  # blocks, after the last step
 
     def note_blocks(self, now: float) -> None:
-        """Note how many blocks are used after a step, which ends at that time."""
+        """Record the number of used blocks after a step that ends at `now`, and send block events."""
         super().note_blocks(now)
         self.replica.used_blocks = self.scheduler.manager.pools[0].num_used
         self.replica.flush(now)
         self._evicted = self.scheduler.manager.num_evicted
 
     def lose_step(self) -> None:
-        """Count nothing of a step that has begun and never ends."""
+        """Exclude the evictions of a step that never ends."""
         self.num_uncounted = self.scheduler.manager.num_evicted - self._evicted
 
 
 class Replica:
-    """Steps, one after the other. Its cell calls `begin` when it may compute, and `end` when a step is over."""
+    """Runs steps one by one. The cell calls `begin` when a step may start, and `end` when it is over."""
 
     def __init__(
         self, number: int, name: str, kind: str, bits: str, host: Host, model: ModelCost, cost: ReplicaCost,
@@ -90,24 +90,24 @@ class Replica:
     ) -> None:  # fmt: skip
         self.number, self.name, self.kind, self.bits = number, name, kind, bits
         self.host, self.cost = host, cost
-        self.most = config.max_num_seqs + queue  # requests that it takes
+        self.most = config.max_num_seqs + queue  # requests that it accepts at a time
         self.leaps = leaps
         self._model, self._config, self._host_blocks, self._num_gateways = model, config, host_blocks, num_gateways
         self.is_up = True
         self.draining = False
         self.hung_until = self.cut_off_until = 0.0  # seconds
-        self.is_mute = False  # gateways have lost it, and hear no more of what it computes
+        self.is_mute = False  # gateways have lost it and receive nothing
         self.incarnation = 0
-        self.version = 0  # of what is under way: an older end is none
-        self.ends = 0.0  # when it does
+        self.version = 0  # of the current step or leap: ends of older versions are ignored
+        self.ends = 0.0  # time when the current step or leap ends
         self.step: Step | None = None
         self.leap: Leap | None = None
-        self.is_cut = False  # the leap ends with its last planned step
+        self.is_cut = False  # whether the leap ends with its last planned step
         self.past: list[_Engine] = []
         self.start()
 
     def start(self) -> None:
-        """Begin with an empty cache."""
+        """Start with an empty cache."""
         self.engine = _Engine(
             self._model, NO_DEVICE, self._config, num_host_blocks=self._host_blocks, sample_every=0, cost=self.cost,
         )  # fmt: skip
@@ -119,49 +119,52 @@ class Replica:
         if self.reads_peers:
             self.peers = Peers(scheduler, self._model, self.cost.block_bytes, self.cost.server.peer_byte)
         self.report = Report(scheduler)
-        self.reads_until = 0.0  # when the last request that came to it is in its engine
-        self.inbox: deque[tuple[Request, float, int]] = deque()  # with when it came, and its flow
-        self.aborted: list[str] = []  # requests that are to be taken back before the next step
-        self._served: set[str] = set()  # names of the jobs that it has got
-        self._repeated: set[str] = set()  # requests for a job that it has got before: they may find their own answers
+        self.reads_until = 0.0  # when the latest request that arrived has been read
+        self.inbox: deque[tuple[Request, float, int]] = deque()  # with the time of arrival and the flow
+        self.aborted: list[str] = []  # requests to abort before the next step
+        self._served: set[str] = set()  # names of all jobs so far
+        self._repeated: set[str] = set()  # requests for repeated jobs, which may find their own answers in the cache
         self.boxes = [Outbox() for _ in range(self._num_gateways)]
-        self._events: list[tuple[bool, list[int]]] = []  # of blocks, in this step
+        self._events: list[tuple[bool, list[int]]] = []  # block events of this step
         self._started: list[int] = []  # flows that the next state counts for the first time
         self.used_blocks = 0  # after the last step
         self._sent: ReplicaState | None = None
         self._next_state = 0.0
-        self._observed = -1  # sequences that decode in the steps that are observed no more
+        self._observed = -1  # number of sequences in the decode steps that were observed last
         self._new_segment = False
-        self._in_segment: ReplicaState | None = None  # the last one, of steps with the same requests
+        self._in_segment: ReplicaState | None = None  # the last state of the current segment
         if self.boxes:
             scheduler.manager.listeners.append(self._hear)
 
     @property
     def reads_peers(self) -> bool:
-        """Whether it reads blocks from other replicas. With sliding windows or states it reads none."""
+        """True if it reads blocks from other replicas. With sliding windows or states it reads none."""
         return self.cost.server.peer_byte > 0.0 and not self.engine.scheduler.manager.frees_early
 
     # ------------------------------------------------------------------------------------------------- computing
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is under way."""
+        """True if a step or a leap has begun."""
         return self.step is not None or self.leap is not None
 
     @property
     def num_requests(self) -> int:
-        """That run or wait there."""
+        """The number of requests that run or wait."""
         return len(self.engine.scheduler.requests) + len(self.inbox)
 
     def take(self, request: Request, now: float, flow: int, job: str) -> None:
-        """Let a request wait for the next step. job: its name, which is the same when it comes once more."""
+        """Queue a request for the next step. job: its name, which a repeated request has, too."""
         if job in self._served:
             self._repeated.add(request.id)
         self._served.add(job)
         self.inbox.append((request, now, flow))
 
     def begin(self, now: float) -> tuple[float | None, list[Request]]:
-        """Take what came, and begin a step or a leap. When it ends; None: there is nothing to do. What was refused."""
+        """Read the inbox, and begin a step or a leap.
+
+        Return the time of its end, or None without work, and the refused requests.
+        """
         engine, refused = self.engine, []
         engine.clock.now = max(engine.clock.now, now)
         while self.inbox:
@@ -179,7 +182,7 @@ class Replica:
             return None, refused
         self.host.computing.add(self.number)
         self.cost.rates = self.host.rates()
-        if self._repeated:  # who publishes a block first matters then, and decoders publish late
+        if self._repeated:  # then the order of publishing blocks matters, and decoders publish late
             self._repeated &= engine.scheduler.requests.keys()
             engine.leaps = engine.leaps and not self._repeated
         if engine.can_leap():
@@ -205,11 +208,11 @@ class Replica:
 
     @property
     def looks_again(self) -> bool:
-        """Whether it has nothing to compute until blocks arrive that it reads, or a request has waited long enough."""
+        """True if it is idle until blocks of other replicas arrive, or a request has waited for them long enough."""
         return not self.is_busy and self._awaits_peers
 
     def cut(self, now: float) -> float | None:
-        """Plan no further steps. When the one under way ends; None: it ends when it was to end."""
+        """Stop a leap after its current step. Return the new end; None if the end does not change."""
         if self.leap is None or self.is_cut:
             return None
         self.is_cut = True
@@ -217,7 +220,10 @@ class Replica:
         return self.leap.times[-1]
 
     def end(self, now: float) -> tuple[list[Event], float | None]:
-        """What came of the steps that end now, and when the leap goes on to; None: `begin` is to be called."""
+        """End the step or the planned part of a leap. Return its events, and the leap's next end.
+
+        If `begin` must be called next, there is no end: None.
+        """
         engine = self.engine
         if self.step is not None:
             step, self.step = self.step, None
@@ -243,11 +249,11 @@ class Replica:
         return events, leap.times[-1]
 
     def _begin_segment(self) -> None:
-        """The same requests decode in the steps that come."""
+        """Begin a segment: steps that decode the same requests."""
         self._new_segment, self._in_segment = True, None
 
     def interrupt(self, now: float) -> None:
-        """What is under way is lost: requests have what they drew until now."""
+        """Discard the current step or leap. Requests keep the tokens that were drawn until now."""
         if self.step is not None:
             self.engine.lose_step()
         leap, self.step, self.leap = self.leap, None, None
@@ -259,7 +265,7 @@ class Replica:
         self.host.computing.discard(self.number)
 
     def delay(self, now: float, seconds: float) -> float | None:
-        """Let the step that is under way end so much later. When that is; None: nothing is under way."""
+        """Delay the end of the current step. Return the new end; None if there is no step."""
         if self.leap is not None:
             self.catch_up(now, last=False)
             self.cut(now)
@@ -268,15 +274,15 @@ class Replica:
         return None if self.step is None else self.ends + seconds
 
     def num_drawn(self, request: Request, now: float) -> int:
-        """Tokens that a request has got by now."""
+        """Return the number of tokens that a request has drawn by now."""
         self.catch_up(now, last=False)
         self.engine.decoders.update(request)
         return request.num_generated
 
     def catch_up(self, now: float, *, last: bool = True) -> None:
-        """Let the steps of a leap happen that have ended by now, but the last planned one, and send their states.
+        """Apply the steps of a leap that have ended by now, except the last planned one, and send their states.
 
-        last: of the states that nobody asks for in between, only the last one is made.
+        last: create only the last of these states.
         """
         leap = self.leap
         if leap is None:
@@ -288,7 +294,7 @@ class Replica:
             self.report.count_decoded()
 
     def _put_due(self, leap: Leap, now: float, *, last: bool) -> int:
-        """Send the states that are due by now. The steps that have ended by now, but the last planned one."""
+        """Send the states that are due by now. Return the number of ended steps, without the last planned one."""
         done = min(leap.num_planned - 1, leap.num_done(now))
         due = self._due(leap, done)
         for at in due[-1:] if last else due:
@@ -302,7 +308,7 @@ class Replica:
         return done
 
     def _due(self, leap: Leap, done: int) -> list[int]:
-        """The planned steps, of which so many have ended, after which a state is to be sent."""
+        """Return the planned steps up to `done` after which a state must be sent."""
         times, due = leap.times, []
         at = bisect_left(times, self._next_state, leap.num_applied + 1)
         while self.boxes and at <= done:
@@ -312,23 +318,23 @@ class Replica:
         return due
 
     def tell(self, now: float) -> None:
-        """Let gateways have the state that they are sent by now."""
+        """Send gateways the state that is due by now."""
         leap = self.leap
         if leap is not None and now >= self._next_state:
             self._put_due(leap, now, last=True)
 
     def has_block(self, read: Read, now: float) -> bool:
-        """Whether a block that another one reads is in its cache."""
+        """Return whether a block that another replica reads is in the cache."""
         group, digest = read.name
         found = self.engine.scheduler.manager.indexes[group].entry(digest, read.parent, read.tokens)
         return found is not None and (self.leap is None or found.block not in self.leap.blocks_taken(now)[group])
 
     def owes_evictions(self, now: float) -> bool:
-        """Whether gateways would know of more blocks that were evicted by now, if it caught up."""
+        """Return whether `catch_up` would report further evictions to gateways."""
         return self.leap is not None and self.leap.evicts_by(now)
 
-    # Of steps that decode the same number of sequences one after the other, the first one is observed: the others say
-    # the same again.
+    # Of successive steps that decode the same number of sequences, only the first one is observed, since the others add
+    # no information.
 
     def _observe_step(self, step: Step, events: Sequence[Event]) -> None:
         items, num_silent = step.plan.items, len(step.decoders)
@@ -358,14 +364,14 @@ class Replica:
                 self._events.append((stored, names))
 
     def flush(self, now: float) -> None:
-        """Let gateways know what became of blocks."""
+        """Send block events to gateways."""
         if self._events:
             for box in self.boxes:
                 box.blocks.extend([(now, stored, digests) for stored, digests in self._events])
             self._events.clear()
 
     def _send(self, now: float, events: Sequence[Event]) -> None:
-        """Let gateways know the state, if it is another one or it is time to."""
+        """Send the state to gateways if the load has changed or a state is due."""
         if not self.boxes:
             return
         is_decode = self._observed >= 0 and not self._started and not any(one.finish_reason for one in events)
@@ -384,26 +390,26 @@ class Replica:
         self._started = []
 
     def announce(self, now: float) -> None:
-        """Let gateways know the state now: it has just come, or drains."""
+        """Send the state to gateways now, since the replica is new or draining."""
         self._in_segment = None
         if self.boxes:
             self._put_state(now)
 
     def state(self, taken: int = 0, published: int | None = None) -> ReplicaState:
-        """What it says of itself now; or with blocks taken and published that are not in the books yet."""
+        """Return the current state. taken, published: see `Report.state`."""
         decoders = self.engine.decoders
         unheard = decoders.unpublished_blocks(decoders.step) if published is None else published
         return self.report.state(draining=self.draining, taken=taken, published=unheard)
 
     def held(self) -> list[int]:
-        """The blocks that it has, as gateways name them."""
+        """Return the digests of its blocks in the form that gateways use."""
         self.engine.decoders.update_all()
         return [wire_name(one.digest) for one in self.engine.scheduler.manager.indexes[0].by_block.values()]
 
     # --------------------------------------------------------------------------------------------------- figures
 
     def check(self, request: Request) -> str | None:
-        """Why it could never run here; None: it could."""
+        """Return the reason why a request can never run here; None if it can."""
         try:
             self.engine.scheduler.check(request)
         except RequestError as error:
@@ -411,10 +417,10 @@ class Replica:
         return None
 
     def engines(self) -> list[Any]:
-        """All that it was, one for each start."""
+        """Return the engines of all its starts."""
         return [*self.past, self.engine]
 
 
 def wire_name(digest: bytes) -> int:
-    """A block's name as gateways have it."""
+    """Return a block's name in the form that gateways use."""
     return _first_number(digest)[0]  # type: ignore[no-any-return]

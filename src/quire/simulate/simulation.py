@@ -1,6 +1,6 @@
-"""Simulation: the real scheduler and block manager, a runner that only counts what a step would cost, a virtual clock.
+"""Simulation: the real scheduler and block manager on a virtual clock, with a runner that only computes step costs.
 
-Nothing is drawn from the machine's own clock or random numbers, so the same rows and options give the same run.
+The machine's clock and random numbers are not used, so the same rows and options give the same run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from quire.simulate.figures import Histogram, SimulationResult
 from quire.simulate.leap import Leap
 from quire.simulate.prompts import NamedTokens, named_prompt
 
-SAMPLE_EVERY = 61  # steps between two looks at all blocks; a prime, so that equal requests are not seen equally full
+SAMPLE_EVERY = 61  # steps between samples of all blocks; a prime, so that equal requests are not sampled equally full
 
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Look for no cycles of objects: a run makes none, and looking through all of its blocks takes a fifth of it."""
+    """Disable the garbage collector: a run makes no cycles, and traversing its blocks takes a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -49,13 +49,13 @@ def no_collector() -> Iterator[None]:
 
 
 class VirtualClock:
-    """A clock that stands still until somebody moves it."""
+    """A clock that advances only when it is set."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time."""
         return self.now
 
 
@@ -64,15 +64,15 @@ class Step(NamedTuple):
 
     plan: Plan
     output: StepOutput
-    seconds: float  # that it takes
-    decoders: Sequence[Request] = ()  # that get a token each, besides what the plan has
+    seconds: float  # duration
+    decoders: Sequence[Request] = ()  # requests that get a token each in addition to the plan
 
 
 # ------------------------------------------------------------------------------------------------------ simulation
 
 
 class Simulation:
-    """A scheduler and its cache, driven by a virtual clock. `run` a trace, or `add` requests and `step`."""
+    """A scheduler and its cache on a virtual clock. Call `run` with a trace, or `add` requests and `step`."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class Simulation:
     ) -> None:
         """num_host_blocks: room for swapped requests, for preemption="swap"; seed: of the prompts' tokens.
 
-        hashed: compute the result's trace_hash. sample_every: steps between two looks at the cache; 0: none.
+        hashed: compute the result's trace_hash. sample_every: steps between samples of the cache; 0: none.
         leaps: do not plan for requests that only decode; the result is the same.
-        cost: how long steps take; None: as long as the device needs to read and to multiply.
-        Raises ConfigError where the config does not say how many blocks there are, or its sequences are too long.
+        cost: the cost of steps; None: the time that the device needs to read and to multiply.
+        Raises ConfigError if the config has no number of blocks or its sequences are too long.
         """
         cache, longest = config.cache, config.max_model_len or model.max_model_len
         if cache.num_blocks is None:
-            raise ConfigError("num_blocks is None; a simulation has no memory to size the cache by, so give a number")
+            raise ConfigError("num_blocks is unset; a simulation has no memory to size the cache by, so give a number")
         if longest > model.max_model_len:
             raise ConfigError(f"max_model_len is {longest}; the model was made for up to {model.max_model_len}")
         if (cache.preemption == "swap") != (num_host_blocks > 0):
@@ -131,7 +131,7 @@ class Simulation:
         self.ttft, self.itl = Histogram(), Histogram()
         self.first_refusal: str | None = None
         self.num_steps = 0
-        self.num_uncounted = 0  # blocks that were evicted for a step that never ended
+        self.num_uncounted = 0  # blocks evicted for a step that never ended
         self._started: float | None = None  # when the first request arrived
         self.sample_every = sample_every
         self.leaps = leaps
@@ -139,19 +139,19 @@ class Simulation:
         self._hash = blake2b(digest_size=16) if hashed else None
         self._params: dict[int, SamplingParams] = {}  # by max_tokens
         self._arrivals: dict[str, float] = {}  # of requests without a token yet
-        self._latest: dict[str, float] = {}  # when the others drew their latest token
+        self._latest: dict[str, float] = {}  # times of the other requests' latest tokens
         self._counts: Counter[str] = Counter()
         self._owned_slots = self._wasted_slots = self._most_used = 0
         self._owned_rows = self._wasted_rows = self._most_states = 0
 
     @property
     def now(self) -> float:
-        """The time."""
+        """The virtual time in seconds."""
         return self.clock.now
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that were drawn so far."""
+        """The number of tokens drawn so far."""
         return self._counts["new"]
 
     def run(self, rows: Iterable[TraceRow], advance: Callable[[], None] = lambda: None) -> SimulationResult:
@@ -171,11 +171,11 @@ class Simulation:
         return self.result()
 
     def go_on(self, until: float) -> list[Event]:
-        """A step; or several that only decode, to the one that ends at that time or later.
+        """Run a step, or several steps that only decode, up to the first one that ends at `until` or later.
 
-        Of several, the events are only those of requests that end.
+        For several steps, return only the events of requests that end.
 
-        Raises BadValue if no request can go on.
+        Raises BadValue if no request can continue.
         """
         if not self.can_leap():
             return self._make(self.begin())
@@ -188,7 +188,7 @@ class Simulation:
         return ends
 
     def _request(self, number: int, row: TraceRow) -> Request:
-        count = max(1, row.new_tokens)  # one that was aborted before its first token cannot be asked for
+        count = max(1, row.new_tokens)  # a request in a trace without new tokens was aborted; here it gets one
         params = self._params.get(count)
         if params is None:
             params = self._params[count] = SamplingParams(max_tokens=count, ignore_eos=True)
@@ -196,7 +196,7 @@ class Simulation:
         return Request(str(number), tokens, row.prompt_tokens, params)
 
     def add(self, request: Request, arrival: float | None = None) -> bool:
-        """Queue a request, which arrived now or at that time. False, and it is counted, if it could never run."""
+        """Queue a request that arrived at `arrival` or now. If it can never run, count it and return False."""
         self._counts["requests"] += 1
         try:
             self.scheduler.add(request)
@@ -212,7 +212,7 @@ class Simulation:
         return True
 
     def _name_blocks(self, request: Request) -> None:
-        """Let a request have the digests of all blocks that it will fill."""
+        """Give a request the digests of all blocks that it will fill."""
         lookup, tokens = self.scheduler.manager.lookup, cast("object", request.tokens)
         if lookup.enable_prefix_caching and isinstance(tokens, NamedTokens):
             lookup.know_digests(request, 0)
@@ -221,7 +221,7 @@ class Simulation:
             )
 
     def step(self) -> list[Event]:
-        """One step of the engine, in which all that run are planned. Raises BadValue if no request can go on."""
+        """Run one step, in which all running requests are planned. Raises BadValue if no request can continue."""
         return self._make(self._begin_all())
 
     def _make(self, step: Step) -> list[Event]:
@@ -229,14 +229,14 @@ class Simulation:
         return self.finish(step)
 
     def can_leap(self) -> bool:
-        """Whether the next step decodes all that run, and nothing else is to be planned."""
+        """Return whether the next step only decodes all running requests, so it needs no plan."""
         if not self.leaps:
             return False
         self.decoders.gather(self._latest)
         return self.decoders.are_alone()
 
     def begin(self) -> Step:
-        """Plan a step, which begins now."""
+        """Plan a step that begins now."""
         if self.leaps:
             self.decoders.gather(self._latest)
             if self.decoders.leave_enough():
@@ -261,12 +261,12 @@ class Simulation:
         return Step(plan, output, seconds, requests)
 
     def _scatter(self) -> None:
-        """Plan all that run again, one by one."""
+        """Return all decoders to the scheduler's planning."""
         for request in self.decoders.scatter():
             self._latest[request.id] = self.decoders.latest
 
     def finish(self, step: Step) -> list[Event]:
-        """Commit a step, which ends now. Raises BadValue if no request can go on."""
+        """Commit a step that ends now. Raises BadValue if no request can continue."""
         plan, ending = step.plan, []
         if step.decoders:
             plan.num_tokens += len(step.decoders)
@@ -276,13 +276,13 @@ class Simulation:
         if plan.is_empty and not (ending or plan.preempted or step.decoders):
             running, swapped, waiting = self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
             raise BadValue(
-                f"no request can go on: {len(running)} run, {len(swapped)} are swapped out, {len(waiting)} wait"
+                f"no request can continue: {len(running)} run, {len(swapped)} are swapped out, {len(waiting)} wait"
             )
         self._observe(step, ending)
         return ending
 
     def compute(self, plan: Plan) -> StepOutput:
-        """What a runner would find: some token for each request that draws one, states without a number."""
+        """Return a fake output: some token for each request that draws one, and empty hidden states."""
         tokens = {}
         for item in plan.items:
             request, length = item.request, len(item.request.tokens)
@@ -294,7 +294,7 @@ class Simulation:
         return StepOutput(tokens, hidden_states=states)
 
     def _observe(self, step: Step, events: Sequence[Event]) -> None:
-        """Take in what a step did."""
+        """Add the figures of a step."""
         now, arrivals, latest, plan = self.clock.now, self._arrivals, self._latest, step.plan
         before: dict[float, int] = {}  # most requests drew their last token at the same time
         num_new = len(step.decoders)
@@ -328,7 +328,7 @@ class Simulation:
         self.num_steps += 1
 
     def look(self) -> None:
-        """Look at how much of the cache is wasted."""
+        """Sample the waste of the cache."""
         self.decoders.update_all()
         usage = self.scheduler.usage()
         self._owned_slots += usage.used_slots
@@ -337,16 +337,16 @@ class Simulation:
         self._owned_rows += rows.used_slots
         self._wasted_rows += rows.wasted_slots
 
-    def note_blocks(self, now: float) -> None:  # noqa: ARG002 (a replica tells others when)
-        """Note how many blocks are used after a step, which ends at that time."""
+    def note_blocks(self, now: float) -> None:  # noqa: ARG002 (a replica's override uses it)
+        """Record the number of used blocks after a step that ends at `now`."""
         self._most_used = max(self._most_used, sum([pool.num_used for pool in self._pools]))
         if self._state_pools:
             self._most_states = max(self._most_states, sum([pool.num_used for pool in self._state_pools]))
 
-    # ----------------------------------------------------------------------------------------- what a leap tells
+    # --------------------------------------------------------------------------------------- calls from a leap
 
     def decoded(self, times: Sequence[float], start: int, stop: int) -> None:
-        """The decoders got a token in each of the steps that end at times[start + 1 .. stop]."""
+        """Count a token of each decoder in each of the steps that end at times[start + 1 .. stop]."""
         count = self.decoders.count
         self.itl.add_between([self.decoders.latest, *times[start + 1 : stop + 1]], count)
         self.decoders.latest = times[stop]
@@ -358,17 +358,17 @@ class Simulation:
                 self._hash.update(_decode_written(count, times[i]).encode())
 
     def ended(self, event: Event) -> None:
-        """A request has ended."""
+        """Count a request that ended."""
         self._arrivals.pop(event.request_id, None)
         self._latest.pop(event.request_id, None)
         self._counts["finished" if event.finish_reason is FinishReason.LENGTH else "ended early"] += 1
 
     def leapt(self, now: float) -> None:
-        """A leap is over."""
+        """Set the clock to the end of a leap."""
         self.clock.now = now
 
     def result(self) -> SimulationResult:
-        """The figures so far."""
+        """Return the figures so far."""
         counts, hits = self._counts, self.scheduler.manager.hits
         seconds = self.clock.now - (self._started or 0.0)
         new, prompt = counts["new"], counts["prompt"]
@@ -401,7 +401,7 @@ class Simulation:
 
 
 def _written(plan: Plan, now: float, others: Sequence[Request] = ()) -> str:
-    """Everything that was decided, as text. others: that get a token each, too."""
+    """Return all decisions of a step as text. others: further requests that get a token each."""
     rest = (plan.swap_out, plan.swap_in, plan.copies, plan.preempted, plan.resumed, plan.failed)
     if not any(rest) and all(item.num_new == 1 and item.start >= item.request.num_prompt for item in plan.items):
         return _decode_written(len(others) + len(plan.items), now)
@@ -412,5 +412,5 @@ def _written(plan: Plan, now: float, others: Sequence[Request] = ()) -> str:
 
 
 def _decode_written(count: int, now: float) -> str:
-    """The same of a step in which all that run decode: who they are follows from what was decided before."""
+    """Return the same for a step that decodes all running requests, which earlier decisions determine."""
     return f"{now!r} {count}\n"

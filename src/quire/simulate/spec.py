@@ -1,4 +1,4 @@
-"""What is simulated: a fleet, its load and what happens to it, from a YAML file."""
+"""The specification of a simulation: a fleet, its load and its faults, from a YAML file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_REPLICAS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens of prompts or answers: log-normal, within bounds. A spread of 0: all of one length."""
+    """Numbers of tokens of prompts or answers: log-normal, within bounds. With a spread of 0, all are equal."""
 
     median: float
     spread: float = 0.0  # standard deviation of the logarithm
@@ -35,23 +35,23 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """When requests come, and how long they are. Raises ConfigError for what makes no sense."""
+    """Arrivals and lengths of requests. Raises ConfigError for invalid values."""
 
     arrivals: str = "poisson"
-    rate: float = 1.0  # requests a second to the whole fleet; with several turns, conversations that begin
+    rate: float = 1.0  # requests a second to the whole fleet; with several turns, new conversations a second
     duration: float = 600.0  # seconds in which they begin
-    prompt_tokens: Lengths = field(default_factory=lambda: Lengths(median=256))  # what is new of a prompt
+    prompt_tokens: Lengths = field(default_factory=lambda: Lengths(median=256))  # the new part of a prompt
     new_tokens: Lengths = field(default_factory=lambda: Lengths(median=128))
-    variation: float = 2.0  # gamma: standard deviation of the time between two, in their mean
-    burst_factor: float = 5.0  # bursts: so many times the usual rate
-    burst_seconds: float = 10.0  # on the average
-    burst_every: float = 60.0  # seconds from one to the next, on the average
-    prefixes: int = 0  # different prefixes, the n-th asked for with a weight of 1 / n; 0: none
+    variation: float = 2.0  # gamma: coefficient of variation of the time between two arrivals
+    burst_factor: float = 5.0  # bursts: multiple of the usual rate
+    burst_seconds: float = 10.0  # average duration of a burst
+    burst_every: float = 60.0  # average seconds from one burst to the next
+    prefixes: int = 0  # number of different prefixes, the n-th drawn with a weight of 1 / n; 0: none
     prefix_tokens: int = 0
-    turns: int = 1  # of a conversation: each prompt is all that was said before, and something new
-    think: float = 5.0  # seconds from an answer to the next turn, on the average
+    turns: int = 1  # of a conversation: each prompt is the whole conversation and a new part
+    think: float = 5.0  # average seconds from an answer to the next turn
     trace: str = ""  # a file
-    speed: float = 1.0  # so many times as fast as it was recorded
+    speed: float = 1.0  # factor by which a trace is replayed faster than it was recorded
 
     def __post_init__(self) -> None:
         if self.arrivals not in ARRIVALS:
@@ -74,20 +74,20 @@ class LoadSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class KindSpec:
-    """Replicas of one kind. Raises ConfigError for what makes no sense."""
+    """Replicas of one kind. Raises ConfigError for invalid values."""
 
     kind: str
     device: str  # a device file, or a name of DEVICES
     count: int = 1
-    blocks: int = 1024  # of each one's cache
+    blocks: int = 1024  # of each replica's cache
     per_host: int = 1  # replicas on each machine
-    host_bytes_per_second: float = 0.0  # that those of a machine read together; 0: what the device file says
-    # How much longer steps take for each other replica of the machine that computes, as a share. None: as the device.
+    host_bytes_per_second: float = 0.0  # read by all replicas of a machine together; 0: the device file's number
+    # Share by which steps take longer for each other computing replica of the machine. None: the device file's.
     per_neighbour: float | None = None
-    # Replicas that have all cores of a machine: they wait for event loops, gateway and clients. None: as the device.
+    # Replicas that use all cores of a machine, so they wait for event loops, gateway and clients. None: the device's.
     per_machine: int | None = None
-    bits: str = "same"  # answers move only among replicas that have this in common
-    queue: int = 1024  # requests that wait at most: further ones are refused
+    bits: str = "same"  # answers move only among replicas with the same value
+    queue: int = 1024  # most waiting requests: further ones are refused
     options: Mapping[str, Any] = field(default_factory=dict)  # of the engine: max_num_seqs, block_size, ...
 
     def __post_init__(self) -> None:
@@ -109,11 +109,11 @@ class KindSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySpec:
-    """Gateways. None: requests go to the replicas in turns. Raises ConfigError for what makes no sense."""
+    """Gateways. Without any, requests go to the replicas in turns. Raises ConfigError for invalid values."""
 
     count: int = 1
-    seconds: float = 0.0015  # that a request takes there
-    lag: float = 0.001  # seconds until one knows what a replica has reported
+    seconds: float = 0.0015  # time of a request in a gateway
+    lag: float = 0.001  # seconds until a replica's report is known
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "count", self.count, 0, 1024)
@@ -123,11 +123,11 @@ class GatewaySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
-    """Seconds of each way. Raises ConfigError for what is negative."""
+    """Latencies in seconds. Raises ConfigError for negative values."""
 
     to_gateway: float = 0.0002
     to_replica: float = 0.0002
-    jitter: float = 0.0  # that is added on the average, as a share of it
+    jitter: float = 0.0  # average addition to a latency, as a share of it
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -136,11 +136,11 @@ class NetworkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSpec:
-    """What clients do. Raises ConfigError for what makes no sense."""
+    """Timeout and retries of clients. Raises ConfigError for invalid values."""
 
-    timeout: float = 0.0  # seconds that an answer may take; 0: any time
+    timeout: float = 0.0  # seconds that an answer may take; 0: no limit
     retries: int = 2  # after an error or a timeout
-    backoff: float = 0.5  # seconds before the first of them; each further one waits twice as long
+    backoff: float = 0.5  # seconds before the first retry, doubled for each further one
 
     def __post_init__(self) -> None:
         check_number(ConfigError, "timeout", self.timeout, 0.0)
@@ -150,12 +150,12 @@ class ClientSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscalingSpec:
-    """Replicas of the first kind come and go. Raises ConfigError for what makes no sense."""
+    """Autoscaling of the first kind of replicas. Raises ConfigError for invalid values."""
 
     least: int = 1
     most: int
     every: float = 10.0  # seconds from one decision to the next
-    start_seconds: float = 5.0  # until a new one serves
+    start_seconds: float = 5.0  # until a new replica serves
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "least", self.least, 1, MAX_REPLICAS)
@@ -164,20 +164,20 @@ class AutoscalingSpec:
         check_number(ConfigError, "start_seconds", self.start_seconds, 0.0)
 
     def share(self, number: int, count: int) -> AutoscalingSpec:
-        """Of one of so many cells: the bounds are dealt out among them."""
+        """Return the spec of cell `number` of `count`: the bounds are divided among the cells."""
         least, most = (whole // count + (number < whole % count) for whole in (self.least, self.most))
         return replace(self, least=least, most=most)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Happening:
-    """Something that goes wrong. Raises ConfigError for what makes no sense."""
+    """A fault. Raises ConfigError for invalid values."""
 
     what: str
     target: str  # the name of a replica (KIND-N), a host (KIND-host-N) or a kind
     at: float  # seconds
-    duration: float = 5.0  # seconds until it is over: a killed replica is there again, with an empty cache
-    factor: float = 2.0  # slow: so many times as long do steps take
+    duration: float = 5.0  # seconds until it is over; a killed replica restarts then, with an empty cache
+    factor: float = 2.0  # slow: factor of the time of steps
 
     def __post_init__(self) -> None:
         check_number(ConfigError, "at", self.at, 0.0)
@@ -187,7 +187,7 @@ class Happening:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSpec:
-    """All of it."""
+    """A fleet, its load and its faults. Raises ConfigError for invalid values."""
 
     replicas: tuple[KindSpec, ...]
     load: LoadSpec = field(default_factory=LoadSpec)
@@ -196,11 +196,11 @@ class FleetSpec:
     clients: ClientSpec = field(default_factory=ClientSpec)
     autoscaling: AutoscalingSpec | None = None
     events: tuple[Happening, ...] = ()
-    goal: Mapping[str, float] = field(default_factory=dict)  # seconds by figure, as ttft_p90
+    goal: Mapping[str, float] = field(default_factory=dict)  # seconds, by figure such as ttft_p90
     model: str = ""  # a config.json or its directory; empty: the embedded model
-    cell: int = CELL  # replicas that gateways choose among; larger fleets have several cells
+    cell: int = CELL  # most replicas that gateways choose among; larger fleets have several cells
     seed: int = 0
-    directory: Path = Path()  # that paths are relative to
+    directory: Path = Path()  # base of relative paths
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "cell", self.cell, 1, 256)
@@ -208,26 +208,26 @@ class FleetSpec:
         check_goals(self.goal)
         names = [one.kind for one in self.replicas]
         if len(set(names)) < len(names):
-            raise ConfigError(f"kinds of replicas are {', '.join(names)}; each must have a name of its own")
+            raise ConfigError(f"kinds of replicas are {', '.join(names)}; each name must be unique")
 
     @property
     def num_replicas(self) -> int:
-        """Of all kinds."""
+        """The number of replicas of all kinds at the start."""
         return sum(one.count for one in self.replicas)
 
     @property
     def most_replicas(self) -> int:
-        """That there may be, of all kinds."""
+        """The largest number of replicas of all kinds."""
         first, scaling = self.replicas[0].count, self.autoscaling
         return self.num_replicas - first + (first if scaling is None else max(first, scaling.most))
 
 
 def check_goals(goals: Mapping[str, float]) -> None:
-    """Raise ConfigError for a goal that is none."""
+    """Raise ConfigError for an invalid goal."""
     for name, value in goals.items():
         what, _, level = name.partition("_")
         if what not in GOALS or level not in LEVELS:
-            raise ConfigError(f"goal {name!r} is none; it must be one such as ttft_p90, of {', '.join(GOALS)} and "
+            raise ConfigError(f"goal {name!r} is unknown; it must be one such as ttft_p90, of {', '.join(GOALS)} and "
                               f"{', '.join(LEVELS)}")  # fmt: skip
         check_number(ConfigError, f"goal {name}", value, 1e-9)
 
@@ -236,7 +236,7 @@ def check_goals(goals: Mapping[str, float]) -> None:
 
 
 def read_spec(path: Path) -> FleetSpec:
-    """A fleet from a YAML file. Raises ConfigError, with the file and the entry, for what makes no sense."""
+    """Read a fleet from a YAML file. Raises ConfigError, with the file and the entry, for invalid values."""
     import yaml
 
     try:
@@ -252,7 +252,7 @@ def read_spec(path: Path) -> FleetSpec:
 
 
 def make_spec(found: Any, directory: Path = Path()) -> FleetSpec:
-    """A fleet from what YAML has. directory: that paths are relative to. Raises ConfigError."""
+    """Make a fleet from parsed YAML. directory: base of relative paths. Raises ConfigError."""
     if not isinstance(found, Mapping) or not isinstance(found.get("replicas"), list) or not found["replicas"]:
         raise ConfigError("there are no replicas; give a list of them, as in 'replicas: [{kind: a, device: cpu}]'")
     given: dict[str, Any] = dict(found)
@@ -296,7 +296,7 @@ def _happening(where: str, found: Any) -> Any:
 
 
 def _section(kind: Any, where: str, found: Any) -> Any:
-    """A section as its class has it."""
+    """Convert a section to its class. Raises ConfigError."""
     if not isinstance(found, Mapping):
         raise ConfigError(f"{where} is {found!r}; it must have entries")
     prefix = f"{where}: " if where else ""
@@ -309,7 +309,7 @@ def _section(kind: Any, where: str, found: Any) -> Any:
     ]  # fmt: skip
     if lacking:
         raise ConfigError(f"{prefix}{lacking[0]} is missing")
-    for one in fields(kind):  # YAML has 1 for 1.0
+    for one in fields(kind):  # YAML may have 1 for 1.0
         if str(one.type) == "float" and isinstance(given.get(one.name), int) and given[one.name] is not True:
             given[one.name] = float(given[one.name])
     try:

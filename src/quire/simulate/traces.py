@@ -1,4 +1,4 @@
-"""Traces of others: the public layouts of Mooncake (JSONL) and Azure (CSV) as rows, beside our own CSV."""
+"""Readers of traces: the public formats of Mooncake (JSONL) and Azure (CSV), and Quire's own CSV."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from quire.engine.trace import TraceRow, read_trace
 from quire.errors import ConfigError, check_integer, check_number
 
 MOONCAKE = ("timestamp", "input_length", "output_length")
-MOONCAKE_BLOCK = 512  # tokens that each of a row's hash_ids names
+MOONCAKE_BLOCK = 512  # tokens of each of a row's hash_ids
 AZURE = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 
 
 def read_rows(path: Path) -> list[TraceRow]:
-    """The rows of a trace, whose arrivals ascend from 0.
+    """Return the rows of a trace. Their arrivals ascend from 0.
 
-    *.jsonl is Mooncake's layout: timestamp (ms), input_length, output_length and, for prompts that begin alike,
-    hash_ids.
-    A CSV file with Azure's columns is theirs: TIMESTAMP, ContextTokens, GeneratedTokens. Any other one is ours.
-    Raises ConfigError, with the line, where a row is malformed, lacks something, or arrives before the row above it.
+    *.jsonl is Mooncake's format: timestamp (ms), input_length, output_length and, for shared prefixes, hash_ids.
+    A CSV file with the columns TIMESTAMP, ContextTokens, GeneratedTokens is Azure's format. Any other CSV is Quire's.
+    Raises ConfigError, with the line, if a row is malformed, incomplete, or arrives before the previous one.
     """
     if path.suffix == ".jsonl":
         rows = list(_mooncake(path))
@@ -119,7 +118,7 @@ def _azure(path: Path) -> Iterator[tuple[int, TraceRow]]:
 
 
 def _moment(where: str, text: str) -> float:
-    """Seconds since 1970, of a date and time with any number of decimals."""
+    """Parse a date and time with any number of decimals. Return seconds since 1970."""
     found = MOMENT.fullmatch(text)
     try:
         if found is None:

@@ -1,4 +1,4 @@
-"""What goes wrong in a cell: kills, hangs, slow hosts and partitions, as a fleet's file says."""
+"""Fault injection in a cell: kills, hangs, slow hosts and partitions, from a fleet's file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quire.simulate.spec import Happening
 
 
 class Trouble:
-    """Brings about what happens to the replicas of a cell."""
+    """Injects faults into the replicas of a cell."""
 
     def __init__(self, cell: Cell, happenings: Sequence[Happening]) -> None:
-        """To be made before the cell runs."""
+        """Create this before the cell runs."""
         self._cell = cell
         for one in happenings:
             cell.push(one.at, self._happen, one)
@@ -58,7 +58,7 @@ class Trouble:
         self._cell.rate_changed(host, None)
 
     def _fall_silent(self, replica: Replica, seconds: float) -> None:
-        """Gateways hear nothing of a replica. For long enough, it is lost to them until that is over."""
+        """Stop a replica's messages to gateways. If that lasts long enough, they lose it until it returns."""
         cell = self._cell
         if seconds <= SILENCE or not cell.gateways:
             return
@@ -67,7 +67,7 @@ class Trouble:
         cell.push(cell.now + seconds, self._rejoin, replica)
 
     def _rejoin(self, replica: Replica) -> None:
-        """A replica is heard again. What was asked of it before is of no use to anybody."""
+        """Reconnect a silent replica, and abort its earlier requests, which have moved."""
         replica.is_mute = False
         self._cell.forget_others(replica)
         self._cell.welcome(replica)
