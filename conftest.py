@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption("--long", action="store_true", help="Repeat random runs more often, and compile every kernel.")
+    parser.addoption("--triton", action="store_true", help="Run more tests of Triton's kernels in its interpreter.")
 
 
 @pytest.fixture(scope="session")

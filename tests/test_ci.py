@@ -35,6 +35,7 @@ def test_each_file_is_covered_by_a_part_or_by_the_suite() -> None:
         (["src/quire/server/api/routes.py"], ["clients"]),
         (["README.md"], ["documents"]),
         (["src/quire/ray/app.py", "src/quire/ops/cpu/csrc/linear.h"], ["wheel", "documents", "ray"]),
+        (["src/quire/ops/triton/tiles.py"], ["triton"]),
         (["src/quire/models/quantisation/awq.py", "docs/cpu.md"], ["documents", "formats"]),
     ],
 )

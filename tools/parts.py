@@ -34,6 +34,10 @@ PARTS = {
         *("src/quire/ray/*", "src/quire/fleet/*", "tests/ray/*", "deploy/kuberay/*", "examples/fleets/*"),
         *("pyproject.toml", "constraints.txt", ".ci/parts"),
     ),
+    "triton": (
+        *("src/quire/ops/triton/*", "tests/ops/triton_backend/*", "tests/interpreter.py", "constraints.txt"),
+        ".ci/parts",
+    ),
     "formats": (
         *("src/quire/models/quantisation/*", "src/quire/models/weights.py", "src/quire/models/convert.py"),
         *("tools/check_formats.py", "tools/write_formats.py", ".ci/parts"),
@@ -52,6 +56,7 @@ SUITE = (
     *(
         "tools/check_build.py",
         "tools/check_message.py",
+        "tools/check_prose.py",
         "tools/emulate.py",
         "tools/inspector_*.py",
         "tools/lowest.py",

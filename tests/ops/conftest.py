@@ -71,26 +71,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = Path(__file__).parent
     left_out = {item for item in items if _repeats_another(item, here)}
     if not config.getoption("long"):
-        left_out |= _more_of_the_same([item for item in items if item.path.is_relative_to(here)])
+        of_operators = [item for item in items if item.path.is_relative_to(here)]
+        left_out |= _more_of_the_same(of_operators, all_of_triton=config.getoption("triton"))
     items[:] = [item for item in items if item not in left_out]
 
 
-def _more_of_the_same(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases of a test on one backend in which no values of its parameters meet that do not meet in the others.
+def _more_of_the_same(items: list[pytest.Item], all_of_triton: bool) -> set[pytest.Item]:
+    """Return the cases of each test on each backend that repeat values of its parameters which other cases have.
 
-    On what is slow to run, or differs little from another backend, each value is in one case. Where two values meet for
-    the first time, it is slow if each has been in a case before.
+    All pairs of values meet in the cases that remain; on a backend that differs little from another one, and in Triton's
+    interpreter if `all_of_triton` is set, each value is in one of them. Otherwise the interpreter runs one case of each
+    test, or as many as its marker `triton` gives. A case in which values merely meet for the first time is slow.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("long") is None:
-            backend = str(item.callspec.params.get("backend"))
-            tests.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
+        if item.get_closest_marker("long") is None:
+            tests.setdefault((item.nodeid.partition("[")[0], _backend(item)), []).append(item)
     more: set[pytest.Item] = set()
     for (test, backend), cases in tests.items():
+        few = None if all_of_triton else _num_interpreted(cases[0])
         each = meetings({item: _values(item) for item in cases}, 1)
         if backend == "gather" and test.partition("::")[0].endswith(WITHOUT_ATTENTION):
             more.update(cases)
+        elif few is not None:
+            more |= {*cases} - {*cases[len(cases) // 2 :][:few]}
         elif " on " in backend or backend in ("gather", *INTERPRETED) or (INTERPRETED and "triton_backend" in test):
             more |= set(cases) - each
         else:
@@ -101,9 +105,23 @@ def _more_of_the_same(items: list[pytest.Item]) -> set[pytest.Item]:
     return more
 
 
+def _backend(item: pytest.Item) -> str:
+    """Return the name of the backend that a case runs on; empty if it has no such parameter."""
+    return str(item.callspec.params.get("backend", "")) if hasattr(item, "callspec") else ""
+
+
+def _num_interpreted(item: pytest.Item) -> int | None:
+    """Return how many cases of a test Triton's interpreter runs; None for a test that it does not run."""
+    marker, backend = item.get_closest_marker("triton"), _backend(item)
+    if not INTERPRETED or (backend not in INTERPRETED if backend else marker is None):
+        return None
+    return 1 if marker is None else marker.kwargs.get("cases", 1)
+
+
 def _values(item: pytest.Item) -> dict[str, int]:
-    """A number for the value of each of the case's parameters, the backend aside."""
-    return {name: id(value) for name, value in item.callspec.params.items() if name != "backend"}
+    """Return a number for the value of each of the case's parameters, the backend aside."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return {name: id(value) for name, value in given.items() if name != "backend"}
 
 
 def _marked(item: pytest.Item) -> dict[str, tuple[int, ...]]:

@@ -213,6 +213,7 @@ def test_k_and_v_need_scales_of_their_own(backend, device):
         backend.attention(other.q, replace(other.kv, k_scale=kv.k_scale), other.write(backend))
 
 
+@pytest.mark.triton(cases=0)
 def test_a_sequence_has_its_bits_in_every_batch(backend, device):
     """On a backend that promises it: alone and next to others, which share its first blocks."""
     if not backend.limits.reproducible:
@@ -298,6 +299,7 @@ def test_a_latent_row_that_is_not_finite_reaches_the_rows_that_see_it(backend, d
     assert out[[0, 1, 4]].isfinite().all()
 
 
+@pytest.mark.triton(cases=0)
 def test_a_latent_row_has_its_bits_in_every_chunk(backend, device):
     if not backend.limits.reproducible:
         assert backend.name in ("reference", "gather")
@@ -312,6 +314,7 @@ def test_a_latent_row_has_its_bits_in_every_chunk(backend, device):
         assert torch.equal(backend.attention(step.q[row : row + 1], step.kv, plan)[0], out[row])
 
 
+@pytest.mark.triton(cases=0)
 def test_a_latent_spec_says_what_fits(backend, device):
     step = Step(replace(LATENT, kv_dtype=torch.int8), device)
     for wrong, fragments in (

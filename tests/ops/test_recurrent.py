@@ -138,6 +138,7 @@ def test_rows_that_were_guessed_wrong_are_written_again(backend, device):
     check_same(backend, got, [y[20:] for y in want])
 
 
+@pytest.mark.triton(cases=0)
 def test_a_state_is_read_by_several(backend, device):
     """As those are that go on from one prefix."""
     layer = Layer(SIZES[1], "delta", seed=1, device=device)
@@ -159,6 +160,7 @@ def test_a_state_is_read_by_several(backend, device):
         check_same(backend, [out[count * i : count * i + count]], [alone[0][1][PIECE:]])
 
 
+@pytest.mark.triton(cases=0)
 @pytest.mark.slow
 def test_strong_and_weak_decay_and_large_numbers(backend, device):
     count = PIECE + 3 if is_interpreted(backend) else 100

@@ -73,6 +73,7 @@ def times_for(backend: ops.Backend) -> int:
     return 400 if backend.name == "cpu" else 8
 
 
+@pytest.mark.triton(cases=0)
 def test_two_calls_with_one_plan(backend, device):
     spec, kv = spec_for(device), cache_for(device)
     plan = backend.plan(spec, *step([300 if backend.name in INTERPRETED else 1100, 90, 77, 1, 16]))
@@ -90,6 +91,7 @@ def test_two_calls_with_one_plan(backend, device):
     side_by_side(call(0), call(1), times=times_for(backend))
 
 
+@pytest.mark.triton(cases=0)
 def test_an_update_meanwhile(backend, device):
     """A call sees one update or another, never half of one; where its rows do not fit that one, it raises."""
     spec, kv = spec_for(device), cache_for(device)
@@ -117,6 +119,7 @@ def test_an_update_meanwhile(backend, device):
     assert done["right"]
 
 
+@pytest.mark.triton(cases=0)
 def test_writing_with_one_plan(backend, device):
     """Two layers' caches are written side by side."""
     spec, caches = spec_for(device), [cache_for(device) for _ in range(2)]

@@ -98,6 +98,7 @@ CASES = {
 USUAL = ("windowed",) if INTERPRETED else CASES
 
 
+@pytest.mark.triton(cases=0)  # the next test compares bits, too
 @pytest.mark.parametrize("kind", [kind if kind in USUAL else of_long_runs(kind) for kind in CASES])
 def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, kind):
     """Positions on both sides of a chunk of 1,024 keys, where a context is cut."""

@@ -84,6 +84,7 @@ def test_sm80(long: bool) -> None:
     check("sm80", long)
 
 
+@pytest.mark.triton(cases=0)
 def test_sm90(long: bool) -> None:
     found = check("sm90", long)
     for name in ("many", "exact"):

@@ -18,7 +18,7 @@ from tests.marks import of_long_runs, quick
 from tests.ops.cases import Case, Step, naming
 from tests.ops.conftest import DEVICES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.triton]
 
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 

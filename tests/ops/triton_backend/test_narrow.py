@@ -11,7 +11,7 @@ from quire.ops.triton.tiles import Tile, launchable, pieces
 from tests.ops.cases import Case, Step, naming
 from tests.ops.conftest import DEVICES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.triton]
 
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 MANY = Tile(128, 64, 4, 3)

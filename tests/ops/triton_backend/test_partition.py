@@ -87,6 +87,7 @@ def seen(partitioner: Partitioner, lists: Lists, tables: np.ndarray, num_tokens:
 
 
 @pytest.mark.slow
+@pytest.mark.triton
 @pytest.mark.parametrize("worth", [0, partition.WORTH_SHARING])
 def test_every_key_once(monkeypatch, worth, long):
     monkeypatch.setattr(partition, "WORTH_SHARING", worth)

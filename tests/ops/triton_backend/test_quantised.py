@@ -31,7 +31,7 @@ from tests.marks import of_long_runs, spread
 from tests.ops.conftest import DEVICES
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.triton]
 
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 ALL = [*KINDS, *BLOCKS]
