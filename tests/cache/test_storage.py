@@ -175,7 +175,7 @@ def test_free_memory_of_this_machine_and_of_one_that_does_not_tell(tmp_path: Pat
 
 def test_the_page_says_how_much_of_the_cache_is_there_from_the_start() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cpu.md").read_text()
-    assert f"the cache's first {storage.RESIDENT // 2**20} MiB are there" in page
+    assert f"the cache's first {storage.RESIDENT // 2**20} MiB are allocated" in page
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
