@@ -79,9 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _more_of_the_same(items: list[pytest.Item], all_of_triton: bool) -> set[pytest.Item]:
     """Return the cases of each test on each backend that repeat values of its parameters which other cases have.
 
-    All pairs of values meet in the cases that remain; on a backend that differs little from another one, and in Triton's
-    interpreter if `all_of_triton` is set, each value is in one of them. Otherwise the interpreter runs one case of each
-    test, or as many as its marker `triton` gives. A case in which values merely meet for the first time is slow.
+    All pairs of values meet in the cases that remain. On a backend that differs little from another one, and in the
+    interpreter of Triton if `all_of_triton` is set, each value is in one of them. Otherwise the interpreter runs one
+    case of each test, or as many as its marker `triton` gives. A case in which values merely meet for the first time is
+    slow.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
