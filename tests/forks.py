@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from tests import warm
+
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # else a process that was forked would have none of the others
 QUIRE = "from quire.cli import main; main()"
 READY = re.compile(r"serves \S+ at (http://[\d.]+:(\d+))")
@@ -110,6 +112,7 @@ class Spawner:
         self._directory = directory
         self._count = 0
         self._lock = threading.Lock()  # a fleet's replicas are started side by side
+        warm.address()  # which the processes get to know
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forks"],
             stdin=subprocess.PIPE,
@@ -197,6 +200,7 @@ def warm_up() -> None:
     from quire.server.server_config import ServerConfig
 
     build_parts({"num_blocks": 8}, ServerConfig(fleet_secret="of a fleet")).app()
+    warm.install()
     gc.collect()
     gc.freeze()  # a process that was forked would look through it again, and so copy it
 

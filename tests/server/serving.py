@@ -21,6 +21,7 @@ from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
+from tests import warm
 
 if TYPE_CHECKING:
     from quire.server.watch.kv_events import KVEventPublisher
@@ -37,6 +38,7 @@ class Eager:
 
 
 uvicorn.server.asyncio = Eager()  # type: ignore[attr-defined]
+warm.install()
 
 # Tokens are chosen as LLM does by `SamplingParams`: without the defaults that the embedded model has.
 SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, "generation_config": "none"}
