@@ -158,7 +158,7 @@ def test_blocks_and_requests_tell_their_stories(browser: Any) -> None:
         it.catch_up()
         it.click_request("late-1")
         assert it.text("#d-badge") == "ended: length"
-        assert "ended after 9 tokens: all its tokens" in it.text("#d-story")
+        assert "ended after 9 tokens: token limit" in it.text("#d-story")
 
 
 def test_names_are_texts_and_nothing_else(browser: Any) -> None:

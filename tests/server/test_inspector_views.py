@@ -101,7 +101,7 @@ def test_the_prefix_tree_shows_trunks_users_and_where_a_prompt_branched(browser:
         shared = [b for b, n in enumerate(engine.scheduler.manager.pools[0].ref_counts) if n == 2]
         assert len(shared) == 4
         assert it.page.locator("#tree g.segment[data-users='2']").get_attribute("aria-label") == (
-            "2 requests share 16 tokens: tokens 0 to 15 of sequences that begin so, in 4 blocks from 0 on"
+            "2 requests share 16 tokens: tokens 0 to 15 of sequences that begin here, in 4 blocks from 0 on"
         )
         assert it.page.locator("#tree g.segment[data-users='1']").count() >= 2
         assert not it.page.get_by_text("Nothing is cached yet").is_visible()
@@ -169,7 +169,7 @@ def test_requests_are_numbered_grouped_and_lit_by_the_pointer(browser: Any) -> N
         assert it.ask(f"inspector.colourAt({others})") == before
         it.page.fill("#find", "R77")
         it.page.press("#find", "Enter")
-        assert it.text("#toast") == "No request R77 is known any more, or yet"
+        assert it.text("#toast") == "There is no request R77 at this moment"
 
 
 def test_the_tooltip_follows_the_block_and_events_are_folded_by_step(browser: Any) -> None:
@@ -234,7 +234,7 @@ def test_the_colours_can_be_chosen(browser: Any) -> None:
             )
             it.page.click("#theme")
         assert seen == [
-            ("dark", "Colours: as the system has them"), ("light", "Colours: light"), ("dark", "Colours: dark"),
+            ("dark", "Colours: those of the system"), ("light", "Colours: light"), ("dark", "Colours: dark"),
         ]  # fmt: skip
 
 
@@ -251,11 +251,11 @@ ITEM = {"kind": "record", "id": 2, "time": 1.0, "events": [], "requests": [], "g
         ('{"format":"quire-inspector","version":1,"items":[]}', "nothing is recorded in it"),
         (
             json.dumps({"format": "quire-inspector", "version": 1, "items": [ITEM]}),
-            "it does not begin with a snapshot, so what came before is not known",
+            "it does not begin with a snapshot, so the state before is unknown",
         ),
         (
             '{"format":"quire-inspector","version":1,"items":[{"kind":"snapshot","time":1}]}',
-            "record 1 of 1 cannot be read: a part of it is missing or of another kind",
+            "record 1 of 1 cannot be read: a part of it is missing or has a wrong type",
         ),
     ],
 )

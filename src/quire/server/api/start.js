@@ -1,12 +1,12 @@
 "use strict";
-// The chat box: what is typed is sent to the server's own routes, and its tokens are shown landing in blocks.
+// The chat page: it sends the entered text to the server's own routes, and shows how its tokens fill blocks.
 
 const isChat = document.body.dataset.kind === "chat", model = document.body.dataset.model;
-const MAX_CARDS = 400;           // blocks that are shown of one request
-const IDEAS = isChat ? ["Write a function that reads a JSON file.", "What is a block table?"] : ["import os\nimport json\n\n\ndef read_config(path):\n", "class Stack:\n    def __init__(self):\n"];
+const MAX_CARDS = 400;           // blocks of one request that are shown
+const IDEAS = isChat ? ["Write a function that reads a JSON file.", "Explain block tables."] : ["import os\nimport json\n\n\ndef read_config(path):\n", "class Stack:\n    def __init__(self):\n"];
 let history = [];                // messages of a chat so far
-let asking = null;               // the AbortController of the answer that is being read
-let books = null;                // the state of the cache, as the inspector's stream has it
+let asking = null;               // the AbortController of the current answer
+let books = null;                // the state of the cache, from the inspector's stream
 let shown = null;                // {id, prompt: token texts, made: texts, cached}: the request whose blocks are shown
 let watching = null;
 
@@ -16,7 +16,7 @@ async function fail(answer) {
   if (answer.status === 401) openOptions(true);
   throw new Error(answer.status === 401 ? `${message}. Enter the API key in the settings above.` : message);
 }
-/** The data of each server-sent event of an answer. */
+/** Yields the data of each server-sent event of an answer. */
 async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -80,7 +80,7 @@ async function ask(text) {
   setBusy(false);
   $("messages").scrollTop = $("messages").scrollHeight;
 }
-/** The prompt's tokens as texts; none where the server does not say. */
+/** Returns the prompt's tokens as texts; empty if the server does not tokenize it. */
 async function tokensOf(what) {
   const answer = await fetch("tokenize", { method: "POST", headers: headers(), body: JSON.stringify({ model, ...what, return_token_strs: true }), signal: asking.signal });
   if (answer.status === 401) await fail(answer);
@@ -96,7 +96,7 @@ function setBusy(isBusy) { $("send").hidden = isBusy; $("stop").hidden = !isBusy
 
 // ------------------------------------------------------------------------------------------------------ blocks
 
-/** Follows the cache from the first question on. Where that cannot be, blocks are shown without their places. */
+/** Follows the cache from the first message on. If that fails, blocks are shown without their ids. */
 async function watch() {
   if (watching) return;
   watching = new AbortController();
@@ -122,7 +122,7 @@ function drawCards() {
   if (!shown) { $("cards").replaceChildren(); put($("sum"), "each card is a block"); return; }
   const own = shown.id && books ? [...books.requests.values()].find(one => one.id.startsWith(shown.id)) : null;
   const group = own ? Math.max(0, books.config.kinds.indexOf("attention")) : 0, size = books?.config.block_size || 16;
-  if (own) {  // its table is kept for when it has ended
+  if (own) {  // the table is copied, because it is still shown after the request's end
     shown.cached = Math.max(shown.cached, own.report?.cached || 0);
     Object.assign(shown, { label: books.label(own.key), colour: ownerColour(own.key).css });
     const { table, given } = own.tables[group].length ? { table: own.tables[group], given: own.given[group] } : own.left[group] || { table: [], given: 0 };
@@ -170,10 +170,10 @@ $("prompt").addEventListener("keydown", event => {
 });
 $("stop").addEventListener("click", () => asking?.abort());
 $("clear").addEventListener("click", () => { asking?.abort(); history = []; shown = null; $("messages").replaceChildren(); $("hello").hidden = false; drawCards(); $("prompt").focus(); });
-try { $("key").value = sessionStorage.getItem("quire-key") || ""; } catch { /* then it is entered again */ }
-$("key").addEventListener("change", () => { try { sessionStorage.setItem("quire-key", $("key").value); } catch { /* it holds for this page */ } });
-$("key").placeholder = document.body.dataset.key ? "needed by this server" : "none is needed";
-if (!isChat) { put($("hello-title"), "Begin a text"); $("prompt").placeholder = "A text to go on with (Ctrl+Enter sends)"; $("prompt").rows = 4; }
+try { $("key").value = sessionStorage.getItem("quire-key") || ""; } catch { /* the key must be entered again */ }
+$("key").addEventListener("change", () => { try { sessionStorage.setItem("quire-key", $("key").value); } catch { /* the key is stored for this page only */ } });
+$("key").placeholder = document.body.dataset.key ? "required by this server" : "not required";
+if (!isChat) { put($("hello-title"), "Begin a text"); $("prompt").placeholder = "A text to continue (Ctrl+Enter sends)"; $("prompt").rows = 4; }
 $("ideas").append(...IDEAS.map(text => { const button = make("button", { type: "button", textContent: text.trim().split("\n").join(" ⏎ ") }); button.addEventListener("click", () => { $("prompt").value = text; $("prompt").focus(); }); return button; }));
 addEventListener("pagehide", () => watching?.abort());
 addEventListener("quire-theme", () => { readPalette(); redraw(); });

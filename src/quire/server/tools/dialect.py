@@ -211,7 +211,7 @@ class Dialect:
     def find(cls, template: str | None, tools: str | None, thoughts: str | None) -> Dialect:
         """Return the dialect of a chat template, or the one that options name.
 
-        `tools`, `thoughts`: names in SYNTAXES and THOUGHTS, "none", or None to detect them from the template.
+        `tools`, `thoughts`: names in `SYNTAXES` and `THOUGHTS`, "none", or None to detect them from the template.
         Raises ConfigError for other names.
         """
         source = template or ""

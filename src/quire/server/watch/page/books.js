@@ -1,26 +1,26 @@
 "use strict";
-// What is known of the cache at one moment: pools of blocks, requests with their tables, and the steps.
+// The state of the cache at one moment: pools of blocks, requests with their tables, and the steps.
 
-const MAX_LOG = 6000;            // events of which stories are shown
+const MAX_LOG = 6000;            // events that are stored for the stories
 const MAX_ENDED = 200;           // requests that are listed after their end
 const MAX_POINTS = 120;          // of a sparkline
 const POINT_EVERY = 0.5;         // seconds
-const MAX_EFFECTS = 960;         // that are noted for the map until it is drawn
+const MAX_EFFECTS = 960;         // stored for the map until it is drawn
 const MAX_STEPS = 4000;
 const MAX_PIECES = 400;          // of one prompt
-const MAX_LOST = 200;            // evicted blocks whose place in the prefix tree is remembered
+const MAX_LOST = 200;            // evicted blocks whose position in the prefix tree is stored
 
-/** The blocks of one pool. Owners are counted, and their keys summed up: the sum of one owner is its key. */
+/** The blocks of one pool. Owners are counted and their keys added up, so the sum of a single owner is its key. */
 class Pool {
   constructor(size, blockSize) {
     this.size = size; this.blockSize = blockSize;
     this.refs = new Int32Array(size); this.sums = new Float64Array(size);
     this.fill = new Uint16Array(size).fill(blockSize); this.cached = new Uint8Array(size);
     this.before = new Int32Array(size);   // of a cached block: one more than the block before it; 0: it begins a sequence
-    this.born = new Uint32Array(size);    // in which order they became cached
+    this.born = new Uint32Array(size);    // the order in which blocks became cached
     this.births = 0; this.lost = [];      // {block, before, at} of evicted ones
     this.used = 0; this.entries = 0; this.kept = 0; this.empty = 0;   // kept: free, but reusable; empty: slots of owned blocks
-    this.high = 0;                        // blocks from here on have never been used
+    this.high = 0;                        // blocks from this id on have never been used
     this.isDirty = new Uint8Array(size); this.dirty = []; this.version = 0;
   }
   touch(block) {
@@ -29,7 +29,7 @@ class Pool {
     this.version++;
   }
   clean() { for (const block of this.dirty) this.isDirty[block] = 0; this.dirty.length = 0; }
-  check(block) { if (!(block >= 0 && block < this.size)) throw new Error(`it speaks of block ${block} of a pool that has ${this.size}`); }
+  check(block) { if (!(block >= 0 && block < this.size)) throw new Error(`it names block ${block} of a pool with ${this.size} blocks`); }
   own(block, key) {
     this.check(block);
     if (this.refs[block]++ === 0) { this.used++; this.empty += this.blockSize - this.fill[block]; this.kept -= this.cached[block]; }
@@ -62,14 +62,14 @@ class Pool {
     if (this.lost.length > MAX_LOST) this.lost.shift();
     this.drop(block);
   }
-  /** The cached block before a cached one; -1: it begins a sequence, or the one before was evicted. */
+  /** Returns the cached block before a cached one; -1: it begins a sequence, or the one before was evicted. */
   blockBefore(block) {
     const before = this.before[block] - 1;
     return before >= 0 && this.cached[before] && this.born[before] <= this.born[block] ? before : -1;
   }
 }
 
-/** All books at one moment, from a snapshot and the records after it. */
+/** All block tables at one moment, from a snapshot and the records after it. */
 class State {
   constructor(snapshot, earlier) {
     const config = this.config = snapshot.config;
@@ -124,7 +124,7 @@ class State {
     if (members && !members.size) this.families.delete(request.family);
   }
 
-  /** An event from before the snapshot: of requests that have ended, nothing else is known. */
+  /** Applies an event from before the snapshot. Of ended requests, nothing else is known. */
   recall(event) {
     const [what, at, key] = event;
     if (what === "arrived") { if (!this.requests.has(key)) this.arrive(event); }
@@ -161,7 +161,7 @@ class State {
     }
   }
 
-  /** Takes a record in. Effects are noted for the map where somebody looks. */
+  /** Applies a record. If it is shown, stores its effects for the map. */
   apply(record, isShown) {
     if (!isShown) this.effects = null;
     else this.effects ||= [];
@@ -201,11 +201,11 @@ class State {
     else this.move(event, request);
   }
 
-  /** An event that changes the tables of a request. */
+  /** Applies an event that changes the tables of a request. */
   move(event, request) {
     const [what, , g] = event, pool = this.pools[g], host = this.hosts[g], key = request.key, table = request.tables[g];
     const take = (runs, isNew) => {
-      if (!table.length) request.stored = 0;  // until the record reports it, nothing is known of what it holds
+      if (!table.length) request.stored = 0;  // unknown until a record reports it
       eachBlock(runs, block => {
         table.push(block); pool.own(block, key);
         if (isNew) { pool.setFill(block, 0); this.show("alloc", g, block); }
@@ -230,7 +230,7 @@ class State {
           request.left[g] = { table: [...table], given: request.given[g] };
           leave(); request.given[g] = 0;
         }
-        else if (this.config.kinds[g] === "states") {  // one that was kept for others may have come after a later one
+        else if (this.config.kinds[g] === "states") {  // a state that was kept for others may have been added after a later one
           eachBlock(event[4], block => { table.splice(table.indexOf(block), 1); pool.disown(block, key); });
         }
         else { for (const block of table.splice(0, count)) pool.disown(block, key); request.given[g] += count; }
@@ -251,7 +251,7 @@ class State {
     }
   }
 
-  /** How full the request's blocks are, from that of its token on. */
+  /** Sets the fill of the request's blocks, from the block of token `from` on. */
   refill(request, from) {
     request.tables.forEach((table, g) => {
       const size = this.pools[g].blockSize;
@@ -276,7 +276,7 @@ class State {
     };
   }
 
-  /** A point of the sparklines, if it is time for one. */
+  /** Adds a point to the sparklines, if it is time for one. */
   sample(time) {
     const last = this.series[this.series.length - 1], gauges = this.gauges;
     if (last && time - last.time < POINT_EVERY) return;
@@ -291,7 +291,7 @@ class State {
     if (this.series.length > MAX_POINTS) this.series.shift();
   }
 
-  /** The same books as a snapshot, from which they can be made again. */
+  /** Returns the state as a snapshot, from which it can be restored. */
   save() {
     const live = [...this.requests.values()].filter(request => request.state !== "ended");
     const cached = this.pools.map(pool => { const blocks = []; pool.cached.forEach((on, block) => on && blocks.push(block)); return blocks; });
@@ -306,7 +306,7 @@ class State {
     });
   }
 
-  /** The owners of a block, with the index at which it stands in their tables. */
+  /** Returns the owners of a block, with its index in their tables. */
   ownersOf(isHost, group, block) {
     const owners = [], pool = (isHost ? this.hosts : this.pools)[group];
     if (!pool.refs[block]) return owners;
@@ -318,7 +318,7 @@ class State {
     return owners;
   }
 
-  /** What people call a request: R42, and R42.1 to R42.4 where its prompt has several samples. */
+  /** Returns a request's short name: R42, or R42.1 to R42.4 if its prompt has several samples. */
   label(key) {
     const request = this.requests.get(key);
     if (!request) return `R${key + 1}`;
@@ -326,7 +326,7 @@ class State {
     return `R${request.family + 1}${isOneOfMany ? `.${request.sample + 1}` : ""}`;
   }
 
-  /** Why requests waited between two moments: what held them for the longest time. */
+  /** Returns the reason why requests waited between two moments: the one that applied for the longest time. */
   holdBetween(from, to) {
     const spent = {};
     for (let i = this.steps.length - 1; i >= 0 && this.steps[i].at >= from; i--) {
@@ -338,4 +338,4 @@ class State {
 }
 const LIFE = new Set(["ran", "first_token", "preempted", "resumed"]);
 const isLife = what => LIFE.has(what);
-const HOLDS = { blocks: "pool full", seats: "all seats taken", swapped: "pool full: others come back from the host first", budget: "the step's tokens were taken" };
+const HOLDS = { blocks: "pool full", seats: "all slots taken", swapped: "pool full: requests on the host return first", budget: "the step's token budget was used up" };

@@ -1,5 +1,5 @@
 "use strict";
-// The colours of what is drawn: those of the theme, and one for each request.
+// The colours of the drawings: those of the theme, and one for each request.
 
 const palette = {};
 function readPalette() {
@@ -10,7 +10,7 @@ function readPalette() {
   palette.flatFree = rgbOf(palette.free); palette.flatCached = mix(palette.flatFree, rgbOf(palette.hatch), 0.55); palette.flatShared = rgbOf(palette.shared);
 }
 function rgbOf(css) { const digits = parseInt(css.slice(1), 16); return [digits >> 16, digits >> 8 & 255, digits & 255]; }
-/** A request's colour: hues a golden angle apart, all of one lightness. */
+/** Returns a request's colour. Hues are a golden angle apart, with similar lightness. */
 function ownerColour(key) {
   let found = palette.owners.get(key);
   if (found) return found;
@@ -30,7 +30,7 @@ function cssOf([r, g, b]) {
   if (!css) { if (palette.mixed.size > 20_000) palette.mixed.clear(); palette.mixed.set(name, css = `rgb(${r} ${g} ${b})`); }
   return css;
 }
-/** A block's colour where it is too small for more than one. isMine: of the request in focus; has: whether one is. */
+/** Returns the only colour of a small block. focus: the highlighted request, if any; isMine: whether it owns the block. */
 function flatColour(pool, block, focus, isMine) {
   const { refs, sums, fill, cached, blockSize } = pool;
   if (!refs[block]) return cached[block] ? palette.flatCached : palette.flatFree;
@@ -46,7 +46,7 @@ const makePattern = (ctx, scale, colour) => {
   return ctx.createPattern(tile, "repeat");
 };
 
-/** One block, or a tile, as a cell with a level: what the map by block and the one by request have in common. */
+/** Draws one block, or a tile, as a cell with a level, for the map by block and the one by request. */
 function paintCell(ctx, { x, y, side, scale, pool, block, focus, isMine, hatch, mark }) {
   const { refs, sums, fill, cached, blockSize } = pool, count = refs[block], round = side >= 12 * scale ? side * 0.16 : 0;
   ctx.beginPath();

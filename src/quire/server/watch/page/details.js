@@ -1,5 +1,5 @@
 "use strict";
-// The panel at the bottom right: a request or a block that is selected, else what happens.
+// The panel at the bottom right: the selected request or block, else the latest events.
 
 const tableRows = new Rows($("table"), 21, () => {
   const row = makeRow(["num", "num", "num muted", "num muted"]);
@@ -22,7 +22,7 @@ function drawDetails(state) {
   if (request) { drawFacts(factsOfRequest(state, request)); drawStory(state, event => tellOfRequest(event, state, request.key)); }
   else if (isBlock) { drawFacts(factsOfBlock(state)); drawStory(state, event => tellOfBlock(event, state, selection)); }
   else if (selection) { selection = null; storyMark = ""; panelsDue = 0; wake(); }  // the request is no longer known
-  else { put($("d-title"), "What happens"); $("d-title").title = ""; drawSteps(state); }
+  else { put($("d-title"), "Latest events"); $("d-title").title = ""; drawSteps(state); }
 }
 function badge(text) { $("d-badge").hidden = false; put($("d-badge"), text); }
 
@@ -68,7 +68,7 @@ function drawFacts(facts) {
   facts.forEach(([, value, more], i) => { const [main, small] = list.children[i].lastElementChild.children; put(main, value); put(small, more); });
 }
 
-/** The story of what is selected: the latest moment first, and within a moment the cause above its effect. */
+/** Draws the story of the selection: the latest moment first, and within a moment the cause above its effect. */
 function drawStory(state, tell) {
   const mark = `${state.number}/${state.log.length}/${state.epoch}`, list = $("d-story");
   if (mark !== storyMark) {
@@ -81,12 +81,12 @@ function drawStory(state, tell) {
       if (state.log[i][1] !== at) { at = state.log[i][1]; place = told.length; }
       told.splice(place, 0, [at, parts]);
     }
-    if (!told.length) told.push([null, ["Nothing was heard of it yet."]]);
+    if (!told.length) told.push([null, ["No event has concerned it yet."]]);
     keepOrMake(list, told, ([at, parts]) => at + JSON.stringify(parts), ([at, parts]) => make("li", { data: { at: at ?? "" } }, make("time"), make("span", {}, ...nodes(parts, state))));
   }
   drawTimes(list, state);
 }
-/** What happens, a line a step; a line opens to what happened in it, in its order. */
+/** Draws the latest events, one line per step. A line opens to the step's events, in their order. */
 function drawSteps(state) {
   const mark = `${state.number}/${state.log.length}/${state.epoch}`, list = $("d-steps");
   if (mark !== storyMark) {
@@ -104,7 +104,7 @@ function drawSteps(state) {
   }
   drawTimes(list, state);
 }
-/** What is in the list already is not made anew, so that it stays where it is about to be clicked, and open. */
+/** Keeps items that are already in the list, so that they stay open, and in place while they are clicked. */
 function keepOrMake(list, items, name, make) {
   const known = new Map([...list.children].map(item => [item.dataset.mark, item])), seen = new Map();
   const made = items.map(item => {

@@ -1,11 +1,11 @@
 "use strict";
-// What each request did when: queued, its prompt in pieces, decoding, preempted, swapped; above it the steps as columns.
+// A timeline of requests: queued, the prompt in chunks, decoding, preempted, swapped. Above it, the steps as columns.
 
 const ROW = 19;                  // css pixels
 const STEPS = 66;                // css pixels of the steps' columns
 const GUTTER = 62;
-const SHORTEST = 0.2, LONGEST = 3600;  // seconds that are shown at once
-const PHASES = { queued: "queued", prefill: "prompt", decode: "decode", preempted: "preempted, its blocks taken", swapped: "on the host" };
+const SHORTEST = 0.2, LONGEST = 3600;  // the visible time span in seconds
+const PHASES = { queued: "queued", prefill: "prompt", decode: "decode", preempted: "preempted, its blocks freed", swapped: "on the host" };
 
 class TimeView {
   constructor(root) {
@@ -59,7 +59,7 @@ class TimeView {
     const act = { ArrowLeft: () => this.pan(-60), ArrowRight: () => this.pan(60) }[event.key];
     if (act) { event.preventDefault(); event.stopPropagation(); act(); }
   }
-  /** The requests that lived in the time that is shown. */
+  /** Finds the requests that existed in the visible time. */
   arrange() {
     const from = this.end() - this.span, to = this.end();
     this.rows = [...this.state.requests.values()].filter(request => request.phases.length && request.phases[0].at <= to && (request.over ?? Infinity) >= from)
@@ -87,7 +87,7 @@ class TimeView {
     setHovered(found?.request ? found.request.key : null);
     this.showTip();
   }
-  /** Why a request waited in a phase. */
+  /** Returns the reason why a request waited in a phase. */
   why({ kind, from, to }) {
     const hold = kind === "queued" || kind === "preempted" || kind === "swapped" ? this.state.holdBetween(from, to) : null;
     return hold ? `: ${HOLDS[hold]}` : "";
@@ -180,7 +180,7 @@ class TimeView {
       }
     }
     ctx.fillStyle = palette.panel;
-    for (const piece of request.pieces) {  // one after the other, they can be distinguished
+    for (const piece of request.pieces) {  // lines separate consecutive chunks
       const x = this.x(piece.at);
       if (piece.from + piece.count < request.prompt && x > GUTTER) ctx.fillRect(x - 0.75, y + 3, 1.5, ROW - 6);
     }

@@ -1,5 +1,5 @@
 "use strict";
-// The numbers at the top, and their course in the last minute.
+// The numbers at the top, and their sparklines of the last minute.
 
 function drawGauges(state) {
   const usage = state.usage(), gauges = state.gauges, config = state.config, last = state.series[state.series.length - 1] || {};
@@ -22,7 +22,7 @@ function drawGauges(state) {
   if (tipOwner?.dataset?.series) tellSpark(tipOwner, state.series);
 }
 
-// Of each course: its colour, what is highest, and how a value is said.
+// For each sparkline: its colour, its maximum, and the text of a value.
 const COURSES = {
   pool: { colour: "accent", most: () => 1, value: point => point.used, say: point => `${percent(point.used, 1)} owned, ${percent(point.kept, 1)} reusable` },
   saved: { colour: "accent", value: point => point.saved, say: point => plural(point.saved, "block") + " saved" },
@@ -35,7 +35,7 @@ const COURSES = {
   swaps: { colour: "swap", isCount: true, value: point => point.swaps, say: point => plural(point.swaps, "block") + " swapped" },
 };
 
-const MARGIN = 28, COUNT_MARGIN = 16;  // css pixels to the right of a course, for its scale
+const MARGIN = 28, COUNT_MARGIN = 16;  // css pixels to the right of a sparkline, for its scale
 function sparkline(canvas, series) {
   const scale = window.devicePixelRatio || 1, width = Math.round(canvas.clientWidth * scale), height = Math.round(canvas.clientHeight * scale);
   if (!width || !height) return;
@@ -59,7 +59,7 @@ function sparkline(canvas, series) {
     if (canvas.dataset.series === "pool") area(point => point.used + point.kept, palette.hatch);
     area(course.value, colour);
   }
-  // The scale: what the highest point is, and over which time.
+  // The scale: the highest value, and the time span.
   ctx.font = `${9.5 * scale}px Inter, system-ui, sans-serif`; ctx.fillStyle = palette.faint; ctx.textBaseline = "top"; ctx.textAlign = "right";
   const top = canvas.dataset.series === "pool" || canvas.dataset.series === "hit" ? "100%" : brief(most);
   if (course.isCount ? most > 1 : true) ctx.fillText(top, width - scale, 0);

@@ -1,5 +1,5 @@
 "use strict";
-// The list of requests, siblings under their prompt, and lists of which only the rows that can be seen exist.
+// The list of requests, with siblings under their prompt, and lists in which only the visible rows exist.
 
 class Rows {
   constructor(root, height, make, fill) {
@@ -57,7 +57,7 @@ const requestRows = new Rows(document.querySelector("#requests .rows"), 27, () =
   put(speed, rate ? (rate < 10 ? rate.toFixed(1) : fmt(rate)) : "–");
 });
 
-// What stands first. Running ones come before those that wait, and what has ended is last, in every order.
+// The orders of requests. In each, running ones precede waiting ones, and ended ones are last.
 const ORDERS = {
   newest: (a, b) => b.family - a.family,
   blocks: (a, b) => sumOf(b.tables) + sumOf(b.hosts) - sumOf(a.tables) - sumOf(a.hosts),
@@ -72,7 +72,7 @@ function drawRequests(state) {
     if (!families.has(request.family)) families.set(request.family, []);
     families.get(request.family).push(request);
   }
-  const groups = [...families.values()].map(members => {  // siblings stand together, where the first of them to matter does
+  const groups = [...families.values()].map(members => {  // siblings stay together, at the position of the most active one
     members.sort((a, b) => a.sample - b.sample || a.key - b.key);
     const rank = Math.min(...members.map(one => STATES.indexOf(one.state)));
     return { members, rank, lead: members.find(one => one.state === STATES[rank]), over: Math.max(...members.map(one => one.over ?? 0)) };

@@ -1,7 +1,7 @@
 "use strict";
-// The same blocks by request: each row a request, its blocks in the order of its table. And the way from one view to the other.
+// The same blocks by request: each row is a request, with its blocks in the order of its table. And the transition between the views.
 
-const MOVE_FOR = 480;            // milliseconds from one view to the other
+const MOVE_FOR = 480;            // milliseconds of the transition
 const MAX_MOVED = 2500;          // blocks that move; more are cross-faded
 
 class RequestMap {
@@ -32,7 +32,7 @@ class RequestMap {
     this.hatch = makePattern(this.ctx, scale, palette.hatch);
     this.needsAll = true;
   }
-  /** The requests that own blocks or wait for some, siblings together, and how large their cells can be. */
+  /** Collects the requests that own blocks or wait for some, siblings together, and computes the size of their cells. */
   arrange() {
     const order = { running: 0, swapped: 1, waiting: 2 };
     this.rows = [...this.state.requests.values()].filter(request => request.state !== "ended")
@@ -47,7 +47,7 @@ class RequestMap {
   }
   tableOf(request) { return (request.state === "swapped" ? request.hosts : request.tables)[this.group] || []; }
   get top() { return Math.round(this.root.scrollTop * this.scale) - Math.round(4 * this.scale); }
-  /** Where a row's i-th block stands. */
+  /** Returns the position of a row's i-th block. */
   place(row, i) { return [this.gutter + i * this.cell, row * this.row - this.top + Math.round((this.row - this.cell) / 2)]; }
   at(event) {
     if (!this.cell) return null;
@@ -112,7 +112,7 @@ class RequestMap {
       ctx.fillText(`${plural(request.prompt, "prompt token")} wait${hold ? `: ${HOLDS[hold]}` : ""}`, this.gutter + 2 * scale, middle + scale);
       return;
     }
-    for (let i = 0; i < Math.min(given, this.most); i++) {  // what its window has passed
+    for (let i = 0; i < Math.min(given, this.most); i++) {  // blocks before its window
       const [x, top] = this.place(row, i);
       ctx.strokeStyle = palette.line; ctx.lineWidth = scale; ctx.strokeRect(x + 0.5, top + 0.5, Math.max(1, side - 1), Math.max(1, side - 1));
     }
@@ -123,13 +123,13 @@ class RequestMap {
       if (block === lit) { ctx.strokeStyle = palette.accent; ctx.lineWidth = 2 * scale; ctx.strokeRect(x - scale, top - scale, side + 2 * scale, side + 2 * scale); }
     }
     const end = Math.ceil(request.prompt / pool.blockSize), [x, top] = this.place(row, end);
-    if (this.state.config.kinds[group] === "attention" && end < table.length + given && end <= this.most) {  // here the prompt ends
+    if (this.state.config.kinds[group] === "attention" && end < table.length + given && end <= this.most) {  // the end of the prompt
       ctx.fillStyle = palette.accent; ctx.fillRect(x - gap / 2 - scale, top - 2 * scale, 2 * scale, side + 4 * scale);
     }
   }
 }
 
-/** Moves the blocks from where they stand in one view to where they stand in the other. Resolves when they are there. */
+/** Moves the blocks from their positions in one view to those in the other. Resolves when they have arrived. */
 function moveBlocks(canvas, map, rows, isToRows) {
   const scale = window.devicePixelRatio || 1, box = canvas.parentElement.getBoundingClientRect();
   canvas.width = Math.round(box.width * scale); canvas.height = Math.round(box.height * scale);

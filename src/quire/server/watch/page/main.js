@@ -1,21 +1,21 @@
 "use strict";
-// The page: what is selected, which view is shown, the loop that draws, the scrubber, and what buttons and keys do.
+// The page: the selection, the current view, the drawing loop, the scrubber, and the actions of buttons and keys.
 
 const VIEWS = ["pool", "requests", "prefixes", "time"];
 const timeline = new Timeline();
 const device = new BlockMap($("device"), false), host = new BlockMap($("host"), true), minimap = new Minimap($("minimap"), device);
 const logical = new RequestMap($("rows")), tree = new TreeView($("tree")), gantt = new TimeView($("time"));
 let selection = null;       // {key} of a request, or {block, group, isHost}; null: nothing
-let hovered = null;         // key of the request that is pointed at
+let hovered = null;         // key of the request under the pointer
 let view = "pool";
 let shownGroup = 0;
-let fileName = null;        // of a recording that is open
-let playing = null;         // {wall, at}: since when it plays, and from which moment
+let fileName = null;        // of the open recording
+let playing = null;         // {wall, at}: the recording's time, and the page's time at which it was set
 let link = null, status = ["waiting", "Connecting"], lastHeard = 0;
 let panelsDue = 0, storyMark = "";
-const ghost = { state: null };  // the state that the views know
+const ghost = { state: null };  // the state that the views show
 
-/** The request whose blocks are lit: the one that is pointed at, else the selected one. */
+/** Returns the key of the highlighted request: the one under the pointer, else the selected one. */
 const focusKey = () => hovered ?? selection?.key;
 function refocus() {
   for (const map of [device, host]) map.needsAll = map.fxDirty = true;
@@ -52,7 +52,7 @@ async function setView(name) {
   if (moves) { logical.layout(); logical.arrange(); await moveBlocks($("moving"), device, logical, name === "requests"); wake(); }
 }
 
-/** The state has become another object: after a snapshot, or a jump. */
+/** Adopts a new state object, after a snapshot or a jump. */
 function adopt() {
   const state = timeline.state, config = state.config, isNew = ghost.state?.epoch !== state.epoch;
   ghost.state = state;
@@ -111,7 +111,7 @@ function showEffects(state, now) {
   if (view === "pool") {
     const evicted = new Set(state.effects.filter(effect => effect.kind === "evict").map(effect => effect.block));
     for (const effect of state.effects) {
-      if (effect.group !== shownGroup || (effect.kind === "alloc" && evicted.has(effect.block))) continue;  // its memory was taken: that is what counts
+      if (effect.group !== shownGroup || (effect.kind === "alloc" && evicted.has(effect.block))) continue;  // an eviction is more important than the allocation that caused it
       if (effect.kind !== "hostswap") device.flash(effect, now);
       else if (host.pool) host.flash({ ...effect, kind: "swap" }, now);
     }
@@ -143,7 +143,7 @@ function follow(isFollowing) {
   panelsDue = 0;
   wake();
 }
-/** Plays on: as many records as belong to the time that has passed. Long silences are cut short. */
+/** Plays the records of the time that has passed. Long silences are shortened. */
 function advance(now) {
   playing.wall += (now - playing.at) / 1000 * +$("speed").value;
   playing.at = now;
@@ -178,7 +178,7 @@ function drawTimeline() {
   $("pause").hidden = fileName !== null || !isServed;
   put($("pause"), isPaused ? "Resume" : "Pause"); $("pause").setAttribute("aria-pressed", isPaused);
   $("live").hidden = fileName === null || !isServed;
-  const shown = fileName !== null ? ["file", fileName] : isPaused && status[0] === "live" ? ["paused", playing ? "Replaying" : timeline.isFull ? "Paused: no more is kept" : "Paused"] : status;
+  const shown = fileName !== null ? ["file", fileName] : isPaused && status[0] === "live" ? ["paused", playing ? "Replaying" : timeline.isFull ? "Paused: the recording is full" : "Paused"] : status;
   $("status").dataset.state = shown[0]; put($("status").lastElementChild, shown[1]);
   drawChapters();
   if (cursor < 0) { put($("when"), ""); return; }
@@ -218,7 +218,7 @@ function backToLive() {
 
 // -------------------------------------------------------------------------------------------------------- search
 
-/** What a text means: "block 120" or "120" a block, "R42" or "R42.1" a request, and else a part of a request's id. */
+/** Interprets a search: "block 120" or "120" is a block, "R42" or "R42.1" a request, other text a part of a request's id. */
 function find(text) {
   const state = timeline.state, wanted = text.trim().toLowerCase();
   if (!wanted || !state) return null;
@@ -231,7 +231,7 @@ function find(text) {
   if (exact) return { key: exact.key };
   const found = request ? all.filter(one => one.family === +request[1] - 1 && (request[2] === undefined || one.sample === +request[2] - 1)) : all.filter(one => one.id.toLowerCase().includes(wanted));
   found.sort((a, b) => (a.state === "ended") - (b.state === "ended") || a.sample - b.sample);
-  return found.length ? { key: found[0].key } : request ? `No request R${request[1]}${request[2] ? `.${request[2]}` : ""} is known any more, or yet` : `Nothing here is called ${text.trim()}; try "block 120" or "R42"`;
+  return found.length ? { key: found[0].key } : request ? `There is no request R${request[1]}${request[2] ? `.${request[2]}` : ""} at this moment` : `Nothing matches ${text.trim()}; try "block 120" or "R42"`;
 }
 function search() {
   const found = find($("find").value);
@@ -304,7 +304,7 @@ readTheme();
 reconnect();
 wake();
 
-/** For tests, and for those who look under the hood. */
+/** An interface for tests and for debugging. */
 window.inspector = {
   get state() { return timeline.state; }, timeline, device, host, logical, tree, gantt, frame, get selection() { return selection; }, get status() { return [...status]; },
   place(block, isHost = false) {
@@ -317,7 +317,7 @@ window.inspector = {
     copy.drawImage(device.canvas, -(x + (side >> 1)), -(y + side - Math.max(1, side >> 3) - (side > 8 ? 1 : 0)));
     return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
   },
-  /** Draws at once what is due; resolves when it can be seen. */
+  /** Draws all changes at once; resolves when they are visible. */
   drawn() { panelsDue = 0; wake(); return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))); },
   ownerColour: key => ownerColour(key).rgb,
 };

@@ -1,5 +1,5 @@
 "use strict";
-// A pool by block id: a cell a block, and where there are too many for that, a tile for each 2, 4, 8, ... of them.
+// A pool by block id: one cell per block, or, if there are too many, one tile for each 2, 4, 8, ... blocks.
 
 const MAX_FLASHES = 240;
 const SMALLEST = 5;              // css pixels of a cell; below, several blocks share a tile
@@ -39,7 +39,7 @@ class BlockMap {
     this.flashes.length = 0;
     this.layout();
   }
-  /** How many blocks are shown: all, or those up to the last one that was ever used, and some room. */
+  /** Returns the number of shown blocks: all, or those up to the last one that was ever used, and some room. */
   wanted() {
     const { size, high } = this.pool;
     if (this.showsUnused) return size;
@@ -55,7 +55,7 @@ class BlockMap {
     this.gutter = Math.round((String(Math.max(0, count - 1)).length * 7 + 10) * scale);
     const width = Math.floor(low * scale) - this.gutter, height = Math.floor(high * scale), room = height - 8 * scale;
     const rawColumns = cell => Math.max(1, Math.floor(width / cell));
-    const niceColumns = cell => {  // a round number, for the sake of the labels
+    const niceColumns = cell => {  // a round number, for readable labels
       const most = rawColumns(cell), unit = most >= 200 ? 50 : most >= 64 ? 8 : most >= 8 ? 4 : 1;
       return most - most % unit;
     };
@@ -89,7 +89,7 @@ class BlockMap {
     this.hatch = makePattern(this.ctx, scale, palette.hatch);
     this.needsAll = this.fxDirty = true;
   }
-  /** Zooms, and what is below the pointer stays there; without one, the selected block, the last active one, or the middle. */
+  /** Zooms around the block below the pointer; without a pointer, the selected block, the last active one, or the middle. */
   zoomBy(factor, event) {
     if (!this.pool || !this.cell) return;
     const box = this.root.getBoundingClientRect(), middle = box.top + box.height / 2;
@@ -104,18 +104,18 @@ class BlockMap {
     this.scrollTo(anchor, (y - box.top) / box.height);
     wake();
   }
-  /** The block that stays below the pointer: the same one for as long as it rests, though rows are laid out anew. */
+  /** Returns the block below the pointer: the same one until the pointer moves, even if rows are laid out again. */
   anchorAt({ clientX, clientY }) {
     const { x, y, block } = this.anchor || {};
     if (x !== clientX || y !== clientY || block >= this.count) this.anchor = { x: clientX, y: clientY, block: this.blockAt({ clientX, clientY }) };
     return this.anchor.block;
   }
-  /** Scrolls so that the block stands at that share of the height. */
+  /** Scrolls so that the block is at that share of the height. */
   scrollTo(block, share = 0.5) {
     const row = (Math.floor(Math.floor(block / this.per) / this.columns) + 0.5) * this.cell / this.scale;
     this.root.scrollTop = row - share * this.root.clientHeight;
   }
-  /** Makes sure that a block can be seen, as a cell of its own. */
+  /** Makes a block visible, as a separate cell. */
   reveal(block) {
     if (block >= this.count) { this.showsUnused = true; this.layout(); }
     if (this.per > 1) { this.zoom = Math.min(this.mostZoom, 14 * this.scale / this.fitted); this.layout(); }
@@ -123,7 +123,7 @@ class BlockMap {
     if (y < 0 || y + this.cell > this.height) this.scrollTo(block);
     wake();
   }
-  get top() { return Math.round(this.root.scrollTop * this.scale) - this.pad; }  // of what is seen, from the first row's
+  get top() { return Math.round(this.root.scrollTop * this.scale) - this.pad; }  // of the visible part, relative to the first row
   place(block) { const unit = Math.floor(block / this.per); return [this.gutter + unit % this.columns * this.cell, Math.floor(unit / this.columns) * this.cell - this.top]; }
   centre(block) { const [x, y] = this.place(block), half = (this.cell - this.gap) / 2; return [x + half, y + half]; }
   blockAt(event) {
@@ -140,7 +140,7 @@ class BlockMap {
     this.pointer = [event.clientX, event.clientY];
     this.showTip();
   }
-  /** Says what stands below the pointer now: also when that changes without the pointer. */
+  /** Shows a tip for the block below the pointer, also if the block changes without the pointer. */
   showTip() {
     if (this.hover < 0) { hideTip(this); return; }
     if (this.per === 1) showTip(this, `${this.isHost ? "Host block" : "Block"} ${fmt(this.hover)}`, tellBlock(this, this.hover), ...this.pointer);
@@ -161,7 +161,7 @@ class BlockMap {
     $("said").textContent = `Block ${block}: ${tellBlock(this, block)}`;
   }
 
-  /** The request in focus, if it owns blocks here; this.mine then says which. */
+  /** Returns the request in focus if it owns blocks here, and marks these in this.mine. */
   chosen() {
     const request = this.state.requests.get(focusKey());
     const table = request && (this.isHost ? request.hosts : request.tables)[this.group];
@@ -171,7 +171,7 @@ class BlockMap {
     for (const block of table) this.mine[block] = 1;
     return request;
   }
-  /** What a tile's blocks are: how many are owned, shared, reusable; and the mean colour of the owned ones. */
+  /** Counts a tile's blocks that are owned, shared and reusable, and adds up the colours of the owned ones. */
   density(first, chosen) {
     const { refs, cached } = this.pool, end = Math.min(this.count, first + this.per), found = { all: end - first, used: 0, shared: 0, kept: 0, mine: 0, r: 0, g: 0, b: 0 };
     for (let block = first; block < end; block++) {
@@ -262,13 +262,13 @@ class BlockMap {
     const ctx = this.fxctx, side = this.cell - this.gap, colours = { alloc: palette.good, copy: palette.warn, evict: palette.bad, swap: palette.swap };
     ctx.clearRect(0, 0, this.width, this.height);
     this.flashes = this.flashes.filter(flash => flash.end > now);
-    const calm = Math.max(0.35, Math.min(1, 80 / this.flashes.length)), chosen = this.faded;  // the busier, the quieter
+    const calm = Math.max(0.35, Math.min(1, 80 / this.flashes.length)), chosen = this.faded;  // weaker if there are many
     for (const { kind, block, src, key, start, end } of this.flashes) {
       const left = (end - now) / (end - start), [x, y] = this.place(block);
       if (y + this.cell < 0 || y > this.height) continue;
       ctx.globalAlpha = Math.min(1, left * 1.6) * calm * (chosen && !this.mine[block] ? 0.3 : 1);
       ctx.fillStyle = ctx.strokeStyle = colours[kind];
-      if (side < 12 * this.scale) ctx.fillRect(x, y, side, side);  // a ring would not be seen
+      if (side < 12 * this.scale) ctx.fillRect(x, y, side, side);  // a ring would be too small to see
       else {
         const width = Math.max(2, side / 9), grow = (1 - left) * 3 * this.scale;
         ctx.lineWidth = width;
@@ -290,7 +290,7 @@ class BlockMap {
     for (let t = 0.1; t <= reach + 0.001; t += 0.1) { const u = 1 - t; ctx.lineTo(u * u * sx + 2 * u * t * mx + t * t * x, u * u * sy + 2 * u * t * my + t * t * y); }
     ctx.stroke();
   }
-  /** A line through the blocks of the request in focus, in the order of its table. */
+  /** Draws a line through the blocks of the request in focus, in the order of its table. */
   drawPath(request) {
     const ctx = this.fxctx, table = (this.isHost ? request.hosts : request.tables)[this.group].slice(0, 600);
     ctx.lineJoin = "round";
@@ -312,7 +312,7 @@ class BlockMap {
   }
 }
 
-/** All of a map's blocks in a narrow strip at its right, with a frame around those that are seen. */
+/** All of a map's blocks in a narrow strip at its right, with a frame around the visible ones. */
 class Minimap {
   constructor(canvas, map) {
     this.canvas = canvas; this.map = map; this.ctx = canvas.getContext("2d");

@@ -1,10 +1,10 @@
 "use strict";
-// What was recorded: snapshots and records as they came, the state at a cursor among them, and files of it.
+// Recordings: the received snapshots and records, the state at a cursor in them, and files of recordings.
 
-const MAX_RECORDED = 48e6;       // characters of records that are kept
+const MAX_RECORDED = 48e6;       // characters of stored records
 const CHECKPOINT_EVERY = 400;    // records
 const MAX_FILE = 400e6;          // characters
-const MAX_BLOCKS = 20e6;         // of a recording that is opened
+const MAX_BLOCKS = 20e6;         // of an opened recording
 
 class Timeline {
   constructor() { this.clear(); }
@@ -13,7 +13,7 @@ class Timeline {
     this.chapters = [];   // {at: index, title, caption}
   }
   get end() { return this.items.length - 1; }
-  /** Adds what came. While it is paused, a full recording takes no more. */
+  /** Adds a snapshot or a record. While it is paused, a full recording accepts no more. */
   add(text, parsed) {
     if (this.size + text.length > MAX_RECORDED) {
       if (!this.isFollowing) { this.isFull = true; return; }
@@ -43,7 +43,7 @@ class Timeline {
     else if (checkpoint) { this.state = new State(JSON.parse(checkpoint.text)); this.cursor = checkpoint.index; }
     while (this.cursor < index) this.step(null, index - this.cursor <= 2);
   }
-  /** Forgets the first half: the recording then begins at a checkpoint. */
+  /** Drops the first half: the recording then begins at a checkpoint. */
   trim() {
     const base = this.checkpoints.find(at => at.index > this.end / 2) || { index: this.cursor, text: this.state.save() };
     const item = { text: base.text, wall: this.items[base.index].wall, isSnapshot: true };
@@ -52,7 +52,7 @@ class Timeline {
     this.cursor -= base.index;
     this.size = this.items.reduce((total, one) => total + one.text.length, 0);
   }
-  /** The chapter that the cursor is in, if the recording has any. */
+  /** Returns the chapter at the cursor, or null. */
   chapter() { return this.chapters.findLast(chapter => chapter.at <= this.cursor) || null; }
   export() {
     const chapters = this.chapters.length ? `"chapters":${JSON.stringify(this.chapters)},` : "";
@@ -60,11 +60,11 @@ class Timeline {
   }
 }
 
-/** A recording from a file's text, at its beginning. Throws an Error whose message says what is wrong with it. */
+/** Reads a recording from a file's text, and moves to its beginning. Throws an Error that describes an invalid file. */
 function readRecording(text) {
   const foreign = "it was not exported from a block inspector";
   if (!text.trim()) throw new Error("it is empty");
-  if (text.length > MAX_FILE) throw new Error(`it has ${fmt(text.length)} characters, and ${fmt(MAX_FILE)} can be shown`);
+  if (text.length > MAX_FILE) throw new Error(`it has ${fmt(text.length)} characters; at most ${fmt(MAX_FILE)} can be shown`);
   let recording;
   try { recording = JSON.parse(text); }
   catch { throw new Error(text.trimStart().startsWith('{"format":"quire-inspector"') ? "it ends too early or is damaged; export it once more" : foreign); }
@@ -72,15 +72,15 @@ function readRecording(text) {
   if (recording.version !== 1) throw new Error(`it is of version ${recording.version}, and this page reads version 1`);
   const items = recording.items;
   if (!Array.isArray(items) || !items.length) throw new Error("nothing is recorded in it");
-  if (items[0]?.kind !== "snapshot") throw new Error("it does not begin with a snapshot, so what came before is not known");
+  if (items[0]?.kind !== "snapshot") throw new Error("it does not begin with a snapshot, so the state before is unknown");
   const opened = new Timeline();
   opened.isFollowing = false;
   let at = 0;
   try {
     for (const item of items) { checkItem(item); opened.add(JSON.stringify(item), item); at++; }
-    for (at = 0; at <= opened.end; at++) opened.seek(at);  // to the end, so that a damaged file is known now
+    for (at = 0; at <= opened.end; at++) opened.seek(at);  // to the end, so that a damaged file is detected now
   } catch (error) {
-    const why = error.constructor === Error ? error.message : "a part of it is missing or of another kind";
+    const why = error.constructor === Error ? error.message : "a part of it is missing or has a wrong type";
     throw new Error(`record ${at + 1} of ${items.length} cannot be read: ${why}`);
   }
   const chapters = Array.isArray(recording.chapters) ? recording.chapters : [];

@@ -1,12 +1,12 @@
 "use strict";
-// Events as sentences: of a block, of a request, and of all, folded by step with the cause above its effect.
+// Descriptions of events: of a block, of a request, and of all, folded by step with the cause above its effect.
 
 const nameOf = (state, key) => state.label(key);
-const reasons = { stop: "a stop token or text", length: "all its tokens", abort: "aborted", error: "a failed step" };
+const reasons = { stop: "a stop token or text", length: "token limit", abort: "aborted", error: "a failed step" };
 const ABOUT_REQUESTS = new Set(["arrived", "ran", "first_token", "preempted", "resumed", "ended"]);
 const ABOUT_ALL = new Set(["evicted", "forgotten", "cleared", "step"]);
 
-/** What an event means for a block: parts that are texts, requests or blocks. Null: nothing. */
+/** Describes an event for a block: parts that are texts, requests or blocks. Returns null if it does not concern it. */
 function tellOfBlock(event, state, { block, group, isHost }) {
   const [what, , g, key] = event, who = { key };
   if (g !== group || what === "step" || ABOUT_REQUESTS.has(what)) return null;
@@ -20,19 +20,19 @@ function tellOfBlock(event, state, { block, group, isHost }) {
     case "allocated": return holds(event[4], block) ? ["allocated to ", who] : null;
     case "shared": return holds(event[4], block) ? ["found in the cache by ", who] : null;
     case "forked": return holds(event[5], block) ? ["shared with ", who, " as a fork of ", { name: event[4] }] : null;
-    case "copied": return event[4] === block ? [who, " was about to write here, and got the copy ", { block: event[5], group }] : event[5] === block ? ["became a copy of ", { block: event[4], group }, " for ", who] : null;
+    case "copied": return event[4] === block ? [who, " had to write here, and got the copy ", { block: event[5], group }] : event[5] === block ? ["became a copy of ", { block: event[4], group }, " for ", who] : null;
     case "freed": return holds(event[4], block) ? ["freed by ", who] : null;
     case "swapped_out": return holds(event[4], block) ? [`moved to host block ${expand(event[5])[expand(event[4]).indexOf(block)]} for `, who] : null;
     case "swapped_in": return holds(event[4], block) ? [`back from host block ${expand(event[5])[expand(event[4]).indexOf(block)]} for `, who] : null;
     case "stored": return holds(event[4], block) ? ["full, and reusable as ", { code: event[5][expand(event[4]).indexOf(block)] }] : null;
     case "evicted": return holds(event[3], block) ? ["evicted: its memory was needed (was ", { code: event[4][expand(event[3]).indexOf(block)] }, ")"] : null;
-    case "forgotten": return holds(event[3], block) ? ["forgotten: its request went on, and no other prompt is likely to begin like it (was ", { code: event[4][expand(event[3]).indexOf(block)] }, ")"] : null;
+    case "forgotten": return holds(event[3], block) ? ["forgotten: its request continued, and no other prompt is likely to begin like it (was ", { code: event[4][expand(event[3]).indexOf(block)] }, ")"] : null;
     case "cleared": return ["the prefix cache was reset"];
   }
   return null;
 }
 
-/** What an event means for a request. */
+/** Describes an event for a request. */
 function tellOfRequest(event, state, key) {
   const [what] = event, isOwn = ABOUT_REQUESTS.has(what);
   if (ABOUT_ALL.has(what) || (isOwn ? event[2] : event[3]) !== key) return null;
@@ -42,11 +42,11 @@ function tellOfRequest(event, state, key) {
     case "arrived": return [`arrived with ${plural(event[4], "prompt token")}`];
     case "ran": {
       const request = state.requests.get(key), waited = request?.arrived != null ? event[1] - request.arrived : 0, hold = waited > 0.05 ? state.holdBetween(request.arrived, event[1]) : null;
-      return [`began to run${waited > 0.05 ? ` after ${duration(waited)} in the queue${hold ? ` (${HOLDS[hold]})` : ""}` : ""}${event[3] ? `: ${event[3].text}` : ""}`];
+      return [`started to run${waited > 0.05 ? ` after ${duration(waited)} in the queue${hold ? ` (${HOLDS[hold]})` : ""}` : ""}${event[3] ? `: ${event[3].text}` : ""}`];
     }
     case "first_token": { const request = state.requests.get(key); return ["first token" + (request?.arrived != null ? `, ${(event[1] - request.arrived).toFixed(2)} s after it arrived` : "")]; }
-    case "preempted": return [event[3] === "swapped" ? "preempted: moved to the host" : "preempted: its blocks were freed, and it will be computed again"];
-    case "resumed": return ["goes on"];
+    case "preempted": return [event[3] === "swapped" ? "preempted: moved to the host" : "preempted: its blocks were freed, and will be recomputed"];
+    case "resumed": return ["resumed"];
     case "ended": return [`ended after ${plural(event[6], "token")}: ${reasons[event[4]] || event[4]}${event[7] ? ` (${event[7]})` : ""}`];
     case "allocated": return [`got ${plural(countOf(event[4]), "block")}${where} `, ...chips(event[4])];
     case "shared": return [`found ${plural(countOf(event[4]), "block")} in the cache${where} `, ...chips(event[4])];
@@ -61,7 +61,7 @@ function tellOfRequest(event, state, key) {
   return null;
 }
 
-/** What an event means where nothing is selected. */
+/** Describes an event if nothing is selected. */
 function tellOfAll(event, state) {
   const [what, , g] = event;
   if (what === "evicted") return [`${plural(countOf(event[3]), "block")} evicted `, ...expand(event[3]).slice(0, 4).map(block => ({ block, group: g })), countOf(event[3]) > 4 ? " …" : ""];
@@ -73,7 +73,7 @@ function tellOfAll(event, state) {
   return told && [{ key }, " ", ...told];
 }
 
-/** The latest steps, each with what happened in it; steps that only decoded are one. At most so many. */
+/** Returns up to `most` of the latest steps, each with its events. Steps that only decoded are merged into one. */
 function foldSteps(state, most) {
   const folded = [];
   let open = { step: null, last: null, events: [], decoded: 0, count: 0 };
@@ -89,13 +89,13 @@ function foldSteps(state, most) {
   if (folded.length < most) close();
   return folded;
 }
-/** Whether something else than tokens happened in the step whose line stands there. */
+/** Returns whether the step at index `at` of the log has other events than tokens. */
 function hasNews(log, at) {
   const before = log[at - 1];
   return before !== undefined && before[0] !== "step" && before[0] !== "stored" && before[0] !== "forgotten";
 }
 
-/** A step in one line. */
+/** Describes a step in one line. */
 function tellStep({ step, first, events, decoded, count }, state) {
   const sum = (what, at) => events.reduce((total, event) => total + (event[0] === what ? countOf(event[at]) : 0), 0), times = what => events.filter(event => event[0] === what).length;
   const began = events.filter(event => event[0] === "ran"), parts = [];
@@ -123,7 +123,7 @@ function tellBlock(view, block) {
   return `${refs[block] > 1 ? `shared by ${refs[block]}` : `owned by ${first}`}${view.isHost ? "" : `, ${fill[block]} of ${blockSize} tokens`}`;
 }
 
-/** A request in one line. */
+/** Describes a request in one line. */
 function tellState(state, request) {
   const parts = [`${fmt(request.prompt)} prompt + ${fmt(request.generated)} new tokens`], speed = speedOf(request, state.time), queued = queuedFor(request, state.time);
   const word = request.state === "ended" ? `ended: ${request.reason}` : request.state;
@@ -139,7 +139,7 @@ function speedOf(request, time) {
   return spent > 0 ? (request.generated - 1) / spent : null;
 }
 
-/** Parts of a sentence as nodes. */
+/** Converts the parts of a description to nodes. */
 function nodes(parts, state) {
   return parts.map(part => {
     if (typeof part === "string") return part;
@@ -166,7 +166,7 @@ function requestChip(key, state, extra = "") {
 }
 const blockChip = (block, group) => chip(String(block), { block, group, isHost: false });
 
-// The tip next to the pointer. Its owner keeps it up to date, and only its owner hides it.
+// The tip next to the pointer. Its owner updates it, and only its owner hides it.
 let tipOwner = null;
 function showTip(owner, title, text, x, y) {
   const tip = $("tip");

@@ -1,8 +1,8 @@
 "use strict";
-// The connection to the server: events come for as long as the page is open.
+// The connection to the server, which sends events while the page is open.
 
 function setStatus(state, text) { status = [state, text]; wake(); }
-/** Reads the server's events for as long as the page is open; after a break it starts anew. */
+/** Reads the server's events while the page is open, and reconnects after an interruption. */
 async function connect() {
   const mine = link = new AbortController();
   let pause = 500;
@@ -44,14 +44,14 @@ async function connect() {
 }
 function heard(text) {
   const parsed = JSON.parse(text);
-  if (parsed.error) throw new Error(parsed.error.message);  // the stream failed; connect() shows it, and starts anew
+  if (parsed.error) throw new Error(parsed.error.message);  // the stream failed; connect() shows the error and reconnects
   if (status[0] !== "live") setStatus("live", "Live");
   timeline.add(text, parsed);
   heard.at = performance.now();
   wake();
 }
 function reconnect() { link?.abort(); if (isServed) connect(); else setStatus("waiting", "No recording"); }
-/** While the engine has nothing to do no records come; the rates fall to zero all the same. */
+/** While the engine is idle there are no records, so this makes the rates fall to zero. */
 setInterval(() => {
   const state = timeline.state;
   if (state && status[0] === "live" && timeline.isFollowing && fileName === null && performance.now() - heard.at > 700) {

@@ -1,5 +1,5 @@
 "use strict";
-// Small parts that all others use: elements, numbers and times as text, and lists of block ids with runs made short.
+// Helpers: elements, numbers and times as text, and lists of block ids with shortened runs.
 
 const $ = id => document.getElementById(id);
 const DIGITS = new Intl.NumberFormat("en");
@@ -10,7 +10,7 @@ const shortName = name => name.length > 18 ? name.slice(0, 9) + "…" + name.sli
 const brief = count => count < 10_000 ? fmt(count) : count < 1e6 ? `${(count / 1000).toFixed(count < 1e5 ? 1 : 0)}k` : `${(count / 1e6).toFixed(1)}M`;
 const sumOf = tables => tables.reduce((total, table) => total + table.length, 0);
 
-/** An element. Texts are set as texts, never as markup, as they may come from a client. */
+/** Creates an element. Texts are set as text, never as markup, because they may come from a client. */
 function make(tag, options, ...children) {
   const made = document.createElement(tag), { data, css, attributes, ...rest } = options || {};
   Object.assign(made, rest);
@@ -29,7 +29,7 @@ function clock(wall) {
   return `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}.${Math.floor(date.getMilliseconds() / 100)}`;
 }
 
-/** Calls visit for each block of a list in which runs were made short: after an id, −2k stands for k more that ascend. */
+/** Calls visit for each block of a list with shortened runs: after an id, −2k means k more in ascending order. */
 function eachBlock(runs, visit) {
   let block = 0;
   for (const value of runs) {

@@ -1,5 +1,5 @@
 "use strict";
-// Dark or light: as the system has it, or as chosen here. It is settled before anything is drawn.
+// Dark or light theme: the system's, or the one chosen here. It is set before anything is drawn.
 
 const THEMES = ["system", "light", "dark"];
 const darkness = matchMedia("(prefers-color-scheme: dark)");
@@ -11,17 +11,17 @@ function applyTheme() {
 }
 function nextTheme() {
   themeChoice = THEMES[(THEMES.indexOf(themeChoice) + 1) % THEMES.length];
-  try { localStorage.setItem("quire-theme", themeChoice); } catch { /* it holds until the page is closed */ }
+  try { localStorage.setItem("quire-theme", themeChoice); } catch { /* the choice lasts until the page is closed */ }
   applyTheme();
 }
 darkness.addEventListener("change", applyTheme);
 applyTheme();
 
-/** Lets a button go through the themes, and say which one it is. */
+/** Makes a button switch through the themes and show the current one. */
 function themeButton(button) {
   const show = () => {
     put(button, { system: "◐", light: "☀", dark: "☾" }[themeChoice]);
-    button.title = `Colours: ${themeChoice === "system" ? "as the system has them" : themeChoice}`;
+    button.title = `Colours: ${themeChoice === "system" ? "those of the system" : themeChoice}`;
     button.setAttribute("aria-label", button.title);
   };
   button.addEventListener("click", () => { nextTheme(); show(); });

@@ -1,12 +1,12 @@
 "use strict";
-// The prefix cache as a tree: trunks are beginnings that sequences have in common, as wide as they have users.
+// The prefix cache as a tree: trunks are prefixes that sequences have in common, the wider the more users they have.
 
 const MAX_LEAVES = 160;
 const LEAF = 24;                 // css pixels from one leaf to the next
 const SVG = "http://www.w3.org/2000/svg";
 const LOST_FOR = 20;             // seconds for which an evicted block is drawn, dashed
 
-/** The cached blocks of a pool as segments: runs of blocks without a branch, all with the same number of users. */
+/** Returns the cached blocks of a pool as segments: runs of blocks without a branch, with the same number of users. */
 function prefixTree(state, group) {
   const pool = state.pools[group], kids = new Map(), roots = [];
   for (let block = 0; block < pool.high; block++) {
@@ -25,13 +25,13 @@ function prefixTree(state, group) {
     return segment;
   };
   const tops = roots.map(grow), segmentOf = new Map();
-  for (let i = 0; i < segments.length; i++) {  // those before their children, however deep they go
+  for (let i = 0; i < segments.length; i++) {  // parents before their children, without recursion
     const segment = segments[i];
     for (const block of segment.blocks) segmentOf.set(block, segment);
     segment.kids = (kids.get(segment.blocks[segment.blocks.length - 1]) || []).map(grow);
     for (const kid of segment.kids) { kid.parent = segment; kid.depth = segment.depth + segment.blocks.length; }
   }
-  for (const request of state.requests.values()) {  // a sequence goes on from the last block that is cached
+  for (const request of state.requests.values()) {  // a sequence continues from its last cached block
     const table = request.tables[group];
     if (!table.length) continue;
     let last = -1;
@@ -72,7 +72,7 @@ class TreeView {
     const isAttention = state.config.kinds[group] === "attention";
     const tree = isAttention && state.config.prefix_caching ? prefixTree(state, group) : null;
     this.note.hidden = Boolean(tree?.tops.length); this.svg.style.display = tree?.tops.length ? "" : "none";
-    put(this.note, !state.config.prefix_caching ? "The prefix cache is off, so nothing is kept for requests to come." : !isAttention ? "States and rows belong to the end of a prefix and form no tree of their own. Choose a group of attention above." : "Nothing is cached yet. Each full block of a prompt will appear here, and prompts that begin alike will grow from one trunk.");
+    put(this.note, !state.config.prefix_caching ? "The prefix cache is off, so nothing is kept for later requests." : !isAttention ? "States and rows belong to the end of a prefix and form no tree. Choose an attention group above." : "Nothing is cached yet. Each full block of a prompt will appear here, and prompts that begin alike will grow from one trunk.");
     this.tree = tree;
     if (tree?.tops.length) this.build(tree, wide, pool);
   }
@@ -91,7 +91,7 @@ class TreeView {
       const rows = [...segment.ends.map(end => ({ end })), ...segment.shown.map(kid => ({ kid })), ...(segment.hidden ? [{ more: segment.hidden }] : []), ...(segment.lost ? [{ lost: segment.lost }] : [])];
       return rows;
     };
-    // A stack instead of recursion: a conversation of thousands of turns is as deep as it is long.
+    // A stack instead of recursion: the depth of a conversation grows with its number of turns.
     const stack = [], visit = segment => { stack.push({ segment, rows: place(segment), at: 0, first: null, last: null }); };
     const tops = tree.tops.slice(0, MAX_LEAVES);
     left_out = tree.tops.length - tops.length;
@@ -108,7 +108,7 @@ class TreeView {
           continue;
         }
         if (!here.rows.length) { here.segment.y = y; y += LEAF; leaves++; }
-        else here.segment.y = here.rows[0].y;   // the first row goes straight on
+        else here.segment.y = here.rows[0].y;   // the first row continues in a straight line
         here.segment.rows = here.rows;
         stack.pop();
         done = here.segment;
@@ -150,7 +150,7 @@ class TreeView {
       const label = `${fmt(tokens)}${segment.users > 1 ? ` × ${segment.users}` : ""}`;
       if (segment.end - segment.x > 8 * label.length && thick(segment.users) >= 13) node("text", { x: segment.x + 6, y: segment.y + 4, class: segment.users > 1 && !focus ? "on" : "ink", fill: segment.users > 1 ? palette["on-shared"] : "#14181d" }, group).textContent = label;
       tell(group, segment.users ? plural(segment.users, "request") + (segment.users === 1 ? " uses" : " share") + ` ${fmt(tokens)} tokens` : `${fmt(tokens)} tokens that no request uses now`,
-        `tokens ${fmt(from)} to ${fmt(from + tokens - 1)} of ${segment.depth ? "sequences that go on here" : "sequences that begin so"}, in ${plural(segment.blocks.length, "block")} from ${segment.blocks[0]} on`, { block: segment.blocks[0], group: this.group, isHost: false });
+        `tokens ${fmt(from)} to ${fmt(from + tokens - 1)} of ${segment.depth ? "sequences that continue here" : "sequences that begin here"}, in ${plural(segment.blocks.length, "block")} from ${segment.blocks[0]} on`, { block: segment.blocks[0], group: this.group, isHost: false });
     };
     const links = node("g", { fill: "none", "stroke-linecap": "round" }), draw = [...tops];
     while (draw.length) {
@@ -176,7 +176,7 @@ class TreeView {
     this.svg.setAttribute("role", "group");
     this.svg.setAttribute("aria-label", `Prefix tree: ${plural(tree.cached, "cached block")} in ${plural(tree.tops.length, "trunk")}`);
   }
-  /** A request's own end: what it has beyond the cached blocks, its name, and where its prompt left what was cached. */
+  /** Draws a request's end: its blocks after the cached ones, its name, and where its prompt differs from the cache. */
   drawEnd({ end: { request, rest }, y }, segment, { node, links, curve, tell, from, isStraight, step, focus }) {
     const colour = ownerColour(request.key).css, begin = segment.blocks.length ? (isStraight ? from : from + 20) : from, tail = begin + Math.max(4, rest * step);
     const isFaded = focus && focus !== request, label = this.state.label(request.key);

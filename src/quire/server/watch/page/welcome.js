@@ -1,5 +1,5 @@
 "use strict";
-// What a newcomer sees: what blocks are, a request to try, and a recorded demonstration with captions.
+// The welcome: an explanation of blocks, an example request, and a recorded demonstration with captions.
 
 let isWelcomeClosed = false;
 const isServed = location.protocol.startsWith("http");
@@ -8,7 +8,7 @@ function tryCommand(state) {
   const model = state?.about.model ?? "MODEL";
   return `curl ${location.origin}/v1/completions \\\n  -H "Content-Type: application/json" \\\n  -d '${JSON.stringify({ model, prompt: "import os\n", max_tokens: 64 })}'`;
 }
-/** Shows the welcome while nothing has happened yet, and the place to drop a file where there is no server. */
+/** Shows the welcome until there is a request, and without a server the place to drop a file. */
 function drawWelcome(state) {
   const isQuiet = state && fileName === null && !isWelcomeClosed && state.requests.size === 0 && !state.gauges.prompt_tokens;
   $("welcome").hidden = !isQuiet;
@@ -21,7 +21,7 @@ function drawWelcome(state) {
 async function copyCommand() {
   let isDone = true;
   try { await navigator.clipboard.writeText($("try").textContent); }
-  catch {  // without https there is no clipboard: what is selected can be copied by hand
+  catch {  // without https there is no clipboard, but the selected text can be copied by hand
     getSelection().selectAllChildren($("try"));
     isDone = document.execCommand("copy");
   }
@@ -37,7 +37,7 @@ async function playDemo() {
   } catch (error) { toast(`The demo cannot be played: ${error.message}`); }
 }
 
-/** The chapters of a recording as marks on the scrubber, and the caption of the one that is shown. */
+/** Draws the chapters of a recording as marks on the scrubber, and the caption of the current one. */
 function drawChapters() {
   const { chapters } = timeline, mark = `${fileName}/${chapters.length}/${timeline.end}`, shown = fileName === null ? null : timeline.chapter();
   if ($("marks").dataset.mark !== mark) {
