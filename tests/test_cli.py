@@ -391,7 +391,7 @@ def test_the_first_interrupt_says_what_happens(forks: Spawner, arguments: str) -
         process.said(r"\(stopped\)")
     else:
         assert process.wait() == 130
-        process.said("stopping as soon as the present step is done; Ctrl-C again ends it at once\n")
+        process.said("stopping as soon as the current step is done; Ctrl-C again ends it at once\n")
     assert "Traceback" not in process.log.read_text()
 
 

@@ -54,7 +54,7 @@ def quire(*arguments: str, stdin: str | None = None) -> Any:
 
 @pytest.mark.slow
 def test_a_model_is_pulled_listed_and_removed(cache: Path) -> None:
-    assert quire("list").stdout == "There are none. quire pull OWNER/NAME downloads one.\n"
+    assert quire("list").stdout == "The cache has no models. quire pull OWNER/NAME downloads one.\n"
     pulled = quire("pull", "someone/tiny")
     assert pulled.exit_code == 0, pulled.output
     path = Path(pulled.stdout.strip())

@@ -562,7 +562,7 @@ def test_the_command(directory: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (["--goal", "speed=3"], "goal 'speed' is none"),
         (["--goal", "ttft_p90=soon"], "goal is 'ttft_p90=soon'"),
-        (["--blocks", "3"], "a load and its options stand in the file of --fleet"),
+        (["--blocks", "3"], "a load and its options are part of the --fleet file"),
     ):
         wrong = CliRunner().invoke(app, ["simulate", "--fleet", str(path), *arguments])
         assert wrong.exit_code == 1

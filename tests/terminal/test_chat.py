@@ -228,7 +228,7 @@ def test_thoughts_and_usage_of_a_server_are_read() -> None:
         ([chunk("yes"), b"data: {"], 200, "ended in the middle of an answer|an event that is no JSON"),
         ([], 200, "ended in the middle of an answer"),
         ([b"data: [1]\n\n"], 200, "an event that is no object"),
-        ([b'data: {"error": {"message": "too hot"}}\n\n'], 200, "the server says: too hot"),
+        ([b'data: {"error": {"message": "too hot"}}\n\n'], 200, "the server reports: too hot"),
         ([b"<html>no</html>"], 502, "answers /v1/chat/completions with HTTP status 502: Bad Gateway"),
         ([b'{"error": {"message": "no template"}}'], 400, "HTTP status 400: no template"),
     ],

@@ -95,7 +95,7 @@ def test_who_waits_for_what() -> None:
     assert rows[2].endswith("  preempted; 7 blocks (2 free)")
     assert "512 of 1,000" in rows[4]
     rows = view("http://x", Change(now, now), snapshot(*requests, most=2))[7:]
-    assert rows[1].endswith("  a seat (2 taken)")
+    assert rows[1].endswith("  a slot (2 taken)")
 
 
 def test_a_gateway_shows_its_replicas() -> None:
@@ -131,7 +131,7 @@ def test_a_running_server(names: str) -> None:
         try:
             looks, seen = Top(Client(server.url, "a key")), ""
             # The counts and the requests are two answers: a request may end between them.
-            words = ("2 running of 2 at most, 1 waiting", "a seat (2 taken)", "decoding", "prefix hits")
+            words = ("2 running of 2 at most, 1 waiting", "a slot (2 taken)", "decoding", "prefix hits")
             deadline = time.monotonic() + 60
             while (" 0.0 new" in seen or not all(word in seen for word in words)) and time.monotonic() < deadline:
                 seen = "\n".join(looks.look())

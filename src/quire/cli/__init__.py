@@ -1,6 +1,6 @@
-"""The command line: one module for each command, or for a few that go together.
+"""The command line: one module for each command or group of related commands.
 
-Everything heavy is imported inside the commands, so that `quire --help` answers at once.
+Slow imports are inside the commands, so that `quire --help` answers at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.cli.simulate import simulate
 from quire.cli.top import top
 from quire.cli.vllm_flags import PastedFlags
 
-MEASURING = "quire_bench"  # a distribution of its own, which imports Quire: nothing else of Quire knows its name
+MEASURING = "quire_bench"  # a separate distribution that imports Quire; only this module knows its name
 ALL_ARGUMENTS = {
     "allow_extra_args": True,
     "allow_interspersed_args": False,
@@ -43,7 +43,7 @@ ALL_ARGUMENTS = {
 
 app = typer.Typer(
     no_args_is_help=True,
-    rich_markup_mode=None,  # its tables cut long names off
+    rich_markup_mode=None,  # rich's tables would truncate long names
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Paged attention for Python: serve language models.",
 )
@@ -54,7 +54,7 @@ app.command("list", short_help="List the models that were downloaded.")(list_mod
 app.command("rm", short_help="Remove downloaded models.")(remove)
 app.command(short_help="Continue texts.")(generate)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
-app.command(short_help="Show what a running server does.")(top)
+app.command(short_help="Monitor a running server.")(top)
 app.command(cls=TakesFile, short_help="Serve a fleet's replicas under one address.")(fleet)
 
 
@@ -86,11 +86,11 @@ def bench(context: typer.Context) -> None:
     import_module(f"{MEASURING}.cli").app(context.args, prog_name="quire bench")
 
 
-app.command(short_help="What the scheduler would do with a load.")(simulate)
+app.command(short_help="Simulate the scheduler or a fleet under a load.")(simulate)
 app.command(short_help="Write a model with its weights rounded.")(convert)
 app.add_typer(cache, name="cache", short_help="See or remove the KV blocks on a disk.")
 app.command(short_help="List published models, and how they are served.")(models)
-app.command(short_help="What this machine has, or what a model needs.")(info)
+app.command(short_help="Show the features of this machine, or the needs of a model.")(info)
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     try:
         with said_interrupts():
             app()
-    except ImportError as error:  # torch's wheels have the same floor
+    except ImportError as error:  # torch's wheels have the same minimum
         if "GLIBC" not in str(error):
             raise
         sys.exit(

@@ -19,7 +19,7 @@ cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="KV blocks
 
 @cache.command("stat")
 def stat_command(path: Directory, as_json: AsJson = False) -> None:
-    """Say what a directory of KV blocks holds, a model each."""
+    """List the models in a directory of KV blocks, with their sizes."""
     try:
         found = listed(path)
     except QuireError as error:

@@ -26,7 +26,7 @@ from quire.server.server_config import ServerConfig
 if TYPE_CHECKING:
     from quire.terminal.partner import Partner
 
-# One request at a time, in steps short enough that Ctrl-C is soon heard.
+# One request at a time, in steps short enough that Ctrl-C takes effect soon.
 ONE: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
 
 
@@ -43,7 +43,8 @@ def chat(
     api_key: ApiKey = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of an answer at most. Default: the model's own, else what fits.")
+        int | None,
+        typer.Option(help="Most tokens of an answer. Default: the model's own, else all that fit."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the most probable token each time. Default: the model's own, else 1.")
@@ -85,19 +86,19 @@ def chat(
 
 
 def _message(given: str | None) -> str | None:
-    """The one message that is to be answered; None: they are typed."""
+    """Return the single message to answer; None for a conversation."""
     if given not in (None, "-") or (given is None and sys.stdin.isatty()):
         return given
     text = sys.stdin.read()
     if not text.strip():
-        fail('no message; give one, as in: quire chat MODEL "What is paged attention?"')
+        fail('no message; give one, as in: quire chat MODEL "Explain paged attention."')
     return text
 
 
 def _hint(partner: Partner) -> str:
     if not partner.has_template:
         return (
-            "It has no chat template, so each text is continued as it stands, without what was said before; "
+            "It has no chat template, so each text is continued on its own, without the earlier conversation; "
             "--chat-template FILE gives it one. /help lists the commands."
         )
     return "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
@@ -107,7 +108,7 @@ def _own_model(options: dict[str, Any], template: Path | None, sampling: dict[st
     from quire import LLM, SamplingParams
     from quire.terminal.partner import OwnModel
 
-    SamplingParams(**sampling)  # before a model is loaded for nothing
+    SamplingParams(**sampling)  # check the options before the model is loaded
     loras = parse_loras([] if lora is None else [lora])
     llm = LLM(lora=loras, **ONE, **options)
     return OwnModel(llm, template, sampling, next(iter(loras), None))

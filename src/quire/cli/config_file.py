@@ -13,11 +13,11 @@ from typer.core import TyperCommand
 from quire.cli.options import fail
 from quire.errors import ConfigError
 
-FILE = "quire.config_file"  # where a context's meta holds its path
+FILE = "quire.config_file"  # key of the file's path in a context's meta
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Let a YAML file's entries stand for the options that are not given."""
+    """Use a YAML file's entries as defaults of the options."""
     if path is None:
         return None
     options: dict[str, Any] = {
@@ -36,7 +36,7 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 class TakesFile(TyperCommand):
-    """A command with --config, which says of a bad value that it stands in the file."""
+    """A command with --config, whose errors name the file if an invalid value comes from it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""

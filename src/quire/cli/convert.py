@@ -21,7 +21,7 @@ def convert(
 ) -> None:
     """Write a model with its linears rounded, as --quantization does at load, for Quire, vLLM and transformers.
 
-    The layout is compressed-tensors' pack-quantized. The output projection stays as it is.
+    The layout is compressed-tensors' pack-quantized. The output projection is not rounded.
     """
     from quire.models import locate
     from quire.models.convert import convert as write

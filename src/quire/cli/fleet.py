@@ -26,7 +26,7 @@ def fleet(
     ] = None,
     **options: Any,
 ) -> None:
-    """Serve a fleet's replicas under one address: what one of them began, another one can end."""
+    """Serve a fleet's replicas under one address. If a replica is lost, another one continues its answers."""
     try:
         from quire.server.signals import obey_as_first_process
 
@@ -36,7 +36,7 @@ def fleet(
         fail(error)
     set_up_logs(config.log_format)
     try:
-        from quire.fleet.gateway import FleetServer  # all that is heavy
+        from quire.fleet.gateway import FleetServer  # imported late, since its imports are slow
         from quire.fleet.membership import parse_members
 
         members = parse_members(config.replicas)

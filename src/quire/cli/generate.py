@@ -39,7 +39,7 @@ def generate(
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
-    """Continue one or several texts. The text is printed as it comes, prompt after prompt."""
+    """Continue one or several texts. The output is printed during generation, prompt after prompt."""
     from quire import LLM, SamplingParams
 
     try:
@@ -50,7 +50,7 @@ def generate(
             "repetition_penalty": repetition_penalty,
         }
         given = {name: value for name, value in asked.items() if value is not None}
-        SamplingParams(**given)  # before a model is loaded for nothing
+        SamplingParams(**given)  # check the options before the model is loaded
         loras = parse_loras([] if lora is None else [lora])
         llm = LLM(lora=loras, **options)
         params = SamplingParams(**{"max_tokens": 128, "temperature": 0.7} | dict(llm.default_sampling) | given)
@@ -94,11 +94,11 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams, lora: str | 
 
 
 def _print_text(llm: LLM, texts: list[str], params: SamplingParams, lora: str | None) -> list[RequestOutput]:
-    """Print the prompts' texts in their order, each as it grows; later ones wait until those before have ended."""
+    """Print the texts in the order of the prompts, each while it grows. Later ones wait for the earlier ones."""
     if llm.tokenizer is None:
         raise QuireError("this model has no tokenizer, so it cannot continue a text; use quire.LLM with token ids")
     outputs: dict[str, RequestOutput] = {}
-    current, shown = 0, 0  # the prompt that is being printed, and how much of its text is
+    current, shown = 0, 0  # the current prompt, and the number of its characters that are printed
     _write(texts[0])
     for output in llm.stream(texts, params, lora=lora):
         outputs[output.request_id] = output

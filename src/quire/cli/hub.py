@@ -22,9 +22,9 @@ def pull(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: main.")] = None,
     gguf_file: Annotated[str | None, field_option(EngineConfig, "gguf_file")] = None,
 ) -> None:
-    """Download a model from the Hugging Face hub into its cache, and print where it is.
+    """Download a model from the Hugging Face hub into its cache, and print the path.
 
-    What is there already is not downloaded again. A revision other than main is served by that directory.
+    Files that are in the cache are not downloaded again. To serve a revision other than main, give that path.
     """
     from quire.models.hub import pull as download
 
@@ -33,7 +33,7 @@ def pull(
     except QuireError as error:
         fail(error)
     except KeyboardInterrupt:
-        print("the same command goes on from here", file=sys.stderr)
+        print("run the same command again to resume the download", file=sys.stderr)
         raise
     print(path)
 
@@ -49,7 +49,7 @@ def list_models(as_json: AsJson = False) -> None:
     for warning in unread:
         print(f"a part of the cache cannot be read: {warning}", file=sys.stderr)
     if not models:
-        print("There are none. quire pull OWNER/NAME downloads one.")
+        print("The cache has no models. quire pull OWNER/NAME downloads one.")
         return
     rows = [("NAME", "REVISION", "SIZE", "MODIFIED", "")]
     for model in models:
@@ -94,7 +94,7 @@ def _can_ask() -> bool:
 
 
 def size_of(count: int) -> str:
-    """A number of bytes, as people read it."""
+    """Return a number of bytes in readable form."""
     for unit, name in UNITS:
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -102,7 +102,7 @@ def size_of(count: int) -> str:
 
 
 def since(seconds: float) -> str:
-    """A time that has passed, as people say it."""
+    """Return a past duration in readable form."""
     for unit, name in ((86_400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= unit:
             count = int(seconds // unit)

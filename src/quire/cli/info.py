@@ -1,4 +1,4 @@
-"""quire info: what this machine has."""
+"""quire info: the features of this machine, or the needs of a model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def info(
         typer.Option(
             "--model",
             "-m",
-            help="Directory, GGUF file or hub name of a model: show what computes it and what it needs here, or why it "
-            "cannot be served. Weights of a directory are not downloaded.",
+            help="Directory, GGUF file or hub name of a model: show its implementation and its memory, or why it "
+            "cannot be served. Weights are not downloaded, except in a GGUF file.",
             autocompletion=complete_model,
         ),
     ] = None,
@@ -126,7 +126,7 @@ def _show_machine() -> None:
 
 
 def _cache_size(config: EngineConfig, free: int | None) -> str:
-    """What the KV cache of the embedded model would be with these options."""
+    """Describe the size of the embedded model's KV cache with these options."""
     from quire.cache.sizing import choose_num_blocks
     from quire.cache.storage import bytes_per_block, cache_dtype
     from quire.models import EMBEDDED, read_config

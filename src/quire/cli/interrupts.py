@@ -1,4 +1,4 @@
-"""Ctrl-C, for every command: the first one says what happens now, the second one ends the process at once."""
+"""Ctrl-C for every command: the first one prints a notice and stops the command, the second one ends the process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING = "\nstopping as soon as the present step is done; Ctrl-C again ends it at once\n"
+STOPPING = "\nstopping as soon as the current step is done; Ctrl-C again ends it at once\n"
 
 
 @contextmanager
 def said_interrupts() -> Iterator[None]:
-    """Within it the first interrupt is said on standard error and raised, and the second one ends the process.
+    """Print a notice and raise KeyboardInterrupt at the first Ctrl-C, and end the process at the second one.
 
-    Where interrupts are ignored, as for what a shell starts in the background, or other code handles them, nothing
-    changes.
+    If interrupts are ignored, as in a background process of a shell, or handled by other code, nothing changes.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -31,7 +30,7 @@ def said_interrupts() -> Iterator[None]:
 
 
 def _first(_: int, __: FrameType | None) -> None:
-    signal.signal(signal.SIGINT, _second)  # also while the interpreter ends, when nothing may be raised any more
+    signal.signal(signal.SIGINT, _second)  # also works while the interpreter exits, when exceptions are useless
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, STOPPING.encode())
     raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""quire models: which models are served, and how."""
+"""quire models: the list of supported models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.cli.options import AsJson, row
 
 
 def models(as_json: AsJson = False) -> None:
-    """List published models and types: on Quire's own decoder, through transformers' code, or refused and why."""
+    """List published models and types: on Quire's own decoder, through transformers' code, or refused with a reason."""
     from quire.models.supported import Repository, Supported, read
 
     sweep = read()

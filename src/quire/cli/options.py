@@ -1,4 +1,4 @@
-"""What several commands share: options that are made from the fields of configs, and how they print."""
+"""Helpers shared by commands: options made from the fields of configs, and output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.config import CacheConfig, EngineConfig, options_of
 from quire.server.logs import JSON
 
 Config = type[Any]  # a dataclass with options
-ENGINE = (EngineConfig, CacheConfig)  # their fields are what `quire.LLM` takes
-# Fields of these for many requests at a time, or several adapters: commands that serve a few have no options for them.
+ENGINE = (EngineConfig, CacheConfig)  # their fields are the arguments of `quire.LLM`
+# Fields of these for many concurrent requests or several adapters. Commands for a few requests omit these options.
 OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
 MEMORY = int | float | str  # bytes, or a share
 
@@ -24,9 +24,9 @@ MEMORY = int | float | str  # bytes, or a share
 def with_options(
     *configs: Config, only: Sequence[str] = (), without: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of these configs, where it has the parameter **options.
+    """Return a decorator that replaces a command's parameter **options with an option for each field of the configs.
 
-    only, without: the fields that have an option, or have none. Default: all have one.
+    only: fields to include; default: all. without: fields to exclude.
     """
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +45,7 @@ def with_options(
 
 
 def taken(config: Config, options: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of a config out of the options that a command was given, as the config has them."""
+    """Remove the fields of a config from a command's options, and return them with the config's types."""
     given = {one.name: options.pop(one.name) for one in fields(config) if one.name in options}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
@@ -76,7 +76,7 @@ def _names(config: Config, name: str) -> tuple[str, ...]:
 
 
 def field_option(config: Config, name: str) -> Any:
-    """A field's names and help, for a command that has a default of its own."""
+    """Return an option with a field's names and help, for a command with a different default."""
     completion = complete_model if name == "model" else None
     return typer.Option(*_names(config, name), help=options_of(config)[name].help, autocompletion=completion)
 
@@ -93,7 +93,7 @@ def row(name: str, value: str) -> None:
 
 
 def taken_model(context: typer.Context, argument: str | None, option: str | None) -> str | None:
-    """The model that a command was given, as an argument or as --model."""
+    """Return the model that was given as an argument or as --model. Fail if both are given."""
     if argument is None:
         return option
     source = context.get_parameter_source("model")
@@ -103,7 +103,7 @@ def taken_model(context: typer.Context, argument: str | None, option: str | None
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """The models of the hub's cache whose names begin so, for the shell."""
+    """Return the models of the hub's cache whose names begin with `incomplete`, for shell completion."""
     from quire.models.cached import cached_names
 
     return [name for name in cached_names() if name.startswith(incomplete)]
@@ -115,7 +115,7 @@ ModelName = Annotated[
 
 
 def no_model(command: str) -> str:
-    """What is said where a command has no model to go by."""
+    """Return the notice of a command that was given no model."""
     return (
         "No model was named, so this is the small one that comes with Quire, which writes Python. "
         f"{command} MODEL takes a directory, a GGUF file or a name on the hub."
@@ -123,7 +123,7 @@ def no_model(command: str) -> str:
 
 
 def fail_in(log_format: str, reason: object) -> NoReturn:
-    """Say what is wrong in the log's format, and end with status 1."""
+    """Report an error in the log's format, and exit with status 1."""
     if log_format == JSON:
         logging.getLogger("quire").error("%s", reason)
         raise typer.Exit(1)
@@ -131,6 +131,6 @@ def fail_in(log_format: str, reason: object) -> NoReturn:
 
 
 def fail(reason: object) -> NoReturn:
-    """Say what is wrong and end with status 1."""
+    """Print an error and exit with status 1."""
     print(f"error: {reason}", file=sys.stderr)
     raise typer.Exit(1)

@@ -46,7 +46,7 @@ def serve(
     note = None if options["model"] is not None else no_model("quire serve")
     try:
         with uncollected():
-            from quire.server.run import serve as run  # all that is heavy
+            from quire.server.run import serve as run  # imported late, since its imports are slow
 
         status = run(options, server, began, partial(_log if server.log_format == JSON else _print, note))
     except QuireError as error:

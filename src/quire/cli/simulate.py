@@ -1,4 +1,4 @@
-"""quire simulate: what the scheduler would do with a load, on a device that is not there."""
+"""quire simulate: run the scheduler under a load on a simulated device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ SCHEDULING = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "schedu
 
 @with_options(*ENGINE, only=SCHEDULING)
 def simulate(
-    blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool. Needed, but for --fleet.")] = None,
+    blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool. Required without --fleet.")] = None,
     fleet: Annotated[Path | None, typer.Option(help="A fleet and its load, as YAML.")] = None,
     goal: Annotated[
-        list[str] | None, typer.Option(help="With --fleet: find how many replicas meet it, as in ttft_p90=0.5 (s).")
+        list[str] | None,
+        typer.Option(help="With --fleet: find the replicas needed to meet it, as in ttft_p90=0.5 (s)."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --fleet: draw what happens over time into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --fleet: plot the run over time into this file.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --fleet: cells that are simulated at a time.")] = 1,
     trace: Annotated[
         Path | None, typer.Option(help="CSV: arrival, prompt_tokens, new_tokens and, if given, prefix_id, ...")
@@ -110,7 +111,7 @@ def simulate(
 
 
 def _rows_of(workload: str) -> list[TraceRow]:
-    """The requests of that workload, all arriving at once."""
+    """Return the requests of a workload, which all arrive at once."""
     from quire.engine.trace import TraceRow
 
     lengths, shared = workload_lengths(workload)

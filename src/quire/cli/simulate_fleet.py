@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def simulate_fleet(
     path: Path, goals: Sequence[str], plot: Path | None, processes: int, *, as_json: bool, is_alone: bool
 ) -> None:
-    """Run a fleet's load, or find how many replicas meet goals. is_alone: no option was given that it does not have."""
+    """Run a fleet's load, or find the replicas needed to meet goals. is_alone: no conflicting option was given."""
     from quire.simulate.fleet import FleetSimulation, least_replicas
     from quire.simulate.plot import check_plot
     from quire.simulate.plot import plot as draw
@@ -29,7 +29,7 @@ def simulate_fleet(
     start = time.perf_counter()
     try:
         if not is_alone:
-            raise ConfigError("a load and its options stand in the file of --fleet; leave them out")
+            raise ConfigError("a load and its options are part of the --fleet file; leave them out")
         if plot is not None:
             check_plot(plot)
         spec = read_spec(path)
@@ -73,7 +73,7 @@ def _goals(given: Sequence[str]) -> dict[str, float]:
 def _print_table(outcome: Outcome, wall_seconds: float) -> None:
     shown = outcome.as_dict()
     message = f"{shown['finished']:,} of {shown['requests']:,} finished, {shown['failed']:,} failed"
-    message += f", {shown['retries']:,} repeated by clients, {shown['resumed']:,} went on elsewhere"
+    message += f", {shown['retries']:,} repeated by clients, {shown['resumed']:,} resumed by another replica"
     if shown["refused"]:
         message += f"; {shown['refused']:,} refused, the first because {shown['first_refusal']}"
     row("requests", message)

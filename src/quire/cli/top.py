@@ -12,12 +12,12 @@ from quire.errors import QuireError
 
 
 def top(
-    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds from one view to the next.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view, and end.")] = False,
 ) -> None:
-    """Show what a running server does: throughput, queue, cache, steps, and who waits for what. q ends it."""
+    """Monitor a running server: throughput, queue, cache, steps, and the requests that wait. q ends it."""
     from quire.terminal.client import Client
     from quire.terminal.display import console_at
     from quire.terminal.top import Top, show_always, show_once
@@ -29,7 +29,7 @@ def top(
             width = console.width if console.is_terminal else None
             show_once(looks, interval, lambda line: print(line[:width]))
             return
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # it ends it as q does, and nothing need be said
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ends like q, without a notice
         show_always(looks, interval, console)
     except QuireError as error:
         fail(error)

@@ -1,6 +1,6 @@
-"""Flags of `vllm serve` that people paste: some ask for what holds anyway, of the others a sentence says what to do.
+"""Flags of `vllm serve` in pasted command lines: those without effect here are accepted, the others give a hint.
 
-Those of the engine stand in `config.FOREIGN`, the others here.
+Flags of the engine are in `config.FOREIGN`, the others here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.cli.options import fail
 from quire.config import FOREIGN, ONE_DEVICE, Foreign
 
 ABBREVIATED = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-# Flags without a value that ask for what is done anyway, and what stands here in their place.
+# Flags without a value that ask for existing behaviour, and the flags that replace them.
 HOLDS: dict[str, tuple[str, ...]] = {
     "--enable-prompt-tokens-details": (),
     "--enable-request-id-headers": (),
@@ -23,14 +23,14 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--disable-log-stats": ("--no-log-stats",),
     "--disable-uvicorn-access-log": ("--no-access-log",),
     "--no-enable-log-requests": (),
-    "--trust-remote-code": (),  # no code of a checkpoint is run, whether or not it may be
+    "--trust-remote-code": (),  # code of a checkpoint is never run
 }
 PROXY = "leave it to a proxy in front of the server, such as nginx or caddy"
 NO_GRAPHS = "nothing is compiled or captured by choice; leave it out"
-# Values of flags that ask for what is done anyway, and what is said of all others.
+# Values of flags that ask for existing behaviour, and the hint for all other values.
 HOLDS_AT: dict[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), ONE_DEVICE),
-    "--chat-template-content-format": (("auto", "string"), "contents are given to templates as texts"),
+    "--chat-template-content-format": (("auto", "string"), "templates receive contents as strings"),
     "--response-role": (("assistant",), "answers are the assistant's"),
     "--uvicorn-log-level": (("info", "warning"), "see --no-access-log and --no-log-stats"),
 }
@@ -41,14 +41,14 @@ NOT_HERE = {
     "--enable-server-load-tracking": "/metrics has the numbers of requests that run and wait",
     "--guided-decoding-backend": "grammars are followed by llguidance; leave it out",
     "--kv-events-config": "the endpoint is --kv-events, the topic --kv-events-topic",
-    "--lora-extra-vocab-size": "adapters have no tokens of their own; leave it out",
+    "--lora-extra-vocab-size": "adapters cannot add tokens; leave it out",
     "--max-log-len": "with --enable-log-requests whole prompts are logged",
     "--max-parallel-loading-workers": "weights are loaded by one process; leave it out",
     "--middleware": "no code is loaded into the server",
     "--override-generation-config": "give --generation-config DIR, with a generation_config.json in it",
-    "--return-tokens-as-token-ids": "tokens that are no texts are shown as bytes",
+    "--return-tokens-as-token-ids": "tokens that are no valid text are shown as bytes",
     "--root-path": PROXY,
-    "--speculative-model": "tokens are guessed from the text before: --num-speculative-tokens says how many",
+    "--speculative-model": "draft tokens come from the earlier text: set their number with --num-speculative-tokens",
     "--ssl-ca-certs": PROXY,
     "--ssl-certfile": PROXY,
     "--ssl-keyfile": PROXY,
@@ -59,16 +59,16 @@ SEVERAL = "--served-model-name"  # vLLM's takes all values up to the next flag
 
 
 class PastedFlags(TakesFile):
-    """A command that takes such flags. Those that are options of its own are these."""
+    """A command that accepts such flags. Its own options take precedence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, without the flags that ask for what holds anyway."""
+        """Parse the arguments without the flags that have no effect here."""
         own = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
         return super().parse_args(ctx, list(_translated(args, own)))
 
 
 def _translated(args: list[str], own: set[str]) -> Iterator[str]:
-    """The arguments as this command has them. own: its options."""
+    """Yield the arguments for this command. own: its options."""
     rest = iter(args)
     several = False
     for arg in rest:
@@ -105,7 +105,7 @@ def _translated(args: list[str], own: set[str]) -> Iterator[str]:
 
 
 def _foreign(name: str) -> Foreign | None:
-    """What is known of an option of vLLM's engine."""
+    """Return the entry of an option of vLLM's engine; None if it is unknown."""
     plain = name.removeprefix("--")
     known = FOREIGN.get(plain.replace("-", "_"))
     return FOREIGN.get(plain.removeprefix("no-").replace("-", "_")) if known is None else known

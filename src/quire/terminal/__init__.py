@@ -1,4 +1,4 @@
-"""What commands show in a terminal: a chat, and what a running server does."""
+"""Terminal interfaces: a chat, and a monitor of a running server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat in a terminal: what is typed is answered, or is a command."""
+"""A chat in a terminal: answers messages and executes commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.terminal.reading import QUOTES, Reader
 if TYPE_CHECKING:
     from rich.console import Console
 
-PYTHON = "```python\n"  # begins the answers of a model that writes code alone
+PYTHON = "```python\n"  # precedes the answers of a model that writes only code
 
 
 class Ended(Exception):
@@ -31,23 +31,23 @@ class Chat:
 
     partner: Partner
     console: Console  # for answers
-    notes: Console  # for all else
-    markdown: bool  # whether answers are rendered as such, where the terminal can show it
+    notes: Console  # for all other output
+    markdown: bool  # whether to render answers as markdown, if the terminal can
     system: str = ""  # the system message; empty: none
-    messages: list[Message] = field(default_factory=list)  # what was said, the system's message aside
+    messages: list[Message] = field(default_factory=list)  # the conversation without the system message
     num_new_tokens: int = 0
 
-    COMMANDS: ClassVar[dict[str, tuple[str, str]]] = {  # what follows each, and what it does
+    COMMANDS: ClassVar[dict[str, tuple[str, str]]] = {  # argument and description of each
         "/system": (" TEXT", "set the system message; without TEXT show it"),
-        "/clear": ("", "forget the conversation; what /system said stays"),
-        "/stats": ("", "show what the last answer cost"),
+        "/clear": ("", "forget the conversation, except the system message"),
+        "/stats": ("", "show the tokens and times of the last answer"),
         "/help": ("", "show this"),
         "/exit": ("", "end; so does Ctrl-D"),
     }
     ALSO: ClassVar[dict[str, str]] = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 
     def run(self) -> None:
-        """Read and answer until the user ends it."""
+        """Read and answer messages until the user ends the chat."""
         reader = Reader([*self.COMMANDS, *self.ALSO])
         with _handling(signal.default_int_handler):
             was_interrupted = False
@@ -69,13 +69,13 @@ class Chat:
                     self.take(text)
                 except Ended:
                     return
-                except KeyboardInterrupt:  # before the answer has begun, or where it does not stop
+                except KeyboardInterrupt:  # before the answer has begun, or at a second Ctrl-C
                     self.note("(stopped)")
                 except QuireError as error:
                     self.note(f"error: {error}", "red")
 
     def take(self, text: str) -> None:
-        """Do what a command says, or answer a message. Raises Ended; QuireError for what cannot be answered."""
+        """Execute a command or answer a message. Raises Ended, and QuireError if the message cannot be answered."""
         if not text.strip():
             return
         if text.startswith("/") and "\n" not in text:
@@ -84,10 +84,10 @@ class Chat:
             self.answer(text)
 
     def answer(self, text: str) -> None:
-        """Answer a message. At Ctrl-C the answer ends where it is, and stays in the conversation.
+        """Answer a message. Ctrl-C ends the answer early, and its text so far stays in the conversation.
 
-        Raises QuireError for what cannot be answered; the message is then taken back, and what was shown of an answer
-        is not part of the conversation.
+        Raises QuireError if the message cannot be answered. Then neither the message nor a partial answer becomes part
+        of the conversation.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -98,13 +98,13 @@ class Chat:
         self.messages.append({"role": "assistant", "content": said})
 
     def note(self, text: str, style: str = DIM) -> None:
-        """Say something that is no part of the conversation."""
+        """Print a note that is not part of the conversation."""
         self.notes.print(text, style=style, markup=False, highlight=False)
 
     # -------------------------------------------------------------------------------------------------- answers
 
     def _shown(self) -> str:
-        """Show what the model answers; what it says of it."""
+        """Show the model's answer, and return its text without the reasoning."""
         while True:
             try:
                 return self._one_answer()
@@ -184,7 +184,7 @@ class Chat:
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Within it an interrupt is handled so."""
+    """Handle interrupts with `handler` inside the block."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -194,7 +194,7 @@ def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 @contextmanager
 def _stopping(stop: Callable[[], None]) -> Iterator[list[int]]:
-    """Within it the first interrupt stops an answer, and the second one is raised. Yields the signals that came."""
+    """Call `stop` at the first interrupt inside the block, and raise the second one. Yields the signals received."""
     came: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""A client of a server's routes. Whatever goes wrong on the way is a sentence."""
+"""A client of a server's routes. All failures are QuireErrors with a readable message."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from quire.errors import ConfigError, QuireError
 
-CONNECT = 10.0  # seconds for a connection, and for an answer that comes at once
-ANSWER = 600.0  # seconds of silence in a stream; a long prompt takes its time
-SHOWN = 300  # characters of an error page
+CONNECT = 10.0  # seconds, timeout of a connection and of a short answer
+ANSWER = 600.0  # seconds, timeout of silence in a stream, since a long prompt takes long
+SHOWN = 300  # characters shown of an error page
 
 
 class Refused(QuireError):
@@ -24,14 +24,14 @@ class Refused(QuireError):
     def __init__(self, message: str, status: int, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.code = code  # as OpenAI names it
+        self.code = code  # of OpenAI's API
 
 
 class Client:
-    """Asks one server, one request at a time."""
+    """Sends requests to one server, one at a time."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """url: of the server, with or without /v1. key: sent as a bearer token. Raises ConfigError for a bad one."""
+        """url: of the server, with or without /v1. key: sent as a bearer token. Raises ConfigError for invalid ones."""
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             self._host, port = parts.hostname, parts.port
@@ -46,11 +46,11 @@ class Client:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._socket: socket.socket | None = None  # of the request that is open
+        self._socket: socket.socket | None = None  # of the open request
         self.is_stopped = False  # by `stop`
 
     def get(self, path: str) -> str:
-        """What a route answers. Raises QuireError where there is no server, and Refused for an error."""
+        """Return the answer of a route. Raises QuireError if there is no server, and Refused for an error status."""
         connection, answer = self._ask("GET", path, None, CONNECT)
         try:
             return answer.read().decode("utf-8", "replace")
@@ -61,7 +61,7 @@ class Client:
             connection.close()
 
     def get_json(self, path: str) -> Any:
-        """What a route answers, which is JSON. Raises QuireError where it is not, and as `get` does."""
+        """Return the parsed JSON of a route. Raises QuireError if it is not JSON, and like `get`."""
         text = self.get(path)
         try:
             return json.loads(text)
@@ -69,9 +69,9 @@ class Client:
             raise QuireError(f"{self.url}{path} does not answer JSON; is it an OpenAI-compatible server?") from error
 
     def events(self, path: str, body: Mapping[str, Any] | None = None) -> Generator[str, None, None]:
-        """The data of server-sent events, as they come. body: it is posted.
+        """Yield the data of server-sent events. body: if given, it is posted.
 
-        Ends early after `stop`. Raises what `get` raises, and QuireError where the server ends in the middle of a line.
+        Ends early after `stop`. Raises like `get`, and QuireError if the connection ends in the middle of an answer.
         """
         self.is_stopped = False  # by `stop`
         text = None if body is None else json.dumps(body)
@@ -97,11 +97,11 @@ class Client:
             connection.close()
 
     def stop(self) -> None:
-        """End the stream that is being read. A handler of signals may call it, or another thread."""
+        """End the open stream. A signal handler or another thread may call this."""
         self.is_stopped = True
         opened = self._socket
         if opened is not None:
-            with suppress(OSError):  # it has ended by itself
+            with suppress(OSError):  # it has ended already
                 opened.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, method: str, path: str, body: str | None, seconds: float) -> tuple[HTTPConnection, HTTPResponse]:
@@ -132,7 +132,7 @@ class Client:
             error = json.loads(text)["error"]
             message, code = (error, None) if isinstance(error, str) else (str(error["message"]), error.get("code"))
         except (ValueError, KeyError, TypeError):
-            if message.startswith("<"):  # a page for people
+            if message.startswith("<"):  # an HTML page
                 message = ""
         if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) and code != "host_not_allowed":
             return Refused(
@@ -148,6 +148,6 @@ class Client:
 
 
 def _name(error: Exception) -> str:
-    """Why, in few words."""
+    """Return a short reason."""
     text = getattr(error, "strerror", None) or str(error)
     return text or type(error).__name__

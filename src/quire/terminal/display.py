@@ -1,4 +1,4 @@
-"""How an answer is shown while it grows: as text, or as rendered markdown where the terminal can show that."""
+"""Display of a growing answer: as plain text, or as rendered markdown if the terminal supports it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.markdown import Markdown
 
-SHORTEST = 0.08  # seconds from one picture of an answer to the next
-SHARE = 10  # a picture may take one part in so many of the time: the model may need the same processor
-CODE = "ansi_dark"  # the terminal's own colours, so that they suit its ground
+SHORTEST = 0.08  # seconds, least time between two frames of an answer
+SHARE = 10  # drawing may take 1 / SHARE of the time, since the model may need the same processor
+CODE = "ansi_dark"  # the terminal's own colours, which suit its background
 DIM = "dim"
 NARROWEST, USUAL = 8, 80  # columns
 
 
 def console_at(*, stderr: bool = False) -> Console:
-    """The terminal of this process. One without a width counts as one of the usual width: it says nothing of itself."""
+    """Return the terminal of this process. A terminal that reports no width gets the usual one."""
     from rich.console import Console
 
     found = Console(stderr=stderr)
@@ -32,7 +32,7 @@ class Display(Protocol):
     """Shows one answer."""
 
     def think(self, text: str) -> None:
-        """Add to the model's thoughts."""
+        """Add to the model's reasoning."""
 
     def say(self, text: str) -> None:
         """Add to the answer."""
@@ -40,9 +40,9 @@ class Display(Protocol):
 
 @contextmanager
 def shown(console: Console, markdown: bool, fence: str = "") -> Iterator[Display]:
-    """Show an answer; at the end of the block it is complete.
+    """Show an answer, which is complete at the end of the block.
 
-    markdown: render it, if the terminal can show that. fence: what stands before it, such as the beginning of code.
+    markdown: render it, if the terminal can. fence: text to insert before it, such as the beginning of a code block.
     """
     if not markdown or not console.is_terminal or console.is_dumb_terminal:
         plain = PlainDisplay(console.is_terminal)
@@ -61,7 +61,7 @@ def shown(console: Console, markdown: bool, fence: str = "") -> Iterator[Display
 
 
 class PlainDisplay:
-    """Writes an answer as it comes. Thoughts only on a terminal."""
+    """Writes an answer as it arrives. Reasoning is written only to a terminal."""
 
     def __init__(self, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
@@ -69,7 +69,7 @@ class PlainDisplay:
         self._line_is_open = False
 
     def think(self, text: str) -> None:
-        """Add to the model's thoughts."""
+        """Add to the model's reasoning."""
         if self._shows_thoughts:
             self._write(text if self._is_thinking else f"Thinking: {text}")
             self._is_thinking = True
@@ -82,7 +82,7 @@ class PlainDisplay:
         self._write(text)
 
     def end(self) -> None:
-        """End its last line."""
+        """End the last line."""
         if self._line_is_open:
             self._write("\n")
 
@@ -95,21 +95,21 @@ class PlainDisplay:
 class MarkdownDisplay:
     """Renders an answer's markdown.
 
-    What is complete, block by block, is printed and stays; the last block is drawn again and again while it grows. Of a
-    block that is higher than the terminal, that is its end.
+    Complete blocks are printed once. The last block is redrawn while it grows; if it is higher than the terminal, only
+    its end is visible.
     """
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
 
         self._console = console
-        self._text = ""  # of the answer, as far as it has not been printed
+        self._text = ""  # the part of the answer that has not been printed
         self._is_thinking = False
-        self._next = 0.0  # when the next picture may be drawn, of time.monotonic()
+        self._next = 0.0  # s of time.monotonic(), when the next frame may be drawn
         self._live: Live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
 
     def think(self, text: str) -> None:
-        """Add to the model's thoughts."""
+        """Add to the model's reasoning."""
         self._is_thinking = True
         self._console.print(text, style=DIM, end="", markup=False, highlight=False, soft_wrap=True)
 
@@ -126,7 +126,7 @@ class MarkdownDisplay:
             self._next = now + max(SHORTEST, SHARE * took)
 
     def end(self) -> None:
-        """Print what is left."""
+        """Print the rest."""
         if self._is_thinking:
             self._console.print()
         if self._live.is_started:
@@ -154,7 +154,7 @@ class MarkdownDisplay:
         self._live.update(picture, refresh=True)
 
     def _complete(self) -> int:
-        """Characters of the blocks that can no longer change: all but the last one."""
+        """Return the number of characters in the blocks that can no longer change: all except the last one."""
         from rich.markdown import Markdown
 
         starts = [token.map[0] for token in Markdown(self._text).parsed if token.level == 0 and token.map]
@@ -164,7 +164,7 @@ class MarkdownDisplay:
 
 
 def _rendered(text: str) -> Markdown:
-    """Markdown as rich renders it, but for code, which has no space around it that would be copied with it."""
+    """Return rich's markdown, but with code blocks without padding, which would be copied with the code."""
     from rich.markdown import CodeBlock, Markdown
     from rich.syntax import Syntax
 

@@ -1,4 +1,4 @@
-"""What a server's /metrics say, and what happened between two looks at them."""
+"""Parsing of a server's /metrics, and the changes between two scrapes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 from quire.errors import QuireError
 
-PREFIXES = ("quire:", "vllm:")  # as with --vllm-metrics
+PREFIXES = ("quire:", "vllm:")  # the second one with --vllm-metrics
 
 
 @dataclass
 class Scrape:
-    """The numbers at one moment, by their names without a prefix."""
+    """The metrics at one moment, by name without the prefix."""
 
-    values: dict[str, float] = field(default_factory=dict)  # with one label of interest, as in kv_blocks/used
+    values: dict[str, float] = field(default_factory=dict)  # a relevant label is part of the name: kv_blocks/used
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # of histograms: counts up to each bound
-    labels: dict[str, Mapping[str, str]] = field(default_factory=dict)  # of what is said by labels alone
+    labels: dict[str, Mapping[str, str]] = field(default_factory=dict)  # of metrics whose labels are the information
     moment: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, text: str) -> Scrape:
-        """What stands in a text of Prometheus's format. Raises QuireError where it is none."""
+        """Parse a text in Prometheus's format. Raises QuireError for an invalid one."""
         from prometheus_client.parser import text_string_to_metric_families
 
         found = cls()
@@ -31,7 +31,7 @@ class Scrape:
                 for sample in family.samples:
                     found._take(sample.name, sample.labels, sample.value)
         except ValueError as error:
-            raise QuireError(f"/metrics answers what is no Prometheus text: {error}") from error
+            raise QuireError(f"/metrics returns no Prometheus text: {error}") from error
         return found
 
     def _take(self, name: str, labels: Mapping[str, str], value: float) -> None:
@@ -52,38 +52,38 @@ class Scrape:
             self.values[name] = self.values.get(name, 0.0) + value  # over routes and reasons
 
     def get(self, name: str) -> float:
-        """A number; 0 where there is none."""
+        """Return a value; 0 if it is missing."""
         return self.values.get(name, 0.0)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happened from one scrape to the next."""
+    """The changes from one scrape to the next."""
 
     before: Scrape
     now: Scrape
 
     @property
     def seconds(self) -> float:
-        """From one to the other."""
+        """Seconds between the two scrapes."""
         return max(self.now.moment - self.before.moment, 1e-3)
 
     def of(self, name: str) -> float:
-        """By how much a counter has grown. One that has fallen is of a server that was started again."""
+        """Return the increase of a counter. If it has fallen, the server was restarted."""
         grown = self.now.get(name) - self.before.get(name)
         return grown if grown >= 0 else self.now.get(name)
 
     def rate(self, name: str) -> float:
-        """That, a second."""
+        """Return the increase of a counter per second."""
         return self.of(name) / self.seconds
 
     def mean(self, histogram: str) -> float | None:
-        """The mean of what a histogram has seen meanwhile; None: nothing."""
+        """Return the mean of a histogram's new observations; None without any."""
         count = self.of(f"{histogram}_count")
         return self.of(f"{histogram}_sum") / count if count else None
 
     def longest(self, histogram: str) -> tuple[float, float] | None:
-        """Between which bounds the longest of these lies; None: there is none."""
+        """Return the bounds of the bucket with the largest new observation; None without one."""
         now, before = self.now.buckets.get(histogram, {}), self.before.buckets.get(histogram, {})
         lower, total, found = 0.0, 0.0, None
         for bound in sorted(now):

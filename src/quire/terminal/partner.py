@@ -1,4 +1,4 @@
-"""Whom one chats with: a model on an engine of this process, or one that a server has."""
+"""The partner of a chat: a model on an engine of this process, or a model of a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.server.tools.parser import AnswerParser
 
-Message = dict[str, str]  # with a role and a content
+Message = dict[str, str]  # role and content
 LEAST_ROOM = 256  # tokens that an answer should have room for, or a quarter of the longest sequence
 TOO_LONG = "context_length_exceeded"  # an error's code
 
@@ -37,18 +37,18 @@ class Piece(NamedTuple):
 
 @dataclass
 class Usage:
-    """What an answer cost."""
+    """The tokens and times of an answer."""
 
     began: float  # s of time.monotonic()
-    first: float | None = None  # when its first token came
+    first: float | None = None  # time of the first token
     ended: float | None = None
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of these, tokens that the prefix cache had
+    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     new_tokens: int = 0
     finish_reason: str | None = None
 
     def see(self) -> None:
-        """Something came."""
+        """Record the arrival of a token."""
         self.ended = time.monotonic()
         self.first = self.ended if self.first is None else self.first
 
@@ -68,28 +68,28 @@ class Partner(Protocol):
     """Answers conversations, one at a time."""
 
     name: str
-    chosen: str  # how it is computed, and why so; empty: that is the server's to say
+    chosen: str  # backend and types of the model, with reasons; empty for a server's model
     writes_code: bool  # answers are Python, not markdown
-    has_template: bool  # else a text is continued as it stands
+    has_template: bool  # otherwise a text is continued without a template
     usage: Usage | None  # of the last answer
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
-        """What comes next, piece by piece. Raises QuireError; TooLong where it does not fit."""
+        """Yield the answer piece by piece. Raises QuireError, and TooLong if the conversation does not fit."""
 
     def stop(self) -> None:
-        """Let the answer end here. A handler of signals may call it."""
+        """End the answer early. A signal handler may call this."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
 
 
 class OwnModel:
     """A model on an engine of this process."""
 
     def __init__(self, llm: LLM, template: Path | None, sampling: Mapping[str, Any], lora: str | None = None) -> None:
-        """template: a file with a chat template, instead of the model's own. sampling: of SamplingParams.
+        """template: a file with a chat template, instead of the model's own. sampling: fields of SamplingParams.
 
-        Raises QuireError for a template that is none, and for a model without a tokenizer.
+        Raises QuireError for an invalid template, and for a model without a tokenizer.
         """
         from quire.chosen import chosen
         from quire.request import SamplingParams
@@ -103,7 +103,7 @@ class OwnModel:
         self._dialect = Dialect.find(None if self._template is None else self._template.source, None, None)
         own = {"max_tokens": None} | dict(llm.default_sampling) | dict(sampling)
         if self._dialect.thoughts is not None:
-            own["skip_special_tokens"] = False  # they may be what thoughts begin and end with
+            own["skip_special_tokens"] = False  # reasoning may begin and end with special tokens
         self._sampling = SamplingParams(**own)
         self._is_stopped = False
         self.name = llm.config.model or EMBEDDED_NAME
@@ -112,11 +112,11 @@ class OwnModel:
         self.writes_code = llm.config.model is None
         self.has_template = self._template is not None
         self.usage: Usage | None = None
-        if self._template is not None:  # its process takes seconds to start, in which the user types
+        if self._template is not None:  # its process takes seconds to start, during which the user types
             threading.Thread(target=_started, args=(self._template.start,), daemon=True).start()
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
-        """What comes next. Without a template the last message is continued, as it stands."""
+        """Yield the answer. Without a template, continue the last message as plain text."""
         self._is_stopped = False
         usage = self.usage = Usage(time.monotonic())
         if self._template is None:
@@ -146,11 +146,11 @@ class OwnModel:
             yield from _read(parser.finish())
 
     def stop(self) -> None:
-        """Let the answer end after the present step."""
+        """End the answer after the current step."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """Free the model, and end the process that renders."""
+        """Free the model, and end the process of the template."""
         if self._template is not None:
             self._template.close()
         self._llm.close()
@@ -164,7 +164,7 @@ class OwnModel:
             )
 
     def _parser(self, prompt: str) -> AnswerParser | None:
-        """What separates thoughts from the answer, for a model that thinks."""
+        """Return a parser that separates reasoning from the answer; None for a model without reasoning."""
         if self._dialect.thoughts is None or self._template is None:
             return None
         special = self._tokenizer.special_tokens
@@ -174,10 +174,10 @@ class OwnModel:
 
 
 class ServedModel:
-    """A model that an OpenAI-compatible server has."""
+    """A model of an OpenAI-compatible server."""
 
     def __init__(self, client: Client, model: str | None, sampling: Mapping[str, Any]) -> None:
-        """model: as the server names it; None: the first one. Raises QuireError where there is no such server."""
+        """model: its name at the server; None: the first one. Raises QuireError without a server or such a model."""
         listed = client.get_json("/v1/models")
         try:
             names = [str(one["id"]) for one in listed["data"]]
@@ -192,11 +192,11 @@ class ServedModel:
         self.name = model or names[0]
         self.chosen = ""
         self.writes_code = self.name == EMBEDDED_NAME
-        self.has_template = True  # else the server says so
+        self.has_template = True  # otherwise the server reports an error
         self.usage: Usage | None = None
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
-        """What comes next."""
+        """Yield the answer."""
         usage = self.usage = Usage(time.monotonic())
         body = {
             "model": self.name,
@@ -225,15 +225,15 @@ class ServedModel:
             raise QuireError(f"the server at {self._client.url} ended in the middle of an answer")
 
     def stop(self) -> None:
-        """Hang up, at which the server ends the answer."""
+        """Close the connection, so that the server ends the answer."""
         self._client.stop()
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there are no resources."""
 
 
 def _started(start: Any) -> None:
-    with contextlib.suppress(QuireError, RuntimeError, OSError):  # the first rendering says why
+    with contextlib.suppress(QuireError, RuntimeError, OSError):  # the first rendering raises the same error
         start()
 
 
@@ -261,7 +261,7 @@ def _event(data: str, url: str) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise QuireError(f"the server at {url} sends an event that is no object: {data[:80]!r}")
     if failed := event.get("error"):
-        raise QuireError(f"the server says: {failed.get('message', failed) if isinstance(failed, dict) else failed}")
+        raise QuireError(f"the server reports: {failed.get('message', failed) if isinstance(failed, dict) else failed}")
     return event
 
 

@@ -1,4 +1,4 @@
-"""What a user types: a line, or several between triple quotes, or as many as are pasted at once."""
+"""Input of messages: a line, several lines between triple quotes, or all lines of a paste."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
-PASTED = 0.02  # seconds in which the next line of a paste is there
+PASTED = 0.02  # seconds within which the next line of a paste arrives
 
 
 class Reader:
@@ -26,7 +26,7 @@ class Reader:
         readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
 
     def read(self) -> str:
-        """A message. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        """Read a message. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         line = input(PROMPT)
         if line.lstrip().startswith(QUOTES):
             return self._quoted(line.lstrip().removeprefix(QUOTES))
@@ -44,13 +44,13 @@ class Reader:
         return "\n".join(lines).strip("\n")
 
     def _completed(self, text: str, number: int) -> str | None:
-        """The commands that begin so, one by one, as readline asks for them."""
+        """Return the command of that number among those that begin with `text`: the interface of readline."""
         found = [command for command in self._commands if text.startswith("/") and command.startswith(text)]
         return found[number] if number < len(found) else None
 
 
 def _is_waiting() -> bool:
-    """Whether more was typed already than the lines that were read."""
+    """Return whether further input is waiting."""
     if sys.platform == "win32":
         return False
     import select

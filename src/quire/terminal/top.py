@@ -1,4 +1,4 @@
-"""A running server in a terminal, looked at again and again."""
+"""A monitor of a running server in a terminal."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BELOW = 2  # lines under a view
 
 
 class Top:
-    """Looks at a server."""
+    """Polls a server."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._last: Scrape | None = None
 
     def look(self) -> list[str]:
-        """The lines of now, with what has happened since the last call. Raises QuireError where no server answers."""
+        """Return the current lines, with changes since the last call. Raises QuireError if no server answers."""
         now = Scrape.of(self._client.get("/metrics"))
         snapshot = self._snapshot()
         if snapshot is not None and "replicas" in snapshot:
@@ -43,7 +43,7 @@ class Top:
         return view(self._client.url, change, snapshot)
 
     def _snapshot(self) -> Snapshot | None:
-        """What the inspector knows; None: this server has none."""
+        """Return a snapshot of the inspector; None if the server has no inspector."""
         events = self._client.events("/inspector/events")
         try:
             found = json.loads(next(events, ""))
@@ -54,17 +54,17 @@ class Top:
         except ValueError as error:
             if isinstance(error, QuireError):
                 raise
-            raise QuireError(f"{self._client.url}/inspector/events says nothing; is the server stopping?") from error
+            raise QuireError(f"{self._client.url}/inspector/events sends nothing; is the server stopping?") from error
         finally:
             self._client.stop()
             events.close()
         if not isinstance(found, dict):
-            raise QuireError(f"{self._client.url}/inspector/events sends what is no object")
+            raise QuireError(f"{self._client.url}/inspector/events sends an event that is no object")
         return found
 
 
 def show_once(top: Top, interval: float, show: Callable[[str], None]) -> None:
-    """Show one view, of what happens in that many seconds."""
+    """Show one view, with the changes within `interval` seconds."""
     top.look()
     time.sleep(interval)
     for line in top.look():
@@ -72,7 +72,7 @@ def show_once(top: Top, interval: float, show: Callable[[str], None]) -> None:
 
 
 def show_always(top: Top, interval: float, console: Console) -> None:
-    """Show view after view, until q or Ctrl-C. Raises QuireError where the server ends."""
+    """Show view after view, until q or Ctrl-C. Raises QuireError if the server ends."""
     from rich.live import Live
     from rich.text import Text
 
@@ -83,7 +83,7 @@ def show_always(top: Top, interval: float, console: Console) -> None:
             lines = [*lines[: room - 1], f"... and {len(lines) - room + 1} more"]
         return Text("\n".join([*lines, "", f"every {interval:g} s; q ends"]), no_wrap=True, overflow="ellipsis")
 
-    first = picture()  # what is wrong is said on the terminal, not on the screen that is gone at the end
+    first = picture()  # an error must appear on the terminal, not on the alternate screen, which disappears
     with _keys() as key, Live(first, console=console, screen=True, auto_refresh=False) as live:
         while key(interval) not in ENDINGS:
             live.update(picture(), refresh=True)
@@ -91,7 +91,7 @@ def show_always(top: Top, interval: float, console: Console) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Yields what waits so many seconds for a key, and returns it; empty: none came."""
+    """Yield a function that waits up to a number of seconds for a key and returns it, or empty bytes."""
     if sys.platform == "win32" or not sys.stdin.isatty():
         yield _no_key
         return

@@ -1,4 +1,4 @@
-"""The lines of quire top, from what a server says of itself."""
+"""The lines of quire top, from a server's metrics and inspector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLEET_HEAD = ("REPLICA", "STATUS", "RUNNING", "WAITING", "BLOCKS", "")
 
 
 def view(url: str, change: Change, snapshot: Snapshot | None) -> list[str]:
-    """A server's lines. snapshot: None where it has no inspector."""
+    """Return a server's lines. snapshot: None if the server has no inspector."""
     now, about = change.now, (snapshot or {}).get("about", {})
     config, model = now.labels.get("cache_config_info", {}), now.labels.get("model_config_info", {})
     name = about.get("model") or config.get("model_name") or "a model"
@@ -36,7 +36,7 @@ def view(url: str, change: Change, snapshot: Snapshot | None) -> list[str]:
 
 
 def fleet_view(url: str, snapshot: Snapshot) -> list[str]:
-    """A gateway's lines."""
+    """Return a gateway's lines."""
     replicas = snapshot["replicas"]
     rows = [FLEET_HEAD]
     for one in replicas:
@@ -77,7 +77,7 @@ def _steps(change: Change) -> str:
     mean, longest = change.mean("engine_step_seconds"), change.longest("engine_step_seconds")
     if mean is None or longest is None:
         age = change.now.get("engine_heartbeat_age_seconds")
-        return f"one has been going on for {age:.1f} s" if age else "none"
+        return f"one has been running for {age:.1f} s" if age else "none"
     lower, upper = longest
     slowest = f"more than {_time(lower)}" if upper == float("inf") else f"{_time(lower)} to {_time(upper)}"
     return (
@@ -97,7 +97,7 @@ def _latency(change: Change) -> str:
 
 
 def _requests(requests: Sequence[Mapping[str, Any]], now: Scrape, snapshot: Snapshot) -> list[str]:
-    """Who is there, the waiting ones with what they wait for; those that wait first."""
+    """Return a table of the open requests, waiting ones first, with the resource that each waits for."""
     order = {"waiting": 0, "swapped": 1, "running": 2}
     rows = [HEAD]
     for one in sorted(requests, key=lambda one: (order.get(one["state"], 3), one["times"][0])):
@@ -117,7 +117,7 @@ def _waits_for(request: Mapping[str, Any], now: Scrape, snapshot: Snapshot) -> s
     running = int(now.get("num_requests_running"))
     again = "preempted; " if request["times"][1] is not None else ""
     if running >= config["max_num_seqs"]:
-        return f"{again}a seat ({running:,} taken)"
+        return f"{again}a slot ({running:,} taken)"
     size = config["block_size"]
     needed = -(-(request["prompt"] + request["generated"]) // size)
     free = int(now.get("kv_blocks/free") + now.get("kv_blocks/cached"))
