@@ -87,7 +87,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 def wire_hash(digest: bytes) -> int:
-    """A block's hash on the wire: the last 64 bits of its digest."""
+    """Return a block's hash on the wire: the last 64 bits of its digest."""
     return int.from_bytes(digest[-HASH_SIZE:], "big")
 
 
