@@ -1,4 +1,4 @@
-// Attention over a paged cache, and what goes with it.
+// Entry points of attention over a paged cache, and of the related operators.
 
 #include "attention.h"
 #include "entries.h"
@@ -9,7 +9,7 @@ extern "C" void quire_write_copies(ParallelFor parallel_for, const Plan* plan, c
 
 namespace {
 
-// Call f.template operator()<K>() with the kind that attention computes with.
+// Call f.template operator()<K>() with the kind of operands that attention uses.
 template <class F>
 static void with_attention(const SpecParams& spec, const F& f) {
     with_kind(spec.dtype, [&]<class K>() {
@@ -21,7 +21,7 @@ static void with_attention(const SpecParams& spec, const F& f) {
 
 }  // namespace
 
-// How attention is to be cut: rows of an item at most, and rows with which a key is computed while it is read.
+// Sizes for planning: the most rows of an item, and the number of rows whose computation takes as long as reading a key.
 ENTRY(item_sizes)(ParallelFor, SpecParams* spec) {
     with_attention(*spec, [&]<class K>() {
         spec->item_rows = AttentionOf<K>::Worker::ITEM_ROWS;
@@ -53,7 +53,7 @@ ENTRY(merge_states)(
             lse[i] = total == 0.0f ? -INF : highest + __builtin_logf(total);
             for (int64_t c = 0; c < dim; c += W) {
                 const int n = part(dim, c);
-                V mixed = {};  // what a state that weighs nothing holds may be NaN: it is left out
+                V mixed = {};  // a state with weight 0 may hold NaN, so it is skipped
                 if (a != 0.0f) mixed = get_part<E>((const T*)out_a + i * dim + c, n) * factor_a;
                 if (b != 0.0f) mixed = fma(get_part<E>((const T*)out_b + i * dim + c, n), splat(factor_b), mixed);
                 put_part<E>((T*)out + i * dim + c, mixed, n);

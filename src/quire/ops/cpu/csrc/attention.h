@@ -1,5 +1,5 @@
-// Attention over paged keys: each worker drains the plan's items and walks through their tiles. How a tile is computed is in
-// attention_vectors.h and attention_tiles.h.
+// Attention over paged keys: each worker takes items of the plan and iterates over their tiles. The computation of a tile is in
+// attention_vectors.h, attention_bytes.h and attention_tiles.h.
 #pragma once
 
 #include "parallel.h"
@@ -10,27 +10,27 @@ namespace {
 QUIRE_INLINE int least(int a, int b) { return a < b ? a : b; }
 QUIRE_INLINE int most(int a, int b) { return a > b ? a : b; }
 
-// Where a worker stands: one tile of one item, and the addresses of its keys and values, of type T.
+// The current position of a worker: one tile of one item, and the addresses of its keys and values, of type T.
 template <class T>
 struct Place {
     const Item* item;
     int head;            // KV head
     int tile;            // position of the tile's first key
     int begin, end;      // keys to compute, relative to the tile: multiples of SUBTILE
-    int stop;            // after the last key that is the item's
-    int fetched;         // of the keys begin..stop - 1, the first so many, and their values, were fetched with earlier tiles
+    int stop;            // end of the item's keys
+    int fetched;         // number of the keys begin..stop - 1, from the first on, that were fetched with earlier tiles
     const T* keys[TILE];
     const T* values[TILE];
 };
 
-// What all workers of a call share.
+// The state that all workers of a call share.
 struct Call {
     const Plan* plan;
     const AttentionParams* params;
-    int64_t next, end;  // item and head that nobody has taken yet; the end of the phase
+    int64_t next, end;  // the first item and head that no worker has taken yet; the end of the phase
 };
 
-alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots that do not belong to the item
+alignas(64) const float NOTHING[1024] = {};  // stands in for the key and the value of slots that do not belong to the item
 
 // Self computes a tile: compute(step, fetcher).
 template <class Self, class K>
@@ -47,11 +47,11 @@ struct Worker {
     const int64_t number = spec.dtype == DTYPE_F32 ? 4 : 2;  // bytes of one of q and of the output
     ScoreRule rule;
     bool bent;
-    int64_t taken = 0, taken_end = 0;  // what this worker took and has not begun
+    int64_t taken = 0, taken_end = 0;  // items that this worker took and has not begun
     float *query, *keys, *values, *scores, *weights, *sums, *total_sums;
     float *top, *total, *whole_top, *whole_total;
     int *low, *high;
-    alignas(64) float key_scales[K::SCALED ? TILE : 1], value_scales[K::SCALED ? TILE : 1];  // of the tile that is computed
+    alignas(64) float key_scales[K::SCALED ? TILE : 1], value_scales[K::SCALED ? TILE : 1];  // of the current tile
 
     Worker(Call& call, int64_t thread)
         : call(call), plan(*call.plan), spec(plan.spec), params(*call.params), group(spec.num_heads / spec.num_kv_heads),
@@ -71,7 +71,7 @@ struct Worker {
 
     // ---------------------------------------------------------------------------------------- walking
 
-    // Items and heads that nobody has taken, as many as are worth a turn.
+    // Take items and heads that no worker has taken, worth at least plan.grain. Return whether there were any.
     bool take_turn() {
         taken = __atomic_load_n(&call.next, __ATOMIC_RELAXED);
         do {
@@ -93,7 +93,7 @@ struct Worker {
         return true;
     }
 
-    // The tile after this one: of the same item, or the first of the next.
+    // Find the next tile: of the same item, or the first one of the next item. Return whether there is one.
     bool next(const Step& step, Step& after) {
         if (step.tile + TILE >= step.item->end) return take_item(after);
         after.item = step.item;
@@ -102,9 +102,9 @@ struct Worker {
         return true;
     }
 
-    // Whether the tile after this one may be known long before it is computed: it is of the same item, or of one that this worker
-    // has, or there are more of them than threads that may want one. Narrower vectors than of 16 lanes take so long to compute that
-    // it brought nothing, and lost 8 % in fp32.
+    // Whether the next tile may be taken long before it is computed: it belongs to the same item, to an item that this worker has
+    // already, or more items are left than there are threads. With vectors of fewer than 16 lanes, computation takes so long that
+    // this has no benefit, and it was 8 % slower in fp32.
     bool may_look_beyond(const Step& step) const {
         if (W < 16) return false;
         if (step.tile + TILE < step.item->end || taken < taken_end) return true;
@@ -136,7 +136,7 @@ struct Worker {
         for (int t = most(stop, first); t < step.end; t++) step.keys[t] = step.values[t] = (const C*)NOTHING;
     }
 
-    // Calls f(t, until, block, offset) for the keys t..until - 1 of the step's tile that lie in one block, from an offset on.
+    // Call f(t, until, block, offset) for each run of keys t..until - 1 of the step's tile that are in one block, from `offset` on.
     template <class F>
     QUIRE_INLINE_MEMBER void each_run(const Step& step, const F& f) const {
         const int32_t* table = plan.step.block_tables + step.item->table * plan.step.table_stride;
@@ -160,12 +160,12 @@ struct Worker {
         return c.v_scale + block * c.v_scale_block + step.head * c.v_scale_head + offset * c.v_scale_slot;
     }
 
-    // Brings in `count` scales, where they lie next to each other: a tile ahead of their use.
+    // Prefetch `count` contiguous scales, one tile ahead of their use.
     static void fetch_scales(const float* at, int count) {
         for (int i = 0; i < count; i += 16) fetch_line((const char*)(at + i), FETCH_FIRST);
     }
 
-    // The scales of the step's keys and values, 0 for what is not the item's.
+    // Load the scales of the step's keys and values. Keys that do not belong to the item get 0.
     void take_scales(const Step& step) {
         const CacheParams& cache = params.cache;
         const int first = most(step.item->begin - step.tile, 0);
@@ -204,8 +204,8 @@ struct Worker {
         memset(sums, 0, sizeof(float) * (size_t)count * wide);
     }
 
-    // The rows' states at the place within a split where another item stopped: going on from there gives the same bits as
-    // if it had not.
+    // Load the rows' states within a split where another item stopped. Continuing from there gives the same bits as a computation
+    // of the whole split.
     void resume_split(const Step& step) {
         const Item& item = *step.item;
         start_split(item.count);
@@ -218,7 +218,7 @@ struct Worker {
         }
     }
 
-    // Where the state of row i in the step's split is kept; null where the row does not see the split.
+    // Return the stored state of row i in the step's split; null if the row does not attend to the split.
     float* stored_state(const Step& step, int i) const {
         const int token = plan.row_tokens[row_of(*step.item, i)], index = step.tile / SPLIT - plan.first_split[token];
         if (index < 0 || index >= plan.num_splits[token]) return nullptr;
@@ -232,8 +232,8 @@ struct Worker {
 
     static int keys_of(const Step& step) { return step.stop - step.begin; }
 
-    // Brings in what the next tile reads, and of the tile beyond it as much as the current one has more keys: next to a short tile
-    // there is no time to bring in a long one. after, beyond: may be null.
+    // Return a fetcher for the keys and values of the next tile. If the current tile has more keys than that one, it also fetches
+    // a part of the tile beyond, since a short tile leaves no time to fetch a long one. after, beyond: may be null.
     Fetcher<C> fetcher_of(const Step& step, Step* after, Step* beyond) const {
         Fetcher<C> fetcher;
         int room = keys_of(step);
@@ -248,14 +248,14 @@ struct Worker {
         return fetcher;
     }
 
-    static constexpr int ALL_LINES = 4 * TILE * (int)sizeof(C) * 1024 / 64;  // of a tile, at least
+    static constexpr int ALL_LINES = 4 * TILE * (int)sizeof(C) * 1024 / 64;  // at least the cache lines of a tile
 
-    // Whether the value of a key that some row of the item does not see is not finite. A weight of 0 would not keep it from
-    // that row's sums: 0 * inf is NaN. Integers are finite, and scales stand in the weights.
+    // Whether a key that some row of the item does not attend to has a value that is not finite. A weight of 0 would not keep it
+    // out of that row's sums: 0 * inf is NaN. Integers are finite, and their scales are applied to the weights.
     bool hides_nonfinite(const Step& step) const {
         if (K::SCALED) return false;
         const int first = most(step.item->begin - step.tile, step.begin), stop = least(step.end, step.stop);
-        int from = first, to = stop;  // the keys that all rows see
+        int from = first, to = stop;  // keys that all rows attend to
         for (int i = 0; i < step.item->count; i++) from = most(from, low[i] - step.tile), to = least(to, high[i] - step.tile);
         if (from <= first && to >= stop) return false;
         auto nonfinite = [&](int begin, int end) {
@@ -276,7 +276,7 @@ struct Worker {
         return false;
     }
 
-    // The keys that some of the rows first.. see, as places within the step's tile.
+    // The range of keys, within the step's tile, that at least one of the rows from `first` on attends to.
     struct Seen {
         int begin = TILE, end = 0;
     };
@@ -289,7 +289,7 @@ struct Worker {
         return all;
     }
 
-    // Scores of row i to weights, its sums brought to the new maximum. Returns the largest weight, for K::BYTES.
+    // Convert the scores of row i to weights, and rescale its sums to the new maximum. Return the largest weight, for K::BYTES.
     float weigh(const Step& step, int i, float* s, float* w) {
         const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
         float highest = top[i];
@@ -324,7 +324,7 @@ struct Worker {
         return largest;
     }
 
-    // Whether a score is NaN, which the maximum passes over.
+    // Whether a score is NaN, which the maximum ignores.
     static bool unordered(const float* s, int from, int to) {
         for (int t = from; t < to; t++)
             if (s[t] != s[t]) return true;
@@ -342,14 +342,14 @@ struct Worker {
                 continue;
             }
             float* state = stored_state(step, i);
-            if (!state) continue;  // another row of the item sees it
+            if (!state) continue;  // only other rows of the item attend to this split
             memcpy(state, from, sizeof(float) * (size_t)spec.head_dim_v);
             state[spec.head_dim_v] = top[i];
             state[spec.head_dim_v + 1] = total[i];
         }
     }
 
-    // Add a state to what the splits before it amount to.
+    // Merge a state into the merged state of the splits before it.
     static void fold(float* sums, float& top, float& total, const float* more, float more_top, float more_total, int dim) {
         if (more_total == 0.0f) return;
         if (total == 0.0f) {
@@ -366,16 +366,16 @@ struct Worker {
         total = __builtin_fmaf(more_total, b, total * a);
     }
 
-    // Tiles of nothing but zeros are passed over for some blocks of rows and added for others, which decides on the sign of a
-    // sum that is zero: it is always positive here.
+    // Tiles whose weights are all zero are skipped for some blocks of rows and added for others, which affects the sign of a sum
+    // that is zero. This makes it always positive.
     static V scaled(V sums, float factor) { return K::TILED ? fma(sums, splat(factor), V{}) : sums * factor; }
 
-    // The sums of a row, all splits folded, to its output and LSE.
+    // Write the output and the LSE of a row from its merged sums.
     void finish_row(const float* sums, float top, float total, int token, int head) {
         char* const out = (char*)params.out + (token * params.out_token + head * params.out_head) * number;
         float factor = total != 0.0f ? 1.0f / total : 0.0f;
         if (params.sinks && total != 0.0f) {
-            // In double: a sink far above all scores leaves outputs that fp32 holds and its exponential would not.
+            // In double: with a sink far above all scores, the outputs fit fp32, but an exponential in fp32 would be 0.
             const double sink = (double)params.sinks[head] * LOG2E, highest = sink > top ? sink : top;
             const double share = __builtin_exp2(top - highest);
             factor = (float)(share / (total * share + __builtin_exp2(sink - highest)));
@@ -405,7 +405,7 @@ struct Worker {
 
     void drain() {
         Step places[3], *step = places, *after = places + 1, *beyond = places + 2;
-        for (int known = take_item(*step); known; known--) {  // of these tiles
+        for (int known = take_item(*step); known; known--) {  // number of tiles in `places` that are set
             if (known == 1) known += next(*step, *after);
             const bool fetches = static_cast<Self*>(this)->fetches(*step);
             if (known == 2 && fetches && keys_of(*after) < keys_of(*step) && may_look_beyond(*after)) known += next(*after, *beyond);
@@ -424,7 +424,7 @@ struct Worker {
         }
     }
 
-    // Rows that several items computed: their states, in ascending order.
+    // Merge the states of a row that several items computed, in ascending order.
     void merge(int64_t index) {
         const int token = plan.split_tokens[index / spec.num_heads], head = (int)(index % spec.num_heads);
         float top = -INF, total = 0.0f;

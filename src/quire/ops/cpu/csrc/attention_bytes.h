@@ -1,7 +1,7 @@
-// A tile of a cache of int8 by products of bytes. Queries, and the weights of values, become whole numbers of 16 bits, and these
-// two bytes each. Their unit is that of a row, or of a row and a tile: the largest of them has all 16 bits, smaller ones fewer. Sums
-// of products are exact. A product of four bytes costs as much as one of two bf16 numbers, so two of them cost what those of
-// bf16 do; but keys and values are multiplied as they lie, where bf16 would have to be made of each number first.
+// Attention to a tile of an int8 cache by products of bytes. Queries, and the weights of values, are rounded to integers of 16 bits,
+// which are split into two bytes each. A query row has one scale; the weights have one per row and tile. The largest number uses all
+// 16 bits. Sums of products are exact. A product of four bytes costs as much as a product of two bf16 numbers, so two byte products
+// cost the same as bf16; but keys and values are multiplied where they are stored, without a conversion to bf16.
 #pragma once
 
 #include "attention.h"
@@ -10,7 +10,7 @@
 #ifdef QUIRE_BYTE_DOT
 namespace {
 
-constexpr int QUAD = 4;  // numbers that a lane holds
+constexpr int QUAD = 4;  // numbers in a lane
 
 // Keys as unsigned bytes: 128 is added to each.
 struct KeyQuads {
@@ -20,7 +20,7 @@ struct KeyQuads {
     QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, (V)((U)lanes ^ 0x80808080u)); }
 };
 
-// Adds products with one byte of each of the rows' numbers.
+// Add products with one byte of each of the rows' numbers.
 template <int R, int N, class M, class F>
 QUIRE_INLINE void add_bytes(
     I (&sum)[R][N], const float* a, int64_t stride, const Panel& b, int begin, int end, const M& multiply, const F& pause) {
@@ -35,7 +35,7 @@ QUIRE_INLINE void add_bytes(
     }
 }
 
-// Adds products with both of them, the upper bytes first.
+// Add products with both bytes, the upper ones first.
 template <int R, int N, class M, class F>
 QUIRE_INLINE void add_parts(
     I (&sum)[R][N], const float* upper, const float* lower, int64_t stride, const Panel& b, int begin, int end, const M& multiply,
@@ -49,7 +49,7 @@ QUIRE_INLINE void add_parts(
 template <class K>
 struct ByteAttention : Worker<ByteAttention<K>, K> {
     static constexpr int ITEM_ROWS = VectorAttention<K>::ITEM_ROWS, MEMORY_ROWS = VectorAttention<K>::MEMORY_ROWS;
-    // The largest whole numbers: 512 products of a query's with a key's fit an int32, and TILE of a weight's with a value's.
+    // The largest integers: a sum of 512 products of a query and a key fits an int32, and so does one of TILE weights and values.
     static constexpr float LARGEST_QUERY = 32512.0f, LARGEST_WEIGHT = 65535.0f;
 
     using Base = Worker<ByteAttention<K>, K>;
@@ -60,10 +60,10 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
     const int quads = (int)KeyQuads::lanes(spec.head_dim);
-    const int cut = spec.latent ? spec.head_dim_v : spec.head_dim;  // where numbers with another scale begin
-    float factors[ITEM_ROWS];  // what the rows' weights of this tile are multiples of
+    const int cut = spec.latent ? spec.head_dim_v : spec.head_dim;  // index from which numbers have another scale
+    float factors[ITEM_ROWS];  // scale of each row's weights in this tile
 
-    // A query: its upper bytes, its lower ones, then its unit, and what its sums start with, before the cut and after it.
+    // Layout of a query: its upper bytes, its lower bytes, its scale, and the initial values of its sums before and after the cut.
     void put_query(const void* row, float* to) {
         const int dim = spec.head_dim;
         alignas(64) float widened[1024];
@@ -88,7 +88,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
 
     void compute(const Step& step, Fetcher<C> fetcher) {
         const RowBlocks blocks(step.item->count);
-        auto fetching = [&] { fetcher.fetch(FETCH_SCORE / 2); };  // twice a lane, each of twice as many numbers as of bf16
+        auto fetching = [&] { fetcher.fetch(FETCH_SCORE / 2); };  // called twice per lane, and a lane has four numbers, not two
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
             const int count = least(step.stop - at, PANEL);
             pack_keys<KeyQuads>(step.keys + at, count, spec.head_dim, keys, fetcher);
@@ -113,8 +113,8 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     }
 
   private:
-    // What sums of a query's numbers start with. Keys are 128 too large, so 128 times the sum of these numbers is too much, or half
-    // of that before the upper sums are shifted: so their sum is made even.
+    // Return the initial value of the sums of a query's numbers. Keys are 128 too large, so 128 times the sum of these numbers must
+    // be subtracted, or half the sum before the upper sums are shifted by 8 bits. The sum is made even for this.
     static int32_t start_of(int32_t* numbers, int count) {
         int32_t sum = 0;
         for (int c = 0; c < count; c++) sum += numbers[c];
@@ -123,7 +123,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         return -(sum - odd) / 2;
     }
 
-    // q·k of rows first.. and the packed keys, which lie `at` within the tile.
+    // Compute q·k of the rows from `first` on with the packed keys, which begin at `at` within the tile.
     template <int R, int N, class F>
     void score(int first, int at, const F& fetch) const {
         const int end = cut / QUAD;
@@ -132,7 +132,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         score_part<R, N, Sums::ADDED>(first, at, end, quads, 1, this->key_scales, fetch);
     }
 
-    // Of the numbers begin..end, four a place, whose sums start with what is at `start`.
+    // Compute the part of q·k from the lanes begin..end, four numbers each. start: index of the initial value of the sums.
     template <int R, int N, Sums SUMS, class F>
     void score_part(int first, int at, int begin, int end, int start, const float* scales, const F& fetch) const {
         const float* q = query + (int64_t)first * lanes;
@@ -168,7 +168,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         }
     }
 
-    // One panel of columns of the product of weights and values, added to the sums.
+    // Add one panel of columns of the product of weights and values to the sums.
     void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<C>& fetcher) {
         const int left = spec.head_dim_v - column;
         for (int t = step.begin; t < step.end; t += QUAD) {

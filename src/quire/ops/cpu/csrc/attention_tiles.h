@@ -1,5 +1,5 @@
-// A tile of keys by tiles of the processor. Scores are sums over 32 dimensions at a time; a row's sums take in its values 32
-// keys at a time, which lie at absolute multiples of 32. So the bits of a row are the same in both of the ways below.
+// Attention to a tile of keys by matrix tiles of the processor. Scores are sums over 32 dimensions at a time; values are added to a
+// row's sums 32 keys at a time, at absolute multiples of 32. So the bits of a row are the same for few and for many rows.
 #pragma once
 
 #include "attention.h"
@@ -10,9 +10,9 @@ namespace {
 template <class K>
 struct TileAttention : Worker<TileAttention<K>, K> {
     static constexpr int ITEM_ROWS = 384, MEMORY_ROWS = 28;
-    static constexpr int FEW = 16;    // rows up to which keys are multiplied where they lie
-    static constexpr int BLOCK = 32;  // rows whose scores stay in the first cache
-    static constexpr int APART = TILE + 16;  // scores from one row to the next: a multiple of TILE would crowd the first cache
+    static constexpr int FEW = 16;    // rows up to which keys are multiplied where they are stored
+    static constexpr int BLOCK = 32;  // rows whose scores stay in the L1 cache
+    static constexpr int APART = TILE + 16;  // stride of the rows of scores: a multiple of TILE would cause conflicts in the L1 cache
     static constexpr int GROUP = 32;  // keys whose values are weighed together
 
     using Base = Worker<TileAttention<K>, K>;
@@ -24,7 +24,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
 
     Tiles tiles;
     const int depth = lanes / TILE_LANES;
-    const bool adjacent = !K::SCALED && spec.head_dim % 32 == 0 && spec.block_size % W == 0;  // 16 keys are a tile where they lie
+    const bool adjacent = !K::SCALED && spec.head_dim % 32 == 0 && spec.block_size % W == 0;  // 16 stored keys can be loaded as a tile
     float* const columns = keys + 4 * W * row_lanes<K>(spec.head_dim);      // few queries, transposed: [lane][row]
 
     void start_item(const Step& step) {
@@ -47,7 +47,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
     }
 
   private:
-    // The groups of keys that rows first.. see, as places within the step's tile.
+    // Find the groups of keys, within the step's tile, that the rows from `first` on attend to. Return whether there are any.
     bool seen(const Step& step, int first, int rows, int& begin, int& end) const {
         const auto found = Base::seen(step, first, rows);
         begin = found.begin / GROUP * GROUP, end = (found.end + GROUP - 1) / GROUP * GROUP;
@@ -56,7 +56,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
 
     // -------------------------------------------------------------------------------------------- few rows
 
-    // Keys are the rows and queries the columns of a product: a + b * c is a + c * b, so its bits are those of the other way.
+    // Keys are the rows and queries the columns of the product. a + b * c equals a + c * b, so the bits are the same as with many rows.
     void few(const Step& step) {
         const int count = step.item->count;
         int begin, end;
@@ -79,7 +79,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         }
     }
 
-    // The scores of SUBTILE keys.
+    // Compute the scores of SUBTILE keys.
     void score(const Step& step, int at) {
         const int count = step.item->count, first = most(step.item->begin - step.tile, 0);
         const char* rows[4];
@@ -115,7 +115,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
 
     // ------------------------------------------------------------------------------------------- many rows
 
-    // Rows, the groups of keys that they see, and what these weigh.
+    // A block of rows, the groups of keys that they attend to, and their weights.
     struct Block {
         int first, rows, begin, end;
         float* weights;  // [rows][lda_weights]
@@ -133,7 +133,8 @@ struct TileAttention : Worker<TileAttention<K>, K> {
                                               [&] { fetcher.fetch(FETCH_WEIGH); });
             });
         }
-        Block before = {};  // whose values are not added yet: that takes the tiles, and the softmax of the next block the vectors
+        // The values of this block are added later: this uses the tiles while the softmax of the next block uses the vectors.
+        Block before = {};
         for (int first = 0; first < step.item->count; first += BLOCK) {
             Block block = {first, least(step.item->count - first, BLOCK), 0, 0, weights + first / BLOCK % 2 * BLOCK * lda_weights};
             const bool any = seen(step, first, block.rows, block.begin, block.end);
@@ -153,10 +154,10 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         fetcher.fetch(Base::ALL_LINES);
     }
 
-    // The packed values of a panel of columns, from a key on.
+    // Return the packed values of a panel of columns, from a key on.
     float* panel_of(int column, int key) const { return values + (int64_t)column / PANEL * (TILE / 2) * PANEL + key / 2 * PANEL; }
 
-    // 32 keys and up to 32 rows at a time.
+    // Compute the scores of a block, 32 keys and up to 32 rows at a time.
     void score_block(const Block& block) {
         const float *a = query + (int64_t)block.first * lanes, *second = block.rows > 16 ? a + 16 * lanes : a;
         for (int at = block.begin; at < block.end; at += 32) {
@@ -173,7 +174,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         }
     }
 
-    // weigh_rows(n): the softmax of n rows of another block, done while the tiles multiply.
+    // Add the weighted values of a block. weigh_rows(n) computes the softmax of n rows of another block while the tiles multiply.
     template <class F>
     void add_block(const Block& block, const F& weigh_rows) {
         const float *a = block.weights, *second = block.rows > 16 ? a + 16 * lda_weights : a;
@@ -197,7 +198,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
 
     // ---------------------------------------------------------------------------------- up to 16 rows' sums
 
-    // N tiles of sums; stride: from one row to the next, apart: from one tile to the next.
+    // Load N tiles of sums. stride: from one row to the next. apart: from one tile to the next.
     template <int N>
     void load_sums(const float* at, int64_t stride, int64_t apart) {
         tiles.load<0>(at, stride * 4);
@@ -214,7 +215,7 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         if constexpr (N > 3) tiles.save<3>(at + 3 * apart, stride * 4);
     }
 
-    // The values of a group, packed, by their weights.
+    // Add the packed values of a group times their weights.
     template <int N>
     void add_group(const float* weight, const float* packed) {
         tiles.load<4>(weight, lda_weights * 4);
@@ -224,10 +225,10 @@ struct TileAttention : Worker<TileAttention<K>, K> {
         if constexpr (N > 3) tiles.load<7>(packed + 3 * W, PANEL * 4), tiles.multiply<3, 4, 7>();
     }
 
-    // Each row is multiplied with nothing but the values that it sees. Slower, with the same bits. What is packed of the
-    // values is written over, since no row reads it then.
+    // Add values row by row, so that each row is multiplied only with values that it attends to. This is slower, with the same bits.
+    // It overwrites the packed values, which no row reads in this case.
     void add_seen_values(const Step& step, const Block& block) {
-        alignas(64) float all[4][W][W];  // of which the first row is wanted
+        alignas(64) float all[4][W][W];  // only the first row is used
         const C* given[GROUP];
         for (int i = 0; i < block.rows; i++) {
             const int at_row = block.first + i;

@@ -1,11 +1,12 @@
-// A tile by vectors: keys are transposed and scored, and values weighed where they lie or, for many rows, packed first.
+// Attention to a tile of keys by vectors: keys are transposed and scored. Values are weighed where they are stored or, for many rows,
+// packed first.
 #pragma once
 
 #include "attention.h"
 
 namespace {
 
-// Up to as many blocks of rows, values are read where they lie: packing them first costs more than reading them twice.
+// Up to this number of blocks of rows, values are read where they are stored: packing them costs more than reading them twice.
 constexpr int FEW_BLOCKS = 2;
 
 template <class K>
@@ -50,8 +51,8 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
         fetcher.fetch(Base::ALL_LINES);
     }
 
-    // q·k of some rows and the packed keys, which lie `at` within the tile. Of a latent cache with scales: each part of the sum
-    // times its own.
+    // Compute q·k of some rows and the packed keys, which begin at `at` within the tile. For a latent cache with scales, each of the
+    // two parts of the sum is multiplied by its scale.
     template <int R, int N, class F>
     void score(const float* q, int at, float* to, const F& pause) const {
         const Panel operand{keys};
@@ -73,7 +74,7 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
         micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, to, TILE, 0, lanes, pause);
     }
 
-    // One panel of columns of the product of weights and values, added to the sums.
+    // Add one panel of columns of the product of weights and values to the sums.
     void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<C>& fetcher) {
         const int left = spec.head_dim_v - column;
         const C* const* rows = step.values + step.begin;
@@ -95,8 +96,8 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
         });
     }
 
-    // As add_values for all row blocks, but each row is multiplied with nothing but the values that it sees. Slower, with the
-    // same bits.
+    // Add values row by row, so that each row is multiplied only with values that it attends to. This is slower, with the same bits
+    // as add_values.
     void add_seen_values(const Step& step, int column) {
         const int left = spec.head_dim_v - column;
         const C* seen[TILE];

@@ -1,5 +1,5 @@
-// GGUF's blocks as the tensors of a quantised weight: plain moves of bits, the same on every ISA. The formats are llama.cpp's
-// (ggml/src/ggml-common.h); quire/ops/gguf_blocks.py reads them by torch's operators.
+// Conversion of GGUF blocks to the tensors of a quantised weight. It only moves bits, the same on every ISA. The formats are those of
+// llama.cpp (ggml/src/ggml-common.h); quire/ops/gguf_blocks.py reads them with torch's operators.
 
 #include <cstring>
 
@@ -13,7 +13,7 @@ T* at(T* first, int64_t n) {
     return first ? first + n : first;
 }
 
-// The parts of the blocks from the n-th on.
+// Return the parts of the blocks from the n-th on.
 BlockParts parts_at(const BlockParts& to, int64_t n, int inputs, int subs) {
     return {to.values + n * inputs, to.scales + n, at(to.minimums, n), at(to.sub_scales, n * subs), at(to.sub_minimums, n * subs)};
 }
@@ -24,20 +24,20 @@ uint16_t half(const uint8_t* from) {
     return bits;
 }
 
-// The lower four bits of N bytes, then the upper ones.
+// Unpack the lower four bits of N bytes, then the upper four.
 template <int N>
 void halves(const uint8_t* from, uint8_t* to) {
     for (int i = 0; i < N; i++) to[i] = from[i] & 15, to[N + i] = from[i] >> 4;
 }
 
-// Of 32 numbers the fifth bit, each in one of 32.
+// Set the fifth bits of 32 numbers from the bits of a word.
 void fifth_bits(const uint8_t* from, uint8_t* to) {
     uint32_t bits;
     memcpy(&bits, from, sizeof bits);
     for (int i = 0; i < 32; i++) to[i] |= (uint8_t)((bits >> i & 1) << 4);
 }
 
-// Blocks of 32 inputs: scale, minimum if there is one, fifth bits if there are, and the lower four.
+// Blocks of 32 inputs: scale, optional minimum, optional fifth bits, and the lower four bits.
 template <bool HAS_MINIMUM, bool HAS_FIFTH>
 struct Small {
     static constexpr int INPUTS = 32, SUBS = 0, BYTES = 18 + 2 * HAS_MINIMUM + 4 * HAS_FIFTH;
@@ -57,8 +57,8 @@ struct Q8_0 {
     }
 };
 
-// Blocks of 256 inputs with eight scales and minimums of 6 bits: the first four of each have a byte, the last four have halves
-// of the third word and the two bits that are left in those bytes.
+// Blocks of 256 inputs with eight scales and minimums of 6 bits: the first four of each are in a byte, the last four in the halves of
+// the third word and the remaining two bits of those bytes.
 template <bool HAS_FIFTH>
 struct Large {
     static constexpr int INPUTS = 256, SUBS = 8, BYTES = 144 + 32 * HAS_FIFTH;
@@ -77,7 +77,7 @@ struct Large {
     }
 };
 
-// Of 128 inputs there are 64 bytes of lower bits, 64 inputs in the lower halves, and 32 bytes of upper ones.
+// 128 inputs have 64 bytes of lower bits, with 64 inputs in the lower halves, and 32 bytes of upper bits.
 struct Q6_K {
     static constexpr int INPUTS = 256, SUBS = 16, BYTES = 210;
     static void read(const uint8_t* from, const BlockParts& to) {
@@ -116,7 +116,7 @@ void quire_read_row(int32_t kind, const uint8_t* blocks, int64_t in_size, const 
     READERS[kind].read_row(blocks, in_size, to);
 }
 
-// Rows of blocks, `stride` bytes apart.
+// Read rows of blocks, `stride` bytes apart.
 extern "C" QUIRE_EXPORT void quire_read_blocks(
     ParallelFor parallel_for, int32_t kind, const uint8_t* blocks, int64_t stride, int64_t rows, int64_t in_size,
     uint8_t* values, uint16_t* scales, uint16_t* minimums, int8_t* sub_scales, int8_t* sub_minimums) {

@@ -1,4 +1,4 @@
-// What enters and moves within the cache: plain copies, the same on every ISA.
+// Copies to and within the cache, the same on every ISA.
 
 #include <cstring>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t BYTES_A_THREAD = 1 << 17;
 
-// Whether all numbers of a row are finite: those that are not have an exponent of ones.
+// Whether all numbers of a row are finite: the exponent of any other number is all ones.
 template <class Bits>
 bool finite_bits(const Bits* row, int64_t count, Bits exponent) {
     Bits found = 0;
@@ -26,7 +26,7 @@ bool is_finite(const char* row, int64_t count, int32_t dtype) {
 
 extern "C" {
 
-// Row t's K and V to its slot, in a cache of their dtype; -1 skips it. Rows that are not finite are marked.
+// Copy row t's K and V to its slot, in a cache of their dtype; slot -1 skips the row. Rows that are not finite are marked.
 void quire_write_copies(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
     const CacheParams& cache = p->cache;
     const SpecParams& spec = plan->spec;
@@ -49,7 +49,7 @@ void quire_write_copies(ParallelFor parallel_for, const Plan* plan, const WriteP
     });
 }
 
-// Block src[i] of a tensor [N, heads, size, dim] to block dst[i]; strides in bytes.
+// Copy block src[i] of a tensor [N, heads, size, dim] to block dst[i]; strides in bytes.
 QUIRE_EXPORT void quire_copy_blocks(
     ParallelFor parallel_for, char* data, int64_t block_stride, int64_t head_stride, int64_t slot_stride, int64_t heads,
     int64_t size, int64_t row_bytes, const int64_t* src, const int64_t* dst, int64_t count) {

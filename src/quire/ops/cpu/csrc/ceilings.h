@@ -1,4 +1,4 @@
-// What this machine could do at best: for benchmarks, so that they can tell how much of it is reached.
+// Measurements of the machine's peak rates, for benchmarks to compare with.
 #pragma once
 
 #include "matmul.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t AHEAD = 4096;  // bytes
 
-// Read every byte once, each thread its own stretch.
+// Read every byte once. Each thread calls this for a separate range.
 static float read_all(const char* data, int64_t bytes) {
     V sum[4] = {};
     for (int64_t at = 0; at + 4 * (int64_t)sizeof(V) <= bytes; at += 4 * (int64_t)sizeof(V)) {

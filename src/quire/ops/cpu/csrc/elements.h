@@ -1,4 +1,4 @@
-// The dtypes of tensors: how W numbers of each are read as fp32 and written back, rounded to nearest even.
+// The dtypes of tensors: reading W numbers of each as fp32, and writing them back, rounded to nearest even.
 #pragma once
 
 #include "params.h"
@@ -16,7 +16,7 @@ struct F16 {
     using T = uint16_t;
     QUIRE_INLINE V get(const T* p) { return widen_fp16(p); }
     QUIRE_INLINE void put(T* p, V v) { narrow_fp16(p, v); }
-    // Of lanes that hold two numbers each: the first ones, the second ones.
+    // From lanes that hold two numbers each: the first numbers, the second numbers.
     QUIRE_INLINE V lower(V lanes) { return lower_fp16(lanes); }
     QUIRE_INLINE V upper(V lanes) { return upper_fp16(lanes); }
 };
@@ -44,10 +44,10 @@ struct S8 {
     QUIRE_INLINE void put(T* p, V v) { narrow_int8(p, v); }  // of whole numbers
 };
 
-// Numbers from a place on that a vector has.
+// Return the numbers from an index on that fit into one vector.
 QUIRE_INLINE int part(int64_t dim, int64_t at) { return dim - at < W ? (int)(dim - at) : W; }
 
-// The first n (1..W) numbers only: nothing after them is touched.
+// Access the first n (1..W) numbers only. Memory after them is not touched.
 template <class E>
 QUIRE_INLINE V get_part(const typename E::T* p, int n) {
     if (n >= W) return E::get(p);

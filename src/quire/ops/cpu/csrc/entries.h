@@ -1,4 +1,4 @@
-// Entry points that a program calls and other files of the same instruction set have.
+// Entry points that a program calls, defined in other files of the same instruction set.
 #pragma once
 
 #include "isa.h"

@@ -1,19 +1,19 @@
-// Exchanges as Python calls them, and what sees to it that a group ends when one of its ranks dies or hangs.
+// Entry points of exchanges for Python, and the watchdog that ends a group when one of its ranks dies or hangs.
 #include "exchange.h"
 
 #include <cstring>
 
 namespace {
 
-constexpr int64_t BEAT = 50'000'000, HUNG = 800'000'000;  // nanoseconds: from beat to beat, and without one
+constexpr int64_t BEAT = 50'000'000, HUNG = 800'000'000;  // nanoseconds between heartbeats, and without one until a rank is lost
 
 }  // namespace
 
 extern "C" {
 
-// Beats and watches the others until this rank leaves or the group is lost: what a thread is for. A process that the system stops
-// beats no more; one whose Python holds its lock does. Time in which this process itself was stopped does not count: all may
-// have been, as a container or a virtual machine is. ends: whether the process ends with the group.
+// Send heartbeats and watch those of the other ranks, on a dedicated thread, until this rank leaves or the group is lost. A process
+// that the system stops sends no heartbeats; one whose Python holds the GIL does. Time in which this process itself was stopped does
+// not count, since all ranks may have been stopped with their container or virtual machine. ends: end the process with the group.
 QUIRE_EXPORT void quire_exchange_watch(Exchange* of, int32_t ends) {
     int64_t seen[MOST_RANKS] = {}, silent[MOST_RANKS] = {}, last = Exchange::now();
     ExchangeMemory& memory = *of->memory;
@@ -37,19 +37,19 @@ QUIRE_EXPORT int64_t quire_exchange_bytes(int32_t size, int64_t slot_bytes) { re
 
 QUIRE_EXPORT Exchange* quire_exchange_new(void* memory, int32_t rank, int32_t size, int64_t slot_bytes) {
     auto* made = new Exchange(memory, rank, size, slot_bytes);
-    made->memory->ranks[rank].beats.fetch_add(1, std::memory_order_relaxed);  // from here on its silence counts
+    made->memory->ranks[rank].beats.fetch_add(1, std::memory_order_relaxed);  // from now on, missing heartbeats count
     return made;
 }
 
-// This rank ends in order. What `new` gave stays: threads may look at it.
+// Mark that this rank ends in an orderly way. The Exchange is not freed, since threads may still read it.
 QUIRE_EXPORT void quire_exchange_leave(Exchange* of) { of->memory->ranks[of->rank].left.store(1); }
 
-// The rank that is lost, or -1.
+// Return the lost rank, or -1.
 QUIRE_EXPORT int32_t quire_exchange_lost(Exchange* of) { return of->memory->lost.load() - 1; }
 
 QUIRE_EXPORT void quire_exchange_lose(Exchange* of, int32_t rank) { of->lose(rank); }
 
-// Each rank's `bytes` bytes, those of rank 0 first. Returns 0, or -1 where a rank is lost.
+// Gather `bytes` bytes of each rank, those of rank 0 first. Return 0, or -1 if a rank is lost.
 QUIRE_EXPORT int32_t quire_exchange_gather(Exchange* of, const char* from, int64_t bytes, char* to) {
     for (int64_t at = 0; at < bytes; at += of->slot_bytes) {
         const int64_t count = bytes - at < of->slot_bytes ? bytes - at : of->slot_bytes;
@@ -62,8 +62,8 @@ QUIRE_EXPORT int32_t quire_exchange_gather(Exchange* of, const char* from, int64
     return 0;
 }
 
-// Rows of which each rank has sizes[rank] bytes, to rank 0: one row after the other, the bytes of rank 0 first. to: null on the
-// others. Returns 0, or -1 where a rank is lost.
+// Collect rows on rank 0, of which each rank has sizes[rank] bytes: one row after the other, the bytes of rank 0 first. to: null on
+// the other ranks. Return 0, or -1 if a rank is lost.
 QUIRE_EXPORT int32_t quire_exchange_collect(Exchange* of, const char* from, int64_t rows, const int64_t* sizes, char* to) {
     int64_t all = 0, widest = 1;
     for (int r = 0; r < of->size; r++) all += sizes[r], widest = sizes[r] > widest ? sizes[r] : widest;
@@ -84,7 +84,7 @@ QUIRE_EXPORT int32_t quire_exchange_collect(Exchange* of, const char* from, int6
     return 0;
 }
 
-// Rank 0 sends a part of a message of `total` bytes, 16 bytes less than a slot at most. Returns 0, or -1 where a rank is lost.
+// Send a part of a message of `total` bytes from rank 0, at most 16 bytes less than a slot. Return 0, or -1 if a rank is lost.
 QUIRE_EXPORT int32_t quire_exchange_send(Exchange* of, const char* from, int64_t bytes, int64_t total) {
     if (!of->begin()) return -1;
     const int64_t sizes[] = {total, bytes};
@@ -94,7 +94,7 @@ QUIRE_EXPORT int32_t quire_exchange_send(Exchange* of, const char* from, int64_t
     return 0;
 }
 
-// The others take it, however long they have to wait. It begins with its two sizes; null where a rank is lost.
+// Receive a part of a message on another rank, without a timeout. It begins with its two sizes. Return null if a rank is lost.
 QUIRE_EXPORT const char* quire_exchange_receive(Exchange* of) {
     if (!of->begin()) return nullptr;
     of->publish();

@@ -1,9 +1,9 @@
-// What the ranks of a tensor-parallel group exchange: processes of one host, each with some columns of what all need, in memory that
-// they share.
+// Exchanges between the ranks of a tensor-parallel group: processes of one host, each of which computes some columns of a result,
+// exchange these in shared memory.
 //
-// Ranks take part in the same exchanges in the same order. In each one every rank fills its slot and publishes the exchange's
-// number; once all have, each reads all slots. There are two slots a rank, used in turn: before a rank fills one again, it has seen
-// all others publish the last exchange, so that none reads a slot of the one before it any more.
+// All ranks take part in the same exchanges in the same order. In each exchange, every rank fills its slot and publishes the
+// exchange's number; after all have, each reads all slots. Each rank has two slots, used alternately: before a rank fills a slot
+// again, it has seen all others publish the last exchange, so no rank still reads a slot of the exchange before that.
 #pragma once
 
 #include <unistd.h>
@@ -21,23 +21,23 @@
 
 namespace {
 
-// What a rank shows the others.
+// The state of a rank that the other ranks read.
 struct alignas(64) ExchangeRank {
-    std::atomic<uint32_t> published;  // the number of the last exchange for which its slot is full
-    std::atomic<uint32_t> waiting;    // how many wait for that to grow
-    std::atomic<int64_t> beats;       // how often it was seen; 0: it has not come yet
-    std::atomic<int32_t> left;        // whether it ended in order
+    std::atomic<uint32_t> published;  // number of the last exchange for which its slot is full
+    std::atomic<uint32_t> waiting;    // number of ranks that wait for `published` to grow
+    std::atomic<int64_t> beats;       // heartbeats; 0: the rank has not started yet
+    std::atomic<int32_t> left;        // 1: it ended in an orderly way
 };
 
 // The first bytes of the shared memory; slots follow.
 struct ExchangeMemory {
     ExchangeRank ranks[MOST_RANKS];
-    alignas(64) std::atomic<int32_t> lost;  // rank + 1 that died or hangs; 0: none
+    alignas(64) std::atomic<int32_t> lost;  // 1 + the rank that died or hangs; 0: none
 };
 
 class Exchange {
   public:
-    static constexpr int64_t SLOTS = 4096;  // bytes before them
+    static constexpr int64_t SLOTS = 4096;  // offset of the slots, in bytes
     static_assert(sizeof(ExchangeMemory) <= SLOTS);
 
     ExchangeMemory* const memory;
@@ -53,10 +53,10 @@ class Exchange {
         return time.tv_sec * 1'000'000'000 + time.tv_nsec;
     }
 
-    // A rank's slot of the exchange that was begun.
+    // Return a rank's slot in the current exchange.
     char* slot(int of) const { return (char*)memory + SLOTS + ((number & 1) * size + of) * slot_bytes; }
 
-    // Begin the next exchange: wait until no other rank reads a slot of the one before the last. False: a rank is lost.
+    // Begin the next exchange: wait until no other rank reads a slot of the exchange before the last. Return false if a rank is lost.
     bool begin() {
         const bool come = wait_for_all();
         number++;
@@ -70,14 +70,14 @@ class Exchange {
         if (own.waiting.load(std::memory_order_seq_cst)) wake(own);
     }
 
-    // Wait until all ranks have published this exchange. False: a rank is lost.
+    // Wait until all ranks have published this exchange. Return false if a rank is lost.
     bool wait_for_all() {
         for (int r = 0; r < size; r++)
             if (r != rank && !wait_for(r, number, DEADLINE)) return false;
         return true;
     }
 
-    // deadline: nanoseconds after which a rank counts as lost; 0: never.
+    // Wait until a rank has published an exchange. deadline: nanoseconds after which the rank counts as lost; 0: never.
     bool wait_for(int of, uint32_t wanted, int64_t deadline) {
         ExchangeRank& other = memory->ranks[of];
         const auto come = [&] { return (int32_t)(other.published.load(std::memory_order_acquire) - wanted) >= 0; };
@@ -98,7 +98,7 @@ class Exchange {
         return true;
     }
 
-    // Say that a rank is lost; the first one that is counts.
+    // Report that a rank is lost. Only the first report is stored.
     void lose(int of) {
         int32_t none = 0;
         memory->lost.compare_exchange_strong(none, of + 1);
@@ -106,11 +106,11 @@ class Exchange {
     }
 
   private:
-    static constexpr int SPINS = 1 << 11;                      // some 20 us
-    static constexpr int64_t SLEEP = 10'000'000;               // nanoseconds, after which a sleeper looks whether a rank is lost
-    static constexpr int64_t DEADLINE = 60ll * 1'000'000'000;  // of a rank that is alive and does not come
+    static constexpr int SPINS = 1 << 11;                      // about 20 us
+    static constexpr int64_t SLEEP = 10'000'000;               // nanoseconds after which a waiting rank checks if another one is lost
+    static constexpr int64_t DEADLINE = 60ll * 1'000'000'000;  // nanoseconds to wait for a rank that is alive and does not publish
 
-    uint32_t number = 0;  // of the exchange
+    uint32_t number = 0;  // of the current exchange
 
 #ifdef __linux__
     static void sleep_while(ExchangeRank& of, uint32_t seen) {

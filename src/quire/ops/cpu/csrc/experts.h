@@ -1,7 +1,7 @@
-// A layer of experts: each row goes through a few of many MLPs, and is the sum of what they say, each by its share.
+// A mixture of experts: each row is routed to a few of many MLPs. The result is the sum of theirs, weighted by the row's shares.
 //
-// Rows are gathered by expert, so that a step reads the weights of every expert once, and of one that nobody chose never.
-// A row's bits are those of its own experts, added up in the order of its own choice, whoever else is there.
+// Rows are gathered by expert, so that a step reads the weights of each chosen expert once, and of any other expert never.
+// The result is batch-invariant: a row's results are added up in the order of its routing, independent of the other rows.
 #pragma once
 
 #include <vector>
@@ -22,7 +22,7 @@ struct Experts {
 
     int64_t number() const { return dtype == DTYPE_F32 ? 4 : 2; }  // bytes
 
-    // seen: what the router sees of each row. Returns whether no rank of the group is lost.
+    // Compute the layer. seen: the router's input. Return false if a rank of the group is lost.
     bool run(const void* x, int64_t x_stride, const void* seen, int64_t seen_stride, void* out, int64_t out_stride) const {
         if (rows == 0) return true;
         const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
@@ -41,7 +41,7 @@ struct Experts {
         });
         multiply(kind_in, p.mlp_in, starts, p.gathered, lanes, p.inner);
         if (!activate(all, apart)) return false;
-        LinearParams whole = *p.mlp_out;  // all rows of all experts, for their lanes
+        LinearParams whole = *p.mlp_out;  // all rows of all experts together, to prepare their lanes
         whole.x = p.activated, whole.x_stride = apart, whole.rows = all, whole.copy = p.copy;
         const LinearKind& kind_out = linear_kind(*p.mlp_out);
         LinearCall activated = linear_call(kind_out, &whole);
@@ -55,7 +55,7 @@ struct Experts {
     }
 
   private:
-    // What the experts' second linears see, of all their rows.
+    // Compute the inputs of the experts' second linears, for all rows.
     bool activate(int64_t all, int64_t apart) const {
         const int64_t in = p.mlp_in->out_size;
         if (!p.inner_columns.exchange) {
@@ -67,7 +67,7 @@ struct Experts {
         });
     }
 
-    // Each row's experts, and their shares.
+    // Choose each row's experts, and compute their shares.
     void choose(const void* x, int64_t x_stride) const {
         const int64_t count = p.choice.num_experts, k = p.choice.num_chosen;
         LinearParams router = *p.router;
@@ -80,7 +80,7 @@ struct Experts {
         });
     }
 
-    // Row i, times each of its shares, to its places. `results` has room for that before there are any.
+    // Write row i, times each of its shares, to its places. `results` serves as temporary memory, as there are no results yet.
     void take_weighed(const LinearKind& kind, int64_t i, const void* x) const {
         const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size;
         for (int64_t r = 0; r < k; r++) {
@@ -98,7 +98,7 @@ struct Experts {
         }
     }
 
-    // The places of all choices, and where each expert's rows begin.
+    // Compute the places of all choices. Return the first row of each expert.
     std::vector<int64_t> sort() const {
         const int64_t all = rows * p.choice.num_chosen;
         std::vector<int64_t> starts(p.choice.num_experts + 1, 0);
@@ -109,13 +109,13 @@ struct Experts {
         return starts;
     }
 
-    // Every expert's rows by its weight.
+    // Multiply every expert's rows by its weight.
     void multiply(
         const LinearKind& kind, const LinearParams* weights, const std::vector<int64_t>& starts, const float* x, int64_t x_stride,
         void* out) const {
         std::vector<LinearParams> params;
         std::vector<LinearCall> calls;
-        params.reserve(p.choice.num_experts);  // the calls point there
+        params.reserve(p.choice.num_experts);  // the calls point to its elements, so it must not reallocate
         for (int64_t e = 0; e < p.choice.num_experts; e++) {
             if (starts[e] == starts[e + 1]) continue;
             params.push_back(weights[e]);

@@ -1,4 +1,4 @@
-// Columns of which each rank of a group has some, gathered by all of them.
+// All-gather of columns that are split between the ranks of a group.
 #pragma once
 
 #include <cstring>
@@ -8,8 +8,8 @@
 
 namespace {
 
-// to: [rows, the sum of the sizes], of numbers of so many bytes, rows `to_stride` numbers apart. fill(first, count, slot) puts this
-// rank's columns of these rows to the slot, one row after the other. Returns whether no rank is lost.
+// Gather the columns of all ranks. Return false if a rank is lost. to: [rows, sum of the sizes], numbers of `number` bytes, rows
+// `to_stride` numbers apart. fill(first, count, slot) writes this rank's columns of these rows to the slot, one row after the other.
 template <class Fill>
 static bool gather_columns(
     ParallelFor parallel_for, const GatherParams& p, int64_t number, int64_t rows, char* to, int64_t to_stride, const Fill& fill) {
@@ -35,7 +35,7 @@ static bool gather_columns(
     return true;
 }
 
-// The same of this rank's columns as they stand in memory, rows `stride` numbers apart.
+// Gather columns of which this rank's are in memory, with rows `stride` numbers apart.
 static bool gather_rows(
     ParallelFor parallel_for, const GatherParams& p, int64_t number, int64_t rows, const char* from, int64_t stride, char* to, int64_t to_stride) {
     const int64_t own = p.sizes[((Exchange*)p.exchange)->rank] * number;

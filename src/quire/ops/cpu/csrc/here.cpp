@@ -1,4 +1,4 @@
-// Prints the instruction sets that this machine runs, for CMakeLists.txt: the plainest first, the best last.
+// Prints the instruction sets that this machine supports, for CMakeLists.txt: the most basic first, the best last.
 
 #include <cstdio>
 

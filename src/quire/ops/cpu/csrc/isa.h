@@ -1,6 +1,6 @@
-// The names of one instruction set's functions. Each source file that includes this is compiled once for each set, with QUIRE_ISA
-// defined as its name. Functions that other files call have that name in theirs; all others are internal to their file, so that no
-// function of one set can be taken for another's.
+// The names of functions of one instruction set. Each source file that includes this is compiled once for each set, with QUIRE_ISA
+// defined as its name. Functions that other files call contain this name; all others are internal to their file, so that the linker
+// cannot confuse functions of different sets.
 #pragma once
 
 #include "params.h"

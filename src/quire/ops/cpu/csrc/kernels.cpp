@@ -1,5 +1,5 @@
 // The entry points of small operators, and the program of a model. The other files of a set have attention (attention.cpp), linears
-// (linear.cpp, linear_integers.cpp), and layers that keep a state (recurrent.cpp).
+// (linear.cpp, linear_integers.cpp), and recurrent layers (recurrent.cpp).
 
 #include "ceilings.h"
 #include "lora.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Call f.template operator()<K>() with the kind that vectors multiply numbers of this dtype as, also where tiles are at hand.
+// Call f.template operator()<K>() with the kind of operands that vectors use for this dtype, even if tiles are available.
 template <class F>
 static void with_vector_kind(int32_t dtype, const F& f) {
     with_kind(dtype, [&]<class K>() { f.template operator()<typename VectorKindOf<K>::Kind>(); });
@@ -15,7 +15,7 @@ static void with_vector_kind(int32_t dtype, const F& f) {
 
 }  // namespace
 
-// residual, where there is one, takes in x and is what is normalised.
+// Normalise x. With `residual`, add x to it first and normalise the sum.
 ENTRY(rms_norm)(
     ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, void* residual,
     int64_t residual_stride, const float* weight, void* out, int64_t out_stride, int64_t rows, int64_t dim, float eps,
@@ -48,7 +48,7 @@ ENTRY(layer_norm)(
     });
 }
 
-// Rotates nothing and returns a place in `positions` that the tables of `length` rows do not hold, or -1.
+// Rotate q and k, and return -1. If a position is beyond the tables of `length` rows, change nothing and return its index.
 ENTRY_OF(int64_t, rope)(
     ParallelFor parallel_for, void* q, int64_t q_token, int64_t q_heads, int64_t q_head, void* k, int64_t k_token,
     int64_t k_heads, int64_t k_head, const int64_t* positions, const float* cos, const float* sin, int64_t tokens,
@@ -68,7 +68,7 @@ ENTRY_OF(int64_t, rope)(
     return -1;
 }
 
-// Bytes of a matrix [out, in] of an adapter, packed.
+// Return the bytes of an adapter's packed matrix [out, in].
 ENTRY_OF(int64_t, lora_bytes)(ParallelFor, int64_t out, int64_t in, int32_t dtype) {
     int64_t bytes = 0;
     with_vector_kind(dtype, [&]<class K>() { bytes = whole_vectors(out) / W * K::lanes(in) * Strips<K>::VECTOR; });
@@ -79,7 +79,7 @@ ENTRY(lora_pack)(ParallelFor parallel_for, const void* matrix, int64_t out, int6
     with_vector_kind(dtype, [&]<class K>() { pack_strips<K>(parallel_for, matrix, in, out, in, packed); });
 }
 
-// fp32 numbers of room for each row, with adapters of that rank.
+// Return the fp32 numbers of scratch per row, with adapters of that rank.
 ENTRY_OF(int64_t, lora_room)(ParallelFor, int64_t in, int64_t rank, int32_t dtype) {
     int64_t room = 0;
     with_vector_kind(dtype, [&]<class K>() { room = Lora<K>::room(in, rank); });
@@ -163,7 +163,7 @@ ENTRY(read)(ParallelFor parallel_for, const char* data, int64_t bytes, float* re
     });
 }
 
-// Each thread multiplies and adds 2 * ROWS vectors `rounds` times; returns the operations of one thread, two an element.
+// Each thread multiplies and adds 2 * ROWS vectors `rounds` times. Return the operations of one thread, two per element.
 ENTRY_OF(int64_t, multiply)(
     ParallelFor parallel_for, int64_t rounds, float* results, int64_t threads) {
     parallel(parallel_for, threads, 1, [&](int64_t i) { results[i] = multiply_all(rounds); });

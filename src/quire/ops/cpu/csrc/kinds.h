@@ -1,7 +1,7 @@
-// How each dtype of the cache becomes operands of the matrix product: keys transposed, values in rows, both in panels.
+// Conversion of each dtype of the cache to operands of the matrix product: keys transposed, values in rows, both in panels.
 //
-// Keys are transposed as 32-bit lanes whatever they hold. A pair of bf16 is then already what the dot product wants, and
-// elsewhere the halves are widened to fp32 after the transposition.
+// Keys are transposed as 32-bit lanes, whatever their dtype. A pair of bf16 is then an operand of the dot product already. In other
+// cases, the halves are widened to fp32 after the transposition.
 #pragma once
 
 #include "elements.h"
@@ -12,8 +12,8 @@
 
 namespace {
 
-// Lines to fetch at a time, about as many as the memory brings until the next call. Together they are nearly all lines of
-// a tile, whatever the dtype and the head_dim.
+// Cache lines to prefetch at a time, about as many as memory delivers until the next call. Together they are nearly all lines of
+// a tile, for any dtype and head_dim.
 constexpr int FETCH_PACK = 12;   // while W keys are packed, for each vector of a key
 constexpr int FETCH_SCORE = 2;   // for each lane of a key's operand, while PANEL keys are scored
 constexpr int FETCH_ROW = 32;    // for each row that is weighed
@@ -21,10 +21,10 @@ constexpr int FETCH_WEIGH = 2;   // for each lane of the values' operand
 
 struct Fp32 {
     using E = F32;
-    using Cache = E;  // what the cache holds
+    using Cache = E;  // element of the cache
     static constexpr bool SCALED = false, BYTES = false;
     using M = Multiply;
-    static constexpr int PAIR = 1;     // numbers that a lane of an operand holds
+    static constexpr int PAIR = 1;     // numbers in a lane of an operand
     static constexpr bool TILED = false;
     static int64_t lanes(int64_t numbers) { return numbers; }  // of an operand
     QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, lanes); }
@@ -64,7 +64,7 @@ struct Pairs {
 #ifdef QUIRE_TILES
 constexpr int TILE_LANES = 16;  // of a row of a tile: 32 numbers
 
-// Pairs of bf16 that tiles multiply. An operand has whole tiles.
+// Pairs of bf16, multiplied by tiles. An operand consists of whole tiles.
 struct Tiled {
     using E = BF16;
     using Cache = E;
@@ -77,7 +77,7 @@ struct Tiled {
 };
 #endif
 
-// Call f.template operator()<K>() with the kind of number that operands of this dtype become.
+// Call f.template operator()<K>() with the kind of operands for this dtype.
 template <class F>
 static void with_kind(int32_t dtype, const F& f) {
     if (dtype == DTYPE_F32) f.template operator()<Fp32>();
@@ -91,13 +91,13 @@ static void with_kind(int32_t dtype, const F& f) {
 #endif
 }
 
-// The i-th of the four integers that each lane holds.
+// Return the i-th of the four integers in each lane.
 QUIRE_INLINE V byte_of(V lanes, int i) { return __builtin_convertvector((I)lanes << (24 - 8 * i) >> 24, V); }
 
-// Pairs of bf16 from numbers that bf16 holds exactly.
+// Return pairs of bf16 from numbers that are exact in bf16.
 QUIRE_INLINE V exact_pair(V first, V second) { return (V)((U)first >> 16 | ((U)second & 0xffff0000u)); }
 
-// A cache of int8 with scales, widened to what the operands of Base hold: every integer is exact in bf16.
+// An int8 cache with scales, widened to the operands of Base: every integer is exact in bf16.
 template <class Base>
 struct Scaled : Base {
     using Cache = S8;
@@ -115,14 +115,14 @@ struct Scaled : Base {
 };
 
 #ifdef QUIRE_BYTE_DOT
-// The same multiplied as bytes, see attention_bytes.h.
+// An int8 cache with scales, multiplied as bytes, see attention_bytes.h.
 struct Bytes : Scaled<Fp32> {
     static constexpr bool BYTES = true;
     static int64_t lanes(int64_t dim) { return (dim + 3) / 4 * 2 + 3; }  // of a query: see put_query
 };
 #endif
 
-// How a cache of int8 is computed with, next to numbers of kind K: those that are no pairs are fp32 once they were widened.
+// The kind of operands for an int8 cache, given the kind K of q: widened to pairs of bf16 if K has pairs, else to fp32.
 template <class K>
 struct ScaledKindOf {
     using Kind = Scaled<std::conditional_t<K::PAIR == 2, K, Fp32>>;
@@ -137,7 +137,7 @@ struct ScaledKindOf<K> {
 template <class K>
 using ScaledKind = typename ScaledKindOf<K>::Kind;
 
-// And with a latent one, whose keys have two scales: sums of tiles are not cut between them.
+// The same for a latent cache, whose keys have two scales: sums of tiles cannot be split between these.
 template <class K>
 struct LatentKindOf {
     using Kind = ScaledKind<K>;
@@ -151,17 +151,17 @@ struct LatentKindOf<Tiled> {
 template <class K>
 using LatentKind = typename LatentKindOf<K>::Kind;
 
-// A tile reads 16 rows at once, which must not compete for the same places of the first cache: an odd number of its lines keeps
-// them apart.
+// A tile reads 16 rows at once, which must not conflict in the sets of the L1 cache: a stride of an odd number of cache lines avoids
+// this.
 inline int64_t odd_lines(int64_t lanes) { return ((lanes + 15) / 16 | 1) * 16; }
 
-// Lanes from one row of an operand to the next.
+// Return the stride between rows of an operand, in lanes.
 template <class K>
 int64_t row_lanes(int64_t numbers) {
     return K::TILED ? odd_lines(K::lanes(numbers)) : K::lanes(numbers);
 }
 
-// One row as lanes, zero after its end.
+// Write one row as lanes, zero after its end.
 template <class K>
 static void pack_row(const typename K::E::T* row, int64_t numbers, float* to) {
     if constexpr (K::PAIR == 2) {
@@ -176,7 +176,7 @@ static void pack_row(const typename K::E::T* row, int64_t numbers, float* to) {
     }
 }
 
-// The same of a row of that dtype, where K holds fp32 numbers of any.
+// Write one row of that dtype as lanes. If K has fp32 operands, any dtype is allowed.
 template <class K>
 static void pack_row_of(int32_t dtype, const void* row, int64_t numbers, float* to) {
     if constexpr (K::PAIR == 2) return pack_row<K>((const typename K::E::T*)row, numbers, to);
@@ -187,7 +187,7 @@ static void pack_row_of(int32_t dtype, const void* row, int64_t numbers, float* 
 }
 
 #ifdef QUIRE_TILES
-// One row of the cache as lanes, zero after its end.
+// Write one row of the cache as lanes, zero after its end.
 template <class K>
 static void pack_cache_row(const typename K::Cache::T* row, int64_t numbers, float* to) {
     if constexpr (K::SCALED) {
@@ -200,8 +200,8 @@ static void pack_cache_row(const typename K::Cache::T* row, int64_t numbers, flo
 }
 #endif
 
-// Brings in rows of the tiles to come, line after line as they lie in memory, a few at a time wherever the work on the current
-// tile leaves the memory idle.
+// Prefetches rows of the next tiles, line after line in the order of memory, a few at a time when the work on the current tile leaves
+// memory idle.
 template <class T>
 class Fetcher {
     struct Rows {
@@ -229,7 +229,7 @@ class Fetcher {
     void begin(const Rows& rows) { row = rows.first, end = rows.end, bytes = rows.bytes; }
 
   public:
-    // These come after what was added before.
+    // Append rows to those that were added before.
     void add(const T* const* rows, int number, int bytes_of_row) {
         if (number <= 0) return;
         all[count++] = {rows, rows + number, bytes_of_row};
@@ -243,7 +243,7 @@ class Fetcher {
     }
 };
 
-// Up to PANEL keys, transposed: to[lane][key]. W at a time, so that `count` is taken as a multiple of that.
+// Transpose up to PANEL keys: to[lane][key]. It processes W keys at a time, so `count` is rounded up to a multiple of W.
 template <class K, class T = typename K::Cache::T>
 static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetcher<T>& fetcher) {
     constexpr int step = W * K::PER_LANE;  // numbers of a key in one vector
@@ -262,17 +262,17 @@ static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetch
             transpose(lanes);
             float* at = to + (int64_t)(c / step) * lanes_of_step * PANEL + t;
             constexpr int apart = lanes_of_step / W * PANEL;
-            if (whole) {  // by itself, so that lanes are stored from registers
+            if (whole) {  // a separate loop, so that lanes are stored from registers
                 QUIRE_UNROLL for (int i = 0; i < W; i++) K::put_keys(at + i * apart, lanes[i], K::PER_LANE);
                 continue;
             }
-            const int held = (int)K::lanes(left) * K::PAIR;  // numbers that the operand has room for
+            const int held = (int)K::lanes(left) * K::PAIR;  // numbers that fit into the operand
             for (int i = 0; i < W && i * K::PER_LANE < held; i++) K::put_keys(at + i * apart, lanes[i], left - i * K::PER_LANE);
         }
     }
 }
 
-// N vectors of the operand that the values of K::PAIR keys make, from a column on, of which `left` hold numbers.
+// Load N vectors of the operand from the values of K::PAIR keys, from a column on, of which `left` columns exist.
 template <class K, int N, bool WHOLE, class T = typename K::Cache::T>
 QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) {
     using C = typename K::Cache;
@@ -295,8 +295,8 @@ QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) 
     }
 }
 
-// The values of `count` keys (even where lanes are pairs) of one panel of columns, as an operand: to[lane][column]. `fetch` is
-// called for each lane.
+// Pack the values of `count` keys (an even number if lanes are pairs) in one panel of columns as an operand: to[lane][column].
+// `fetch` is called for each lane.
 template <class K, int N, bool WHOLE, class Fetch, class T = typename K::Cache::T>
 static void pack_columns(const T* const* rows, int count, int column, int left, float* to, const Fetch& fetch) {
     for (int t = 0; t < count; t += K::PAIR, to += PANEL) {
@@ -312,8 +312,8 @@ static void pack_panel(const T* const* rows, int count, int column, int left, fl
     else pack_columns<K, N, false>(rows, count, column, left, to, fetch);
 }
 
-// Sums of R rows over N vectors of columns, the values taken from where they lie: what packing them and multiplying would give, bit
-// for bit, and faster for few rows.
+// Compute the sums of R rows over N vectors of columns, reading the values where they are stored. It gives the same bits as packing
+// and multiplying them, and is faster for few rows.
 template <class K, int R, int N, class T = typename K::Cache::T>
 static void weigh_panel(
     const float* weights, int64_t stride, const T* const* rows, int begin, int end, int column, float* sums, int64_t sums_stride,
@@ -334,7 +334,7 @@ static void weigh_panel(
         QUIRE_UNROLL for (int j = 0; j < N; j++) store(sums + i * sums_stride + j * W, sum[i][j]);
 }
 
-// Call f.template operator()<N>() for the N vectors, of 2 or of COLUMNS, that hold `left` numbers, or the first ones of them.
+// Call f.template operator()<N>() with the number of vectors, 2 or COLUMNS, that hold `left` numbers, or as many of them as fit.
 template <class F>
 QUIRE_INLINE void with_width(int left, const F& f) {
     if constexpr (COLUMNS == 4)

@@ -1,4 +1,4 @@
-// Weights of floating-point numbers, as kinds of linear.h, and the entry points of all weights.
+// Floating-point weights, as kinds of linear.h, and the entry points of all weights.
 
 #include "entries.h"
 #include "linear_calls.h"
@@ -10,10 +10,10 @@
 
 namespace {
 
-// -------------------------------------------------------------------------------- weights that are multiplied as they lie
+// -------------------------------------------------------------------------------- weights that are multiplied unconverted
 
-// For tiles, rows of x in place are whole lines; of many rows that lie a multiple of 4 KiB apart, the lines would compete for the
-// same places of the caches.
+// Tiles read rows of x in place only if these are whole cache lines, and not if there are many rows with a stride that is a multiple
+// of 4 KiB, whose lines would conflict in the caches.
 template <class K>
 static bool in_place(const LinearParams& p, int64_t rows, int64_t stride) {
     if constexpr (K::TILED) return p.in_size % 32 == 0 && stride % 32 == 0 && (rows <= 32 || stride % 2048);
@@ -63,7 +63,7 @@ static const LinearKind& plain_kind() {
     return KIND;
 }
 
-// ------------------------------------------------------------------------------------------------------- narrow ones
+// ------------------------------------------------------------------------------------------------------- narrow weights
 
 template <class K>
 static bool narrow_in_place(const LinearParams& p, int64_t, int64_t stride) {
@@ -109,23 +109,23 @@ const LinearKind& QUIRE_NAME(linear_kind, QUIRE_ISA)(const LinearParams& p) {
 
 // ---------------------------------------------------------------------------------------------------- entry points
 
-// Bytes of a weight once it is packed.
+// Return the bytes of a packed weight.
 ENTRY_OF(int64_t, packed_bytes)(ParallelFor, const LinearParams* p) {
     const LinearKind& kind = linear_kind(*p);
     return (p->out_size + W - 1) / W * kind.strip_lines(*p) * kind.line;
 }
 
-// fp32 numbers that the copy of a row takes.
+// Return the fp32 numbers that the copy of a row takes.
 ENTRY_OF(int64_t, row_lanes)(ParallelFor, const LinearParams* p) { return linear_kind(*p).x_lanes(*p); }
 
-// The distance, in numbers, at which rows of `numbers` numbers are read fast in place.
+// Return the stride, in numbers, at which rows of `numbers` numbers are read fast in place.
 ENTRY_OF(int64_t, row_stride)(ParallelFor, int64_t numbers, int32_t dtype) {
     int64_t stride = 0;
     with_kind(dtype, [&]<class K>() { stride = row_lanes<K>(numbers) * K::PAIR; });
     return stride;
 }
 
-// fp32 numbers of room for the rows of x that linear copies. stride: from row to row, in numbers.
+// Return the fp32 numbers of scratch for the rows of x that `linear` copies. stride: from row to row, in numbers.
 ENTRY_OF(int64_t, copy_size)(ParallelFor, const LinearParams* p, int64_t rows, int64_t stride) {
     const LinearKind& kind = linear_kind(*p);
     if (kind.in_place(*p, rows, stride)) return kind.tiled && rows > 32 ? 16 * kind.x_lanes(*p) : 0;
@@ -134,19 +134,19 @@ ENTRY_OF(int64_t, copy_size)(ParallelFor, const LinearParams* p, int64_t rows, i
 
 ENTRY(linear)(ParallelFor parallel_for, const LinearParams* params) { linear(parallel_for, params); }
 
-// weight: [out, in]. packed: strips of W rows each.
+// Pack a weight. weight: [out, in]. packed: strips of W rows each.
 ENTRY(pack)(ParallelFor parallel_for, const LinearParams* p, const void* weight, int64_t row_stride, void* packed) {
     with_kind(p->dtype, [&]<class K>() { pack_strips<K>(parallel_for, weight, row_stride, p->out_size, p->in_size, packed); });
 }
 
-// The same of narrow numbers. codes: [out, in], one a byte. scales: [out, groups].
+// Pack a weight of narrow numbers. codes: [out, in], one per byte. scales: [out, groups].
 ENTRY(pack_narrow)(ParallelFor parallel_for, const LinearParams* p, const uint8_t* codes, const float* scales, char* packed) {
     with_narrow(*p, [&]<class K>() { pack_narrow<K>(parallel_for, *p, codes, scales, packed); });
 }
 
-// Rows of a weight that was packed: to[i] is row places[i], bit for bit what was packed, or the number that the integers stand for. A
-// row has some numbers of each of its strip's cache lines, so reading one costs as many bytes as W rows have. Writes nothing and
-// returns a place in `places` that is no row, or -1. A narrow weight is not read again.
+// Read rows of a packed weight: to[i] is row places[i], with the bits that were packed, or dequantised if they are integers. Each of a
+// strip's cache lines has some numbers of a row, so reading one row costs as many bytes as W rows have. Return -1. If an entry of
+// `places` is not a row, write nothing and return its index. Narrow weights are not supported.
 ENTRY_OF(int64_t, unpack)(ParallelFor parallel_for, const LinearParams* p, const int64_t* places, int64_t count, void* to) {
     for (int64_t i = 0; i < count; i++)
         if (places[i] < 0 || places[i] >= p->out_size) return i;

@@ -1,11 +1,11 @@
-// x @ weight.T + bias for a weight that was packed once.
+// x @ weight.T + bias for a packed weight.
 //
-// W rows of the weight, transposed, make a strip: the lines that the kernels read lie one after the other, so a strip is one
-// stream from memory however many strips are multiplied at a time.
+// W rows of the weight, transposed, form a strip: the lines that the kernels read are contiguous, so a strip is one stream from memory,
+// whatever the number of strips that are multiplied at a time.
 //
-// linear_calls.h divides products into items for threads, LinearItems hands them out. A LinearKind multiplies: linear.cpp has those of floating-point numbers
-// (linear_vectors.h, linear_narrow.h, linear_tiles.h), linear_integers.cpp those of integers (linear_integers.h,
-// linear_integer_tiles.h). In each, the bits of a number depend neither on the other rows nor on how the work is cut.
+// linear_calls.h divides products into items for threads, and LinearItems distributes them. A LinearKind multiplies: linear.cpp has the
+// kinds of floating-point weights (linear_vectors.h, linear_narrow.h, linear_tiles.h), linear_integers.cpp those of integers
+// (linear_integers.h, linear_integer_tiles.h). All are batch-invariant, and the bits do not depend on the division of the work either.
 #pragma once
 
 #include "isa.h"
@@ -18,21 +18,21 @@ struct LinearCall {
     const float* x;     // [T, x_stride] lanes
     const float* tail;  // lanes of the rows from `whole` on
     int64_t x_stride, tail_stride, whole, strips, lanes, panels, chunks;
-    int64_t first;  // of its items among those of all products
+    int64_t first;  // index of its first item among those of all products
 };
 
-// Items that a thread takes first. Of one product with few rows they are about the strips that it packed, whose pages so lie in
-// its own memory.
+// Items that a thread takes first. For one product with few rows, these are about the strips that it packed, whose pages are in the
+// memory local to its core.
 struct alignas(64) LinearShare {
-    int64_t next, end;  // the first one that is not taken yet
+    int64_t next, end;  // next: the first item that is not taken yet
 };
 
 constexpr int MOST_SHARES = 64;
-constexpr int64_t PANEL_BYTES = 512 << 10;  // of the weight, that stay in the second cache together with the rows
+constexpr int64_t PANEL_BYTES = 512 << 10;  // bytes of the weight that fit the L2 cache together with the rows
 
 struct LinearKind;
 
-// What all workers share: products with weights of one shape, as one stretch of work.
+// The state that all workers share: products with weights of one shape, treated as one range of items.
 struct LinearWork {
     const LinearKind* kind;
     const LinearCall* calls;
@@ -46,25 +46,25 @@ struct LinearKind {
     int pair;    // numbers of x in a lane that is read in place
     bool tiled;  // 16 rows of x are read at a time
     int line;    // bytes of a line of a strip
-    int chunk;   // rows of x that an item has at most
-    int panel_strips, few_strips;  // of a panel; of one that at most 32 rows are multiplied with
-    int unit;                      // strips that are not parted
+    int chunk;   // most rows of x in an item
+    int panel_strips, few_strips;  // strips of a panel; the same with at most 32 rows
+    int unit;                      // strips that stay in one panel
     int64_t (*strip_lines)(const LinearParams& p);
-    int64_t (*x_lanes)(const LinearParams& p);  // of a row of x that was copied
-    // Whether the kernel reads rows where they are, `stride` numbers apart, as its lanes.
+    int64_t (*x_lanes)(const LinearParams& p);  // of a copied row of x
+    // Whether the kernel can read rows in place, `stride` numbers apart, as lanes.
     bool (*in_place)(const LinearParams& p, int64_t rows, int64_t stride);
     void (*copy_row)(const LinearParams& p, const void* row, float* to);  // as lanes
     void (*work)(LinearWork& all, int64_t thread);
-    void (*unpack_row)(const LinearParams& p, int64_t row, void* to);  // of the weight; null: a packed weight is not read again
+    void (*unpack_row)(const LinearParams& p, int64_t row, void* to);  // a row of the weight; null: not supported
 };
 
-// The kind of a weight; of one of integers.
+// Return the kind of a weight; the kind of an integer weight.
 const LinearKind& QUIRE_NAME(linear_kind, QUIRE_ISA)(const LinearParams& p);
 const LinearKind& QUIRE_NAME(integer_kind, QUIRE_ISA)(const LinearParams& p);
 
 namespace {
 
-// A panel of strips and a chunk of rows.
+// A unit of work: a panel of strips and a chunk of rows.
 struct LinearItem {
     const LinearCall* call;
     int64_t first_row, first_strip;
@@ -73,8 +73,8 @@ struct LinearItem {
     int64_t stride;  // bytes from one strip to the next
 };
 
-// Hands a worker its items: those of its share, then what is left of the others'. A panel that fits the second cache meets all
-// chunks before the next panel; else a chunk meets all panels.
+// Distributes items to a worker: those of its share, then the remaining ones of other shares. A panel that fits the L2 cache is
+// multiplied with all chunks before the next panel; otherwise, a chunk is multiplied with all panels first.
 class LinearItems {
   public:
     LinearItems(LinearWork& all, int64_t thread)
@@ -112,12 +112,12 @@ class LinearItems {
 
   private:
     LinearWork& all;
-    const LinearCall* current;  // whose item was taken last
-    int share, left;            // from which it takes; how many there are, this one included, that may have items left
+    const LinearCall* current;  // the call of the last item
+    int share, left;            // the current share; the number of shares, this one included, that may have items left
 };
 
-// Calls f.template operator()<N>(part, next) for parts of an item's strips, COLUMNS or 2 at a time. One that is left is multiplied
-// twice: its stride is 0, and its second sums are not read. next: the weight of what comes then; after: that of the next item.
+// Call f.template operator()<N>(part, next) for parts of an item's strips, COLUMNS or 2 at a time. A single remaining strip is
+// multiplied twice: its stride is 0, and its second sums are not read. next: weight of the next part; after: that of the next item.
 template <class F>
 static inline void each_part(LinearItem rest, const char* after, const F& f) {
     const auto run = [&]<int N>(int strips) {

@@ -1,11 +1,11 @@
-// Products by packed weights: rows of x as lanes, and the work divided among threads.
+// Products by packed weights: conversion of rows of x to lanes, and division of the work between threads.
 #pragma once
 
 #include "linear.h"
 
 namespace {
 
-constexpr int64_t MANY = 16;  // items a thread, with which it does not matter how evenly they can be shared
+constexpr int64_t MANY = 16;  // items per thread from which an uneven division no longer matters
 
 static inline const LinearKind& linear_kind(const LinearParams& p) { return QUIRE_NAME(linear_kind, QUIRE_ISA)(p); }
 
@@ -18,14 +18,14 @@ static LinearCall linear_call(const LinearKind& kind, const LinearParams* p) {
     return call;
 }
 
-// Rows of x from `first` on, as lanes.
+// Write the rows of x from `first` on as lanes.
 static void copy_rows(ParallelFor parallel_for, const LinearKind& kind, const LinearParams& p, int64_t first) {
     const int64_t lanes = kind.x_lanes(p), bytes = p.x_stride * (p.dtype == DTYPE_F32 ? 4 : 2);
     parallel(parallel_for, p.rows - first, rows_a_thread(p.in_size),
              [&](int64_t i) { kind.copy_row(p, (const char*)p.x + (first + i) * bytes, p.copy + i * lanes); });
 }
 
-// The rows of x as lanes: where they lie if they are that already, else copied. In place, tiles may read 15 rows too many.
+// Provide the rows of x as lanes: in place if they have this layout already, else copied. In place, tiles may read 15 extra rows.
 static void take_rows(ParallelFor parallel_for, const LinearKind& kind, LinearCall& call) {
     const LinearParams& p = *call.params;
     if (kind.in_place(p, p.rows, p.x_stride)) {
@@ -36,7 +36,7 @@ static void take_rows(ParallelFor parallel_for, const LinearKind& kind, LinearCa
     call.x = p.copy, call.x_stride = kind.x_lanes(p);
 }
 
-// Tiles read many rows 16 at a time: the last ones are copied, so that nothing after them is read.
+// Tiles read many rows 16 at a time. The last ones are copied, so that no memory after them is read.
 static void take_tail(ParallelFor parallel_for, const LinearKind& kind, LinearCall& call) {
     const LinearParams& p = *call.params;
     if (!kind.tiled || p.rows <= 32 || call.x == p.copy) return;
@@ -45,7 +45,7 @@ static void take_tail(ParallelFor parallel_for, const LinearKind& kind, LinearCa
     call.tail = p.copy, call.tail_stride = kind.x_lanes(p);
 }
 
-// All of these products, at least one. Their weights are of one shape, and their rows lie in lanes.
+// Compute all of these products, at least one. Their weights have one shape, and their rows are lanes.
 static void multiply_calls(ParallelFor parallel_for, const LinearKind& kind, LinearCall* calls, int64_t count, int64_t most_threads) {
     const LinearParams& p = *calls->params;
     int64_t rows = 0, most_rows = 0, chunks = 0;
@@ -56,7 +56,7 @@ static void multiply_calls(ParallelFor parallel_for, const LinearKind& kind, Lin
     const int64_t threads = rows * p.in_size * p.out_size < FORK ? 1 : most_threads;
     const int64_t wide = most_rows > 32 ? kind.panel_strips : kind.few_strips, units = (calls->strips + kind.unit - 1) / kind.unit;
     int64_t panels = (calls->strips + wide - 1) / wide;
-    if (panels * chunks < MANY * threads) {  // narrower ones, so that all threads end together
+    if (panels * chunks < MANY * threads) {  // use narrower panels, so that all threads end at about the same time
         const int64_t turns = (panels + threads - 1) / threads;
         panels = turns * threads < units ? turns * threads : units;
     }

@@ -1,12 +1,12 @@
-// Products of integers by tiles, where there are more rows than vectors take at once. Sums of integers are exact, so the bits
-// are those of linear_integers.h, which has the format and the order of all that is rounded.
+// Products of integers by tiles, used if there are more rows than vectors take at once. Sums of integers are exact, so the bits are
+// those of linear_integers.h, which documents the format and the order of rounding.
 //
-// Of a weight of bytes, 16 lines in a row are a tile as they lie. What has fewer bits becomes bytes first, once for all rows of an
-// item, less its zeros, so that no zero is left to take from the sums. A tile is 64 inputs deep, or all 32 of a group. Where there
-// are sub-scales, values times these become two planes of bytes, 128 times the first one and the second one, which are multiplied
-// one after the other.
+// For weights of 8 bits, 16 consecutive lines are a tile. Weights of fewer bits are converted to bytes once for all rows of an item,
+// with their zeros subtracted, so that no correction of the sums is needed. A tile is 64 inputs deep, or 32 if that is a group. With
+// sub-scales, the products of values and sub-scales are split into two planes of bytes, 128 * upper + lower, which are multiplied one
+// after the other.
 //
-// What 32 rows and two strips give in a segment leaves the tiles as integers. Vectors scale these and add them to the rows'
+// The sums of 32 rows and two strips in a segment are stored from the tiles as integers. Vectors scale them and add them to the rows'
 // sums between the products of the next segment.
 #pragma once
 
@@ -17,8 +17,8 @@
 
 namespace {
 
-// The scales of a product: of each row of x and segment, together with one of each group of the weight; the same, with one of
-// each output at the end; or one of each row and output, both at the end.
+// The scales of a product: one per row of x and segment, with one per group of the weight; the same, with one per output at the end;
+// or one per row and one per output, both at the end.
 enum class Scales { OF_GROUPS, OF_OUTPUTS, OF_ROWS };
 
 template <class K>
@@ -28,11 +28,11 @@ struct LinearIntegerTiles {
     static constexpr int CHUNK = LinearTiles::CHUNK;
     static constexpr int PANEL_STRIPS = LinearTiles::PANEL_STRIPS;
 
-    // Rows that vectors take: one turn of theirs. On a Granite Rapids a forerunner read a weight for 4 rows at 0.86 of the rate for one,
-    // and for 8, which took two turns, at 0.6 to 0.7 of it.
+    // Up to this number of rows, vectors are used: one block of rows. On a Granite Rapids, an earlier version read a weight for 4 rows
+    // at 0.86 of the rate for one row, and for 8 rows, in two blocks, at 0.6 to 0.7 of it.
     static constexpr int FEW = ROWS;
-    // Inputs of two strips, as bytes 24 KiB, that stay in the first cache while an item's rows pass by. So it was measured of a forerunner on a
-    // Granite Rapids: scaling the sums of each 128 inputs then took 15 to 20 % of the time.
+    // Inputs of two strips, 24 KiB as bytes, that stay in the L1 cache for all rows of an item. This was measured with an earlier
+    // version on a Granite Rapids, where scaling the sums of each 128 inputs took 15 to 20 % of the time.
     static constexpr int64_t DEPTH = 768 / PLANES;
 
     LinearItems items;
@@ -46,7 +46,7 @@ struct LinearIntegerTiles {
         LinearItem item, after;
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
-            const char* next = more ? after.weight : item.weight;  // the latter is in the cache
+            const char* next = more ? after.weight : item.weight;  // item.weight is cached already, so prefetching it is harmless
             const LinearParams& p = *item.call->params;
             if (item.rows <= FEW) vectors.multiply(item, next);
             else if (by_row(p)) multiply<Scales::OF_ROWS>(item, next);
@@ -58,36 +58,36 @@ struct LinearIntegerTiles {
   private:
     using Block = float[32][2][W];  // sums of rows and strips
 
-    // Segments begin.. of two strips.
+    // The segments begin..end - 1 of two strips.
     struct Part {
         Lines<K> lines;
         const LinearParams& params;
         const char* weight;  // of the first strip, all of it
-        int64_t other;       // bytes to the second strip; 0: there is none, and the first one is multiplied twice
+        int64_t other;       // bytes to the second strip; 0: only one strip, which is multiplied twice
         int64_t begin, end;
-        bool passes;         // only one block of rows meets it
+        bool passes;         // it is used by only one block of rows
 
         int64_t tile() const { return (lines.segments.size < 64 ? lines.segments.size : 64) * W; }  // bytes
         int64_t tiles(int64_t segment) const { return (lines.units(segment) * K::QUADS + 15) / 16; }
-        // Whether the lines of a segment are no whole tiles, so that those after them may lie beyond the weight.
+        // Whether the lines of a segment are not a whole number of tiles, so that a tile may extend beyond the weight.
         bool is_ragged(int64_t segment) const {
             return segment + 1 == lines.segments.count && lines.segments.last * W % tile();
         }
-        // Bytes of a segment in one plane, and where those of its first plane stand among those of the part.
+        // Bytes of a segment in one plane, and the offset of its first plane within the part.
         int64_t plane() const { return lines.segments.size * 2 * W; }
         int64_t place(int64_t segment) const { return (segment - begin) * PLANES * plane(); }
         const char* at(int64_t segment) const { return weight + lines.at(segment) * LINE; }
-        // A segment's lines of scales, of the first strip.
+        // Return the lines of scales of a segment in the first strip.
         const char* scales(int64_t segment) const { return weight + lines.scales_at(segment) * LINE; }
     };
 
     // The tiles of a segment.
     struct Operand {
         const char* at;
-        int64_t tile, strip;  // bytes from one to the next, and to those of the second strip
+        int64_t tile, strip;  // bytes from one tile to the next, and from the first strip to the second
     };
 
-    // As the tiles of bf16 do it, two strips and two blocks of 16 rows at a time, in stretches of the inputs.
+    // Multiply two strips and two blocks of 16 rows at a time, in stretches of the inputs, as the tiles of bf16 do.
     template <Scales S>
     void multiply(const LinearItem& item, const char* after) {
         const LinearParams& p = *item.call->params;
@@ -124,7 +124,7 @@ struct LinearIntegerTiles {
 
     typedef uint8_t Bytes __attribute__((vector_size(64)));
 
-    // What is no tile as it lies.
+    // Convert segments that cannot be loaded as tiles.
     void unpack(const Part& part) {
         if constexpr (BITS != 8) {
             for (int64_t s = part.begin; s < part.end; s++) unpack_segment(part, s, unpacked + part.place(s));
@@ -133,7 +133,7 @@ struct LinearIntegerTiles {
         }
     }
 
-    // Tiles of both strips in turn. What stands after the last line does not matter: it is multiplied with zeros.
+    // Write the tiles of both strips alternately. Bytes after the last line do not matter, as they are multiplied with zeros.
     void unpack_segment(const Part& part, int64_t segment, char* to) const {
         const LinearParams& p = part.params;
         const int64_t units = part.lines.units(segment), tile = part.tile();
@@ -166,7 +166,7 @@ struct LinearIntegerTiles {
         Bytes upper, lower;
     };
 
-    // Each of a lane's bytes times its scale: 128 * upper + lower, with lower in 0..127.
+    // Multiply each of a lane's bytes by its scale: 128 * upper + lower, with lower in 0..127.
     QUIRE_INLINE Planes scaled_bytes(Bytes values, I scale) {
         const U twice = ((U)scale & 0xffffu) | (U)scale << 16;
         const Halves even = (Halves)((Halves)values << 8) >> 8, odd = (Halves)values >> 8;
@@ -185,14 +185,14 @@ struct LinearIntegerTiles {
 
     // --------------------------------------------------------------------------------------------- products
 
-    // The totals of a segment that are not yet part of the rows' sums.
+    // Totals of a segment that have not been added to the rows' sums yet.
     template <Scales S>
     struct Pending {
         V scales[2], offsets[2];  // of the two strips
         U sub_minimums[2];
-        const float* of_x;  // a row's scale; its sums stand `sums_from` lanes further
+        const float* of_x;  // scale of the current row; its sums are `sums_from` lanes further
         int64_t x_stride, sums_from;
-        int64_t row, rows;  // those from `row` on are left
+        int64_t row, rows;  // rows from `row` on are pending
         bool minimums;
     };
 
@@ -213,7 +213,7 @@ struct LinearIntegerTiles {
         return found;
     }
 
-    // Adds `count` rows of the totals to the sums. As in quire/ops/quantised.py; what is taken for the zeros is exact.
+    // Add `count` rows of the totals to the sums, as in quire/ops/quantised.py. The subtraction of zeros is exact.
     template <Scales S>
     QUIRE_INLINE_MEMBER void add_totals(Pending<S>& of, int64_t count, Block& sums) const {
         if constexpr (S == Scales::OF_ROWS) return;
@@ -239,15 +239,15 @@ struct LinearIntegerTiles {
         }
     }
 
-    // Adds what a part gives for HALVES times 16 rows to their sums, those of rows with one scale as integers.
+    // Add the products of a part to the sums of HALVES times 16 rows. Sums of rows with one scale are integers.
     template <Scales S, int HALVES>
     void add(Tiles& tiles, const LinearCall& call, const Part& part, int64_t first, int rows, Block& sums, FetchPair& ahead) {
         constexpr bool CARRIED = S == Scales::OF_ROWS, SIGNED = BITS != 8;
         const float* const x = call.x + first * call.x_stride;
         const int64_t lda = call.x_stride * 4;
         Pending<S> before = {};
-        // Other blocks of rows find it in the first cache. For one alone, the load that leaves it in the second one is faster: 4
-        // times on a Granite Rapids.
+        // Several blocks of rows reuse the weight in the L1 cache. For one block, a load that leaves it in the L2 cache is faster: by a
+        // factor of 4 on a Granite Rapids.
         const auto load_weight = [&]<int TILE>(const char* at) __attribute__((always_inline)) {
             if (BITS == 8 && part.passes) tiles.template load_far<TILE>(at, 64);
             else tiles.template load<TILE>(at, 64);
@@ -262,7 +262,7 @@ struct LinearIntegerTiles {
                 const Operand weight = operand(part, s, plane);
                 const char* rows_at = (const char*)x + s * part.lines.segments.size;
                 const int64_t depth = part.tiles(s);
-                const int step = depth == 1 ? 8 : 4;  // rows after each product, so that none is left after the last one
+                const int step = depth == 1 ? 8 : 4;  // rows to add after each product, so that all are added after the last one
                 if constexpr (!CARRIED)
                     tiles.template zero<0>(), tiles.template zero<1>(), tiles.template zero<2>(), tiles.template zero<3>();
                 for (int64_t t = 0; t < depth; t++, rows_at += 64) {

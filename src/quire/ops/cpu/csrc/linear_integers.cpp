@@ -1,4 +1,4 @@
-// Weights of integers, as entry points and as kinds of linear.h.
+// Integer weights, as kinds of linear.h, and their entry points.
 
 #include "linear_integers_pack.h"
 #ifdef QUIRE_TILES
@@ -59,12 +59,12 @@ const LinearKind& QUIRE_NAME(integer_kind, QUIRE_ISA)(const LinearParams& p) {
     return *kind;
 }
 
-// weight: [out, in], quantised. packed: strips of W rows each.
+// Pack a quantised weight. weight: [out, in]. packed: strips of W rows each.
 ENTRY(pack_values)(ParallelFor parallel_for, const LinearParams* p, const IntegerParts* parts, char* packed) {
     with_integers(*p, [&]<class K>() { pack_values<K>(parallel_for, *p, *parts, packed); });
 }
 
-// The same of GGUF's blocks of a kind. rows: where each of the weight's begins.
+// Pack a weight of GGUF blocks of a kind. rows: the address of each row of the weight.
 ENTRY(pack_blocks)(ParallelFor parallel_for, const LinearParams* p, int32_t kind, const uint8_t* const* rows, char* packed) {
     with_integers(*p, [&]<class K>() { pack_blocks<K>(parallel_for, *p, kind, rows, packed); });
 }
