@@ -82,7 +82,7 @@ def test_a_model_is_pulled_listed_and_removed(cache: Path) -> None:
     assert removed.exit_code == 0
     assert removed.stdout.startswith("removed someone/tiny (main), ")
     assert not path.exists()
-    assert quire("list").stdout.startswith("There are none")
+    assert quire("list").stdout.startswith("The cache has no models")
 
 
 @pytest.mark.parametrize(("answer", "remains"), [("n", True), ("y", False)])

@@ -98,7 +98,7 @@ def test_the_connection_is_closed_before_the_end() -> None:
 
 
 def test_no_http() -> None:
-    with pytest.raises(ConnectionError, match="no HTTP"):
+    with pytest.raises(ConnectionError, match="not HTTP"):
         reading([b"SSH-2.0-x\r\n\r\n"], lambda _: None)
 
 

@@ -515,7 +515,7 @@ def test_a_device_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"events": [{"at": 1, "kill": "b-7"}]}, "there is no replica, host or kind 'b-7' to kill"),
         ({"events": [{"at": 1}]}, r"events\[0\] has at; it must have one of kill, hang, slow, partition"),
         ({"events": [{"at": -1, "kill": "a-0"}]}, r"events\[0\]: at is -1"),
-        ({"goal": {"ttft_p95": 1}}, "goal 'ttft_p95' is none"),
+        ({"goal": {"ttft_p95": 1}}, "goal 'ttft_p95' is unknown"),
         ({"replicas": []}, "there are no replicas"),
         ({"replicas": [{"kind": "a"}]}, r"replicas\[0\]: device is missing"),
         ({"replicas": [{"kind": "a", "device": "none.json"}]}, "there is no device file"),
@@ -560,7 +560,7 @@ def test_the_command(directory: Path, tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["simulate", "--fleet", str(path), "--goal", "ttft_p90=0.5", "--json"])
     assert json.loads(found.stdout)["replicas"] >= 1
     for arguments, message in (
-        (["--goal", "speed=3"], "goal 'speed' is none"),
+        (["--goal", "speed=3"], "goal 'speed' is unknown"),
         (["--goal", "ttft_p90=soon"], "goal is 'ttft_p90=soon'"),
         (["--blocks", "3"], "a load and its options are part of the --fleet file"),
     ):
