@@ -1,4 +1,4 @@
-"""The backend of GPUs."""
+"""The GPU backend."""
 
 from quire.ops.triton.backend import TritonBackend
 

@@ -2,25 +2,26 @@
 
 A program has one item of the plan's work list and one KV head. An item is a tile of query rows and a range of keys:
 its rows are (query token, head) pairs, the G heads of a token next to each other, so that keys are read once for all of
-them; the tokens may come from several sequences where these share the keys. The online softmax (Milakov & Gimelshein
-2018) runs over tiles of keys that lie at absolute multiples of the tile's size, in base 2.
+them. The tokens may be from several sequences if these share the keys. The online softmax (Milakov & Gimelshein
+2018) runs over tiles of keys at absolute multiples of the tile's size, in base 2.
 
-What decides its speed:
-- The ids of a tile's blocks are loaded one iteration ahead. A loop that loads ids and, in the same iteration, the keys
-  after them is not pipelined by the compiler.
-- Tiles that all rows see whole take no masks; the plan says where they begin and end.
-- Head dimensions that are no power of two are cut in a main part and a tail: 80 = 64 + 16, 192 = 128 + 64.
+Three choices determine its speed:
+- The ids of a tile's blocks are loaded one iteration ahead. The compiler does not pipeline a loop that loads ids and,
+  in the same iteration, the keys at these ids.
+- Tiles that are entirely visible to all rows use no masks; the plan gives their range.
+- Head dimensions that are not a power of two are split into a main part and a tail: 80 = 64 + 16, 192 = 128 + 64.
 
 A row has the weight 0 for a key that it does not see, and 0 times an infinite value or NaN is NaN. So a program whose
-rows see different keys reports rows whose sums are not finite. A second launch (FINITE) does such items once more
-without these values, and stores the rows that see none of them. The others have seen one: theirs stays as it is.
+rows see different keys reports rows whose sums are not finite. A second launch (FINITE) computes such items again
+without these values, and stores the rows that see none of them. The results of the other rows are left unchanged.
 
 A cache of integers has scales: those of K multiply the products before the scale of the scores does, those of V the
-weights before these are rounded, and what a row does not see weighs 0 again after that. Integers are finite, so that
-nothing is done once more. Those of a LATENT cache multiply the products of the main part (V's) and of the tail.
+weights before these are rounded; afterwards the weights of keys that a row does not see are set to 0 again. Integers
+are finite, so no second launch is needed. In a LATENT cache the scales multiply the products of the main part (V's) and
+of the tail.
 
-Scalar offsets are added to a pointer before the offsets of a tensor are: the compiler (3.5, 3.6) has got the other
-order wrong in split reductions. What may exceed 2^31 is computed in 64 bits. An argument that is None is compiled away.
+Scalar offsets are added to a pointer before the offsets of a tensor: the compiler (3.5, 3.6) miscompiled the other
+order in split reductions. Offsets that may exceed 2^31 have 64 bits. An argument that is `None` is compiled away.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.constexpr_function
 def main_part(dim: int) -> int:
-    """The largest power of two in a head dimension, at least what a matrix product takes."""
+    """Return the largest power of two in a head dimension, at least the 16 that a matrix product needs."""
     return max(16, 1 << (dim.bit_length() - 1))
 
 
 @triton.constexpr_function
 def tail_part(dim: int) -> int:
-    """What is left of it, up to the next power of two; 0 where nothing is."""
+    """Return the size of the rest of a head dimension, rounded up to a power of two, or 0 without a rest."""
     left = dim - main_part(dim)
     return 0 if left <= 0 else max(16, 1 << (left - 1).bit_length())
 
 
 @triton.jit
 def _fold(mix, top, total, new_mix, new_top, new_total):
-    """The state over two sets of keys. `reproducible` rests on this being one order of operations everywhere."""
+    """Merge the states over two sets of keys. `reproducible` requires the same order of operations everywhere."""
     both = tl.maximum(top, new_top)
     shift = tl.where(both == float("-inf"), 0.0, both)
     old, new = tl.exp2(top - shift), tl.exp2(new_top - shift)
@@ -58,7 +59,7 @@ def _fold(mix, top, total, new_mix, new_top, new_total):
 
 @triton.jit
 def _share(top, total, sink):
-    """What a row's sum of weighted values is multiplied by: 1 / denominator; 0 for a row that has seen nothing."""
+    """Return the factor of a row's sum of weighted values: 1 / denominator, or 0 for a row that has seen no key."""
     if sink is not None:
         total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
     return tl.where(total == 0, 0.0, 1.0 / total)  # NaN stays
@@ -66,7 +67,7 @@ def _share(top, total, sink):
 
 @triton.jit
 def _ids(table, first, lane, hi, TILE: tl.constexpr, B: tl.constexpr):
-    """The blocks of the keys of the tile that begins at `first`. Entries beyond `hi` may hold anything: not read."""
+    """Load the block ids of the keys in the tile that begins at `first`. Entries beyond `hi` are not read."""
     if TILE % B == 0:
         at = first // B + lane // B
     elif B % TILE == 0:
@@ -78,7 +79,7 @@ def _ids(table, first, lane, hi, TILE: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _part(base, at, held, dtype, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Dimensions FIRST..FIRST + COUNT of SIZE of a tile's keys or values, a row a key; zeros where there is nothing."""
+    """Load dimensions FIRST..FIRST + COUNT of SIZE of a tile's keys or values, one per row; zeros elsewhere."""
     dim = FIRST + tl.arange(0, COUNT)
     rows = base + at[:, None] + dim[None, :]
     if FIRST + COUNT > SIZE:
@@ -96,7 +97,7 @@ def _part(base, at, held, dtype, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE:
 
 @triton.jit
 def _scales(base, ids, slot, held, block_stride, slot_stride, MASKED: tl.constexpr):
-    """The scale of each key of a tile, or of its value; 0 where there is nothing."""
+    """Load the scale of each key or value of a tile; 0 for keys that are not held."""
     at = base + ids.to(tl.int64) * block_stride + slot.to(tl.int64) * slot_stride
     if MASKED:
         return tl.load(at, mask=held, other=0.0)
@@ -105,7 +106,7 @@ def _scales(base, ids, slot, held, block_stride, slot_stride, MASKED: tl.constex
 
 @triton.jit
 def _without(total, values, seen):
-    """Values that are not finite become 0, and the total of a row that sees one NaN."""
+    """Replace values that are not finite by 0, and the total of a row that sees one by NaN."""
     finite = is_finite(values)
     bad = tl.min(finite.to(tl.int32), 1) == 0
     total = tl.where(tl.max((seen & bad[None, :]).to(tl.int32), 1) > 0, float("nan"), total)
@@ -114,9 +115,9 @@ def _without(total, values, seen):
 
 @triton.jit
 def _slots(first, lane, TILE: tl.constexpr, B: tl.constexpr):
-    """Where in its block each key of the tile that begins at `first` stands. Tiles begin at multiples of their size.
+    """Return the offset in its block of each key of the tile that begins at `first`, a multiple of the tile's size.
 
-    Spelled out, since most of the time of a long prompt goes into instructions: what a loop need not compute again.
+    The cases are written out so that a loop need not compute offsets again: long prompts are bound by instructions.
     """
     if TILE % B == 0:
         return lane % B
@@ -131,9 +132,9 @@ def _tile(
     TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the state with one more tile of keys.
+    """Add a tile of keys to the state: one step of the online softmax.
 
-    FINITE: values that are not are left out, and make a NaN of the sum of weights of each row that sees one.
+    With FINITE, values that are not finite are left out, and the sum of weights of each row that sees one becomes NaN.
     """
     mix, mix_tail, top, total = state
     q, q_tail, position = rows
@@ -174,7 +175,7 @@ def _tile(
         score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
     shift = new_top
-    if MASKED:  # a row may have seen nothing yet
+    if MASKED:  # a row may have seen no key yet
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weight = tl.exp2(score - shift[:, None])
     correction = tl.exp2(top - shift)
@@ -199,10 +200,10 @@ def _tile(
 
 @triton.jit
 def _empty(BLOCK_M: tl.constexpr, DV: tl.constexpr):
-    """The state over no keys: sums of weighted values (main part, tail), largest score, sum of weights."""
+    """Return the state over no keys: sums of weighted values (main part, tail), largest score, sum of weights."""
     V_TAIL: tl.constexpr = tail_part(DV)
     total = tl.zeros([BLOCK_M], tl.float32)
-    mix_tail = total  # stands in where there is no tail
+    mix_tail = total  # a placeholder if there is no tail
     if V_TAIL:
         mix_tail = tl.zeros([BLOCK_M, V_TAIL], tl.float32)
     return tl.zeros([BLOCK_M, main_part(DV)], tl.float32), mix_tail, total + float("-inf"), total
@@ -214,12 +215,12 @@ def _walk(
     TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """The state with the keys lo..hi: by tiles from `start` on, of which all rows see free_lo..free_hi whole."""
+    """Add the keys lo..hi to the state, in tiles from `start` on. All rows see the keys free_lo..free_hi."""
     # fmt: off
     lane = tl.arange(0, TILE)
-    # Keys before lo are not the item's, but their blocks may still be read where a tile has others.
+    # Keys before lo are not the item's, but the ids of their blocks may be read if a tile has later keys.
     ids = _ids(table, start, lane, hi, TILE, B)
-    if window is not None:  # the first tiles are not seen whole
+    if window is not None:  # the first tiles are only partially visible
         for first in range(start, free_lo, TILE):
             state = _tile(
                 state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
@@ -254,7 +255,7 @@ def _store(base, at, x, live, FIRST: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _report(reports, BLOCK_M: tl.constexpr):
-    """Where this program's rows are reported."""
+    """Return the addresses of the reports of this program's rows."""
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     return reports + (program * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M + tl.arange(0, BLOCK_M)
 
@@ -269,21 +270,23 @@ def attend(
     PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one item for one KV head: to `out`, or as a part of its rows' keys to `part_mix` and `part_sums`.
+    """Compute attention of one item for one KV head.
 
-    items: int32, 8 an item: where its block ids begin in `tables` (negative: nothing to do), its first entry in `rows`,
-    its tokens, lo, hi, free_lo, free_hi. rows: int32, 2 an entry: a query token, and its part (negative: the whole).
-    k_scale, v_scale: fp32, of a cache of int8; None: there are none.
-    k_block .. v_slot: strides, all multiples of UNIT numbers. v_block, v_slot: None: those of K.
-    BLOCK_M: where an item has more rows, the third dimension of the grid has a program for each piece of it.
-    sequences: int32, of each query token; None: all sequences have the same slopes.
+    The result goes to `out`, or for a part of the rows' keys to `part_mix` and `part_sums`.
+
+    items: int32, 8 per item: begin of its block ids in `tables` (negative: nothing to do), its first entry in `rows`,
+    its tokens, lo, hi, free_lo, free_hi. rows: int32, 2 per entry: a query token, and its part (negative: all keys).
+    k_scale, v_scale: fp32, of a cache of int8; otherwise `None`.
+    k_block .. v_slot: strides, all multiples of UNIT elements. v_block, v_slot: `None` if they are those of K.
+    BLOCK_M: if an item has more rows, the third dimension of the grid has a program for each BLOCK_M of them.
+    sequences: int32, of each query token; `None` if all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
-    span: a row sees no key before the last multiple of so many positions; None: all before it.
-    CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
-    order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
-    reports: int8, BLOCK_M a program: whether the row's sums are not all finite; only of items of several tokens.
+    span: a row sees no key before the last multiple of `span` positions; `None`: it sees all earlier keys.
+    CHUNK: keys are processed in chunks at absolute multiples of CHUNK. Each has a separate state, and these are folded
+    in ascending order: the same operations as if each chunk were an item and `merge` folded them. 0: no chunks.
+    reports: int8, BLOCK_M per program: 1 if the row's sums are not all finite; only of items of several tokens.
     LATENT: a cache of int8 whose V is the first DV numbers of K; DV is the main part of D.
-    FINITE: only what was reported is computed, once more without values that are not finite.
+    FINITE: compute only the reported rows, without values that are not finite.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
     table = tl.load(item)
@@ -300,7 +303,7 @@ def attend(
     first_row, count = first_row + skipped, tl.minimum(count - skipped, BLOCK_M // GROUP)
     if count <= 0:
         return
-    # What the compiler is to know of the strides, so that it loads 16 bytes at a time.
+    # Show the compiler that the strides are multiples of UNIT, so that it loads 16 bytes at a time.
     k_block, k_head, k_slot = k_block // UNIT * UNIT, k_head // UNIT * UNIT, k_slot // UNIT * UNIT
     v_head = v_head // UNIT * UNIT
     if v_block is not None:
@@ -409,7 +412,7 @@ def merge(
 ):  # fmt: skip
     """Fold the parts of one query token and head, in ascending order of their keys.
 
-    merges: int32, 3 a token: itself (negative: nothing to do), its first part, its parts.
+    merges: int32, 3 per token: the token (negative: nothing to do), its first part, its number of parts.
     """
     row = merges + tl.program_id(0).to(tl.int64) * 3
     token = tl.load(row)

@@ -1,11 +1,11 @@
-"""The backend of GPUs, in Triton: kernels compiled on the machine for the chip that it has.
+"""The GPU backend, in Triton: kernels compiled on the machine for its chip.
 
-The plan, made on the host, says who computes what (`worklist`, `partition`); one kernel does it (`attention`), with
-tiles that suit the chip (`tiles`). Nothing waits for the device. The same call gives the same bits; what else does
-depends on `AttentionSpec.reproducible`, see docs/gpu.md.
+The plan, made on the host, assigns the work to programs (`worklist`, `partition`); one kernel executes it
+(`attention`), with tiles that depend on the chip (`tiles`). No operator synchronises with the device. The same call
+gives the same bits; docs/gpu.md describes the further guarantees of `AttentionSpec.reproducible`.
 
-Sums are formed in fp32; softmax weights are rounded to the dtype of q. An fp8 cache has no scales of its own: a factor
-of K belongs into attention's `scale`, one of V is applied to the output. A cache of int8 has one for each row.
+Sums are in fp32; softmax weights are rounded to the dtype of q. An fp8 cache has no scales: pass a factor of K in
+attention's `scale`, and apply a factor of V to the output. A cache of int8 has one scale per row.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LOG2_E = math.log2(math.e)
 
 
 def _narrow() -> frozenset[torch.dtype]:
-    """The dtypes of 8 bits that a cache may have on this machine's GPU; all where there is none.
+    """Return the 8-bit dtypes that a cache may have on this machine's GPU, or all of them without a GPU.
 
-    None on AMD's: triton (3.6) compiles no loop there that loads scales and looks two tiles ahead.
+    AMD's GPUs have none: triton (3.6) cannot compile a loop there that loads scales and prefetches two tiles ahead.
     """
     if torch.version.hip is not None and torch.cuda.is_available():
         return frozenset()
@@ -64,7 +64,7 @@ class TritonBackend(Backend):
     graphable = True
 
     def unavailable(self, device: str) -> str | None:
-        """Why this backend cannot serve that device on this machine, or None where it can."""
+        """Return the reason why this backend cannot serve the device on this machine, or None if it can."""
         kind, _, index = device.partition(":")
         if kind == "cuda":
             if int(index or 0) >= torch.cuda.device_count():
@@ -74,26 +74,26 @@ class TritonBackend(Backend):
             return None
         if kind == "cpu" and triton.knobs.runtime.interpret:
             return None
-        return f"it serves GPUs, the device 'cuda', not {device!r} (but in Triton's interpreter)"
+        return f"it serves GPUs, the device 'cuda', not {device!r} (except in Triton's interpreter)"
 
     # -------------------------------------------------------------------------------------- models and memory
 
     def linears(self, device: str, reproducible: bool = False) -> Linears:
-        """On a GPU the framework's product, or our own where rows must keep their bits; our own with integers."""
+        """Return torch's products on a GPU, or Quire's if they must be batch-invariant; always Quire's for integers."""
         if device == "cpu":  # in the interpreter
             return Linears() if unavailable("cpu") else load("cpu").linears(device, reproducible)
         return TiledLinears() if reproducible else IntegerLinears()
 
     def compile(self, program: Program) -> Executor:
-        """Operator by operator; a CUDA graph may capture the calls."""
+        """Return an executor that calls operator by operator. A CUDA graph may capture the calls."""
         return EagerExecutor(self, program)
 
     def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
-        """On a stream beside the computation."""
+        """Return copies on a stream separate from the computation."""
         return HostSwap() if device == "cpu" else SideStream(torch.device(device), host, cache.block_swapper)
 
     def _make_plan(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> TritonPlan:
-        main = max(16, 1 << (spec.head_dim.bit_length() - 1))  # what a program multiplies first
+        main = max(16, 1 << (spec.head_dim.bit_length() - 1))  # the main part of a head, see `attention`
         if spec.latent and spec.is_scaled and spec.dim_v != main:
             raise Unsupported(
                 f"spec.head_dim_v is {spec.dim_v} and spec.head_dim {spec.head_dim}; the {self.name} backend serves "
@@ -138,7 +138,7 @@ class TritonBackend(Backend):
         v_strides: tuple[int | None, ...] = kv.v.stride()[:3]
         if kv.k.stride()[:3:2] == v_strides[::2]:  # one address serves both
             v_strides = (None, v_strides[1], None)
-        G, fusion = spec.group_size, not spec.reproducible  # fused or not would depend on what surrounds an operation
+        G, fusion = spec.group_size, not spec.reproducible  # fusion depends on the code around an operation
         with on_device_of(q):
             num_few, num_many, num_merges = plan.launched
             parts = plan.parts()
@@ -230,7 +230,7 @@ class TritonBackend(Backend):
 
 
 def _constants(spec: AttentionSpec, tile: Tile) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """Return the compile-time constants of the kernel."""
     return {
         "G": spec.group_size,
         "B": spec.block_size,

@@ -1,4 +1,4 @@
-"""What enters and moves within the cache: write_kv and copy_blocks."""
+"""Writes to the cache and copies within it: write_kv, copy_blocks, and swaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.ops.triton.functions import int8_scale, to_int8
 from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.worklist import TritonPlan
 
-ROW_TILE = 4096  # elements of a token's K or V that a program has in hand at a time
+ROW_TILE = 4096  # elements of a token's K or V that a program loads at a time
 COPY_TILE = 2048  # elements of a block that one program copies
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -27,9 +27,9 @@ def _write_heads(
     new, new_head, cache, cache_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One token's row of all heads. LIMIT: where it is not 0, what is larger in size becomes it; NaN stays.
+    """Store one token's row of all heads. If LIMIT is not 0, numbers are clamped to -LIMIT..LIMIT; NaN stays NaN.
 
-    Returns whether anything that was stored is not finite, 1 or 0.
+    Returns 1 if a stored number is not finite, otherwise 0.
     """
     dim = tl.arange(0, DIM_TILE)[None, :]
     nonfinite = 0
@@ -52,9 +52,9 @@ def _round_heads(
     new, new_head, cache, cache_head, scales, scale_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One token's row of all heads as integers with a scale, by the rule of `quire.ops.rounding`.
+    """Store one token's row of all heads as integers with a scale, by the rule of `quire.ops.rounding`.
 
-    Returns whether anything of it is not finite, 1 or 0.
+    Returns 1 if a number of the row is not finite, otherwise 0.
     """
     dim = tl.arange(0, DIM_TILE)[None, :]
     nonfinite = 0
@@ -81,9 +81,9 @@ def write_rows(
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     K_HEADS: tl.constexpr, K_DIMS: tl.constexpr, V_HEADS: tl.constexpr, V_DIMS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """K and V of one token to its slot, nowhere if that is negative; a row that is not finite is marked.
+    """Store K and V of one token at its slot, unless that is negative. Mark a row that is not finite.
 
-    K_HEADS, K_DIMS: the tile of K; so for V. k_scale, v_scale: of a cache of int8; None: there are none.
+    K_HEADS, K_DIMS: the tile of K; V_HEADS, V_DIMS: that of V. k_scale, v_scale: of a cache of int8, otherwise `None`.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -112,7 +112,7 @@ def copy_part(
     cache, sources, targets, block, head, slot,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the elements of one block, counted along dimensions, then slots, then heads."""
+    """Copy a tile of the elements of one block, counted along dimensions, then slots, then heads."""
     pair = tl.program_id(0)
     source = cache + tl.load(sources + pair).to(tl.int64) * block
     target = cache + tl.load(targets + pair).to(tl.int64) * block
@@ -125,7 +125,7 @@ def copy_part(
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
 def swap_part(source, target, sources, targets, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """A tile of the elements of one block, from one pool to another."""
+    """Copy a tile of the elements of one block from one pool to another."""
     pair = tl.program_id(0)
     source += tl.load(sources + pair).to(tl.int64) * SIZE
     target += tl.load(targets + pair).to(tl.int64) * SIZE
@@ -141,13 +141,14 @@ def write_kv(
 ) -> None:
     """Store row t's K and V at slot plan.slots[t], that is at offset slot % B of block slot // B; -1 skips it.
 
-    What an fp8 cache cannot hold becomes the largest number that it can, infinities included; NaN stays NaN. GPUs make
-    e5m2 of fp32 by way of a truncated fp16, so that what is barely above the middle of two numbers may be rounded down.
+    Numbers beyond the range of an fp8 cache, infinities included, are clamped to its largest number; NaN stays NaN.
+    GPUs convert fp32 to e5m2 by way of a truncated fp16, so a number barely above the middle of two may be rounded
+    down.
     """
     if plan.num_tokens == 0:
         return
     spec, k, D = plan.spec, kv.k, plan.spec.head_dim
-    if spec.latent:  # what V does not have of it
+    if spec.latent:  # the part of K that is not in V
         k, k_new, D = k[..., spec.dim_v :], k_new[..., spec.dim_v :], D - spec.dim_v
     limit = torch.finfo(spec.cache_dtype).max if spec.cache_dtype in FP8 else 0.0
     with on_device_of(kv.k):
@@ -172,12 +173,12 @@ def write_kv(
             *_tile(spec.num_kv_heads, D),
             *_tile(spec.num_kv_heads, spec.dim_v),
             LIMIT=limit,
-            enable_fp_fusion=not spec.is_scaled,  # a rounding of integers is two
+            enable_fp_fusion=not spec.is_scaled,  # rounding to an integer takes two operations, see `to_int8`
         )
 
 
 def unit(kv: PagedKV) -> int:
-    """Of how many numbers all strides are multiples: those of 16 bytes where rows begin at such addresses, else 1."""
+    """Return a divisor of all strides: the elements in 16 bytes if rows begin at multiples of 16 bytes, else 1."""
     numbers = 16 // kv.k.element_size()
     for x in (kv.k, kv.v):
         if x.data_ptr() % 16 or any(stride % numbers for stride in x.stride()[:3]):
@@ -186,14 +187,14 @@ def unit(kv: PagedKV) -> int:
 
 
 def scale_strides(kv: PagedKV) -> tuple[int, ...]:
-    """Strides of the scales of K and of V, by block, head and slot; zeros where there are none."""
+    """Return the strides of the scales of K and of V, by block, head and slot, or zeros without scales."""
     if kv.k_scale is None or kv.v_scale is None:
         return (0,) * 6
     return (*kv.k_scale.stride(), *kv.v_scale.stride())
 
 
 def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Copy block src[i] to block dst[i]: what copy-on-write does when a shared block is about to be written."""
+    """Copy block src[i] to block dst[i]: copy-on-write of a shared block before it is written."""
     if not src:
         return
     on_host = torch.tensor([list(src), list(dst)], dtype=torch.int32, pin_memory=kv.k.is_cuda)
@@ -209,10 +210,10 @@ def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
 
 
 def block_swapper(src: Sequence[int], dst: Sequence[int], device: torch.device) -> Callable[[Tensor, Tensor], None]:
-    """What copies block src[i] of one pool [N, ...] to block dst[i] of another, for as many pools as there are layers.
+    """Return a function that copies block src[i] of one pool [N, ...] to block dst[i] of another, called per layer.
 
-    Both pools are contiguous; one of them may be pinned memory of the host, which the GPU reads and writes by itself:
-    a launch for all blocks of a layer, wherever they lie. Ids are not checked. Copies run on the current stream.
+    Both pools are contiguous. One of them may be pinned memory of the host, which the GPU reads and writes directly:
+    one launch copies all blocks of a layer. Ids are not checked. Copies run on the current stream.
     """
     on_host = torch.tensor([list(src), list(dst)], dtype=torch.int32, pin_memory=device.type == "cuda")
     sources, targets = on_host.to(device, non_blocking=True)
@@ -228,6 +229,6 @@ def block_swapper(src: Sequence[int], dst: Sequence[int], device: torch.device) 
 
 
 def _tile(heads: int, dim: int) -> tuple[int, int]:
-    """Heads and dimensions of a tile of a token's row."""
+    """Return the heads and dimensions of a tile of a token's row."""
     dims = triton.next_power_of_2(dim)
     return min(triton.next_power_of_2(heads), max(1, ROW_TILE // dims)), dims

@@ -1,8 +1,8 @@
-"""A work list made on the device, from lengths and tables that the host never looks at.
+"""A work list made on the device, from lengths and tables that the host does not read.
 
-The host knows how many tiles there can be at most, and launches so many; those beyond have nothing to do. Nothing is
-cut or shared, since that takes lengths. What the metadata says is not checked: whatever it is, rows stay within the
-step and block ids within the cache.
+The host launches the largest possible number of tiles; unused ones have nothing to do. Contexts are not cut or shared,
+since that requires the lengths. The metadata is not checked: with invalid values, rows stay within the step and block
+ids within the cache.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def items(
     context_lens: Tensor,  # int [S]
     width: int,  # blocks of a table, M
 ) -> Tensor:
-    """Items as `partition` makes them, of as many tiles as there can be: int64 [tiles, 8]."""
+    """Return items in the form of `partition`, for the largest possible number of tiles: int64 [tiles, 8]."""
     num_seqs = len(context_lens)
     if num_seqs == 0:
         return torch.zeros(0, ITEM, dtype=torch.int64, device=query_starts.device)
     starts = query_starts.long().clamp(0, num_tokens)
-    starts[:1], starts[-1:] = 0, num_tokens  # so that every row belongs to somebody, and is written
+    starts[:1], starts[-1:] = 0, num_tokens  # so that every row belongs to a sequence and is written
     starts = starts.cummax(0).values
     lens = context_lens.long().clamp(0, min(width * spec.block_size, INT32_MAX))
     rows = starts.diff().clamp(min=0)
@@ -43,7 +43,7 @@ def items(
     step = (number - torch.where(seq > 0, ends[(seq - 1).clamp(min=0)], 0)) * tokens
     token = starts[seq] + step
     count = torch.minimum((rows[seq] - step).clamp(0, tokens), (num_tokens - token).clamp(min=0))
-    first = lens[seq] - rows[seq] + step  # where the first row stands
+    first = lens[seq] - rows[seq] + step  # position of the first row
     last = first + count - 1
     hi = sure_hi = lens[seq]
     if spec.causal:
@@ -62,7 +62,7 @@ def sequences(
     num_tokens: int,  # T
     query_starts: Tensor,  # int [S+1]
 ) -> Tensor:
-    """Whose each query row is: int64 [T], from within 0..S - 1."""
+    """Return the sequence of each query row: int64 [T], in 0..S - 1."""
     starts = query_starts.long()
     token = torch.arange(num_tokens, device=starts.device)
     return (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(starts) - 2)
@@ -73,7 +73,7 @@ def positions(
     query_starts: Tensor,  # int [S+1]
     context_lens: Tensor,  # int [S]
 ) -> Tensor:
-    """Where each query row stands in its sequence: int64 [T]."""
+    """Return the position of each query row in its sequence: int64 [T]."""
     token = torch.arange(len(sequences), device=sequences.device)
     first = context_lens.long()[sequences] - query_starts.long()[sequences + 1]
     return (first + token).clamp(-INT32_MAX, INT32_MAX)

@@ -1,4 +1,4 @@
-"""What every launcher of the backend needs: its name, the dtypes it serves, and the device to launch on."""
+"""Helpers of all launchers: the backend's name, the dtypes that it serves, and the device of a launch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HERE: AbstractContextManager[None] = nullcontext()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Within it, kernels are launched on the device of x: they go to the current one, wherever their tensors lie."""
+    """Return a context in which kernels run on the device of x. Triton launches on the current device, not on x's."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(x.device)
 
 
 def check_dtype(name: str, x: Tensor) -> None:
-    """Raise Unsupported unless the backend computes with rows of that dtype."""
+    """Raise Unsupported unless the backend supports rows of the dtype of x."""
     if x.dtype not in FLOATS:
         served = ", ".join(map(str, FLOATS))
         raise Unsupported(f"{name} is {x.dtype}; the {NAME} backend serves {served}")

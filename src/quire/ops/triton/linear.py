@@ -1,9 +1,8 @@
-"""A linear layer with one order of summation for every number of rows.
+"""A batch-invariant linear layer, with one order of summation for every number of rows.
 
-An element of the result is one sum over the inputs, in fp32, in ascending steps of as many as the tile is deep: never
-split over programs, never added up by atomics. So a row's bits do not depend on how many rows come with it. They also
-do not depend on which of the two shapes of tile computes them, as far as the hardware multiplies both in the same
-steps; who wants to rely on that compares the two first.
+An element of the result is one sum over the inputs, in fp32, in ascending steps of the tile's depth: never split over
+programs, never summed by atomics. So a row's bits do not depend on the number of rows. They also do not depend on the
+shape of the tile, provided that the hardware multiplies both shapes in the same steps; callers verify this first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from quire.ops.triton.tiles import chip_of
 
 @dataclass(frozen=True)
 class LinearTile:
-    """Rows and columns of the result that a program computes, inputs a step, its warps and its pipeline."""
+    """Rows and columns of the result that a program computes, inputs per step, warps, and pipeline stages."""
 
     rows: int
     columns: int
@@ -35,22 +34,22 @@ class LinearTile:
     stages: int
 
 
-# By chip, as `tiles.chip_of` names it; Hopper's were the fastest of those measured on an H100. 64 rows is the least of
-# the matrix instructions that many rows use.
+# By chip, as named by `tiles.chip_of`; Hopper's were the fastest of those measured on an H100. The matrix instructions
+# for many rows need at least 64.
 FEW_ROWS = LinearTile(64, 32, 64, 4, 5)
 MANY_ROWS = LinearTile(128, 128, 64, 8, 3)
 FEW_ON_HOPPER = LinearTile(64, 64, 128, 4, 5)
 MANY_ON_HOPPER = LinearTile(256, 128, 64, 8, 4)  # of `described_tile`
-FP32_DEPTH = 16  # more fill the registers
+FP32_DEPTH = 16  # a larger depth would exceed the registers
 
-SMALL = 256  # rows that are multiplied in the time that reading the weight takes
+SMALL = 256  # rows: up to this number the product takes as long as reading the weight
 
 GROUP = tl.constexpr(8)  # tiles of rows that share the weights in the L2 cache
 
 
 @triton.jit
 def _first(num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first row and column of this program's tile."""
+    """Return the first row and column of this program's tile."""
     row_tiles = tl.cdiv(num_rows, ROWS)
     of_group = GROUP * tl.cdiv(num_columns, COLUMNS)
     program = tl.program_id(0)
@@ -80,7 +79,7 @@ def linear_tile(
     x, weight, bias, out, num_rows, num_columns, size, x_row, weight_row,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x @ weight.T + bias."""
+    """Compute one tile of x @ weight.T + bias."""
     first_row, first_column = _first(num_rows, num_columns, ROWS, COLUMNS)
     x += first_row.to(tl.int64) * x_row
     weight += first_column.to(tl.int64) * weight_row
@@ -107,7 +106,7 @@ def described_tile(
     x, weight, bias, out, num_rows, num_columns, size,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As `linear_tile`, where x and weight are descriptions of matrices: what lies outside reads as 0."""
+    """Compute one tile like `linear_tile`, from tensor descriptors of x and weight. Elements outside are read as 0."""
     first_row, first_column = _first(num_rows, num_columns, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, size, DEPTH):
@@ -123,7 +122,7 @@ def linear(
     bias: Tensor | None,  # [out]
     tile: LinearTile,
 ) -> Tensor:
-    """x @ weight.T + bias, in tiles of that shape: [T, out]. A row's bits depend on the row alone.
+    """Compute x @ weight.T + bias in tiles of one shape: [T, out]. A row's bits depend on the row alone.
 
     Raises BadShape, BadDtype, BadStride, BadValue or Unsupported.
     """
@@ -172,14 +171,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def describable(x: Tensor) -> bool:
-    """Whether the hardware can copy tiles of a matrix: of 16-bit numbers, rows at multiples of 16 bytes."""
+    """Return True if the hardware can copy tiles of a matrix: 16-bit numbers, with rows at multiples of 16 bytes."""
     at = x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 8 == 0
     return x.dtype.itemsize == 2 and x.numel() > 0 and at
 
 
 @dataclass(frozen=True)
 class TiledLinear:
-    """Our own product, in tiles of one shape."""
+    """Quire's product, in tiles of one shape."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
@@ -189,13 +188,13 @@ class TiledLinear:
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
         return linear(x, self.weight, self.bias, self.tile)
 
 
 @dataclass(frozen=True)
 class DescribedLinear:
-    """Our own product of many rows on Hopper; `few` multiplies an x that the hardware cannot copy."""
+    """Quire's product of many rows on Hopper. `few` is used if the hardware cannot copy x."""
 
     weight: Tensor  # [out, in], describable
     bias: Tensor | None  # [out]
@@ -211,7 +210,7 @@ class DescribedLinear:
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
         weight, bias, tile = self.weight, self.bias, self.tile
         if x.dim() != 2 or x.numel() == 0 or not describable(x):
             return self.few(x)
@@ -237,7 +236,7 @@ class DescribedLinear:
 
 @dataclass(frozen=True)
 class TwoLinears:
-    """The same product in two ways that give a row the same bits, each where it is the faster one."""
+    """Two implementations of a product with the same bits, for few and for many rows."""
 
     few: Linear
     many: Linear
@@ -246,24 +245,24 @@ class TwoLinears:
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
         return (self.few if len(x) <= SMALL else self.many)(x)
 
 
 class TiledLinears(IntegerLinears):
-    """Our own products, with all weights: the framework's takes another kernel for other numbers of rows."""
+    """Quire's products with all weights, since torch uses different kernels for different numbers of rows."""
 
     def linear(
         self,
         weight: LinearWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
-        """The linear of that weight."""
+        """Return the linear of a weight."""
         if not isinstance(weight, Tensor):
             return super().linear(weight, bias)
         few, many = _products(weight, bias)
-        # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with
-        # random weights: zeros would prove anything.
+        # One shape of tile gives a row the same bits in every position. A probe verifies that two shapes do, with
+        # random weights, since all results of zeros would match.
         key = (*weight.shape, weight.dtype, bias is None, type(many))
         if key not in self._proved:
             probe = torch.empty_like(weight).normal_()
@@ -273,7 +272,7 @@ class TiledLinears(IntegerLinears):
 
 
 def _products(weight: Tensor, bias: Tensor | None) -> tuple[TiledLinear, Linear]:
-    """The products of few rows and of many on the weight's device."""
+    """Return the products of few and of many rows on the weight's device."""
     if not (weight.is_cuda and chip_of(str(weight.device)) == "sm90"):
         return TiledLinear(weight, bias, FEW_ROWS), TiledLinear(weight, bias, MANY_ROWS)
     few = TiledLinear(weight, bias, FEW_ON_HOPPER)

@@ -1,10 +1,11 @@
-"""Quantised weights as the kernels of `quantised` read them, and what that layout says of x.
+"""The layout of quantised weights for the kernels of `quantised`, and its requirements on x.
 
-What a program reads at a time lies together. Numbers of 4 bits lie two a byte: of two parts of the inputs, each
-multiplied by one dot product, a byte's lower half belongs to the first one and its upper half to the second. Both
-become int8 by a mask and nothing else, since shifts of single bytes are slow: the lower half is the value, the upper
-one, whose highest bit is turned, is 16 * (value - 8). Others lie one a byte, less what makes them fit an int8. What
-zeros add to a sum, and these offsets, is a multiple of the sum of a part of x, which is made where x is rounded.
+Values that a program reads together are contiguous. 4-bit numbers are stored two per byte: for each pair of parts of
+the inputs, where a part is the depth of one dot product, a byte's lower half belongs to the first part and its upper
+half to the second. Both become int8 by a mask alone, since shifts of single bytes are slow: the lower half is the
+value; the upper half, with its highest bit flipped, is 16 * (value - 8). Other numbers are stored one per byte, minus
+an offset that makes them fit an int8. Zeros and these offsets contribute multiples of the sum of a part of x, which is
+computed when x is rounded.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from torch import Tensor
 
 from quire.ops.quantised import ACTIVATION_GROUP, PARTS, QuantisedWeight
 
-RUN = 512  # inputs: rows of weights and of rounded x are as many, or a multiple
-BLOCK = tl.constexpr(32)  # outputs whose values of a part lie together; no tile has fewer
+RUN = 512  # inputs: the rows of weights and of rounded x are padded to a multiple
+BLOCK = tl.constexpr(32)  # outputs whose values of a part are contiguous; no tile has fewer
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class PackedWeight:
-    """A quantised weight as the kernel reads it."""
+    """A quantised weight in the layout of the kernel."""
 
-    kind: QuantisedWeight  # the same without outputs
-    values: Tensor  # int8 [blocks, parts, outputs of a block, inputs of a part]; of 4 bits half as many parts
-    scales: Tensor  # fp32 or fp16 [groups, out], as are all others: what neighbours read lies together
-    zeros: Tensor | None = None  # int16: of 4 bits they are subtracted from values, else from what is stored
+    kind: QuantisedWeight  # the weight without outputs
+    values: Tensor  # int8 [blocks, parts, outputs of a block, inputs of a part]; half as many parts for 4 bits
+    scales: Tensor  # fp32 or fp16 [groups, out], like all other parts, so that neighbours read contiguous numbers
+    zeros: Tensor | None = None  # int16: subtracted from the values for 4 bits, otherwise from the stored numbers
     minimums: Tensor | None = None  # fp16
     sub_scales: Tensor | None = None  # int8
     sub_minimums: Tensor | None = None  # int8
 
     @classmethod
     def of(cls, weight: QuantisedWeight) -> PackedWeight:
-        """That weight, in memory of its own."""
+        """Pack a weight, in separate memory."""
         kind = weight.rows(torch.empty(0, dtype=torch.int64, device=weight.device))
         size, part = padded_size(kind), part_size(kind)
         values = torch.nn.functional.pad(weight.values, (0, size - kind.in_size, 0, -weight.out_size % BLOCK.value))
@@ -56,7 +57,7 @@ class PackedWeight:
         self,
         index: Tensor,  # int64 [N]
     ) -> QuantisedWeight:
-        """These outputs, in this order, in memory of their own, unpacked."""
+        """Return these outputs, unpacked, in this order, in separate memory."""
         kind = self.kind
         values = self.values[index // BLOCK.value, :, index % BLOCK.value].view(torch.uint8)  # [N, parts, part]
         if kind.bits == 4:
@@ -74,52 +75,55 @@ class PackedWeight:
 
     @property
     def out_size(self) -> int:
-        """Outputs."""
+        """Number of outputs."""
         return self.scales.shape[1]
 
     @property
     def in_size(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.kind.in_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of x."""
+        """The dtype of x."""
         return self.kind.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the weight."""
         return self.values.device
 
 
 def padded_size(kind: QuantisedWeight) -> int:
-    """Inputs of a row as it is stored: the last ones are multiplied with zeros."""
+    """Return the inputs of a stored row. The padding is multiplied by zeros."""
     return -(-kind.in_size // RUN) * RUN
 
 
 def part_size(kind: QuantisedWeight) -> int:
-    """Inputs of a dot product. Two parts lie in the same bytes; neither may span two groups, nor two sub-scales."""
+    """Return the inputs of a part, the depth of a dot product.
+
+    A pair of parts, which share bytes, must not span two groups. A part has one sub-scale, unless `is_apart`.
+    """
     return 64 if (kind.by_output or kind.segment == 128) and not kind.sub_size else 32
 
 
 def is_whole(kind: QuantisedWeight) -> bool:
-    """Whether a row of x has one scale."""
+    """Return True if a row of x has one scale."""
     return kind.by_output and kind.activation_group != ACTIVATION_GROUP
 
 
 def is_apart(kind: QuantisedWeight) -> bool:
-    """Whether a part has two sub-scales, so that its halves are multiplied one by one."""
+    """Return True if a part has two sub-scales, so that its halves are multiplied separately."""
     return kind.sub_size == part_size(kind) // 2
 
 
 def has_sums(kind: QuantisedWeight) -> bool:
-    """Whether sums of parts of x are asked for: by zeros, by minimums, and by how 4 bits are packed."""
+    """Return True if the product needs sums of parts of x: for zeros, minimums, or the packing of 4 bits."""
     return kind.bits == 4 or kind.zeros is not None or kind.minimums is not None
 
 
 def _base(kind: QuantisedWeight) -> int:
-    """What is subtracted from values before they are stored."""
+    """Return the offset that is subtracted from values before they are stored."""
     return 0 if kind.bits == 4 else kind.zero
 
 
@@ -127,5 +131,5 @@ def _padded(
     part: Tensor,  # [out, n]
     size: int,
 ) -> Tensor:
-    """The same with zeros after each row: [out, size]."""
+    """Pad each row with zeros: [out, size]."""
     return torch.nn.functional.pad(part, (0, size - part.shape[1]))

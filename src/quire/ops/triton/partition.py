@@ -1,9 +1,9 @@
-"""Who computes what: a step's query rows and keys, cut into items for the programs of the attention kernel.
+"""The division of a step's query rows and keys into items for the programs of the attention kernel.
 
-An item is a tile of query rows with a range of keys. Where there are fewer tiles than programs that the device runs at
-a time, keys are cut and the parts merged. Where sequences that decode have the same blocks, these are items of their
-own, with rows of all of these sequences, so that they are read once. Of a reproducible plan every cut lies at an
-absolute multiple of CHUNK keys, and whether it is made changes no bit.
+An item is a tile of query rows with a range of keys. If there are fewer tiles than programs that the device runs at a
+time, keys are cut and the parts merged. Blocks that several decoding sequences share become separate items with rows of
+all of these sequences, so that they are read once. In a reproducible plan every cut is at an absolute multiple of CHUNK
+keys, and a cut does not change a bit.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, WARPS, Tile, choose
 
 Ints = NDArray[np.int64]
 
-ITEM = 8  # numbers of an item: its block ids' begin, first of rows, tokens, lo, hi, free_lo, free_hi, 0
-WORTH_SHARING = 16 * 2**20  # bytes of K and V that are read once instead of several times; a merge costs more than less
-NEVER = 2**31 - 1  # keys: a cut that nothing reaches
-PARTS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128])  # of the longest context, tried
-MOST_CUTS = 3  # parts beyond one a tile, in multiples of the programs that run at a time
-# What an item takes, in keys that it could read in that time, measured on an H100.
-START_FEW, START_MANY = 40, 160  # until it reads, and to store the sums of a part
-MERGE = 110  # the launch that folds parts
-ALONE = 0.6  # of its time next to others, where the processors have little else to do
-PART_MEMORY = 256 * 2**20  # bytes that the parts of a reproducible plan may take
+ITEM = 8  # numbers of an item: begin of its block ids, first of its rows, tokens, lo, hi, free_lo, free_hi, 0
+WORTH_SHARING = 16 * 2**20  # bytes of K and V that sharing must save, to outweigh the merge
+NEVER = 2**31 - 1  # keys: a cut beyond every context
+PARTS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128])  # tried numbers of parts per context
+MOST_CUTS = 3  # parts in addition to one per tile, in multiples of the programs that run at a time
+# Costs of an item, as the number of keys that it could read in that time, measured on an H100.
+START_FEW, START_MANY = 40, 160  # of its start, and of storing the sums of a part
+MERGE = 110  # of the launch that folds parts
+ALONE = 0.6  # time of an item on an idle device, relative to its time on a busy one
+PART_MEMORY = 256 * 2**20  # largest size of the parts of a reproducible plan in bytes
 
 
 @dataclass(frozen=True)
 class Room:
-    """The longest lists there may be."""
+    """The largest possible lengths of a plan's lists."""
 
     few: int
     many: int
@@ -55,14 +55,14 @@ class Lists:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a step's tiles and rows are, whatever the lengths of the contexts."""
+    """A step's tiles and rows, independent of the lengths of the contexts."""
 
-    starts: bytes  # of which it was made
-    seq: Ints  # of each tile
-    step: Ints  # its first token, counted from that of its sequence
+    starts: bytes  # query_starts, as a cache key
+    seq: Ints  # sequence of each tile
+    step: Ints  # its first token, relative to that of its sequence
     token: Ints  # its first token
-    count: Ints  # its tokens
-    few: NDArray[np.bool_]  # whether its rows are few
+    count: Ints  # its number of tokens
+    few: NDArray[np.bool_]  # True if its rows are few
     width: Ints  # keys of the kernel's tile
     sequences: Ints  # [T]
     tokens: Ints  # [T]: 0, 1, ..
@@ -70,22 +70,22 @@ class Rows:
 
 @dataclass
 class Tiles:
-    """Tiles of query rows, one entry a tile. All rows see the keys free_lo..free_hi, none any but lo..hi."""
+    """Tiles of query rows, one entry per tile. All rows see the keys free_lo..free_hi, and none outside lo..hi."""
 
     seq: Ints
     token: Ints  # the first one
     count: Ints  # tokens
-    few: NDArray[np.bool_]  # whether its rows are few
+    few: NDArray[np.bool_]  # True if its rows are few
     lo: Ints
     hi: Ints
     free_lo: Ints
     free_hi: Ints
-    inherited: Ints  # parts that items of shared keys bring to each of its tokens
+    inherited: Ints  # parts of each of its tokens that are computed by items of shared keys
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Keys from 0 on that several sequences have in common, in the same blocks."""
+    """The keys from 0 on that several sequences share, in the same blocks."""
 
     seqs: Ints
     keys: int
@@ -101,20 +101,20 @@ class Partitioner:
         G = spec.group_size
         self.few_tile: Tile = choose(chip, "exact" if spec.reproducible else "few", spec)
         self.many_tile: Tile = choose(chip, "exact" if spec.reproducible else "many", spec)
-        # Of a sequence, to be few. All rows of a reproducible plan are many, and so have one tile.
+        # Largest number of rows of a sequence that counts as few. All rows of a reproducible plan are many: one tile.
         self.few_rows = 0 if spec.reproducible else self.few_tile.block_m // G * G
-        # Tokens of a sequence in a tile. A plan of no more tokens than sequences is for decoding: one, so that all rows
-        # of a tile see the same keys.
+        # Tokens of a sequence in a tile. A plan with no more tokens than sequences is for decoding and takes one token,
+        # so that all rows of a tile see the same keys.
         self.decodes = max_tokens <= max_seqs
         self.shared_tokens = max(1, self.many_tile.block_m // G)
         self.few_tokens = 1 if self.decodes else max(1, self.few_tile.block_m // G)
         self.many_tokens = 1 if self.decodes else self.shared_tokens
-        # Items that fill the device: its programs over those of an item.
+        # Number of items that fill the device: its programs divided by those of an item.
         programs = spec.num_kv_heads * -(-G // self.many_tile.block_m)
         self.few_wanted = RESIDENT[chip] * processors // programs
         self.many_wanted = max(1, WARPS // self.many_tile.num_warps) * processors // programs
         self.room = self._room(max_tokens, max_seqs, max_blocks)
-        self._last_rows: Rows | None = None  # of the last step: while the same sequences decode, the next one's too
+        self._last_rows: Rows | None = None  # of the last step; reused while the same sequences decode
 
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
         spec = self.spec
@@ -133,12 +133,12 @@ class Partitioner:
             rows = 2 * max_tokens + (few + few_cuts) * self.few_tokens + many_cuts * self.shared_tokens
             few += few_cuts
             many += many_cuts
-        # Lists that the device makes have all sequences here, those of few rows too.
+        # Lists that are made on the device have all sequences here, also those with few rows.
         many = max(many, most_tiles(max_tokens, max_seqs, self.many_tokens))
         return Room(few, many, rows)
 
     def cut(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> Lists:
-        """The work of a step. starts: [S+1]; lens: [S]; tables: [S, width], the blocks of all keys."""
+        """Divide the work of a step. starts: [S+1]; lens: [S]; tables: [S, width], the blocks of all keys."""
         tiles = self.tiles(starts, lens)
         shared = self.shared(starts, lens, tables)
         lists = self._lists(tiles, shared, starts, lens, tables.shape[1], self.few_wanted, self.many_wanted)
@@ -150,7 +150,7 @@ class Partitioner:
         return lists
 
     def mixes(self, items: Ints) -> bool:
-        """Whether an item has rows of which one sees a key that another does not."""
+        """Return True if an item has a row that sees a key which another row does not see."""
         if not self.spec.causal or self.decodes:
             return False
         _, _, count, lo, hi, free_lo, free_hi, _ = items.T
@@ -163,7 +163,7 @@ class Partitioner:
     # --------------------------------------------------------------------------------------- tiles of rows
 
     def rows(self, starts: Ints) -> Rows:
-        """The rows of a step with these starts, in tiles that are as large as the kernel takes them."""
+        """Divide the rows of a step into the largest tiles of the kernel."""
         key = starts.tobytes()
         if self._last_rows is None or self._last_rows.starts != key:
             rows, num_seqs = np.diff(starts), len(starts) - 1
@@ -181,10 +181,10 @@ class Partitioner:
         return self._last_rows
 
     def tiles(self, starts: Ints, lens: Ints) -> Tiles:
-        """All query rows, in tiles."""
+        """Divide all query rows into tiles with ranges of keys."""
         spec, own = self.spec, self.rows(starts)
         length, width = lens[own.seq], own.width
-        first = length - np.diff(starts)[own.seq] + own.step  # where the first row stands
+        first = length - np.diff(starts)[own.seq] + own.step  # position of the first row
         hi = sure_hi = length
         last = first + own.count - 1
         if spec.causal:
@@ -201,7 +201,7 @@ class Partitioner:
     # ----------------------------------------------------------------------------------------- shared keys
 
     def shared(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> list[Shared]:
-        """Groups of sequences that decode and begin with the same blocks, where reading these once is worth a merge."""
+        """Return groups of decoding sequences with the same first blocks, if reading these once outweighs a merge."""
         spec, unit = self.spec, CHUNK if self.spec.reproducible else SPLIT
         rows = np.diff(starts)
         history = lens - rows  # keys that all of a sequence's rows see
@@ -212,7 +212,7 @@ class Partitioner:
         if spec.window is not None or len(candidates) < 2 or most < WORTH_SHARING:
             return []
         groups = []
-        if len(set(tables[candidates, 0].tolist())) == len(candidates):  # mostly: all begin with blocks of their own
+        if len(set(tables[candidates, 0].tolist())) == len(candidates):  # the usual case: no first block is shared
             return []
         _, group, sizes = np.unique(tables[candidates, 0], return_inverse=True, return_counts=True)
         for g in np.flatnonzero(sizes > 1):
@@ -228,15 +228,15 @@ class Partitioner:
 
     def _lists(
         self,
-        tiles: Tiles,  # changed: shared keys are taken from them
+        tiles: Tiles,  # changed: shared keys are removed from them
         shared: list[Shared],
         starts: Ints,
         lens: Ints,
         width: int,  # blocks of a row of the tables
-        few_wanted: int,  # items of few rows that fill the device; 0: nothing is cut
+        few_wanted: int,  # items of few rows that fill the device; 0: no cuts
         many_wanted: int,
     ) -> Lists:
-        """Items and their rows."""
+        """Make the items and their rows."""
         group_tiles = []  # of each group: its first sequence, the tiles that own its tokens, its tokens
         for group in shared:
             own = np.flatnonzero(np.isin(tiles.seq, group.seqs))
@@ -251,19 +251,19 @@ class Partitioner:
         shared_hi = np.repeat([group.keys for group in shared], counts).astype(np.int64)
         many_lo = np.concatenate([tiles.lo[~few], 0 * shared_hi])
         many_cut = self._cut_at(many_lo, np.concatenate([tiles.hi[~few], shared_hi]), many_wanted, START_MANY)
-        # A reproducible row's states of shared chunks are merged one by one with those of its own.
+        # A reproducible row's states of shared chunks are merged one by one with those of its other chunks.
         shared_cut = CHUNK if self.spec.reproducible else many_cut
         for group, owner, _ in group_tiles:
             tiles.inherited[owner] = _parts(0, group.keys, shared_cut)
         at = np.where(few, few_cut, many_cut)
-        at = np.where(tiles.hi - tiles.lo > at, at, NEVER)  # short ones may lie across a multiple
+        at = np.where(tiles.hi - tiles.lo > at, at, NEVER)  # short ones are not cut at a multiple
         if self.spec.reproducible:
             at = np.where(tiles.inherited > 0, CHUNK, at)
         own_parts = _parts(tiles.lo, tiles.hi, at)
         rows_of_step = self.rows(starts)
         sequences = rows_of_step.sequences
         positions = (lens - starts[1:])[sequences] + rows_of_step.tokens
-        if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in their order, each in one item
+        if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in order, each in one item
             items = _items(
                 tiles.seq * width,
                 tiles.token,
@@ -281,7 +281,7 @@ class Partitioner:
         tile, k = _spread(own_parts)
         begin = np.where(k == 0, tiles.lo[tile], (tiles.lo[tile] // at[tile] + k) * at[tile])
         end = np.minimum((tiles.lo[tile] // at[tile] + k + 1) * at[tile], tiles.hi[tile])
-        end = np.maximum(end, begin)  # of a tile whose rows see nothing
+        end = np.maximum(end, begin)  # for a tile whose rows see no key
         seq, count = tiles.seq[tile], tiles.count[tile]
         item, j = _spread(count)
         owner = tile[item]
@@ -314,11 +314,11 @@ class Partitioner:
         )
 
     def _cut_at(self, lo: Ints, hi: Ints, wanted: int, start: int) -> int:
-        """The keys of a part: those with which the step should take least time, by a simple model.
+        """Return the number of keys of a part that minimises the time of the step, by a simple model.
 
-        Items are taken by `wanted` programs at a time. The last ones, which do not fill the device, run faster, but
-        not quite in proportion. Of a reproducible plan: all chunks, where there are fewer tiles than programs or one
-        would still run when all others are done.
+        `wanted` items run at a time. The last ones, which do not fill the device, run faster, but less than in
+        proportion. A reproducible plan is cut into all chunks, if there are fewer tiles than programs or if one tile
+        would run longer than all others.
         """
         if len(lo) == 0 or wanted == 0:
             return NEVER
@@ -327,7 +327,7 @@ class Partitioner:
         if self.spec.reproducible:
             share = -(-2 * total // wanted)
             return CHUNK if len(lo) < wanted or longest > max(share, CHUNK) else NEVER
-        tried = PARTS[: int(np.searchsorted(PARTS, -(-longest // SPLIT))) + 1]  # more would be smaller than SPLIT
+        tried = PARTS[: int(np.searchsorted(PARTS, -(-longest // SPLIT))) + 1]  # more parts would be smaller than SPLIT
         at = np.maximum(1, -(-longest // (tried * SPLIT))) * SPLIT
         at[0] = NEVER
         items = np.where(keys[:, None] > at, _parts(lo[:, None], hi[:, None], at), 1).sum(0)
@@ -341,21 +341,21 @@ class Partitioner:
 
 
 def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
-    """The most tiles of that many tokens that sequences can have together, whatever their lengths.
+    """Return the largest possible number of tiles of `tokens` tokens, for any lengths of the sequences.
 
-    It never falls when there are more tokens or sequences: what is reserved for the largest step serves every other.
+    It never decreases with more tokens or sequences, so memory for the largest step is enough for every other.
     """
-    not_empty = min(num_tokens, num_seqs)  # all of one token but one, which has the rest: the worst that can be
+    not_empty = min(num_tokens, num_seqs)  # the worst case: all have one token, except for one, which has the rest
     return not_empty + (num_tokens - not_empty) // tokens
 
 
 def _parts(lo: Ints | int, hi: Ints | int, at: Ints | int) -> Ints:
-    """Into how many parts keys lo..hi fall when they are cut at the multiples of `at`; no keys are one part too."""
+    """Return the number of parts if keys lo..hi are cut at multiples of `at`. An empty range is one part."""
     return np.maximum(1, -(-np.asarray(hi) // at) - np.asarray(lo) // at)
 
 
 def _spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Entry i counts[i] times, and the how-manieth time it is."""
+    """Return each index i repeated counts[i] times, and the number of each repetition, from 0."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -369,7 +369,7 @@ def _items(
     free_lo: ArrayLike,
     free_hi: ArrayLike,
 ) -> Ints:
-    """Items of these fields, the free range held to the keys of each: [items, ITEM]."""
+    """Make items of these fields, with the free range clipped to the keys of each: [items, ITEM]."""
     free_lo = np.clip(free_lo, lo, hi)
     free_hi = np.clip(free_hi, free_lo, hi)
     items = np.empty((len(np.atleast_1d(count)), ITEM), np.int64)

@@ -1,7 +1,7 @@
-"""Products with weights of integers, the bits that `quire.ops.quantised` defines.
+"""Products with weights of integers, with the bits that `quire.ops.quantised` defines.
 
-Two kernels: one rounds rows of x to integers, the other multiplies them. What is rounded is rounded in the order of the
-definition, and sums of integers are exact, so a tile's shape and the other rows do not show.
+One kernel rounds rows of x to integers, another multiplies them. All rounding follows the order of the definition, and
+sums of integers are exact, so the results do not depend on the shape of a tile or on the other rows.
 
 A weight is packed once, see `packed`.
 """
@@ -29,34 +29,34 @@ from quire.ops.triton.tiles import processors_of
 
 @dataclass(frozen=True)
 class IntegerTile:
-    """Rows and outputs that a program computes, the parts of a turn of its loop, and its warps."""
+    """Rows and outputs that a program computes, the parts of an iteration of its loop, and its warps."""
 
     rows: int
     outputs: int
-    parts: int  # of inputs; no fewer than those of a segment
-    underway: int  # inputs that the pipeline fetches while others are multiplied
-    ahead: int  # inputs, a multiple of a turn's: so far ahead scales are fetched into the L2 cache; 0: they are not
+    parts: int  # of inputs per iteration; at least those of a segment
+    underway: int  # inputs that the pipeline loads while others are multiplied
+    ahead: int  # prefetch distance of scales into the L2 cache in inputs, a multiple of an iteration's; 0: no prefetch
     warps: int
 
 
-# Of weights with few outputs, whose programs must have many bytes on their way.
+# For weights with few outputs, whose programs need many bytes in flight.
 FEW_ROWS = IntegerTile(16, 32, 8, 1536, 2048, 4)
 SOME_ROWS = IntegerTile(64, 32, 4, 768, 1024, 4)  # not on AMD's GPUs, whose compiler needs too many registers
-# Of weights with many, where several programs run on a processor.
+# For weights with many outputs, where several programs run on a processor.
 FEW_OF_WIDE = IntegerTile(16, 32, 4, 512, 1024, 2)
 SOME_OF_WIDE = IntegerTile(32, 64, 4, 768, 1024, 4)
 MANY_ROWS = IntegerTile(64, 128, 2, 256, 0, 8)
 
-WIDE = 64  # outputs for each processor of the device; measured with 31 and 217, on an H200
+WIDE = 64  # outputs per processor of the device; measured with 31 and 217, on an H200
 
 log = logging.getLogger("quire")
 
 ON_AMD = torch.version.hip is not None
 
-PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 20, 64, 130)  # of a weight, when its kind is first loaded: rows for each tile
+PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 20, 64, 130)  # of a weight, when its kind is first loaded; rows for each tile
 
-ROUNDED = 1024  # inputs of a row that a program rounds, where they have scales of their own
-ROUNDED_WHOLE = 4096  # that it rounds at a time, where a row has one scale
+ROUNDED = 1024  # inputs of a row that a program rounds, if groups have separate scales
+ROUNDED_WHOLE = 4096  # inputs that a program rounds at a time, if a row has one scale
 
 SHARING = tl.constexpr(16)  # tiles of rows that share the weights in the L2 cache
 
@@ -69,10 +69,10 @@ def round_part(
     x, order, values, scales, sums, room, size, padded, x_row, x_column,
     GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one row as integers, the scale of each GROUP, and the sum of each PART of integers.
+    """Round a tile of one row to integers. Store them, the scale of each GROUP, and the sum of each PART.
 
     WHOLE: the row is one group, and the program rounds all of it, tile by tile. APART: each part is stored twice, first
-    without its upper half, then without its lower one.
+    with its upper half set to 0, then with its lower one.
     """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
@@ -110,7 +110,7 @@ def round_part(
 
 @triton.jit
 def _read(x, order, first, size, x_column, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Numbers of a row, in the order of the weight's inputs: fp32 [TILE / GROUP, GROUP]."""
+    """Load numbers of a row, in the order of the weight's inputs: fp32 [TILE / GROUP, GROUP]."""
     at = first + tl.reshape(tl.arange(0, TILE), [TILE // GROUP, GROUP])
     source = at.to(tl.int64)
     if order is not None:
@@ -120,17 +120,17 @@ def _read(x, order, first, size, x_column, GROUP: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def _largest(numbers):
-    """The largest of each group in size, infinite where one is not finite."""
+    """Return the largest magnitude of each group, infinite if one number is not finite."""
     magnitude = tl.abs(numbers)
     return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)
 
 
 @triton.jit
 def _fetch(pointers):
-    """Let what is there come into the L2 cache.
+    """Prefetch into the L2 cache.
 
-    The pipeline brings what dot products multiply, and nothing else. Without this a program would wait for scales out
-    of memory in each turn of its loop.
+    The pipeline only loads the operands of dot products. Without this, a program would wait for scales from memory in
+    each iteration of its loop.
     """
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -139,7 +139,7 @@ def _fetch(pointers):
 
 @triton.jit
 def _fetch_first(part, output, has_output, num_outputs, columns, COUNT: tl.constexpr):
-    """Those outputs of the first COUNT of so many columns of scales."""
+    """Prefetch some outputs of the first COUNT columns of scales, or of all if there are fewer."""
     column = tl.arange(0, COUNT)[:, None]
     pointers = part + column * num_outputs + output[None, :]
     _fetch(tl.where((column < columns) & has_output[None, :], pointers, part))
@@ -147,7 +147,7 @@ def _fetch_first(part, output, has_output, num_outputs, columns, COUNT: tl.const
 
 @triton.jit
 def _load(pointers, ahead, has_output, near, AHEAD: tl.constexpr):
-    """Scales of the outputs, or what they have in addition. Those that lie `ahead` are fetched, unless AHEAD is 0."""
+    """Load scales of the outputs, or other parts. Those at a distance of `ahead` are prefetched, unless AHEAD is 0."""
     if AHEAD > 0:
         _fetch(tl.where(has_output & near, pointers + ahead, pointers))
     return tl.load(pointers, mask=has_output, other=0)
@@ -161,10 +161,10 @@ def multiply_tile(
     SUB: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x @ weight.T + bias.
+    """Compute one tile of x @ weight.T + bias.
 
-    ZERO: what is to be subtracted from values, where there are no zeros: of packed ones from the value, else from what
-    is stored. SEGMENT: inputs of one integer sum; 0: all. GROUP, X_GROUP: inputs that share a scale; 0: all.
+    ZERO: subtracted if there are no zeros, from the value of packed numbers, otherwise from the stored number. SEGMENT:
+    inputs of one integer sum; 0: all. GROUP, X_GROUP: inputs that share a scale; 0: all.
     """
     row_tiles = tl.cdiv(num_rows, ROWS)
     output_tiles = tl.cdiv(num_outputs, OUTPUTS)
@@ -199,7 +199,7 @@ def multiply_tile(
             if SEGMENT > 0 and i * PART % SEGMENT == 0:
                 total = tl.zeros([OUTPUTS, ROWS], tl.int32)
                 low = tl.zeros([OUTPUTS, ROWS], tl.int32)
-            near = first + AHEAD < padded  # what lies ahead belongs to the weight
+            near = first + AHEAD < padded  # the prefetched inputs belong to the weight
             of_group = (at // GROUP * num_outputs if GROUP > 0 else 0) + output
             group_ahead = AHEAD // GROUP * num_outputs if GROUP > 0 else 0
 
@@ -209,7 +209,7 @@ def multiply_tile(
                 both = tl.load(value_tile + at // 2 * BLOCK, mask=has_output[:, None], other=0)
                 a = both & 15
             else:
-                a = both & -16  # of the part before
+                a = both & -16  # from the bytes of the previous part
             x_sum = tl.zeros([ROWS], tl.int32)
             if x_sums is not None:
                 x_sum = tl.load(x_sums + at // PART * room + row)
@@ -217,7 +217,7 @@ def multiply_tile(
             if zeros is not None:
                 lacking -= _load(zeros + of_group, group_ahead, has_output, near, AHEAD if GROUP > 0 else 0)
             offset = lacking[:, None] * x_sum[None, :]
-            if SUB == 16:  # the part has two sub-groups, and x has each without the other
+            if SUB == 16:  # the part has two sub-groups, and x is stored with each of them set to 0
                 for half in tl.static_range(2):
                     b = tl.load(x_tile + at * 2 + half * PART, mask=has_row[None, :], other=0)
                     of_sub = sub_scales + (at // 16 + half) * num_outputs + output
@@ -267,11 +267,11 @@ def multiply_tile(
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows of x as integers. Scales and sums of neighbouring rows lie together, with room for whole tiles of them."""
+    """Rows of x as integers. Scales and sums of neighbouring rows are contiguous, with room for whole tiles of them."""
 
-    values: Tensor  # int8 [T, padded]; [T, 2 * padded] where a part has two sub-scales: halves of parts apart
+    values: Tensor  # int8 [T, padded]; [T, 2 * padded] if a part has two sub-scales: halves of parts are separate
     scales: Tensor  # fp32 [groups, room]
-    sums: Tensor | None  # int32 [parts, room]: of the integers of each part; None: nothing asks for them
+    sums: Tensor | None  # int32 [parts, room]: of the integers of each part; None: not needed
 
 
 def rounded_rows(
@@ -279,7 +279,7 @@ def rounded_rows(
     kind: QuantisedWeight,
     tile: int,  # rows
 ) -> RoundedRows:
-    """The rows as a weight of that kind is multiplied with them: the integers of `quire.ops.quantised`."""
+    """Round rows for the product with a kind of weight: the integers of `quire.ops.quantised`."""
     (rows, size), padded = x.shape, padded_size(kind)
     room = triton.cdiv(rows, tile) * tile
     made = RoundedRows(
@@ -299,7 +299,7 @@ def rounded_rows(
 
 
 def rounding_constants(kind: QuantisedWeight) -> dict[str, int | bool]:
-    """What the kernel that rounds is compiled for."""
+    """Return the compile-time constants of the kernel that rounds."""
     whole = is_whole(kind)
     tile = ROUNDED_WHOLE if whole else ROUNDED
     group = tile if whole else kind.activation_group
@@ -307,7 +307,7 @@ def rounding_constants(kind: QuantisedWeight) -> dict[str, int | bool]:
 
 
 def rounding_options(kind: QuantisedWeight) -> dict[str, int | bool]:
-    """How it is compiled: rounding to an integer is two roundings, which must not be fused with what is before."""
+    """Return its compiler options. Rounding to an integer takes two operations, which must not be fused with others."""
     return {"num_warps": 8 if is_whole(kind) else 4, "enable_fp_fusion": False}
 
 
@@ -318,7 +318,7 @@ def integer_linear(
     out_dtype: torch.dtype,
     tile: IntegerTile,
 ) -> Tensor:
-    """x @ weight.T + bias, in tiles of that shape, which does not show: [T, out].
+    """Compute x @ weight.T + bias in tiles of one shape, which does not affect the result: [T, out].
 
     Raises BadShape, BadDtype or BadValue.
     """
@@ -355,7 +355,7 @@ def integer_linear(
 
 
 def constants(kind: QuantisedWeight, tile: IntegerTile) -> dict[str, int | bool]:
-    """What the kernel is compiled for."""
+    """Return the compile-time constants of the kernel that multiplies."""
     packed, whole, segment = kind.bits == 4, is_whole(kind), segment_of(kind)
     return {
         "PACKED": packed,
@@ -372,24 +372,24 @@ def constants(kind: QuantisedWeight, tile: IntegerTile) -> dict[str, int | bool]
 
 
 def options(kind: QuantisedWeight, tile: IntegerTile, on_amd: bool) -> dict[str, int | bool]:
-    """How it is compiled. What is rounded once is said by the definition, so nothing is fused."""
-    # On AMD's GPUs more stages do not fit their registers and shared memory.
+    """Return its compiler options. The definition specifies every rounding, so no operations are fused."""
+    # More stages do not fit the registers and the shared memory of AMD's GPUs.
     stages = 2 if on_amd else 1 + max(1, tile.underway // step_of(kind, tile))
     return {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": False}
 
 
 def segment_of(kind: QuantisedWeight) -> int:
-    """Inputs of one integer sum, in rows as they are stored; 0: all."""
+    """Return the inputs of one integer sum in stored rows; 0: all."""
     return 0 if is_whole(kind) else ACTIVATION_GROUP if kind.by_output else kind.segment
 
 
 def step_of(kind: QuantisedWeight, tile: IntegerTile) -> int:
-    """Inputs of a turn of the kernel's loop: whole segments."""
+    """Return the inputs of an iteration of the kernel's loop: whole segments."""
     return max(segment_of(kind), tile.parts * part_size(kind))
 
 
 def tiles_of(weight: PackedWeight | QuantisedWeight) -> tuple[IntegerTile, ...]:
-    """Tiles that serve a weight on its device, that of fewest rows first. Which one computes a row shows in no bit."""
+    """Return the tiles for a weight on its device, in order of rows. A row has the same bits with each of them."""
     if ON_AMD:
         return FEW_ROWS, MANY_ROWS
     if weight.out_size < WIDE * processors_of(str(weight.device)):
@@ -404,22 +404,22 @@ class IntegerLinear:
     weight: PackedWeight
     bias: Tensor | None  # fp32 [out]
     out_dtype: torch.dtype
-    tiles: tuple[IntegerTile, ...]  # that of fewest rows first
+    tiles: tuple[IntegerTile, ...]  # in order of rows
 
     def __call__(
         self,
         x: Tensor,  # [T, in], of the weight's dtype
     ) -> Tensor:
-        """The projection: [T, out]."""
+        """Return the projection: [T, out]."""
         tile = next((tile for tile in self.tiles if len(x) <= tile.rows), self.tiles[-1])
         return integer_linear(x, self.weight, self.bias, self.out_dtype, tile)
 
 
 class IntegerLinears(Linears):
-    """Our own products with quantised weights of the dtypes that kernels serve; all others are the framework's.
+    """Quire's products with quantised weights of the dtypes that its kernels serve, and torch's for all others.
 
     The bits of the products are defined, so each kind of weight is compared with torch's operators when its first
-    weight is loaded. Where a compiler got one wrong, torch's operators serve it, and a warning says so.
+    weight is loaded. If the compiled kernel is wrong, torch's operators are used and a warning is logged.
     """
 
     def __init__(self) -> None:
@@ -431,7 +431,7 @@ class IntegerLinears(Linears):
         weight: LinearWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
-        """The linear of that weight."""
+        """Return the linear of a weight."""
         if not self._serves(weight):
             return super().linear(weight, bias)
         return self._of(PackedWeight.of(weight), bias, weight.dtype)
@@ -441,7 +441,7 @@ class IntegerLinears(Linears):
         weight: LinearWeight,  # [V, H]
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
-        """The linear that makes logits: in fp32 where the weight is quantised."""
+        """Return the linear that computes logits: in fp32 if the weight is quantised."""
         if not self._serves(weight):
             return super().head(weight, bias)
         return self._of(PackedWeight.of(weight), bias, torch.float32)
@@ -450,14 +450,14 @@ class IntegerLinears(Linears):
         self,
         weight: LinearWeight,  # [V, H]
     ) -> Embedding:
-        """The embedding of a weight that nothing is multiplied with; a quantised one stays packed."""
+        """Return the embedding of a weight that is not used in a product. A quantised one stays packed."""
         return QuantisedEmbedding(PackedWeight.of(weight)) if self._serves(weight) else super().embedding(weight)
 
     def tied(
         self,
         weight: LinearWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
-        """The embedding and the linear that makes logits, of one packed weight."""
+        """Return the embedding and the linear that computes logits, which share one packed weight."""
         if not self._serves(weight):
             return super().tied(weight)
         packed = PackedWeight.of(weight)
@@ -485,7 +485,7 @@ class IntegerLinears(Linears):
 
 
 def is_right(weight: QuantisedWeight) -> bool:
-    """Whether every tile of a weight multiplies its first outputs as torch's operators do."""
+    """Return True if every tile gives the results of torch's operators for the first outputs of a weight."""
     some = weight.rows(torch.arange(min(PROBED_OUTPUTS, weight.out_size), device=weight.device))
     ours = IntegerLinear(PackedWeight.of(some), None, torch.float32, tiles_of(weight))
     theirs = QuantisedLinear(some, None, torch.float32)

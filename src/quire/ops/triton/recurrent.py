@@ -1,22 +1,22 @@
-"""Layers that keep a state: the causal convolution, and the recurrences of the gated delta rule and of Mamba-2.
+"""Layers with a recurrent state: the causal convolution, and the recurrences of the gated delta rule and of Mamba-2.
 
-What is computed, and the letters, are in `quire.ops.recurrent`. A program of the convolution has some channels of one
-piece. A program of a recurrence has a head and some of its Dv columns, and goes through the sequence's pieces. Row t of
-a piece is row t of every tile, also where it comes alone, so its sums are formed in one order whatever the steps are:
-the rows before it are computed, or read from their record. Products are those of fp32, with the keys' numbers in
+`quire.ops.recurrent` has the formulas and the dimensions. A program of the convolution has some channels of one piece.
+A program of a recurrence has a head and some of its Dv columns, and iterates over the sequence's pieces. Row t of a
+piece is row t of every tile, even if it is the only row of a step, so its sums have one order for every division into
+steps: the rows before it are computed, or read from their record. Products are in fp32, with the elements of keys in
 ascending order.
 
-A state does not fit the registers: from piece to piece it goes through memory, to its record, or to a place for the
-sequence where it has none. A step of one row reads it once.
+A state does not fit the registers: from piece to piece it is stored in memory, in its record or, without a record, in
+temporary memory of the sequence. A step of one row reads it once.
 
-Of the delta rule, row t takes what the rows before it have added:
+In the delta rule, row t depends on the updates of the rows before it:
 
     u_t = r_t - Σ_{j<t} beta_t · e^{G_t - G_j} · (k_j·k_t) · u_j    where    r_t = beta_t · (v_t - e^{G_t} · Sᵀk_t)
 
 It is one sum over a tile whose rows before t hold u and whose row t holds r.
 
-Rows that are not there are zeros. The weight 0 keeps out no number that is not finite: those of u are left out of the
-product, and what reads them becomes NaN. In a product of matrices the rows do not meet.
+Missing rows are zeros. A weight of 0 does not exclude numbers that are not finite: those of u are left out of the
+product, and rows that see them become NaN. Rows of a matrix product do not affect each other.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from quire.ops.triton.functions import exp, is_finite, sigmoid, softplus
 from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
 
-CHANNELS = 128  # that a program of the convolution has
+CHANNELS = 128  # of a program of the convolution
 COLUMNS, WARPS, STAGES = 64, 8, 2  # of a program of a recurrence
 
 C = tl.constexpr(PIECE)
-DEPTH = tl.constexpr(16)  # numbers of the keys that are multiplied at a time; more fill the registers
+DEPTH = tl.constexpr(16)  # elements of the keys that are multiplied at a time; more would exceed the registers
 EPS = tl.constexpr(1e-6)  # of the L2 norm of queries and keys
 
 
 @triton.jit
 def _sequence(starts, lens, offsets, records, seq):
-    """Its first row in the step, the positions of that row and after its last one, and the records of its pieces."""
+    """Return a sequence's first row in the step, the positions of that row and after the last, and its records."""
     start = tl.load(starts + seq)
     end = tl.load(lens + seq)
     first = end - (tl.load(starts + seq + 1) - start)
@@ -56,7 +56,7 @@ def _sequence(starts, lens, offsets, records, seq):
 
 @triton.jit
 def _known(x, inputs, tail, position, first, end, channel, here, x_token, W: tl.constexpr, TAPS: tl.constexpr):
-    """The inputs at these positions, of the step or before it; zeros before the sequence's start."""
+    """Load the inputs at these positions, of the step or before it; zeros before the sequence's start."""
     base = first // C * C  # the records are those of this position
     slot = position.to(tl.int64)[:, None]
     in_step = here & (slot >= first) & (slot < end)
@@ -73,7 +73,7 @@ def convolve_piece(
     x, weight, bias, out, tail, inputs, starts, lens, offsets, records, x_token, tail_record, inputs_record,
     W: tl.constexpr, TAPS: tl.constexpr, TAIL_TILE: tl.constexpr, TILE: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a piece: its rows in the step, and what its records keep of their inputs."""
+    """Convolve some channels of a piece, and store the inputs of its rows in its records."""
     start, first, end, records = _sequence(starts, lens, offsets, records, tl.program_id(0))
     piece = first // C + tl.program_id(1)
     if (first == end) | (piece > end // C):
@@ -125,7 +125,7 @@ def convolve(
     cache: RecurrentCache,
     plan: Any,  # TritonRecurrentPlan
 ) -> Tensor:
-    """The causal convolution of each channel: [T, W]."""
+    """Compute the causal convolution of each channel: [T, W]."""
     width, taps = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -144,13 +144,13 @@ def convolve(
 
 @triton.jit
 def _row_of(x, row, t):
-    """Number t of a vector."""
+    """Return element t of a vector."""
     return tl.sum(tl.where(row == t, x, 0.0), 0)
 
 
 @triton.jit
 def _slice(x, x_token, token, new, first, DIM_K: tl.constexpr):
-    """Numbers first..first + DEPTH of the new rows' keys or queries; zeros in the other rows."""
+    """Load elements first..first + DEPTH of the new rows' keys or queries; zeros in the other rows."""
     dim = first + tl.arange(0, DEPTH)
     at = x + token[:, None] * x_token + dim[None, :]
     return tl.load(at, mask=new[:, None] & (dim < DIM_K)[None, :], other=0.0).to(tl.float32)
@@ -158,7 +158,7 @@ def _slice(x, x_token, token, new, first, DIM_K: tl.constexpr):
 
 @triton.jit
 def _scale_of(x, x_token, token, new, NORMED: tl.constexpr, DIM_K: tl.constexpr):
-    """What each row of keys or queries is multiplied by: 1 / its L2 norm, where they are NORMED."""
+    """Return the factor of each row of keys or queries: 1 / its L2 norm if NORMED, otherwise 1."""
     square = tl.zeros([C, DEPTH], tl.float32)
     if not NORMED:
         return tl.full([C], 1.0, tl.float32)
@@ -170,7 +170,7 @@ def _scale_of(x, x_token, token, new, NORMED: tl.constexpr, DIM_K: tl.constexpr)
 
 @triton.jit
 def _keys(k, x_token, token, new, scale, kept, old, first, DIM_K: tl.constexpr):
-    """Numbers first..first + DEPTH of a piece's keys: the old ones are in the record `kept`."""
+    """Return elements first..first + DEPTH of a piece's keys. The old ones are read from the record `kept`."""
     dim = first + tl.arange(0, DEPTH)
     at = kept + tl.arange(0, C)[:, None] * DIM_K + dim[None, :]
     before = tl.load(at, mask=old[:, None] & (dim < DIM_K)[None, :], other=0.0)
@@ -179,7 +179,7 @@ def _keys(k, x_token, token, new, scale, kept, old, first, DIM_K: tl.constexpr):
 
 @triton.jit
 def _before(state, passed, record, state_record, slot, STATE: tl.constexpr):
-    """Where the state before a piece is: in its record, or, where it has none, in what the step passes on."""
+    """Return the address of the state before a piece: its record or, without one, the temporary memory `passed`."""
     at = passed + slot.to(tl.int64) * STATE
     if record >= 0:
         at = state + record.to(tl.int64) * state_record
@@ -193,7 +193,7 @@ def recur_columns(
     x_token, gates_token, state_record, keys_record, updates_record, decays_record,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head, from piece to piece of a sequence. Without `skip` it is the gated delta rule."""
+    """Compute some columns of a head, piece by piece of a sequence. Without `skip` it is the gated delta rule."""
     start, first, end, records = _sequence(starts, lens, offsets, records, tl.program_id(0))
     if first == end:
         return
@@ -232,7 +232,7 @@ def recur_columns(
         kept = keys + record * keys_record
         before = _before(state, passed, tl.load(of_piece), state_record, slot, STATE)
 
-        # ---- the rows' log-decays, and how much of them is new
+        # ---- the rows' log-decays, and their sums
         step = tl.load(gates + token * gates_token, mask=new, other=0.0).to(tl.float32)
         if DELTA:
             beta = sigmoid(step)
@@ -309,7 +309,7 @@ def recur_columns(
         finite &= tl.min(is_number.to(tl.int32), 1)
         tl.store(nonfinite + token, 1, mask=new & (finite == 0))
 
-        # ---- the state before the next piece, where there is one
+        # ---- the state before the next piece, if there is one
         record = tl.load(of_piece + 2, mask=high == C, other=-1)
         if (high == C) & ((record >= 0) | (end > (piece + 1) * C)):
             after = _before(state, passed, record, state_record, slot, STATE)
@@ -323,7 +323,7 @@ def recur_columns(
                 key = faded * _keys(k, x_token, token, new, of_keys, kept, old, begin, DIM_K)
                 part = tl.dot(tl.trans(key), U, exp(last) * part, input_precision="ieee")
                 tl.store(after + at, part, mask=has)
-            tl.debug_barrier()  # other threads read what was stored
+            tl.debug_barrier()  # other threads read the stored state
 
 
 def gated_delta(
@@ -334,7 +334,7 @@ def gated_delta(
     cache: RecurrentCache,
     plan: Any,  # TritonRecurrentPlan
 ) -> Tensor:
-    """The gated delta rule: [T, Hv * Dv]."""
+    """Compute the gated delta rule: [T, Hv * Dv]."""
     width = plan.spec.key_width
     q, k, v = qkv[:, :width], qkv[:, width : 2 * width], qkv[:, 2 * width :]
     return _recur(q, k, v, gates, (decay_rate, dt_bias, None), (0.0, math.inf), cache, plan)
@@ -350,7 +350,7 @@ def state_space(
     cache: RecurrentCache,
     plan: Any,  # TritonRecurrentPlan
 ) -> Tensor:
-    """Mamba-2's recurrence: [T, Hv * Dv]."""
+    """Compute Mamba-2's recurrence: [T, Hv * Dv]."""
     first, width = plan.spec.value_width, plan.spec.key_width
     x, k, q = xbc[:, :first], xbc[:, first : first + width], xbc[:, first + width :]
     return _recur(q, k, x, dt, (decay_rate, dt_bias, skip), dt_limits, cache, plan)

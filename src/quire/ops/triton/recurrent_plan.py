@@ -1,4 +1,4 @@
-"""The plan of layers that keep a state, with what the kernels read of it on the device."""
+"""The plan of layers with a recurrent state, with its lists on the device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.ops.triton.lists import DeviceLists
 class TritonRecurrentPlan(RecurrentPlan):
     """A plan with its lists: int32 views of one tensor on the device.
 
-    starts, lens: as query_starts and context_lens. offsets: the entry of `records` that each sequence's first piece
-    has. records: of each piece that a sequence reaches in the step, its state record and its row record. slots: the
-    place of each sequence among the num_passing that begin a piece whose state has no record; -1 for the others.
+    starts, lens: query_starts and context_lens. offsets: the entry of `records` for each sequence's first piece.
+    records: the state record and the row record of each piece that a sequence reaches in the step. slots: the index of
+    each sequence among the num_passing that begin a piece whose state has no record; -1 for the others.
     """
 
     def __init__(self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int) -> None:
@@ -24,15 +24,15 @@ class TritonRecurrentPlan(RecurrentPlan):
             "lens": max_seqs,
             "offsets": max_seqs,
             "slots": max_seqs,
-            "nonfinite": max_tokens,  # on the host always 0: each update clears it
-            "records": 2 * max_seqs * max_pieces,  # last: of it only what a step uses is copied
+            "nonfinite": max_tokens,  # always 0 on the host: each update clears it
+            "records": 2 * max_seqs * max_pieces,  # last, since only the used part is copied
         }
         self._lists = DeviceLists(spec.device, sizes)
         device = self._lists.sent
         self.starts, self.lens, self.offsets = device["starts"], device["lens"], device["offsets"]
         self.slots, self.records, self._nonfinite = device["slots"], device["records"], device["nonfinite"]
-        self.num_pieces = 0  # that the sequence with most reaches in the last update
-        self.num_passing = 0  # sequences of the last update, see above
+        self.num_pieces = 0  # largest number of pieces of a sequence in the last update
+        self.num_passing = 0  # sequences of the last update, see the class
 
     def _update(
         self,

@@ -1,4 +1,4 @@
-"""What a sampler and a router need of logits: logsumexp, top_k, top_k_softmax.
+"""Operators of samplers and routers: logsumexp, top_k, top_k_softmax.
 
 A row's result does not depend on the other rows.
 """
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from quire.ops.triton.launch import on_device_of
 
-TILE = 4096  # logits that a program has in hand
+TILE = 4096  # logits that a program loads at a time
 
 LOW = 0xFFFFFFFF  # the lower half of an int64
 
 
 @triton.jit
 def _shift(top):
-    """What to subtract before the exponential: the maximum, unless that would make NaN of infinities."""
+    """Return the number to subtract before the exponential: the maximum, or 0 if it is infinite, to avoid NaN."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 
 @triton.jit
 def logsumexp_row(logits, out, size, logits_row, TILE: tl.constexpr):
-    """Each lane sums up its own column of tiles under its own maximum, so that lanes meet only once."""
+    """Compute logsumexp of a row. Each lane has its own sum and maximum, so that lanes are combined only once."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
     lane = tl.arange(0, TILE)
@@ -45,7 +45,7 @@ def logsumexp_row(logits, out, size, logits_row, TILE: tl.constexpr):
 def logsumexp(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
-    """log(sum(exp(logits))) of each row: fp32 [R]."""
+    """Compute log(sum(exp(logits))) of each row: fp32 [R]."""
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -59,16 +59,16 @@ def top_k(
     logits: Tensor,  # fp32 [R, V], no NaN
     k: int,
 ) -> Tensor:
-    """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k].
+    """Return the ids of the k largest logits of each row, largest first and ties by the lower id: int64 [R, k].
 
-    torch's own top-k orders equal values as it likes. So it gets integers of which no two are equal: the logit above,
-    as an integer of the same order, and the id counted from the end below.
+    torch's top-k has no defined order of equal values. So its input is distinct integers: the upper half is the logit
+    as an integer of the same order, the lower half the id counted from the end.
     """
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[1], device=logits.device)
     keys = (ordered.long() << 32) | (LOW - ids)
-    # A whole row is sorted once; torch would select from it first.
+    # For all of a row a sort is enough; torch.topk would select first.
     best = keys.sort(dim=-1, descending=True).values if k == logits.shape[1] else torch.topk(keys, k, dim=-1).values
     return LOW - (best & LOW)
 
@@ -77,6 +77,6 @@ def top_k_softmax(
     logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
     k: int,
 ) -> tuple[Tensor, Tensor]:
-    """top_k's ids, int64 [R, k], and what each of them has of the row's softmax, fp32 [R, k]: a router's choice."""
+    """Return the ids of `top_k`, int64 [R, k], and each one's value of the row's softmax, fp32 [R, k]."""
     ids = top_k(logits, k)
     return ids, (logits.gather(1, ids) - logsumexp(logits)[:, None]).exp()

@@ -1,6 +1,6 @@
-"""The small operators of a decoder: norms, rope, gates and activations, summed in fp32, a program a row.
+"""The small operators of a decoder: norms, rope, gates and activations, with sums in fp32.
 
-Rows may be strided: they are described as those of [outer, inner, H], and what cannot is copied.
+Rows may be strided: they are described as those of [outer, inner, H], and copied if that is not possible.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from quire.ops.rows import as_rows, count_rows, row_strides
 from quire.ops.triton.functions import exp, sigmoid
 from quire.ops.triton.launch import check_dtype, on_device_of
 
-NORM_TILE = 8192  # elements of a row that a program has in hand; a longer row is read again
+NORM_TILE = 8192  # elements of a row that a program loads at a time; a longer row is read again
 PART_TILE = 1024  # elements of a row that a program of an activation computes
-ROPE_TILE = 2048  # pairs that a program turns
+ROPE_TILE = 2048  # pairs that a program rotates
 
 
 @triton.jit
 def _row(x, x_outer, inner, x_inner):
-    """Where this program's row begins."""
+    """Return the address of this program's row."""
     row = tl.program_id(0)
     return x + (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
 
@@ -35,7 +35,7 @@ def rms_norm_row(
     x, residual, weight, out, x_outer, inner, x_inner, residual_token, eps,
     H: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """ADD: the row is added to that of the residual, which is then what is normed."""
+    """Compute RMSNorm of a row. ADD: the row is added to that of the residual, and the sum is normalised."""
     row = tl.program_id(0).to(tl.int64)
     x = _row(x, x_outer, inner, x_inner)
     source = x
@@ -55,7 +55,7 @@ def rms_norm_row(
         square += value * value
     scale = tl.rsqrt(tl.sum(square, 0) / H + eps)
     if ADD and H > TILE:
-        tl.debug_barrier()  # other threads may have stored what is read again
+        tl.debug_barrier()  # the row is read again, and other threads may have stored it
     for first in range(0, H, TILE):
         dim = first + tl.arange(0, TILE)
         if H > TILE:
@@ -101,7 +101,7 @@ def gated_norm_part(
     x, gate, weight, out, x_token, gate_token, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row."""
+    """Compute the gated norm of one head of one row."""
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     first = tl.program_id(0) % HEADS * DIM
     x += row * x_token + first
@@ -128,7 +128,7 @@ def gated_norm_part(
 
 @triton.jit
 def _gated(x, gate, dim, DIM: tl.constexpr, GATE_FIRST: tl.constexpr):
-    """What is normed, and silu of the gate."""
+    """Return the input of the norm, and silu of the gate."""
     value = tl.load(x + dim, mask=dim < DIM, other=0.0).to(tl.float32)
     factor = tl.load(gate + dim, mask=dim < DIM, other=0.0).to(tl.float32)
     factor *= sigmoid(factor)
@@ -142,7 +142,7 @@ def _turn(
     x, x_head, first, cos, sin,
     HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Turn the pairs of some heads of one token."""
+    """Rotate the pairs of some heads of one token."""
     pair = tl.arange(0, PAIR_TILE)[None, :]
     head = first + tl.arange(0, HEAD_TILE)[:, None]
     mask = (head < HEADS) & (pair < HALF)
@@ -158,7 +158,7 @@ def rope_row(
     q, k, positions, cos, sin, rows, q_token, q_head, k_token, k_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, those of k after those of q; a position beyond the `rows` of the table is its end's."""
+    """Rotate some heads of one token, those of k after those of q. A position outside the table is clamped to it."""
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     pair = tl.arange(0, PAIR_TILE)[None, :]
@@ -175,7 +175,7 @@ def rope_row(
 
 @triton.jit
 def swiglu_part(gate_up, out, gate_up_token, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """A tile of one row."""
+    """Compute SwiGLU of a tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     gate_up += row * gate_up_token
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -187,7 +187,7 @@ def swiglu_part(gate_up, out, gate_up_token, SIZE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def gate_part(gate, x, gate_token, x_token, SIZE: tl.constexpr, TILE: tl.constexpr, BY_ROW: tl.constexpr):
-    """A tile of one row, changed in place. BY_ROW: the gate has one number a row."""
+    """Apply the gate to a tile of one row in place. BY_ROW: the gate has one number per row."""
     row = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x += row * x_token + dim
@@ -202,7 +202,7 @@ def activate_part(
     x, out, x_token, slope, limit, offset,
     SIZE: tl.constexpr, TILE: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one row. FUNCTION: its number among the functions of activations."""
+    """Compute the activation of a tile of one row. FUNCTION: index in `activation.FUNCTIONS`."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_token
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -231,7 +231,7 @@ def activate_part(
 
 @triton.jit
 def gelu_part(x, out, x_outer, inner, x_inner, H: tl.constexpr, TILE: tl.constexpr, TANH: tl.constexpr):
-    """A tile of one row."""
+    """Compute GELU of a tile of one row."""
     x = _row(x, x_outer, inner, x_inner)
     out += tl.program_id(0).to(tl.int64) * H
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -251,7 +251,7 @@ def rms_norm(
     weight: Tensor,  # [H]
     eps: float,
 ) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
+    """Compute x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
     return _rms_norm(x, None, weight, eps)
 
 
@@ -261,7 +261,7 @@ def add_rms_norm(
     weight: Tensor,  # [H]
     eps: float,
 ) -> Tensor:
-    """rms_norm of the new residual."""
+    """Add x to the residual in place, and compute rms_norm of the sum."""
     return _rms_norm(x, residual, weight, eps)
 
 
@@ -294,7 +294,7 @@ def layer_norm(
     bias: Tensor | None,  # [H]
     eps: float,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
+    """Compute (x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
     check_dtype("x", x)
     x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -315,7 +315,7 @@ def gated_norm(
     heads: int,
     first: Literal["norm", "gate"],
 ) -> Tensor:
-    """RMSNorm of each head, before or after it is multiplied with silu(gate): [T, H]."""
+    """Compute RMSNorm of each head, before or after the multiplication by silu(gate): [T, H]."""
     check_dtype("x", x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -330,7 +330,7 @@ def gated_norm(
 
 
 def norm_tile(size: int) -> tuple[int, int]:
-    """The tile for rows of H, and the warps for it."""
+    """Return the tile for rows of `size` elements, and its number of warps."""
     tile = min(triton.next_power_of_2(size), NORM_TILE)
     return tile, max(1, min(16, tile // 256))
 
@@ -347,8 +347,8 @@ def rope(
 ) -> None:
     """Rotate the pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle (Su et al. 2021).
 
-    Positions on the host are checked. Those on a GPU are not, for that would wait for it: one that lies outside of the
-    tables is turned as the nearest position within.
+    Positions on the host are checked. Those on a GPU are not, since that would synchronise: a position outside the
+    tables is clamped to them.
     """
     check_dtype("q", q)
     if positions.is_cpu or not len(cos):
@@ -385,7 +385,7 @@ def rope(
 def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
-    """silu(gate) * up: [T, I] (Shazeer 2020)."""
+    """Compute silu(gate) * up: [T, I] (Shazeer 2020)."""
     check_dtype("gate_up", gate_up)
     size = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
@@ -401,7 +401,7 @@ def gate(
     x: Tensor,  # [T, H], changed in place
     gate: Tensor,  # [T, H] or [T, 1]
 ) -> None:
-    """x *= sigmoid(gate)."""
+    """Multiply x by sigmoid(gate) in place."""
     check_dtype("x", x)
     if x.numel():
         size, by_row = x.shape[1], gate.shape[1] == 1
@@ -414,7 +414,7 @@ def activate(
     x: Tensor,  # [T, 2 I] with a gate, else [T, I]
     activation: Activation,
 ) -> Tensor:
-    """What stands between the linears of an MLP: [T, I]."""
+    """Compute the activation between the linears of an MLP: [T, I]."""
     check_dtype("x", x)
     size = activation.out_size(x.shape[1])
     out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
@@ -433,7 +433,7 @@ def gelu(
     x: Tensor,  # [..., I]
     approximate: Literal["none", "tanh"],
 ) -> Tensor:
-    """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+    """Compute GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
     check_dtype("x", x)
     x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

@@ -1,4 +1,4 @@
-"""States of attention: merge_states and apply_sinks. A program has some heads of one query token."""
+"""Operators on states of attention: merge_states and apply_sinks. A program has some heads of one query token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from quire.ops.triton.launch import check_dtype, on_device_of
 
-TILE = 2048  # elements of an output that a program has in hand
+TILE = 2048  # elements of an output that a program computes
 
 
 @triton.jit
 def _rows(x, token, x_token, x_head, head, mask, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Those heads of one token, in fp32."""
+    """Load some heads of one token, in fp32."""
     dim = tl.arange(0, DIM_TILE)[None, :]
     at = head.to(tl.int64)[:, None] * x_head + dim
     return tl.load(x + token * x_token + at, mask=mask[:, None] & (dim < DIM), other=0.0).to(tl.float32)
@@ -22,7 +22,7 @@ def _rows(x, token, x_token, x_head, head, mask, DIM: tl.constexpr, DIM_TILE: tl
 
 @triton.jit
 def _store_rows(out, token, head, value, mask, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """Those heads of one token of a contiguous output."""
+    """Store some heads of one token to a contiguous output."""
     dim = tl.arange(0, DIM_TILE)[None, :]
     at = head[:, None] * DIM + dim
     tl.store(out + token * HEADS * DIM + at, value.to(out.dtype.element_ty), mask=mask[:, None] & (dim < DIM))
@@ -34,7 +34,7 @@ def merge_rows(
     a_token, a_head, lse_a_token, b_token, b_head, lse_b_token,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The state over two sets of keys, of some heads of one token."""
+    """Merge the states over two sets of keys, for some heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     mask = head < HEADS
@@ -47,7 +47,7 @@ def merge_rows(
     total = weight_a + weight_b
     row_a = _rows(out_a, token, a_token, a_head, head, mask, DIM, DIM_TILE)
     row_b = _rows(out_b, token, b_token, b_head, head, mask, DIM, DIM_TILE)
-    # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
+    # The output of a state without keys may be NaN, and zero times NaN is not zero: leave it out.
     mix = tl.where((weight_a == 0)[:, None], 0.0, weight_a[:, None] * row_a)
     mix += tl.where((weight_b == 0)[:, None], 0.0, weight_b[:, None] * row_b)
     mix = tl.where((total == 0)[:, None], 0.0, mix / total[:, None])  # NaN stays NaN
@@ -60,7 +60,7 @@ def sink_rows(
     out, lse, sinks, closed, out_token, out_head, lse_token,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, closed by their sinks."""
+    """Apply the sinks of some heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     mask = head < HEADS
@@ -77,7 +77,7 @@ def merge_states(
     out_b: Tensor,  # [T, Hq, Dv]
     lse_b: Tensor,  # fp32 [T, Hq]
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from attention over each: out [T, Hq, Dv], LSE fp32 [T, Hq]."""
+    """Merge attention over two disjoint sets of keys: out [T, Hq, Dv], LSE fp32 [T, Hq]."""
     check_dtype("out_a", out_a)
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
@@ -94,7 +94,7 @@ def apply_sinks(
     lse: Tensor,  # fp32 [T, Hq]
     sinks: Tensor,  # fp32 [Hq]
 ) -> Tensor:
-    """Close a state with one more logit a head that carries no value: out · e^lse / (e^lse + e^sink)."""
+    """Apply attention sinks to a state: out · e^lse / (e^lse + e^sink)."""
     check_dtype("out", out)
     closed = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     if out.numel():
@@ -107,7 +107,7 @@ def apply_sinks(
 def _split(
     out: Tensor,  # [T, Hq, Dv]
 ) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
-    """The grid for an output; Hq, Dv, and the heads and dimensions of a program's tile."""
+    """Return the grid for an output; Hq, Dv, and the heads and dimensions of a program's tile."""
     tokens, heads, dim = out.shape
     dims = triton.next_power_of_2(dim)
     tile = min(triton.next_power_of_2(heads), max(1, TILE // dims))

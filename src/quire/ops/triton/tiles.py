@@ -1,12 +1,13 @@
-"""How large the attention kernel's tiles are: on which chip, for which dtype and head dimensions.
+"""Sizes of the attention kernel's tiles by chip, dtype and head dimensions.
 
-"few" is for tiles of up to 16 rows, a sequence that decodes with its G heads; "many" for more; "exact" for all tiles of
-a reproducible plan, few rows or many, so that the instructions which form a row's sums do not depend on its batch. A
-plan with two tiles, one of 16 rows for sequences that decode, did not keep the bits on an H200 (bf16, heads of 64 and
-128), although both tiles had agreed in other shapes on an H100.
+"few" is for tiles of up to 16 rows, a decoding sequence with its G heads; "many" for more; "exact" for all tiles of a
+reproducible plan, with few rows or many, so that the instructions that compute a row's sums do not depend on its batch.
+A plan with two tiles, one of 16 rows for decoding sequences, was not batch-invariant on an H200 (bf16, heads of 64 and
+128), although both tiles agreed for other shapes on an H100.
+
 Every entry was compiled for its chip and keeps all of its numbers in registers, which a test asserts for plain
-attention; fp32 heads beyond 256 do not, nor do reproducible ones of 1024 on two of the chips, and of 64 to 128 on
-Hopper: those keep the state of the chunks before in memory, which costs less than the smaller tile would.
+attention. Exceptions are fp32 heads above 256, and reproducible ones of 1024 on two of the chips and of 64 to 128 on
+Hopper: those keep the state of earlier chunks in memory, which costs less than a smaller tile.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from quire.ops.triton.attention import main_part, tail_part
 
 Kind = Literal["few", "many", "exact"]
 
-CHUNK = 1_024  # keys: where a reproducible plan cuts contexts, at absolute multiples
-SPLIT = 256  # keys: the least that a part of a context is worth; a multiple of every tile's block_n
+CHUNK = 1_024  # keys: a reproducible plan cuts contexts at absolute multiples
+SPLIT = 256  # keys: the smallest part of a context; a multiple of every tile's block_n
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and keys of a tile, and how the compiler is to lay it out."""
+    """Rows and keys of a tile, and compiler options."""
 
     block_m: int  # (query token, head) pairs
     block_n: int  # keys
@@ -62,7 +63,7 @@ GFX942: dict[Kind, tuple[Tile, ...]] = {
               Tile(16, 16, 4, 1)),
 }
 HALVES = {"sm80": SM80, "sm90": SM90, "sm100": SM90, "gfx942": GFX942}
-# In fp32 a number takes twice the room, and a product several.
+# In fp32 a number takes twice the space, and a product several instructions.
 _LARGE = (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))
 FP32: dict[Kind, tuple[Tile, ...]] = {
     "few": (Tile(16, 32, 8, 2), *_LARGE), "many": (Tile(16, 32, 8, 2), *_LARGE), "exact": (Tile(16, 32, 4, 2), *_LARGE),
@@ -71,21 +72,21 @@ FP32: dict[Kind, tuple[Tile, ...]] = {
 
 # Programs with a "few" tile, for heads of up to 128, that run on one processor at the same time.
 RESIDENT = {"sm80": 3, "sm90": 2, "sm100": 2, "gfx942": 2}
-WARPS = 8  # of "many" and "exact" tiles that run on one processor at the same time: their registers fill it
+WARPS = 8  # of "many" and "exact" tiles that run on one processor at the same time, limited by registers
 
 DIMS = (64, 96, 128, 256, 512, 1024)
 
 
 def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
-    """The tile of that kind on that chip, as `chip_of` names it."""
+    """Return the tile of a kind on a chip, as named by `chip_of`."""
     size = next(i for i, most in enumerate(DIMS) if max(spec.head_dim, spec.dim_v) <= most)
     if spec.dtype is torch.float32:
         return FP32[kind][size]
     tile = HALVES[chip][kind][size]
-    if kind == "few" and spec.cache_dtype.itemsize == 1:  # half the bytes: look further ahead
+    if kind == "few" and spec.cache_dtype.itemsize == 1:  # half the bytes: prefetch further ahead
         return replace(tile, block_n=min(tile.block_n, 64), num_stages=max(3, tile.num_stages) + 1)
     if kind != "few" and chip in ("sm90", "sm100") and spec.cache_dtype.itemsize == 1 and DIMS[size] <= 128:
-        # Widening takes registers: these tiles leave none free.
+        # Widening needs registers: the other tiles leave none free.
         return Tile(128 if kind == "many" else 64, 64 if DIMS[size] <= 64 else 32, 8, 3)
     if kind == "many" and spec.is_scaled and DIMS[size] > 64:
         return replace(tile, block_n=min(tile.block_n, 32))
@@ -93,11 +94,11 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
 
 
 def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
-    """The tile that an item of that one is computed with.
+    """Return the tile with which an item of `tile` is computed.
 
-    On Hopper with triton 3.6, values that go through registers into shared memory, because their rows do not begin at
-    multiples of 16 bytes or are widened, come out wrong where the product has fewer than 64 columns of them (seen on an
-    H100 and pinned by tests/ops/triton_backend/test_narrow.py). Tiles of 32 rows use another instruction.
+    On Hopper with triton 3.6, values that are loaded through registers into shared memory, because their rows do not
+    begin at multiples of 16 bytes or are widened, are wrong if the product has fewer than 64 columns of them (seen on
+    an H100 and pinned by tests/ops/triton_backend/test_narrow.py). Tiles of 32 rows use another instruction.
     """
     by_registers = not aligned or spec.cache_dtype is not spec.dtype
     narrow = main_part(spec.dim_v) < 64 or 0 < tail_part(spec.dim_v) < 64
@@ -109,18 +110,18 @@ def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
 
 
 def pieces(group_size: int, rows: int, tile: Tile) -> int:
-    """Programs of one head for an item of up to so many rows."""
+    """Return the number of programs of one head for an item of up to `rows` rows."""
     of_heads, tokens = -(-group_size // tile.block_m), max(1, rows // group_size)
     return of_heads * -(-tokens // max(1, tile.block_m // group_size))
 
 
 def precision(chip: str, spec: AttentionSpec) -> str:
-    """How fp32 is multiplied: by three TF32 products, which are close to it, or exactly, where these do not fit."""
+    """Return the mode of fp32 products: three TF32 products, which are nearly as exact, or fp32 if these do not fit."""
     return "ieee" if chip == "gfx942" or max(spec.head_dim, spec.dim_v) > 128 else "tf32x3"
 
 
 def chip_of(device: str) -> str:
-    """The entry of the table that serves a device; the interpreter takes Hopper's."""
+    """Return the entry of the table for a device; the interpreter uses Hopper's."""
     if not device.startswith("cuda"):
         return "sm90"
     if torch.version.hip is not None:
@@ -130,5 +131,5 @@ def chip_of(device: str) -> str:
 
 
 def processors_of(device: str) -> int:
-    """How many programs run at the same time on different processors; few in the interpreter, so that work is cut."""
+    """Return the number of the device's processors; few in the interpreter, so that work is cut."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.startswith("cuda") else 8

@@ -1,8 +1,8 @@
 """The plan of the Triton backend: a step's metadata as a work list on the device.
 
-The host knows all lengths, so it decides who computes what; a program of the kernel looks up its item and asks no
-questions. All lists of a step are written to one piece of pinned memory and go to the device in one copy, to addresses
-that never change: a captured graph replays with whatever the last `update` put there.
+The host knows all lengths, so it divides the work; a program of the kernel only looks up its item. All lists of a step
+are written to one area of pinned memory and sent to the device in one copy, to addresses that never change: a captured
+graph replays with the lists of the last `update`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TritonPlan(AttentionPlan):
     """An attention plan with its lists: int32 views of one tensor on the device.
 
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
-    keys were cut. positions, sequences, device_slots, rows_nonfinite: of each query token. tables: the sequences' block
-    ids, one after the other.
+    keys were cut. positions, sequences, device_slots, rows_nonfinite: of each query token. tables: the block ids of all
+    sequences, concatenated.
     """
 
     takes_device_metadata = True
@@ -45,9 +45,9 @@ class TritonPlan(AttentionPlan):
             "positions": max_tokens,
             "sequences": max_tokens,
             "device_slots": max_tokens,
-            "rows_nonfinite": max_tokens,  # on the host always 0: each update clears it
+            "rows_nonfinite": max_tokens,  # always 0 on the host: each update clears it
             "rows": 2 * room.rows,
-            "tables": max_seqs * max_blocks,  # last: of it only what a step uses is copied
+            "tables": max_seqs * max_blocks,  # last, since only the used part is copied
         }
         self._lists = DeviceLists(spec.device, sizes)
         device = self._lists.sent
@@ -86,7 +86,7 @@ class TritonPlan(AttentionPlan):
         context_lens: Tensor,  # int32 or int64 [S], on the device
         block_tables: Tensor,  # int32 or int64 [S, M], on the device
     ) -> None:
-        """Make the lists on the device. No value is checked: wrong ones give wrong numbers, all from this cache.
+        """Make the lists on the device. Values are not checked: wrong ones give wrong results, all from this cache.
 
         Raises BadShape or BadDtype.
         """
@@ -129,26 +129,26 @@ class TritonPlan(AttentionPlan):
         for name, width, entries in (("few", ITEM, lists.few), ("many", ITEM, lists.many), ("merges", 3, lists.merges)):
             view = views[name][: views[name].size // width * width].reshape(-1, width)
             view[: len(entries)] = entries
-            view[len(entries) :, 0] = -1  # where a captured launch finds nothing to do
+            view[len(entries) :, 0] = -1  # nothing to do for the other programs of a captured launch
         views["rows"][: lists.rows.size] = lists.rows.reshape(-1)
         views["positions"][: self.num_tokens] = lists.positions
         views["sequences"][: self.num_tokens] = lists.sequences
         views["device_slots"][: self.num_tokens] = self.slots[: self.num_tokens].numpy() if self.writable else -1
         views["device_slots"][self.num_tokens :] = -1
-        views["rows_nonfinite"][:] = 0  # what the device has, where it has the host's memory
+        views["rows_nonfinite"][:] = 0  # without a GPU this is also the device's list
         views["tables"][: tables.size] = tables.reshape(-1)
 
     @property
     def nonfinite(self) -> Tensor:
-        """As `AttentionPlan.nonfinite`, on the device."""
+        """The flags of `AttentionPlan.nonfinite`, on the device."""
         flags: Tensor = self.rows_nonfinite[: self.num_tokens]
         return flags
 
     @property
     def launched(self) -> tuple[int, int, int]:
-        """Items of few and of many rows and merges that a launch has to cover.
+        """Numbers of items of few and of many rows, and of merges, that a launch has to cover.
 
-        What the step has; all that a later update may bring where the plan is for graphs, or one is captured.
+        They are those of the step, or the largest of any later update if the plan is for graphs or one is captured.
         """
         if self._covers_all:
             return self.partitioner.room.few, self.partitioner.room.many, self.max_tokens
@@ -156,7 +156,7 @@ class TritonPlan(AttentionPlan):
 
     @property
     def launched_again(self) -> tuple[bool, bool]:
-        """Whether items of few and of many rows have rows that see different keys, see `attention`."""
+        """True for items of few and of many rows if their rows may see different keys, see `attention`."""
         return (self._may_mix, self._may_mix) if self._covers_all else self.mixed
 
     @property
@@ -164,7 +164,7 @@ class TritonPlan(AttentionPlan):
         return self.spec.causal and not self.partitioner.decodes
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Room for the parts of a launch: fp32 [parts, Hq, Dv], and [parts, Hq, 2] for largest scores and sums."""
+        """Allocate the parts of a launch: fp32 [parts, Hq, Dv], and [parts, Hq, 2] for largest scores and sums."""
         count = self.partitioner.room.rows if self._covers_all else self.num_parts
         if count == 0:
             return self._no_parts, self._no_parts
