@@ -203,7 +203,7 @@ class GatewayServer(Listening):
 
 
 def build_gateway(membership: Membership, config: GatewayConfig, found: Found, directory: Path) -> Gateway:
-    """Return a gateway whose fleet is not started. directory: an empty one, needed until this returns."""
+    """Return a gateway whose fleet is not started. directory: an empty one for the model's files."""
     hello = found.hello
     for name, text in found.files.items():
         (directory / name).write_text(text, "utf-8")

@@ -270,5 +270,5 @@ def _timeout(seconds: float | None) -> aiohttp.ClientTimeout:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, asyncio.TimeoutError):
-        return f"nothing was heard of it for {SILENCE:g} s"
+        return f"it sent nothing for {SILENCE:g} s"
     return str(error) or type(error).__name__

@@ -43,7 +43,7 @@ STATE_GAUGES: Mapping[str, tuple[str, Callable[[ReplicaState], float]]] = Mappin
         "blocks": ("KV blocks that it has.", lambda state: state.num_blocks),
         "free_blocks": ("Its KV blocks that no request owns, cached ones among them.", lambda state: state.free_blocks),
         "cached_blocks": ("Its free KV blocks that can be reused.", lambda state: state.cached_blocks),
-        "seconds_a_step": ("Seconds of one of its steps, whatever it computes.", lambda state: state.seconds_a_step),
+        "seconds_a_step": ("Fixed seconds of each of its steps.", lambda state: state.seconds_a_step),
         "seconds_a_prompt_token": ("Its seconds a prompt token.", lambda state: state.seconds_a_prompt_token),
         "seconds_a_sequence": (
             "Its seconds of each sequence that decodes in a step.",
@@ -68,10 +68,12 @@ class FleetMetrics:
             return Histogram(f"quire:fleet_{name}", message, registry=self._registry, buckets=bounds)
 
         self._routed = counter("routed", "Calls that a replica has taken.", "replica")
-        self._expected = counter("routed_cached_tokens", "Tokens of these that the index knew to be cached.")
+        self._expected = counter(
+            "routed_cached_tokens", "Prompt tokens of routed calls that the index knew to be cached."
+        )
         self._resumed = counter("resumed", "Calls that another replica had to continue.", "reason")
-        self._mismatches = counter("resume_mismatch", "Delivered tokens that another replica drew otherwise.")
-        self._late = counter("late_frames", "Frames that came after their call was given to another replica.")
+        self._mismatches = counter("resume_mismatch", "Delivered tokens that another replica drew differently.")
+        self._late = counter("late_frames", "Frames that arrived after their call had moved to another replica.")
         self._contradictions = counter(
             "contradictions", "Invalid answers, and sessions that ended with one.", "replica"
         )
@@ -79,7 +81,7 @@ class FleetMetrics:
         self._lost = counter("lost", "Sessions that ended.", "replica")
         self._refused = counter("refused", "Requests that ended with an error of this HTTP status.", "status")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that began to run.")
-        self._cached_tokens = counter("cached_tokens", "Tokens of these that were cached.")
+        self._cached_tokens = counter("cached_tokens", "Prompt tokens that were found in a replica's cache.")
         self._first_token = histogram(
             "time_to_first_token_seconds", "From a prompt's arrival to its first token.", FIRST_TOKEN
         )

@@ -85,7 +85,7 @@ class Replica:
         metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
         metrics.show_gauge("fleet_calls", "Calls of gateways that have not ended.", self._num_calls)
         metrics.show_counter("resumed_requests", "Requests that had begun elsewhere.", lambda: self._num_resumed)
-        message = "Delivered tokens that were drawn otherwise here."
+        message = "Delivered tokens that were drawn differently here."
         metrics.show_counter("resume_mismatch", message, lambda: self._num_mismatches)
 
     def router(self) -> APIRouter:

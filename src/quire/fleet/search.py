@@ -77,7 +77,7 @@ class FleetSearch:
         """Do nothing: the replica stops it when the caller disconnects."""
 
     def take(self, deltas: list[Any]) -> None:
-        """Do nothing: there are no deltas before the end."""
+        """Do nothing: a search has no deltas before its end."""
 
 
 def _read(call: SearchCall, answer: Mapping[str, Any]) -> tuple[str | None, list[Hypothesis]]:

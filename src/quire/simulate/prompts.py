@@ -97,7 +97,7 @@ class NamedTokens:
         self._length += count
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append as many tokens. Their values follow from the name of the last part."""
+        """Append tokens. Only their number is used: their values follow from the name of the last part."""
         self._length += len(tokens) if isinstance(tokens, (list, array, range)) else sum(1 for _ in tokens)
 
 
