@@ -18,7 +18,7 @@ SERVED_LAYERS = {"full_attention", "sliding_attention"}
 MASKED_LAYERS = {"chunked_attention"}
 # Descriptions of other kinds, if clearer than their names.
 OTHER_LAYERS = {
-    "chunked_attention": "chunked attention, whose rows see only the keys of their own chunk",
+    "chunked_attention": "chunked attention, whose rows see only the keys in the same chunk",
     "compressed_sparse_attention": "sparse attention over compressed keys",
     "heavily_compressed_attention": "attention over compressed keys",
     "minimax_m3_sparse": "sparse attention over chosen blocks",

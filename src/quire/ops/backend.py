@@ -238,11 +238,11 @@ class Backend(RecurrentOperators):
             BadShape, BadDtype, BadValue: naming the argument, the sequence and the value.
 
         Example:
-            >>> spec = AttentionSpec(
+            >>> spec = ops.AttentionSpec(
             ...     num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, num_blocks=8, dtype=torch.float32
             ... )
             >>> starts, lens, tables = torch.tensor([0, 3]), torch.tensor([20]), torch.tensor([[5, 0]])
-            >>> load().plan(spec, starts, lens, tables).num_tokens
+            >>> ops.load().plan(spec, starts, lens, tables).num_tokens
             3
         """
         plan = self.make_plan(spec, *metadata.step_sizes(query_starts, context_lens, block_tables))
@@ -657,8 +657,7 @@ class Backend(RecurrentOperators):
 
 # -------------------------------------------------------------------------------------- which backends there are
 
-# Name -> the module with its BACKEND, by preference: "auto" takes the first one that is available.
-BACKENDS = {
+BACKENDS = {  # name -> the module with its BACKEND, by preference: "auto" takes the first one that is available
     "cpu": "quire.ops.cpu",
     "triton": "quire.ops.triton",
     "reference": "quire.ops.reference",
@@ -679,7 +678,7 @@ def load(name: str = "auto", device: str = "cpu") -> Backend:
         Unsupported: if there is no such backend or it cannot run here. The message has the reason.
 
     Example:
-        >>> load("reference").name
+        >>> ops.load("reference").name
         'reference'
     """
     reasons = []
@@ -702,7 +701,7 @@ def unavailable(name: str, device: str = "cpu") -> str | None:
         Unsupported: if there is no such backend.
 
     Example:
-        >>> print(unavailable("reference"))
+        >>> print(ops.unavailable("reference"))
         None
     """
     if name not in BACKENDS:

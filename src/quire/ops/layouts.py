@@ -62,7 +62,7 @@ def pack_keys(
         BadShape: if `k` does not have 4 dimensions, or x does not divide D.
 
     Example:
-        >>> pack_keys(torch.zeros(12, 2, 16, 64)).shape
+        >>> ops.layouts.pack_keys(torch.zeros(12, 2, 16, 64)).shape
         torch.Size([12, 2, 16, 16, 4])
     """
     _dims("k", k, 4, "[N, Hkv, B, D]")

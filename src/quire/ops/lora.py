@@ -82,7 +82,7 @@ class PlainLoraTable:
     """A table whose products are linears of the backend: the rows of each adapter are multiplied separately."""
 
     def __init__(self, linear: Callable[[Tensor], Product], in_size: int, out_size: int) -> None:
-        """linear: makes one of a weight [out, in]."""
+        """Make an empty table. `linear` returns the product of a weight [out, in]."""
         self.in_size, self.out_size, self._linear = in_size, out_size, linear
         self._slots: dict[int, list[tuple[Product, Product, LoraPart]]] = {}
 

@@ -37,7 +37,7 @@ def paged_prefill(
     Example:
         >>> q, kv = torch.randn(3, 4, 64), torch.randn(2, 8, 2, 16, 64)
         >>> tables, lens, starts = torch.tensor([[5, 0]]), torch.tensor([20]), torch.tensor([0, 3])
-        >>> paged_prefill(q, kv[0], kv[1], tables, lens, starts).shape
+        >>> ops.paged_prefill(q, kv[0], kv[1], tables, lens, starts).shape
         torch.Size([3, 4, 64])
     """
     with checks.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
@@ -68,7 +68,7 @@ def paged_decode(
     Example:
         >>> q, kv = torch.randn(2, 4, 64), torch.randn(2, 8, 2, 16, 64)
         >>> tables, lens = torch.tensor([[5, 0], [1, -1]]), torch.tensor([20, 3])
-        >>> paged_decode(q, kv[0], kv[1], tables, lens).shape
+        >>> ops.paged_decode(q, kv[0], kv[1], tables, lens).shape
         torch.Size([2, 4, 64])
     """
     checks.check_integers("context_lens", context_lens, 1)

@@ -65,7 +65,7 @@ class AttentionSpec:
         BadValue, BadDtype: naming the field that no backend could serve.
 
     Example:
-        >>> AttentionSpec(
+        >>> ops.AttentionSpec(
         ...     num_heads=8, num_kv_heads=2, head_dim=64, block_size=16, num_blocks=32, dtype=torch.float32
         ... ).group_size
         4

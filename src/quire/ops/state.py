@@ -26,7 +26,7 @@ class AttentionState:
 
     Example:
         >>> out, lse = torch.ones(3, 4, 64), torch.zeros(3, 4)
-        >>> a, b = AttentionState(out, lse), AttentionState(3 * out, lse)
+        >>> a, b = ops.AttentionState(out, lse), ops.AttentionState(3 * out, lse)
         >>> a.merge(b).out[0, 0, 0]
         tensor(2.)
     """

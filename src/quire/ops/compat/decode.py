@@ -53,8 +53,8 @@ def paged_attention_decode(
     Example:
         >>> q, new, cache = torch.randn(2, 8, 64), torch.randn(2, 2, 2, 64), torch.randn(2, 32, 2, 16, 64)
         >>> cached = *new, *cache, torch.tensor([[7, 2, 11], [5, 0, 0]]), torch.tensor([40, 3])
-        >>> out = paged_attention_decode(q, *cached)
-        >>> append_token(*cached)
+        >>> out = ops.paged_attention_decode(q, *cached)
+        >>> ops.append_token(*cached)
     """
     table, lens = checks.to_host("block_table", block_table, 2), checks.to_host("context_lens", context_lens, 1)
     if q.dim() != 3 or len(q) != len(lens):

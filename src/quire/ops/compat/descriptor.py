@@ -28,17 +28,17 @@ class PagedPrefillInfo:
 
     dtype: torch.dtype  # of q, the caches and out
     scale: float  # factor of q·k
-    num_seqs: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    block_size: int
-    max_num_blocks_per_seq: int
-    total_q_tokens: int
+    num_seqs: int  # S
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv
+    head_size: int  # D
+    block_size: int  # B
+    max_num_blocks_per_seq: int  # M
+    total_q_tokens: int  # T
     q_stride: int  # from one query token to the next
-    q_head_stride: int
+    q_head_stride: int  # from one query head to the next
     kv_block_stride: int  # from one block to the next, in K and in V
-    kv_head_stride: int
+    kv_head_stride: int  # from one KV head to the next, in K and in V
 
 
 class Look(NamedTuple):
@@ -70,7 +70,7 @@ class PagedPrefill:
         ...     "seq_lens": torch.tensor([40]),
         ...     "cum_seq_lens_q": torch.tensor([0, 3]),
         ... }
-        >>> with PagedPrefill.create("cpu", **tensors) as prefill:
+        >>> with ops.PagedPrefill.create("cpu", **tensors) as prefill:
         ...     prefill.run(**tensors)
     """
 

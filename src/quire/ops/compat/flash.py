@@ -55,7 +55,7 @@ def varlen_attention(
 
     Example:
         >>> q, k, v = torch.randn(3, 8, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)
-        >>> varlen_attention(q, k, v, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 5]), 2, 3, causal=True).shape
+        >>> ops.varlen_attention(q, k, v, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 5]), 2, 3, causal=True).shape
         torch.Size([3, 8, 64])
     """
     batched = q.dim() == 4
@@ -118,7 +118,7 @@ def attention_with_kvcache(
     Example:
         >>> cache, q, new = torch.zeros(2, 8, 32, 2, 64), torch.randn(1, 1, 8, 64), torch.randn(2, 1, 1, 2, 64)
         >>> table = torch.tensor([[2, 5]])
-        >>> attention_with_kvcache(q, *cache, *new, cache_seqlens=0, block_table=table, causal=True).shape
+        >>> ops.attention_with_kvcache(q, *cache, *new, cache_seqlens=0, block_table=table, causal=True).shape
         torch.Size([1, 1, 8, 64])
     """
     causal, window = _window(causal, window_size)

@@ -37,7 +37,7 @@ def choose_version(num_seqs: int, num_heads: int, max_context_len: int) -> str:
         "v1" or "v2".
 
     Example:
-        >>> choose_version(num_seqs=2, num_heads=8, max_context_len=10_000)
+        >>> ops.choose_version(num_seqs=2, num_heads=8, max_context_len=10_000)
         'v2'
     """
     return "v1" if max_context_len < LONG_CONTEXT or num_seqs * num_heads > MANY_PAIRS else "v2"
