@@ -29,25 +29,25 @@ LONGEST = 6  # choices of a field that are shown
 
 HEAD = """# Parameters
 
-Every field of every route's body, made from the classes that read them (`python -m tests.server.parameters`; a test
-compares). *Honoured* fields do what their protocol says, within the bounds shown here. *Refused* ones are an error with
-the sentence shown here, unless they ask for nothing: are null or empty, or have a value that is named here. Those
-*without effect* are taken, since clients send them, and dropped. All fields but those in **bold** may be left out, and
-null counts as left out.
+Every field of every route's body, generated from the classes that read them (`python -m tests.server.parameters`; a
+test compares). *Honoured* fields follow their protocol, within the bounds shown here. *Refused* ones raise the error
+shown here, unless they are null or empty, or have a value that this page lists as accepted. Those *without effect*
+are accepted, since clients send them, and ignored. All fields but those in **bold** are optional, and null counts as
+left out.
 
-What stands in no table is an [unknown field](serving.md#what-clients-send). The last two lists have names that are
-known.
+A field that is in no table is an [unknown field](serving.md#compatibility-with-clients). The last two lists contain
+known names.
 """
 NAMES = """
-## Taken everywhere, without effect
+## Accepted everywhere, without effect
 
-What clients note for themselves or for a proxy, and what asks for something that is done anyway:
+Fields that clients use for their own records or for a proxy, and those that request the existing behaviour:
 {bookkeeping}.
 
 ## Refused by name where text is generated
 
-Names of other servers, or of other routes, for what changes the text. They are refused where the table of a route has
-no such field.
+Names of other servers, or of other routes, for options that change the text. They are refused if the table of a route
+has no such field.
 
 | field | why |
 |---|---|
@@ -113,8 +113,8 @@ def fate_of(kind: type[Body], name: str) -> tuple[Fate, str]:
         return Fate.WITHOUT_EFFECT, ""
     if name not in kind.NOT_SERVED:
         return Fate.HONOURED, ""
-    allowed = ", ".join(f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ()))
-    return Fate.REFUSED, kind.NOT_SERVED[name] + (f"; {allowed} asks for nothing" if allowed else "")
+    allowed = " or ".join(f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ()))
+    return Fate.REFUSED, kind.NOT_SERVED[name] + (f"; {allowed} is accepted" if allowed else "")
 
 
 def _within(hint: Any, path: str, above: tuple[type[Any], ...]) -> Iterator[Parameter]:
