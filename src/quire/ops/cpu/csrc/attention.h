@@ -30,7 +30,7 @@ struct Call {
     int64_t next, end;  // the first item and head that no worker has taken yet; the end of the phase
 };
 
-alignas(64) const float NOTHING[1024] = {};  // stands in for the key and the value of slots that do not belong to the item
+alignas(64) const float NOTHING[1024] = {};  // replaces the key and the value of slots that do not belong to the item
 
 // Self computes a tile: compute(step, fetcher).
 template <class Self, class K>

@@ -133,7 +133,7 @@ struct LinearIntegerTiles {
         }
     }
 
-    // Write the tiles of both strips alternately. Bytes after the last line do not matter, as they are multiplied with zeros.
+    // Write the tiles of both strips alternately. Bytes after the last line do not matter: they are multiplied with zeros.
     void unpack_segment(const Part& part, int64_t segment, char* to) const {
         const LinearParams& p = part.params;
         const int64_t units = part.lines.units(segment), tile = part.tile();

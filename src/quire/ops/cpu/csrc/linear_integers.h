@@ -1,21 +1,21 @@
-// Products of integers: weights of 4, 5, 6 or 8 bits with scales, and rows of x as bytes with scales. What is computed, and in which
-// order it is rounded, stands in quire/ops/quantised.py; it is the same on every instruction set.
+// Products of integers: weights of 4, 5, 6 or 8 bits with scales, and rows of x as bytes with scales. quire/ops/quantised.py defines
+// the computation and the order of rounding, which are the same on every instruction set.
 //
-// A strip has for each segment of inputs the lines of its sub-scales if there are any, then those of its values, then those of
-// scales. Where two segments share these, they follow the first one's, so that all lines are met in the order of memory.
+// For each segment of inputs, a strip has the lines of its sub-scales if there are any, then the lines of its values, then the lines of
+// scales. If two segments share lines of scales, these follow the first segment, so that all lines are read in the order of memory.
 //
-// A line of values holds 4 inputs of W columns as bytes, or 8 as nibbles: the first four in the lower ones. Of 5 and 6 bits, a line
-// with the upper bits of all its inputs comes first: a byte of it has those of every fourth one, from the lowest bits up. 16 lines of
-// bytes are what a tile of integers takes: linear_integer_tiles.h multiplies by these.
+// A line of values holds 4 inputs of W columns as bytes, or 8 as nibbles: the first four in the lower nibbles. With 5 and 6 bits, these
+// lines follow a line with the upper bits of all their inputs: each byte of it has the bits of every fourth input, from the lowest bits
+// up. 16 lines of bytes are one tile of integers, see linear_integer_tiles.h.
 //
-// Scales in fp32 have a line for each segment; then one of zeros, if there are any. Of scales in fp16, a line has those of two segments.
-// Then comes such a line of minimums, if there are any. Where there are sub-scales, a line has the scale and the minimum, or nothing.
-// A lane of a line of sub-scales has four of a column: 128 inputs have two such lines, the second one that of sub-minimums, if those
-// are of 32 inputs.
+// Scales in fp32 have one line per segment, followed by a line of zeros if there are any. Scales in fp16 have one line per two segments,
+// followed by such a line of minimums if there are any. With sub-scales, one line has the scale and the minimum, or nothing in its
+// place. A lane of a line of sub-scales has four of a column: 128 inputs have two such lines, the second one with the sub-minimums if
+// sub-scales are of 32 inputs.
 //
-// A row of x is its bytes, or where WIDE_X says so its numbers in 16 bits, of each four in the order 0, 2, 1, 3; zero after its end.
-// Then come a scale for each segment, then for each the sums of its bytes: of all, of each 16,
-// or of each 32 as 16 bits, in the order 0, 2, 1, 3.
+// A row of x consists of its bytes or, with WIDE_X, of 16-bit numbers, each four in the order 0, 2, 1, 3, with zeros after its end.
+// They are followed by a scale per segment, then by the sums of each segment's bytes: one of all, one per 16,
+// or one per 32 in 16 bits, in the order 0, 2, 1, 3.
 #pragma once
 
 #include "linear_vectors.h"
@@ -23,32 +23,32 @@
 
 namespace {
 
-// Whether x has 16 bits for a product with weights of 8: its bytes would have to be widened for each of them.
+// Whether x has 16 bits for products with weights of 8 bits: otherwise its bytes would be widened again for each weight.
 #if defined(QUIRE_BYTE_PAIRS) && !defined(QUIRE_TILES)
 constexpr bool WIDE_X = true;
 #else
 constexpr bool WIDE_X = false;
 #endif
 
-constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale at most, unless a whole row does
+constexpr int64_t ACTIVATION_GROUP = 128;  // most inputs of x that share a scale, unless a whole row does
 
-// N bits; inputs that share a sub-scale: 16 or 32, 0: there are none; whether each 32 inputs have a scale in fp16. A unit is inputs
-// whose values are whole lines.
+// A kind of integer weight. N: bits. INPUTS_OF_SUB: inputs that share a sub-scale, 16 or 32; 0: no sub-scales. IN_BLOCKS: each 32 inputs
+// have a scale in fp16. A unit is the inputs whose values fill whole lines.
 template <int N, int INPUTS_OF_SUB = 0, bool IN_BLOCKS = false>
 struct Integers {
     static constexpr int BITS = N, SUB = INPUTS_OF_SUB;
     static constexpr bool BLOCKS = IN_BLOCKS, HALVES = BLOCKS || SUB;  // scales are fp16
-    static constexpr int UPPER = N == 8 ? 0 : N - 4;  // bits that have a line of their own
+    static constexpr int UPPER = N == 8 ? 0 : N - 4;  // bits that are stored in a separate line
     static constexpr int QUADS = N == 8 ? 1 : UPPER ? 8 / UPPER : 2;  // of a unit: four inputs each
     static constexpr int LINES = N == 8 ? 1 : QUADS / 2 + (UPPER ? 1 : 0), INPUTS = 4 * QUADS;  // of a unit
     static constexpr int SUB_LINES = SUB ? 2 : 0;  // of a segment
 };
-constexpr int64_t BLOCK = 32;  // inputs that share a scale in fp16 where there are no sub-scales
+constexpr int64_t BLOCK = 32;  // inputs that share a scale in fp16, without sub-scales
 
-// Whether a row of x and an output have one scale each, and there is nothing else to be rounded until the end.
+// Whether a row of x and an output have one scale each, so that sums remain integers until the end.
 inline bool by_row(const LinearParams& p) { return p.scales && !p.zeros && p.activation_group >= p.in_size; }
 
-// The kind of a quantised weight.
+// Call f.template operator()<K>() with the kind of a quantised weight.
 template <class F>
 static void with_integers(const LinearParams& p, const F& f) {
     if (p.sub) {
@@ -64,11 +64,11 @@ static void with_integers(const LinearParams& p, const F& f) {
     }
 }
 
-// How the inputs of a weight are divided: into those whose products make one sum. The last segment may have fewer.
+// The division of a weight's inputs into segments. The products within a segment are one sum. The last segment may have fewer inputs.
 struct Segments {
     int64_t group;  // inputs of x that are rounded at a time
     int64_t size, count, last;
-    int sub, sum_lanes;  // inputs that share a sub-scale, 0: there are none; lanes that a row of x has of sums of each segment
+    int sub, sum_lanes;  // inputs that share a sub-scale, 0: no sub-scales; lanes for the sums of each segment in a row of x
     int width;           // bytes of a number of x
     explicit Segments(const LinearParams& p)
         : group(p.activation_group < ACTIVATION_GROUP && p.activation_group < p.in_size ? p.activation_group : ACTIVATION_GROUP),
@@ -94,7 +94,7 @@ template <class K>
 struct Lines {
     static constexpr int BYTES = 4 * W;
     Segments segments;
-    int shift;       // 2 ** shift segments share lines of scales, which follow the first one's
+    int shift;       // 2 ** shift segments share lines of scales, which follow the first segment
     int64_t scales;  // lines of scales, zeros and minimums
     int64_t each;    // lines of a segment without these
     int64_t all;     // of the strip
@@ -106,7 +106,7 @@ struct Lines {
 
     int64_t units(int64_t segment) const { return (segments.inputs(segment) + K::INPUTS - 1) / K::INPUTS; }
     int64_t values(int64_t segment) const { return units(segment) * K::LINES; }
-    // Where the lines of a segment begin, and those of its scales.
+    // Return the first line of a segment, and of its scales.
     int64_t at(int64_t segment) const { return segment * each + ((segment + shift) >> shift) * scales; }
     int64_t scales_at(int64_t segment) const {
         const int64_t first = segment >> shift << shift;
@@ -114,7 +114,7 @@ struct Lines {
     }
 };
 
-// Of a segment, with its lines of scales: W scales, and W zeros or minimums.
+// Read W scales, or W zeros or minimums, from a segment's lines of scales.
 template <class K>
 QUIRE_INLINE V scales_of(const char* lines, int64_t segment) {
     if constexpr (!K::HALVES) return load((const float*)lines);
@@ -126,7 +126,7 @@ QUIRE_INLINE V offsets_of(const LinearParams& p, const char* lines, int64_t segm
     return widen_fp16((const uint16_t*)lines + (K::SUB ? W : 2 * W + (segment & 1) * W));
 }
 
-// What the minimums of a segment with sub-minimums are multiplied with: of a row's sums, and the line of these.
+// Return the factor of a segment's minimums: the products of a row's sums and the line of sub-minimums, added up.
 QUIRE_INLINE I low_sums(const int32_t* sums, U line) {
     const U mask = U{} + 0x00ff00ffu;
     const I first = dot_halves(I{}, (I)(line & mask), (I)broadcast((const float*)sums));
@@ -135,7 +135,7 @@ QUIRE_INLINE I low_sums(const int32_t* sums, U line) {
 
 // ------------------------------------------------------------------------------------------------- rows of x
 
-// `count` numbers as fp32, zero after the row's end.
+// Read `count` numbers of a row as fp32, zero after the row's end.
 template <class E, class T = typename E::T>
 static void get_group(const LinearParams& p, const T* row, int64_t first, int64_t count, float* to) {
     if (!p.order && first + count <= p.in_size) {
@@ -155,7 +155,7 @@ static void get_group(const LinearParams& p, const T* row, int64_t first, int64_
     }
 }
 
-// The sums of a row's bytes.
+// Write the sums of a row's bytes.
 static void put_row_sums(const int8_t* bytes, const Segments& segments, int32_t* to) {
     const int64_t each = segments.sub ? segments.sub : segments.size, count = segments.size * segments.count / each;
     for (int64_t first = 0; first < count; first += W) {
@@ -172,7 +172,7 @@ static void put_row_sums(const int8_t* bytes, const Segments& segments, int32_t*
     }
 }
 
-// How each of up to W groups of numbers is rounded. Magnitudes are compared as integers, of which infinity and NaN are the largest.
+// Compute the rounding of each of up to W groups of numbers. Magnitudes are compared as integers, where infinity and NaN are largest.
 static void roundings_of(const float* numbers, int64_t groups, int64_t size, Rounding* to) {
     V rows[W] = {};
     for (int64_t g = 0; g < groups; g++) {
@@ -188,9 +188,9 @@ static void roundings_of(const float* numbers, int64_t groups, int64_t size, Rou
     for (int64_t g = 0; g < groups; g++) to[g] = {scales[g], factors[g]};
 }
 
-// Bytes to 16 bits, in place: see the order above.
+// Widen bytes to 16 bits in place, in the order above.
 static void widen_bytes(int8_t* bytes, int64_t count) {
-    for (int64_t first = count - 8; first >= 0; first -= 8) {  // from the end on: what is written over was read
+    for (int64_t first = count - 8; first >= 0; first -= 8) {  // backwards, so that bytes are read before they are overwritten
         int8_t from[8];
         int16_t to[8];
         memcpy(from, bytes + first, sizeof from);
@@ -199,7 +199,7 @@ static void widen_bytes(int8_t* bytes, int64_t count) {
     }
 }
 
-// As many groups at a time as a vector has lanes: what is computed of a group by itself would take longer than its rounding.
+// Round a row, W groups at a time: computing the scale of one group alone would take longer than rounding it.
 template <class E>
 static void round_groups(const LinearParams& p, const typename E::T* row, float* to) {
     const Segments segments(p);
@@ -240,7 +240,7 @@ static void copy_integer_row(const LinearParams& p, const void* row, float* to) 
     with_element(p.dtype, [&](auto element) { round_groups<decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
 }
 
-// W numbers of a row of the output from `column` on. sums: of all segments; int32 where they are by row, x_scale its scale.
+// Write W numbers of a row of the output from `column` on. sums: over all segments; int32 if by_row, with x_scale the row's scale.
 template <class Out>
 static void put_sums(const LinearParams& p, V sums, float x_scale, int64_t column, typename Out::T* row) {
     const int n = p.out_size - column < W ? (int)(p.out_size - column) : W;
@@ -250,7 +250,7 @@ static void put_sums(const LinearParams& p, V sums, float x_scale, int64_t colum
     put_part<Out>(row + column, sums, n);
 }
 
-// Four inputs of W columns as bytes: the i-th of a unit, whose lines begin there.
+// Return the i-th four inputs of a unit, for W columns, as bytes. unit: its first line.
 template <class K>
 QUIRE_INLINE I quad_of(const char* unit, int i) {
     constexpr int LINE = Lines<K>::BYTES;
@@ -263,15 +263,15 @@ QUIRE_INLINE I quad_of(const char* unit, int i) {
     return (I)(nibbles | ((up > 0 ? upper << up : upper >> -up) & (K::UPPER == 1 ? 0x10101010u : 0x30303030u)));
 }
 
-// The four sub-scales that a line has of each column.
+// Return the i-th of the four sub-scales of each column in a line.
 QUIRE_INLINE I sub_scale_of(const char* line, int i) { return (I)((U)load((const float*)line) << (24 - 8 * i)) >> 24; }
 
-// A segment's lines, from a strip on.
+// The lines of a segment, from a strip on.
 template <class K>
 struct SegmentLines {
     static constexpr int LINE = Lines<K>::BYTES;
     const LinearParams& p;
-    const char *subs, *scales;  // lines of sub-scales, after which the values are, and lines of scales
+    const char *subs, *scales;  // lines of sub-scales, which the values follow, and lines of scales
     int64_t stride, segment;
 
     SegmentLines(const LinearItem& item, const Lines<K>& lines, int64_t s)
@@ -280,7 +280,7 @@ struct SegmentLines {
 
     void skip(int strips) { subs += strips * stride, scales += strips * stride; }
 
-    // Of strip j: the i-th four inputs of a unit, the sub-scales that are the sub-th ones, and so on.
+    // For strip j: the i-th four inputs of a unit, the sub-scales with index `sub`, and so on.
     QUIRE_INLINE_MEMBER I quad(int64_t unit, int i, int j) const {
         return quad_of<K>(subs + (K::SUB_LINES + unit * K::LINES) * LINE + j * stride, i);
     }
@@ -290,10 +290,10 @@ struct SegmentLines {
     QUIRE_INLINE_MEMBER U sub_minimums(int j) const { return (U)load((const float*)(subs + LINE + j * stride)); }
 };
 
-// Rows of x that are multiplied together, from a segment on. What addresses them is held here: read out of the call anew after each
-// store, it would take as long as the products.
+// Rows of x that are multiplied together, from a segment on. It caches their addresses: reading these from the call again after each
+// store would take as long as the products.
 struct RowsOfX {
-    const char *bytes, *scales, *sums;  // the first row's
+    const char *bytes, *scales, *sums;  // of the first row
     int64_t stride, size, sum_bytes;    // bytes from one row to the next; of a segment; of its sums
 
     RowsOfX(const LinearCall& call, const Segments& segments, int64_t row)
@@ -304,15 +304,15 @@ struct RowsOfX {
 
     void next(int64_t count = 1) { bytes += count * size, scales += count * 4, sums += count * sum_bytes; }
 
-    // Of row i: the q-th four inputs of the segment, its scale, its i-th sum.
+    // For row i: the q-th four inputs of the segment, its scale, its sums.
     QUIRE_INLINE_MEMBER I quad(int i, int64_t q) const { return (I)broadcast((const float*)(bytes + i * stride) + q); }
-    // Of these, where a number has 16 bits, the first and the third one, or the others.
+    // If numbers have 16 bits: the first and the third of these inputs, or with `odd` the others.
     QUIRE_INLINE_MEMBER I halves(int i, int64_t q, int odd) const { return (I)broadcast((const float*)(bytes + i * stride) + 2 * q + odd); }
     QUIRE_INLINE_MEMBER V scale(int i) const { return broadcast((const float*)(scales + i * stride)); }
     QUIRE_INLINE_MEMBER const int32_t* sum(int i) const { return (const int32_t*)(sums + i * stride); }
 };
 
-// Brings lines of some strips into the cache: line k up to `turn` from `here` on, then from `after` on.
+// Prefetches lines of some strips: line k < turn relative to `here`, later lines relative to `after`.
 template <int LINE>
 struct FetchSome {
     const char *here, *after;
@@ -347,7 +347,7 @@ class IntegerVectors {
   public:
     static constexpr int LINE = Lines<K>::BYTES;
 
-    // after: the weight of the next item, which is fetched once nothing is left of this one.
+    // Multiply an item. after: the weight of the next item, which is prefetched at the end of this one.
     void multiply(const LinearItem& item, const char* after) {
         const Lines<K> lines(*item.call->params);
         each_part(item, after, [&]<int N>(const LinearItem& part, const char* next) {
@@ -358,9 +358,9 @@ class IntegerVectors {
     }
 
   private:
-    // Rows of a block, where there are several. What follows the few products of 32 inputs is done during the next ones if there are
-    // registers for it. Of 16 registers, 8 hold the sums of 4 rows and two strips; a weight of 5 or 6 bits takes so long to become
-    // bytes that more rows should share these.
+    // Most rows of a block if there are several blocks. With 32 inputs per group, scaling the few products overlaps with the next ones
+    // only if there are registers for both. Of 16 registers, 8 hold the sums of 4 rows and two strips. Unpacking weights of 5 or 6 bits
+    // to bytes takes so long that more rows should share it.
 #if defined(QUIRE_BYTE_DOT)
     static constexpr int HEIGHT = K::BLOCKS ? 4 : ROWS;
 #elif defined(QUIRE_BYTE_PAIRS)
@@ -370,9 +370,9 @@ class IntegerVectors {
 #endif
 
     const Fetching fetching = quire_fetching;
-    alignas(64) float sums[MOST_ROWS * PANEL];  // int32 until they are complete, where they are by row
+    alignas(64) float sums[MOST_ROWS * PANEL];  // int32 until they are complete, if by_row
 
-    // One block of rows fetches the lines a little ahead. Several ones share those of the next stretch among them.
+    // A single block of rows prefetches lines a little ahead. Several blocks divide the lines of the next stretch among them.
     template <int N>
     void multiply(const LinearItem& item, const Lines<K>& lines, const char* after) {
         const RowBlocks blocks(item.rows, item.rows <= ROWS ? ROWS : HEIGHT);
@@ -404,10 +404,10 @@ class IntegerVectors {
         with_several_rows(rows, [&]<int R>() { add_stretch<R, N>(item, lines, begin, end, row, fetch); });
     }
 
-    // Adds what segments begin.. give for R rows and N strips to their sums.
+    // Add the products of the segments begin..end - 1 for R rows and N strips to their sums.
     template <int R, int N, class F>
     void add_stretch(const LinearItem& item, const Lines<K>& lines, int64_t begin, int64_t end, int row, const F& fetch) {
-        // Sums of some products and sums of all of them may be more than there are registers.
+        // Partial sums and total sums may need more registers than there are, so the strips may be divided.
 #ifdef QUIRE_BYTE_PAIRS
         constexpr int AT_ONCE = K::BITS != 8 && R * N > 4 * COLUMNS ? N / 2 : N;
 #else
@@ -425,16 +425,16 @@ class IntegerVectors {
                 };
                 add_segment<R, AT_ONCE>(p, x, segment, lines.units(s), sums + row * PANEL + at * W, fetch_here);
             }
-            // In the order of memory: the hardware's own fetching is lost where it is left.
+            // Keep the order of memory: the hardware prefetcher stops at a gap.
             for (int64_t i = line + lines.each; i < lines.at(s + 1); i++) fetch(i);
         }
     }
 
-    // Adds what a segment gives for R rows and N strips to their sums. fetch(i) is called for each of its lines but those of scales.
+    // Add the products of a segment for R rows and N strips to their sums. fetch(i) is called for each of its lines but those of scales.
     template <int R, int N, class F>
     QUIRE_INLINE_MEMBER static void add_segment(
         const LinearParams& p, const RowsOfX& x, const SegmentLines<K>& segment, int64_t units, float* to, const F& fetch) {
-        // Of values, which then are not taken from the middle of their range.
+        // Values have an offset, instead of being relative to the middle of their range.
         const bool offsets = K::SUB == 32 || (K::SUB == 0 && (K::HALVES ? p.minimums : p.zeros));
         const bool by_output = !K::HALVES && p.scales, as_integers = !K::HALVES && by_row(p);
         I sum[R][N];
@@ -445,7 +445,7 @@ class IntegerVectors {
         QUIRE_UNROLL for (int l = 0; l < K::SUB_LINES; l++) fetch(l);
         if constexpr (K::SUB) {
             constexpr int SUBS = ACTIVATION_GROUP / K::SUB;
-            // Of one row, the memory's rate needs all of it unrolled; of more, registers would not suffice.
+            // With one row, reaching the memory's rate needs full unrolling. With more rows, there are not enough registers for it.
             if constexpr (R == 1) {
                 QUIRE_UNROLL for (int sub = 0; sub < SUBS; sub++) add_sub<R, N>(sum, x, segment, sub, fetch);
             } else {
@@ -476,7 +476,7 @@ class IntegerVectors {
                 V total = __builtin_convertvector(sum[i][j], V), low = {};
                 if constexpr (K::SUB == 32) low = __builtin_convertvector(low_sums(x.sum(i), sub_minimums), V);
                 else if (offsets) low = splat((float)*x.sum(i));
-                if (!K::HALVES && offsets) total = total - offset * low;  // exact: whole numbers
+                if (!K::HALVES && offsets) total = total - offset * low;  // exact, as these are integers
                 V result = fma(total, by_output ? scale : scale * of_group, load(at));
                 if (K::HALVES && offsets) result = fma(low, scale * offset, result);
                 store(at, result);
@@ -484,14 +484,14 @@ class IntegerVectors {
         }
     }
 
-    // What the sums of row i begin with, so that values are taken from the middle of their range unless they have an offset.
+    // Return the initial value of the sums of row i, so that values are relative to the middle of their range or have an offset.
     QUIRE_INLINE_MEMBER static I start(const RowsOfX& x, int i, bool offsets) {
-        constexpr int MIDDLE = 1 << (K::BITS - 1), GIVEN = K::BITS == 8 ? BYTE_MIDDLE : MIDDLE;  // what is multiplied for the middle
+        constexpr int MIDDLE = 1 << (K::BITS - 1), GIVEN = K::BITS == 8 ? BYTE_MIDDLE : MIDDLE;  // GIVEN: the operand for MIDDLE
         const I sum = (I)broadcast((const float*)x.sum(i));
         return offsets ? sum * (MIDDLE - GIVEN) : sum * -GIVEN;
     }
 
-    // Fetches the lines of a unit: one of each cache line. first: the unit that is added first.
+    // Prefetch the cache lines of a unit. first: the unit that is added first.
     template <class F>
     QUIRE_INLINE_MEMBER static void fetch_unit(int64_t unit, int64_t first, const F& fetch) {
         QUIRE_UNROLL for (int l = 0; l < K::LINES; l++)
@@ -499,25 +499,25 @@ class IntegerVectors {
     }
 
 #ifdef QUIRE_BYTE_PAIRS
-    // Products of two bytes are added up in 16 bits, those of FITTING_QUADS quads, and then multiplied with a factor. Bytes of a weight
-    // do not fit: they are widened.
+    // Products of two bytes are added up in 16 bits, over FITTING_QUADS quads, and then multiplied with a factor. Products with weights
+    // of 8 bits do not fit, so those are widened.
     static constexpr int BYTE_MIDDLE = 128, FITTING_QUADS = K::BITS == 4 ? 8 : K::BITS == 5 ? 4 : K::BITS == 6 ? 2 : 1;
-    static constexpr int FITTING = FITTING_QUADS < K::QUADS ? 1 : FITTING_QUADS / K::QUADS;  // units that are added at a time
+    static constexpr int FITTING = FITTING_QUADS < K::QUADS ? 1 : FITTING_QUADS / K::QUADS;  // units to add at a time
 
-    // Of each strip's columns, pairs of the same number.
+    // Factors for each strip's columns, as pairs of the same number.
     template <int N>
     struct Factors {
         I of[N];
     };
 
-    // Adds the products of the inputs that share a sub-scale, times this.
+    // Add the products of the inputs that share a sub-scale, times the sub-scale.
     template <int R, int N, class F>
     QUIRE_INLINE_MEMBER static void add_sub(I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int sub, const F& fetch) {
         constexpr int UNITS = K::SUB / K::INPUTS;
         Factors<N> scales;
         QUIRE_UNROLL for (int j = 0; j < N; j++) scales.of[j] = doubled_byte((I)load((const float*)segment.sub_scales(sub, j)), sub % 4);
         add_units<R, N, UNITS>(sum, x, segment, sub * UNITS, scales, fetch);
-        if constexpr (K::BITS == 6) {  // less the middle, 32 times a sum of 16 inputs, which fits 16 bits
+        if constexpr (K::BITS == 6) {  // subtract the middle, 32, times the sum of 16 inputs, which fits 16 bits
             QUIRE_UNROLL for (int j = 0; j < N; j++) {
                 const I middle = (I)((H)scales.of[j] << 5) & 0xffff;
                 QUIRE_UNROLL for (int i = 0; i < R; i++)
@@ -526,7 +526,7 @@ class IntegerVectors {
         }
     }
 
-    // The same of units without sub-scales.
+    // Add the products of units without sub-scales.
     template <int R, int N, int UNITS, class F>
     QUIRE_INLINE_MEMBER static void add_plain(
         I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int64_t first, const F& fetch) {
@@ -567,10 +567,10 @@ class IntegerVectors {
         if constexpr (K::BITS != 8 && FITTING_QUADS >= K::QUADS) flush();
     }
 
-    // Adds the products of a quad of bytes.
+    // Add the products of a quad of bytes.
     template <int R, int N>
     QUIRE_INLINE_MEMBER static void add_bytes(I (&sum)[R][N], const RowsOfX& x, int64_t q, const I (&column)[N]) {
-#ifdef QUIRE_TILES  // these want x as bytes
+#ifdef QUIRE_TILES  // tiles need x as bytes
         QUIRE_UNROLL for (int i = 0; i < R; i++)
             QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = dot_bytes(sum[i][j], column[j], x.quad(i, q));
 #else
@@ -587,7 +587,7 @@ class IntegerVectors {
 #else
     static constexpr int FITTING = 1;
 
-    // Adds the products of the inputs that share a sub-scale, times this.
+    // Add the products of the inputs that share a sub-scale, times the sub-scale.
     template <int R, int N, class F>
     QUIRE_INLINE_MEMBER static void add_sub(I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int sub, const F& fetch) {
         constexpr int UNITS = K::SUB / K::INPUTS;
@@ -603,7 +603,7 @@ class IntegerVectors {
         }
     }
 
-    // The same of units without sub-scales.
+    // Add the products of units without sub-scales.
     template <int R, int N, int UNITS, class F>
     QUIRE_INLINE_MEMBER static void add_plain(
         I (&sum)[R][N], const RowsOfX& x, const SegmentLines<K>& segment, int64_t first, const F& fetch) {
@@ -631,7 +631,7 @@ class IntegerVectors {
 template <class K>
 struct LinearIntegers {
     static constexpr int LINE = Lines<K>::BYTES;
-    static constexpr int CHUNK = 96;  // rows of x that an item has at most
+    static constexpr int CHUNK = 96;  // most rows of x in an item
 
     LinearItems items;
     IntegerVectors<K, CHUNK> vectors;
@@ -642,7 +642,7 @@ struct LinearIntegers {
         LinearItem item, after;
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
-            vectors.multiply(item, more ? after.weight : item.weight);  // the latter is in the cache
+            vectors.multiply(item, more ? after.weight : item.weight);  // item.weight is cached, so prefetching it is harmless
         }
     }
 };

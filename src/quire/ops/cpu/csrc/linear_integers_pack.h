@@ -1,4 +1,4 @@
-// Weights of integers to the strips that linear_integers.h describes, and rows of these back to numbers.
+// Packing of integer weights to the strips that linear_integers.h describes, and dequantisation of their rows.
 #pragma once
 
 #include "linear_integers.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// What there is of each row of a weight, contiguous; null where it is not.
+// The parts of a quantised weight, each contiguous; null if the weight has no such part.
 struct IntegerParts {
     const uint8_t* values;  // [out, in]
     const void* scales;     // fp32 [out, groups], of p.group inputs each; fp16 with p.halves
@@ -16,7 +16,7 @@ struct IntegerParts {
     const int8_t *sub_scales, *sub_minimums;  // [out, in / K::SUB]
 };
 
-// Column i of a segment's lines, which are zero.
+// Write column i of a segment's lines, which must be zero before.
 template <class K>
 static void put_values(const uint8_t* values, int64_t count, int64_t i, char* lines) {
     constexpr int LINE = Lines<K>::BYTES;
@@ -49,7 +49,7 @@ static void put_values(const uint8_t* values, int64_t count, int64_t i, char* li
     }
 }
 
-// One strip, of `rows` rows, all of whose parts begin at their first one.
+// Pack one strip of `rows` rows. The parts begin at the first of these rows.
 template <class K>
 static void pack_integers(const LinearParams& p, const Lines<K>& lines, const IntegerParts& parts, int64_t rows, char* to) {
     const Segments& segments = lines.segments;
@@ -104,7 +104,7 @@ static void pack_values(ParallelFor parallel_for, const LinearParams& p, const I
     });
 }
 
-// The same of GGUF's blocks. rows: where each of the weight's begins. Only a strip's values are held at a time.
+// Pack GGUF blocks. rows: the address of each row of the weight. Only the values of one strip are unpacked at a time.
 template <class K>
 static void pack_blocks(ParallelFor parallel_for, const LinearParams& p, int32_t kind, const uint8_t* const* rows, char* packed) {
     if constexpr (K::HALVES) {
@@ -124,7 +124,7 @@ static void pack_blocks(ParallelFor parallel_for, const LinearParams& p, int32_t
     }
 }
 
-// The value of an input, of a segment's lines.
+// Return the value of an input in a segment's lines.
 template <class K>
 static int value_of(const char* lines, int64_t k, int64_t i) {
     constexpr int LINE = Lines<K>::BYTES;
@@ -136,7 +136,7 @@ static int value_of(const char* lines, int64_t k, int64_t i) {
     return low | ((uint8_t)*unit >> (K::UPPER * quad) & ((1 << K::UPPER) - 1)) << 4;
 }
 
-// One row of the weight: numbers, in the order of the inputs.
+// Dequantise one row of the weight, in the order of the inputs.
 template <class K>
 static void unpack_row(const LinearParams& p, int64_t row, float* to) {
     const Lines<K> lines(p);
@@ -154,7 +154,7 @@ static void unpack_row(const LinearParams& p, int64_t row, float* to) {
                 of_value = of_value * (float)(int8_t)subs[k / K::SUB / 4 * LINE + k / K::SUB % 4];
                 if (K::SUB == 32) minimum = minimum * (float)subs[LINE + k / K::SUB];
             }
-            // Without contraction, so that each number is rounded once: what comes before is exact.
+            // No contraction to a fused multiply-add, so that each number is rounded once: the operations before are exact.
             float number = ((float)value_of<K>(at + K::SUB_LINES * LINE, k, i) - (p.minimums ? 0.0f : offset)) * of_value;
             if (p.minimums) number = number + minimum;
             const int64_t input = s * lines.segments.size + k;

@@ -1,12 +1,12 @@
-// Products of weights of 8 or 4 bits that are floating-point numbers with scales, see quire/ops/narrow.py: numbers are widened to
-// what rows of x are multiplied as (fp32, or pairs of bf16), which is exact, and every group's sum is scaled in fp32:
+// Products of floating-point weights of 8 or 4 bits with scales, see quire/ops/narrow.py: numbers are widened exactly to the operands of
+// rows of x (fp32, or pairs of bf16), and every group's sum is scaled in fp32:
 //
 //     out = bias;  for each group of inputs, ascending:  out = fma(the group's sum, its scale, out)
 //
-// A group's sum has the order that sums have with a weight of 16 bits, whether a row is alone or not.
+// A group's sum is added up in the same order as with a weight of 16 bits, for any number of rows.
 //
-// A strip has for each block of 128 inputs a line of scales, then its numbers. A line of numbers holds 4 inputs of W columns as
-// bytes (e4m3), or 8 as nibbles (e2m1): the first four in the lower ones. A line of scales holds W of fp32 (e4m3, a group is a
+// For each block of 128 inputs, a strip has a line of scales, then lines of numbers. A line of numbers holds 4 inputs of W columns as
+// bytes (e4m3), or 8 as nibbles (e2m1), the first four in the lower nibbles. A line of scales holds W scales in fp32 (e4m3, a group is a
 // block), or four times W exponents (e2m1, a group is a quarter of a block).
 #pragma once
 
@@ -18,19 +18,20 @@ namespace {
 
 constexpr int64_t NARROW_BLOCK = 128;  // inputs
 
-// Base: the kind of the rows, and of the numbers once they were widened.
+// Base: the kind of the rows, and of the widened numbers.
 template <class Base, int N>
 struct Narrow : Base {
     using Wide = Base;
     static constexpr int BITS = N;
     static constexpr int GROUP = BITS == 8 ? 128 : 32;              // inputs that share a scale
     static constexpr int INPUTS = 32 / BITS;                        // of a line
-    static constexpr int LANES = INPUTS / Base::PAIR;               // of a line, once it was widened
+    static constexpr int LANES = INPUTS / Base::PAIR;               // of a widened line
     static constexpr float UNIT = BITS == 8 && Base::PAIR == 1 ? 256.0f : 1.0f;  // of widened numbers, see widen
     static int64_t lanes(int64_t numbers) { return Base::lanes((numbers + 7) / 8 * 8); }  // whole lines
 };
 
-// The kind of a weight, by that of the rows: whatever vectors do not multiply in pairs is fp32 once it was widened.
+// Call f.template operator()<K>() with the kind of a weight, given that of the rows: weights are widened to fp32 unless vectors multiply
+// pairs.
 template <class F>
 static void with_narrow(const LinearParams& p, const F& f) {
     with_kind(p.dtype, [&]<class K>() {
@@ -55,14 +56,14 @@ struct NarrowLines {
 
 // -------------------------------------------------------------------------------------------------- packing
 
-// Where in a line the code of input i (0..3) and column c stands, such that `widen` gives lanes in order.
+// Return the position in a line of the code of input i (0..3) and column c, chosen so that `widen` gives lanes in order.
 template <class K>
 constexpr int code_place(int i, int c) {
     const int word = K::PAIR == 2 ? 2 * c + i % 2 : W * (i % 2) + c;
     return word / 8 * 16 + i / 2 * 8 + word % 8;
 }
 
-// codes: [out, in], one a byte. scales: [out, groups].
+// Pack a weight. codes: [out, in], one per byte. scales: [out, groups].
 template <class K>
 static void pack_narrow(ParallelFor parallel_for, const LinearParams& p, const uint8_t* codes, const float* scales, char* packed) {
     const NarrowLines<K> lines(p);
@@ -79,7 +80,7 @@ static void pack_narrow(ParallelFor parallel_for, const LinearParams& p, const u
                     uint32_t bits;
                     memcpy(&bits, of_row + g, 4);
                     if (K::BITS == 8) memcpy(line + c * 4, &bits, 4);
-                    else line[i * W + c] = (char)(bits >> 23);  // a power of two
+                    else line[i * W + c] = (char)(bits >> 23);  // the exponent of a power of two
                 }
             }
             line += lines.BYTES;
@@ -97,11 +98,11 @@ static void pack_narrow(ParallelFor parallel_for, const LinearParams& p, const u
 
 // ------------------------------------------------------------------------------------------------- widening
 
-// The bytes of numbers that a table of 16 has: of bf16 an upper and a lower one, of fp16 an upper one.
+// A table of 16 bytes: the upper or the lower bytes of bf16 numbers, or the upper bytes of fp16 numbers.
 struct alignas(16) Bytes16 {
     uint8_t of[16];
 };
-// e4m3 by its upper four bits; where these are below 2 and the number is no normal one, by its lower four, without the sign.
+// e4m3 by its upper four bits; subnormal numbers by their lower four bits, without the sign.
 constexpr Bytes16 E4M3_UPPER = {{0x3c, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, 0xbc, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2, 0xc3}};
 constexpr Bytes16 TINY_UPPER = {{0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c}};
 constexpr Bytes16 TINY_LOWER = {{0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60}};
@@ -110,8 +111,8 @@ constexpr Bytes16 E2M1_UPPER = {{0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
 constexpr Bytes16 E2M1_LOWER = {{0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0, 0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0}};
 constexpr Bytes16 E2M1_FP16 = {{0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, 0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6}};
 
-// A line of numbers as K::LANES vectors of lanes, in units of K::UNIT: the bits of e4m3 within fp16 are 2^-8 of the number, those
-// of its subnormal numbers too.
+// Widen a line of numbers to K::LANES vectors of lanes, in units of K::UNIT: the bits of e4m3, placed in an fp16, give 2^-8 times the
+// number, also for subnormal numbers.
 template <class K>
 QUIRE_INLINE void widen(const char* line, V* to) {
     B all;
@@ -143,14 +144,14 @@ QUIRE_INLINE void widen(const char* line, V* to) {
     }
 }
 
-// The scales of a group of a block, that `line` begins.
+// Read the scales of a group of a block. line: the block's first line.
 template <class K>
 QUIRE_INLINE V group_scales(const char* line, int group) {
     if constexpr (K::BITS == 8) return load((const float*)line);
     uint8_t exponents __attribute__((vector_size(W)));
     memcpy(&exponents, line + group * W, W);
     const U wide = __builtin_convertvector(exponents, U);
-    return (V)(wide == 0 ? U{} + 0x400000u : wide << 23);  // the smallest one is subnormal
+    return (V)(wide == 0 ? U{} + 0x400000u : wide << 23);  // the smallest power is a subnormal fp32
 }
 
 // ------------------------------------------------------------------------------------------------- products
@@ -159,7 +160,7 @@ template <class K>
 struct LinearNarrow {
     using Lines = NarrowLines<K>;
     static constexpr int LINE = Lines::BYTES;
-    static constexpr int CHUNK = K::TILED ? 192 : 96;  // rows of x that an item has at most
+    static constexpr int CHUNK = K::TILED ? 192 : 96;  // most rows of x in an item
 
     static constexpr int BLOCK_LANES = NARROW_BLOCK / K::PAIR, GROUP_LANES = K::GROUP / K::PAIR;
     static constexpr int GROUP_LINES = K::GROUP / K::INPUTS;
@@ -167,7 +168,7 @@ struct LinearNarrow {
     LinearItems items;
     const Fetching fetching = quire_fetching;
     alignas(64) float sums[CHUNK * PANEL];
-    alignas(64) float wide[COLUMNS * BLOCK_LANES * W];  // a block of each strip, widened, while several blocks of rows pass by
+    alignas(64) float wide[COLUMNS * BLOCK_LANES * W];  // a widened block of each strip, for use by several blocks of rows
     alignas(64) float part[16 * PANEL];                 // the sums of a group for a block of rows
 
     LinearNarrow(LinearWork& all, int64_t thread) : items(all, thread) {}
@@ -176,7 +177,7 @@ struct LinearNarrow {
         LinearItem item, after;
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
-            // Of the last item the weight is fetched once more, which is in the cache.
+            // After the last item, its own weight is prefetched again, which is harmless since it is cached.
             each_part(item, more ? after.weight : item.weight, [&]<int N>(const LinearItem& own, const char* next) {
                 start_sums(own, sums);
                 multiply<N>(own, next);
@@ -191,7 +192,7 @@ struct LinearNarrow {
         __attribute__((always_inline)) V operator()(int64_t k, int j) const { return load(data + (j * BLOCK_LANES + k) * W); }
     };
 
-    // after: what is fetched once nothing is left of this part.
+    // Multiply a part of an item. after: the address to prefetch at the end of this part.
     template <int N>
     void multiply(const LinearItem& item, const char* after) {
         const LinearCall& call = *item.call;
@@ -224,7 +225,7 @@ struct LinearNarrow {
         }
     }
 
-    // A block of lines from `line` on, of few rows: numbers are widened as they are multiplied.
+    // Multiply a block of lines from `line` on with few rows, widening each number when it is used.
     template <int R, int N>
     void stream(const LinearItem& item, const float* x, int64_t line, int64_t count, const FetchAhead<LINE>& fetch) {
         const char *scales = item.weight + line * LINE, *weight = scales + LINE;
@@ -267,7 +268,7 @@ struct LinearNarrow {
         }
     }
 
-    // What `rows` rows from `row` on have in `part` for a group, scaled.
+    // Add the sums of a group in `part`, scaled, for `rows` rows from `row` on.
     template <int N>
     QUIRE_INLINE_MEMBER void add_part(const LinearItem& item, int row, int rows, int64_t line, int group) {
         V scale[N];
@@ -276,7 +277,7 @@ struct LinearNarrow {
             QUIRE_UNROLL for (int j = 0; j < N; j++) add_scaled(sums + (row + i) * PANEL + j * W, load(part + i * PANEL + j * W), scale[j]);
     }
 
-    // R rows with the block that was widened.
+    // Multiply R rows with the widened block.
     template <int R, int N>
     void add_rows(const LinearItem& item, const float* x, int row, int64_t line, int lanes) {
         for (int begin = 0; begin < lanes; begin += GROUP_LANES) {
@@ -287,7 +288,7 @@ struct LinearNarrow {
     }
 
 #ifdef QUIRE_TILES
-    // All rows with the block that was widened. Rows of x are copied, so 16 of them may always be read.
+    // Multiply all rows with the widened block. Rows of x are copied, so 16 of them may always be read.
     template <int N>
     void multiply_tiles(const LinearItem& item, const float* x, int64_t line, int lanes) {
         const int height = item.rows < 16 ? item.rows : 16;

@@ -1,7 +1,7 @@
-// Products of bf16 by tiles. Every number of the output is the sum of its products with 32 inputs at a time, in the order of
-// tiles.h and in ascending order, plus the bias.
+// Products of bf16 by tiles. Every number of the output is the sum of products with 32 inputs at a time, in ascending order and, within
+// these, in the order of tiles.h, plus the bias.
 //
-// A strip's 16 lines in a row are a tile as they lie. A row of x is copied, so that tiles of it can be read wherever it begins.
+// 16 consecutive lines of a strip are a tile. A row of x is copied, so that tiles of it can be read at any alignment.
 #pragma once
 
 #include "fetching.h"
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Brings two strips into the second cache, in about as many steps.
+// Prefetches two strips into the L2 cache, in about `steps` steps.
 class FetchPair {
   public:
     FetchPair(const char* at, int64_t stride, int64_t lines, int64_t steps)
@@ -29,21 +29,21 @@ struct LinearTiles {
     static constexpr int LINE = 64;
     static constexpr int CHUNK = 512;
     static constexpr int PANEL_STRIPS = 16, FEW_STRIPS = 4;
-    static constexpr int UNIT = 2;  // strips whose rows of results make a cache line
+    static constexpr int UNIT = 2;  // strips whose rows of results fill a cache line
 
-    // Room for the sums of all of an item's rows, which wait there for more: 32 rows and two strips make a block.
+    // Return memory for the partial sums of all of an item's rows, in blocks of 32 rows and two strips.
     static void* waiting() {
         alignas(64) static thread_local float sums[CHUNK * PANEL_STRIPS * W];
         return sums;
     }
 
     static constexpr int64_t BYTES = 1024;  // of a tile
-    // Tiles of two strips that stay in the first cache while a chunk's rows pass by; a few more cost less than sums that wait.
+    // Tiles of two strips that stay in the L1 cache for all rows of a chunk. Up to WHOLE tiles cost less than storing partial sums.
     static constexpr int64_t DEPTH = 12, WHOLE = 20;
 
     LinearItems items;
     const Fetching fetching = quire_fetching;
-    const int64_t ahead = fetching.weights_ahead / BYTES;  // tiles of each strip that are fetched before they are loaded
+    const int64_t ahead = fetching.weights_ahead / BYTES;  // distance of prefetching, in tiles of each strip
     alignas(64) float results[4][16][16];
 
     LinearTiles(LinearWork& all, int64_t thread) : items(all, thread) {}
@@ -52,7 +52,7 @@ struct LinearTiles {
         LinearItem item, after;
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
-            if (!more) after.weight = item.weight;  // which is in the cache
+            if (!more) after.weight = item.weight;  // cached already, so prefetching it is harmless
             if (item.rows <= 16) stream_one(item, after.weight);
             else if (item.rows <= 32) stream_two(item, after.weight);
             else multiply(item, after.weight);
@@ -72,7 +72,7 @@ struct LinearTiles {
         return {(const char*)(call.tail + (row - call.whole) * call.tail_stride), call.tail_stride * 4};
     }
 
-    // The lines of COUNT tiles of a strip each.
+    // Prefetch the lines of one tile of each of COUNT strips.
     template <int COUNT>
     void fetch(const char* at, int64_t stride) const {
         for (int j = 0; j < COUNT; j++)
@@ -121,7 +121,7 @@ struct LinearTiles {
         const auto [second, ldb] = rows_from(item, 16);
         for (int strip = 0; strip < item.strips; strip += 2) {
             const char* weight = item.weight + strip * stride;
-            const int64_t other = strip + 1 < item.strips ? stride : 0;  // a strip without a second one is multiplied twice
+            const int64_t other = strip + 1 < item.strips ? stride : 0;  // a single last strip is multiplied twice
             const char* next = strip + 2 < item.strips ? weight + 2 * stride : after;
             tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
             for (int64_t k = 0; k < depth; k++, weight += BYTES) {
@@ -136,7 +136,7 @@ struct LinearTiles {
 
     // -------------------------------------------------------------------------------------------- more rows
 
-    // Two strips and two blocks of rows at a time. Where the inputs are many, in stretches: the sums wait in memory.
+    // Multiply two strips and two blocks of rows at a time. Many inputs are divided into stretches, with partial sums in memory.
     void multiply(const LinearItem& item, const char* after) {
         Tiles tiles;
         auto* const sums = (float (*)[4][16][16])waiting();
@@ -148,7 +148,7 @@ struct LinearTiles {
             for (int strip = 0; strip < item.strips; strip += 2) {
                 const char* weight = item.weight + strip * stride + begin * BYTES;
                 const int64_t other = strip + 1 < item.strips ? stride : 0;
-                // What is fetched meanwhile: the next two strips, the next stretch, or the next item.
+                // Prefetch the next two strips, the next stretch, or the next item.
                 const char* next = strip + 2 < item.strips      ? weight + 2 * stride
                                    : stretch + 1 < stretches ? item.weight + end * BYTES
                                                                 : after;
@@ -163,7 +163,7 @@ struct LinearTiles {
         }
     }
 
-    // A stretch of two strips, for the block of rows that begins with `row`.
+    // A stretch of two strips, for the block of rows from `row` on.
     struct Part {
         const char* weight;
         int64_t other, begin, end;
@@ -171,7 +171,7 @@ struct LinearTiles {
         bool is_last;
     };
 
-    // HALVES: how many times 16 rows, of which the last ones may be fewer.
+    // Add a stretch. HALVES: number of blocks of 16 rows; the last one may have fewer.
     template <int HALVES>
     void multiply_block(Tiles& tiles, const LinearItem& item, const Part& part, float (&carried)[4][16][16], FetchPair& ahead) {
         const auto [first, lda] = rows_from(item, part.row);
@@ -198,7 +198,7 @@ struct LinearTiles {
 
     // ---------------------------------------------------------------------------------------------- results
 
-    // Up to 32 rows of up to two strips.
+    // Write results of up to 32 rows and up to two strips.
     void put_block(Tiles& tiles, const LinearItem& item, int row, int strip) {
         const int count = item.strips - strip < 2 ? item.strips - strip : 2, rows = item.rows - row;
         tiles.save<0>(results[0], 64), tiles.save<1>(results[1], 64), tiles.save<2>(results[2], 64), tiles.save<3>(results[3], 64);
@@ -206,7 +206,7 @@ struct LinearTiles {
         if (rows > 16) put(item, row + 16, rows < 32 ? rows - 16 : 16, strip, 2, count);
     }
 
-    // Rows of one or two tiles of the results, from `tile` on.
+    // Write rows of one or two tiles of the results, from `tile` on.
     void put(const LinearItem& item, int row, int rows, int strip, int tile, int count) const {
         if (item.call->params->out_dtype == DTYPE_F32) put_rows<F32>(item, row, rows, strip, tile, count);
         else put_rows<BF16>(item, row, rows, strip, tile, count);

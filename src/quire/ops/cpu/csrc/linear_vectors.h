@@ -1,5 +1,5 @@
-// Products by vectors. Every number of the output is the bias, plus one chain of multiply-adds for each NEAR_LANES lanes, in
-// ascending order: the error grows with the root of the chains' length and number, not of all inputs.
+// Products by vectors. Every number of the output is the bias, plus one chain of multiply-adds for each NEAR_LANES lanes, in ascending
+// order: the error grows with the root of the chains' length and of their number, not with the root of the number of inputs.
 #pragma once
 
 #include "fetching.h"
@@ -8,11 +8,11 @@
 
 namespace {
 
-// Vectors of VECTOR bytes in a cache line. One of them is fetched.
+// Number of vectors of VECTOR bytes in a cache line. One of them is prefetched.
 template <int VECTOR>
 constexpr int PER_LINE = VECTOR < 64 ? 64 / VECTOR : 1;
 
-// Brings COUNT strips into the cache, a vector of each for each lane that is multiplied.
+// Prefetches COUNT strips, one vector of each per lane that is multiplied.
 template <int VECTOR, int COUNT, int KIND>
 struct Fetch {
     const char* from;  // of lane 0
@@ -23,7 +23,7 @@ struct Fetch {
     }
 };
 
-// The same of all strips, a little ahead of the multiplication: up to lane `turn` from `here` on, then from `after` on.
+// Prefetches all strips a little ahead of the multiplication: lanes k < turn relative to `here`, later lanes relative to `after`.
 template <int VECTOR>
 struct FetchAhead {
     const char *here, *after;
@@ -36,7 +36,7 @@ struct FetchAhead {
     }
 };
 
-// Sums of an item's rows, [rows, PANEL], that begin with the bias.
+// Initialise the sums of an item's rows, [rows, PANEL], with the bias.
 static inline void start_sums(const LinearItem& item, float* sums) {
     const LinearParams& p = *item.call->params;
     for (int64_t c = 0; c < item.strips * W; c += W) {
@@ -46,7 +46,7 @@ static inline void start_sums(const LinearItem& item, float* sums) {
     }
 }
 
-// What they are at the end to the results.
+// Write the final sums to the results.
 static inline void finish_sums(const LinearItem& item, const float* sums) {
     const LinearParams& p = *item.call->params;
     const int64_t column = item.first_strip * W;
@@ -65,7 +65,7 @@ template <class K>
 struct LinearVectors {
     using S = Strips<K>;
     static constexpr int LINE = S::VECTOR;
-    static constexpr int CHUNK = 96;  // rows of x that an item has at most
+    static constexpr int CHUNK = 96;  // most rows of x in an item
 
     LinearItems items;
     const Fetching fetching = quire_fetching;
@@ -77,7 +77,7 @@ struct LinearVectors {
         LinearItem item, after;
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
-            // Of the last item the weight is fetched once more, which is in the cache.
+            // After the last item, its own weight is prefetched again, which is harmless since it is cached.
             each_part(item, more ? after.weight : item.weight, [&]<int N>(const LinearItem& part, const char* next) {
                 start_sums(part, sums);
                 const int64_t lanes = part.call->lanes;
@@ -89,7 +89,7 @@ struct LinearVectors {
     }
 
   private:
-    // after: what is fetched meanwhile once nothing is left of this part.
+    // Multiply a part of an item. after: the address to prefetch at the end of this part.
     template <int N>
     void multiply(const LinearItem& item, int64_t begin, int64_t end, const char* after) {
         const RowBlocks blocks(item.rows);
@@ -97,7 +97,7 @@ struct LinearVectors {
         const int64_t lda = call.x_stride, stride = item.stride;
         const float* x = call.x + item.first_row * lda;
         const S weight{item.weight, stride};
-        // One block of rows fetches a little ahead. Several ones share the strips of the next stretch among them.
+        // A single block of rows prefetches a little ahead. Several blocks divide the strips of the next stretch among them.
         const int64_t ahead = blocks.blocks == 1 ? fetching.weights_ahead / S::VECTOR : end - begin;
         const int64_t turn = call.lanes - ahead;
         const char *here = item.weight + ahead * S::VECTOR, *next = after - turn * S::VECTOR;

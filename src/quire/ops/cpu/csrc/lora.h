@@ -1,7 +1,7 @@
-// What low-rank adapters add to the results of a linear: (scale * x @ A.T) @ B.T, of each row by its own adapter.
+// LoRA adapters: adds (scale * x @ A.T) @ B.T to the results of a linear, for each row with its adapter.
 //
-// Rows are taken by adapter, a few at a time, wherever they stand in the batch. A number is one chain of multiply-adds
-// in each of the two products; between these it is scaled and rounded to the dtype. So a row's bits do not depend on the others.
+// Rows are grouped by adapter, a few at a time, independent of their positions in the batch. A number is one chain of multiply-adds
+// in each of the two products; between these it is scaled and rounded to the dtype. So the result is batch-invariant.
 #pragma once
 
 #include <vector>
@@ -12,9 +12,9 @@
 
 namespace {
 
-constexpr int LORA_ROWS = 2 * ROWS;  // that read an adapter together
+constexpr int LORA_ROWS = 2 * ROWS;  // rows that read an adapter together
 
-// Tiles would multiply zeros most of the time: the rank is small, and so are the rows of an adapter.
+// Tiles would mostly multiply zeros, as the rank and the number of rows per adapter are small.
 template <class K>
 struct VectorKindOf {
     using Kind = K;
@@ -26,7 +26,7 @@ struct VectorKindOf<Tiled> {
 };
 #endif
 
-// The rows of a step that have an adapter, one adapter after the other.
+// The rows of a step that have an adapter, sorted by adapter.
 struct LoraRows {
     struct Item {
         int32_t slot;
@@ -35,7 +35,7 @@ struct LoraRows {
     std::vector<int32_t> rows;
     std::vector<Item> items;  // at most LORA_ROWS of the rows each
 
-    // slots: of each row; -1: none. kept: the rows that are left; null: the first `count`.
+    // slots: each row's adapter; -1: none. kept: the remaining rows; null: the first `count` rows.
     LoraRows(const int32_t* slots, int64_t count, const int64_t* kept = nullptr) {
         if (!slots) return;
         const auto slot_of = [&](int64_t i) { return slots[kept ? kept[i] : i]; };
@@ -66,11 +66,11 @@ struct Lora {
     const LoraParams& p;
     const LoraRows& rows;
 
-    // fp32 numbers of room for a row: as lanes, shrunk, and that as lanes.
+    // Return the fp32 numbers of scratch for a row: the row as lanes, its product with A, and that product as lanes.
     static int64_t room(int64_t in, int64_t rank) { return K::lanes(in) + whole_panels(rank) + whole_vectors(rank); }
 
     void run(ParallelFor parallel_for) const {
-        const int64_t work = (int64_t)rows.rows.size() * p.in_size * W;  // of a rank of W
+        const int64_t work = (int64_t)rows.rows.size() * p.in_size * W;  // multiply-adds for a rank of W
         const int64_t items = (int64_t)rows.items.size();
         parallel(parallel_for, items, work < FORK ? items : 1, [&](int64_t i) { add(rows.items[i]); });
     }
@@ -78,7 +78,7 @@ struct Lora {
   private:
     void add(const LoraRows::Item& item) const {
         const LoraSlot& slot = p.slots[item.slot];
-        if (!slot.a) return;  // the adapter leaves this linear alone
+        if (!slot.a) return;  // the adapter does not change this linear
         const int count = item.count;
         const int32_t* own = rows.rows.data() + item.first;
         const int64_t lanes = K::lanes(p.in_size), apart = whole_panels(slot.rank);
@@ -91,7 +91,7 @@ struct Lora {
         for (int64_t i = 0; i < slot.num_parts; i++) expand(slot.parts[i], own, count, shrunk, apart, (T*)x, ready);
     }
 
-    // rounded: room for a row of numbers.
+    // Multiply with B. rounded: scratch for a row of numbers.
     void expand(const LoraPart& part, const int32_t* own, int count, const float* shrunk, int64_t apart, T* rounded, float* ready) const {
         const int64_t lanes = K::lanes(part.rank);
         for (int i = 0; i < count; i++) {
@@ -114,8 +114,8 @@ struct Lora {
         }
     }
 
-    // One panel of columns, from c on, of `count` rows by a weight [columns, in] in strips. Where a panel has no second half, the first
-    // one is multiplied twice.
+    // Multiply `count` rows by one panel of columns, from c on, of a weight [columns, in] in strips. If a panel has no second half, the
+    // first half is multiplied twice.
     static void multiply(
         const float* x, int64_t lanes, const char* weight, int64_t in, int64_t columns, int64_t c, int count, float* to, int64_t apart) {
         const int64_t stride = K::lanes(in) * S::VECTOR, strips = (columns - c + W - 1) / W;

@@ -1,4 +1,4 @@
-// How this machine's memory is fetched. What its processor runs stands in machine_x86.cpp and machine_arm.cpp.
+// Prefetching on this machine. machine_x86.cpp and machine_arm.cpp detect the processor's instruction sets.
 
 #include <chrono>
 #include <cstring>
@@ -11,12 +11,12 @@ Fetching quire_fetching = {FETCH_FIRST, 2560, FETCH_FIRST};
 
 extern "C" {
 
-// Not while a kernel runs.
+// Change the settings. This must not be called while a kernel runs.
 QUIRE_EXPORT void quire_set_fetching(int32_t weights, int32_t weights_ahead, int32_t keys) {
     quire_fetching = {weights, weights_ahead, keys};
 }
 
-// Nanoseconds in which every line is read from memory while lines further on are fetched, as few rows read a weight.
+// Return the nanoseconds for reading every cache line once while later lines are prefetched, as in products of few rows.
 QUIRE_EXPORT int64_t quire_time_fetching(const char* data, int64_t bytes, int32_t kind, int32_t ahead) {
     using Clock = std::chrono::steady_clock;
     evict(data, bytes);
@@ -28,7 +28,7 @@ QUIRE_EXPORT int64_t quire_time_fetching(const char* data, int64_t bytes, int32_
         memcpy(&number, data + at, 8);
         sum += number;
     }
-    asm volatile("" ::"r"(sum));  // which must be worked out
+    asm volatile("" ::"r"(sum));  // so that the sum is not optimised away
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
 

@@ -1,4 +1,4 @@
-// What an Arm processor runs.
+// Detection of the instruction sets of an Arm processor.
 
 #include <cstdint>
 
@@ -25,7 +25,7 @@ bool has_bf16() { return has("hw.optional.arm.FEAT_BF16") && has("hw.optional.ar
 
 #else
 
-bool has_byte_dot() {  // and what else armv8.2-a lets the compiler use
+bool has_byte_dot() {  // and the other extensions that the compiler may use with armv8.2-a
     constexpr unsigned long ALL = HWCAP_ASIMDDP | HWCAP_ATOMICS | HWCAP_ASIMDRDM | HWCAP_CRC32;
     return (getauxval(AT_HWCAP) & ALL) == ALL;
 }
@@ -44,7 +44,7 @@ QUIRE_EXPORT int32_t quire_runs_neon(void) { return 1; }
 QUIRE_EXPORT int32_t quire_runs_neon_dot(void) { return has_byte_dot(); }
 QUIRE_EXPORT int32_t quire_runs_neon_bf16(void) { return has_byte_dot() && has_bf16(); }
 
-// An empty name: of these processors nothing is known.
+// The vendor's name is empty, as nothing depends on the vendor of an Arm processor.
 QUIRE_EXPORT void quire_vendor(char* to) { *to = 0; }
 
 }  // extern "C"

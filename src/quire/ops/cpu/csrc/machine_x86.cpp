@@ -1,4 +1,4 @@
-// What an x86-64 processor and its operating system run.
+// Detection of the instruction sets that an x86-64 processor and its operating system support.
 
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -8,11 +8,11 @@
 
 #include "params.h"
 
-extern "C" __attribute__((weak)) int32_t quire_amx_adds_as_documented(void);  // of the ISA amx, if it was compiled
+extern "C" __attribute__((weak)) int32_t quire_amx_adds_as_documented(void);  // defined if the ISA amx was compiled
 
 namespace {
 
-// Why AMX is not used. quire/ops/cpu/native.py has the sentences.
+// The reason why AMX is not used. quire/ops/cpu/native.py has the error messages.
 enum Refusal : int32_t { NONE, NO_AVX512_BF16, NO_PROCESSOR, NO_SYSTEM, NO_PERMISSION, OTHER_SUMS, NOT_COMPILED };
 
 bool has_tiles() {
@@ -21,13 +21,13 @@ bool has_tiles() {
     return (d >> 22 & 1) && (d >> 24 & 3) == 3;  // AMX-BF16, AMX-TILE, AMX-INT8
 }
 
-// Not a name that every compiler's __builtin_cpu_supports knows.
+// Not all compilers' __builtin_cpu_supports know this name.
 bool has_f16c() {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
 }
 
-// Whether the system saves the tiles when threads change: bits 17 and 18 of XCR0.
+// Whether the system saves the tiles on a context switch: bits 17 and 18 of XCR0.
 bool saves_tiles() {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE
@@ -36,7 +36,7 @@ bool saves_tiles() {
     return (low >> 17 & 3) == 3;
 }
 
-// Of this process, once and for all of its threads. Without it the first tile instruction would end the process.
+// Request permission to use tiles, once for all threads of this process. Without it, the first tile instruction would end the process.
 bool is_permitted() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -68,7 +68,7 @@ QUIRE_EXPORT int32_t quire_amx_refusal(void) {
 }
 QUIRE_EXPORT int32_t quire_runs_amx(void) { return quire_amx_refusal() == NONE; }
 
-// 13 bytes: its letters, and a zero.
+// Write the vendor's name: 12 letters and a zero, 13 bytes.
 QUIRE_EXPORT void quire_vendor(char* to) {
     unsigned a, b, c, d;
     memset(to, 0, 13);

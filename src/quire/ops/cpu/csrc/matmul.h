@@ -1,7 +1,7 @@
 // A[rows, lanes] * B[lanes, columns], in steps of 32-bit lanes of A.
 //
-// A lane is an fp32 number, or a pair of bf16 numbers whose products are added together. Every element is one chain of
-// multiply-adds in ascending order of lanes, so its bits depend neither on the other rows nor on how they are blocked.
+// A lane is an fp32 number, or a pair of bf16 numbers whose products are added together. Every element is one chain of multiply-adds in
+// ascending order of lanes, so its bits depend neither on the other rows nor on the division into blocks.
 #pragma once
 
 #include "simd.h"
@@ -26,10 +26,11 @@ struct Panel {
 
 static const auto idle = [](int64_t) {};
 
-// What happens to the sums in memory: they are replaced, the chain goes on from them, or its end is added to them.
+// The use of the sums in memory: they are replaced, the chain continues from them, or the result of the chain is added to them.
 enum class Sums { REPLACED, CONTINUED, ADDED };
 
-// b(k, j) is vector j of lane k of B. `pause(k)` is called after each step: a place to do something else meanwhile.
+// Multiply R rows with N vectors of columns. b(k, j): vector j of lane k of B. pause(k): called after each step, to interleave other
+// work such as prefetching.
 template <class M, int R, int N, Sums SUMS, class B, class F>
 static void micro_kernel(
     const float* a, int64_t lda, const B& b, float* c, int64_t ldc, int begin, int end, const F& pause) {
@@ -52,7 +53,7 @@ static void micro_kernel(
         }
 }
 
-// Call f.template operator()<R>() for one of several blocks, none of which has fewer than 3 rows: see RowBlocks.
+// Call f.template operator()<R>() for one of several blocks. None of these has fewer than 3 rows, see RowBlocks.
 template <class F>
 QUIRE_INLINE void with_several_rows(int rows, const F& f) {
     static_assert(ROWS == 6);
@@ -64,7 +65,7 @@ QUIRE_INLINE void with_several_rows(int rows, const F& f) {
     }
 }
 
-// The same for a block of any number of rows.
+// Call f.template operator()<R>() for a block of any number of rows.
 template <class F>
 QUIRE_INLINE void with_rows(int rows, const F& f) {
     if (rows == 1) return f.template operator()<1>();
@@ -72,7 +73,7 @@ QUIRE_INLINE void with_rows(int rows, const F& f) {
     with_several_rows(rows, f);
 }
 
-// Rows `first`.. of a split of `total` rows into blocks of nearly equal height, `most` at most.
+// A division of `total` rows into blocks of nearly equal height, with at most `most` rows each.
 struct RowBlocks {
     int blocks, height, taller;
     explicit RowBlocks(int total, int most = ROWS) : blocks((total + most - 1) / most) {

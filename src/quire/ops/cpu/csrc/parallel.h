@@ -1,4 +1,4 @@
-// Threads: torch's own pool, through the function that Python looked up in libtorch.
+// Threads of torch's pool, through the function that Python looked up in libtorch.
 #pragma once
 
 #include <algorithm>
@@ -8,13 +8,13 @@
 typedef void (*ParallelBody)(int64_t begin, int64_t end, void* context);
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context);
 
-constexpr int64_t GRAIN = 32768;  // numbers that are worth a thread
-constexpr int64_t FORK = 1 << 16;  // multiply-adds that are worth a second one
+constexpr int64_t GRAIN = 32768;  // least numbers per thread
+constexpr int64_t FORK = 1 << 16;  // least multiply-adds for using a second thread
 
 static inline int64_t rows_a_thread(int64_t dim) { return dim >= GRAIN ? 1 : (GRAIN + dim - 1) / (dim ? dim : 1); }
 
-// Call body(i) for i in 0..count - 1, on as many threads as torch uses. The bodies must not wait for each other: where
-// the pool is busy they run one after the other.
+// Call body(i) for i in 0..count - 1, on the number of threads that torch uses. The bodies must not wait for each other: if the pool is
+// busy, they run one after the other.
 template <class Body>
 static inline void parallel(ParallelFor parallel_for, int64_t count, int64_t grain, const Body& body) {
     if (count <= grain) {
@@ -29,8 +29,8 @@ static inline void parallel(ParallelFor parallel_for, int64_t count, int64_t gra
         const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// The same on at most `threads` threads, each of which takes the next `step` of them when it is done with others: one whose core
-// another process uses does fewer.
+// Call body(i) on at most `threads` threads, each of which takes the next `step` calls when it has finished the previous ones, so that a
+// thread whose core is shared with another process takes fewer.
 template <class Body>
 static inline void parallel_in_turns(ParallelFor parallel_for, int64_t threads, int64_t count, int64_t step, const Body& body) {
     std::atomic<int64_t> taken{0};

@@ -1,4 +1,4 @@
-// What Python hands over. quire/ops/cpu/native.py declares the same structures, field by field.
+// The parameters that Python passes. quire/ops/cpu/native.py declares the same structures, field by field.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,14 @@ struct StepParams {
     int32_t num_threads;
 };
 
-// What stays the same from step to step.
+// The sizes and settings that are the same in all steps.
 struct SpecParams {
     int32_t num_heads, num_kv_heads, head_dim, head_dim_v, block_size;
     int32_t causal;
     int32_t window;  // 0: none
     int32_t dtype, kv_dtype;  // of q and of the cache: the same, or that of the cache is S8
-    int32_t item_rows;    // rows of an item of attention at most, a multiple of 32
-    int32_t memory_rows;  // rows with which a key is computed while it is read
+    int32_t item_rows;    // most rows of an item of attention, a multiple of 32
+    int32_t memory_rows;  // number of rows whose computation takes as long as reading a key
     int32_t latent;       // 1: V is the first numbers of K, whose scale is v_scale; k_scale is that of the others
 };
 
@@ -54,7 +54,7 @@ struct AttentionParams {
     int64_t slope_seq;  // from one sequence's slopes to the next one's; 0: all have the same
     float scale;
     float softcap;  // 0: none
-    int32_t chunk;  // a row sees no key before the last multiple of so many positions; 0: all before it
+    int32_t chunk;  // chunk length: a row attends to no key before the last multiple of it; 0: to all keys before the row
 };
 
 struct WriteParams {
@@ -70,25 +70,25 @@ struct LinearParams {
     const void* weight;  // strips
     const float* bias;   // [out]; null: none
     void* out;           // [T, out], of the weight's dtype or fp32
-    float* copy;         // [T, lanes]: room for x as 32-bit lanes; unused where x is that already
+    float* copy;         // [T, lanes]: scratch for x as 32-bit lanes; unused if x has this layout already
     int64_t x_stride, out_stride;  // from row to row, in elements
     int64_t rows, in_size, out_size;
-    int32_t dtype, out_dtype;  // the first one of x, and of a weight that is not quantised
+    int32_t dtype, out_dtype;  // dtype: of x, and of a weight that is not quantised
     int32_t threads;
     // Of a quantised weight, see linear_integers.h.
-    int32_t bits;          // 4, 5, 6 or 8; 0: it is none
-    int32_t sub;           // inputs that share a sub-scale: 16 or 32; 0: it has none
-    int32_t zeros;         // whether each group has a zero
-    int32_t halves;        // whether scales and minimums are fp16
-    int32_t minimums;      // whether each group has a minimum
-    int32_t narrow;        // whether it is floating-point numbers, see linear_narrow.h; then only bits says more
+    int32_t bits;          // 4, 5, 6 or 8; 0: not quantised
+    int32_t sub;           // inputs that share a sub-scale: 16 or 32; 0: no sub-scales
+    int32_t zeros;         // 1: each group has a zero
+    int32_t halves;        // 1: scales and minimums are fp16
+    int32_t minimums;      // 1: each group has a minimum
+    int32_t narrow;        // 1: floating-point numbers, see linear_narrow.h; of these fields, only bits applies then
     int64_t group;             // inputs that share a scale
     int64_t activation_group;  // inputs of x that share a scale
-    const float* scales;   // [out], where each output has one scale; else null
-    const int64_t* order;  // [in]: the input that each of the weight's belongs to; null: its own
+    const float* scales;   // [out], if each output has one scale; else null
+    const int64_t* order;  // [in]: the input of x for each input of the weight; null: the same
 };
 
-// Where the parts of GGUF's blocks go, those of a block next to each other. Null: there are none.
+// Destinations of the parts of GGUF blocks, contiguous for each block. Null: the format has no such part.
 struct BlockParts {
     uint8_t* values;
     uint16_t* scales;
@@ -110,10 +110,10 @@ struct RoundParams {
     int32_t dtype, bits, threads;
 };
 
-// -------------------------------------------------------------------------- layers that keep a state, see recurrent.h
+// -------------------------------------------------------------------------- recurrent layers, see recurrent.h
 
 struct RecurrentSizes {
-    int64_t heads, k_heads, dim_k, dim_v;  // of the state; heads 0: none
+    int64_t heads, k_heads, dim_k, dim_v;  // of the state; heads 0: no state
     int64_t width, taps;                   // of the convolution
 };
 
@@ -129,7 +129,7 @@ struct RecurrentStep {
     int64_t num_seqs, num_rows;  // S, T
 };
 
-// A layer's records, each contiguous; from record to record there are so many elements.
+// A layer's state slots and row records, each contiguous. The last line has the strides between records, in elements.
 struct RecurrentRecords {
     float* state;    // [Ns, Hv, Dk, Dv]
     void* tail;      // [Ns, K - 1, W]
@@ -150,7 +150,7 @@ struct ConvolutionParams {
     int32_t silu;
 };
 
-// The gated delta rule of queries, keys, values and gates b, a; or with a skip Mamba-2 of values, keys, queries and dt.
+// The gated delta rule with queries, keys, values and gates b, a; or, if `skip` is set, Mamba-2 with values, keys, queries and dt.
 struct RecurrenceParams {
     RecurrentRecords cache;
     const float *decay_rate, *dt_bias, *skip;  // [Hv]; skip null: the delta rule
@@ -169,7 +169,7 @@ enum OpKind : int32_t {
     OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE, OP_LORA, OP_GATHER
 };
 
-// Numbers of a buffer's rows, from a column on.
+// Columns of a buffer, from `first` on.
 struct Columns {
     int32_t buffer;  // -1: none
     int32_t first;
@@ -177,9 +177,9 @@ struct Columns {
 
 struct Op {
     int32_t kind;
-    int32_t group;  // whose plan attention takes
+    int32_t group;  // cache group, whose plan is used
     Columns x, y, out;
-    void* params;  // of the kind
+    void* params;  // the structure of this kind of operator
 };
 
 struct NormParams {
@@ -201,7 +201,7 @@ struct RopeParams {
     int64_t length, half, q_heads, k_heads, head_dim;
 };
 
-// An operator on the numbers of a row, one by one.
+// An element-wise operator.
 struct EachParams {
     int64_t dim;
     float factor;
@@ -209,75 +209,75 @@ struct EachParams {
 
 enum Function : int32_t { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_RELU_SQUARED, FUNCTION_SIGMOID };
 
-// dim numbers of a row times the sigmoid of as many gates, or of one for all of them.
+// `dim` numbers of a row times the sigmoid of `dim` gates, or of one gate for all of them.
 struct GateParams {
     int64_t gates, dim;
 };
 
-// f(gate) * (up + offset) of `dim` gates and as many ups, or f of `dim` numbers.
+// f(gate) * (up + offset) for `dim` gates and `dim` ups, or f of `dim` numbers.
 struct ActivationParams {
     int64_t dim;
     int32_t function, gated;
     float slope;  // silu is x * sigmoid(slope * x)
-    float limit;  // gates are at most this, ups lie within its two sides; infinity: none
+    float limit;  // gates are clamped to at most limit, ups to -limit..limit; infinity: not clamped
     float offset;
 };
 
-// How a row's experts, and their shares, follow from the router's logits.
+// The rule by which a row's experts and their shares follow from the router's logits.
 struct ChoiceParams {
-    const float* bias;    // [E], added to the scores where experts are chosen; null: none
-    const float* scales;  // [E], of the shares; null: none
+    const float* bias;    // [E], added to the scores for the choice of experts; null: none
+    const float* scales;  // [E], factors of the shares; null: none
     int64_t num_experts, num_chosen;
     int64_t groups, groups_chosen, group_best;
-    int32_t sigmoid;       // scores are the sigmoid of each logit, else the softmax of all
-    int32_t renormalised;  // shares are scores over the sum of those that were chosen
+    int32_t sigmoid;       // 1: scores are the sigmoid of each logit; 0: the softmax of all
+    int32_t renormalised;  // 1: shares are scores divided by the sum of the chosen experts' scores
     float epsilon;         // added to that sum
-    float factor;          // of the shares
+    float factor;          // multiplies the shares
 };
 
-// Columns of which each rank of a tensor-parallel group has some, see exchange.h.
+// Columns that are split between the ranks of a tensor-parallel group, see exchange.h.
 constexpr int MOST_RANKS = 8;
 struct GatherParams {
     void* exchange;            // an Exchange
-    int64_t sizes[MOST_RANKS]; // numbers of a row that each rank has, in their order
+    int64_t sizes[MOST_RANKS]; // columns of each rank, by rank
 };
 
-// A layer of E experts, of which each row goes through k.
+// A mixture of E experts, with k chosen per row.
 struct ExpertsParams {
     const LinearParams* router;   // H -> E, its results in fp32
     const LinearParams* mlp_in;   // [E]: H -> 2 I
     const LinearParams* mlp_out;  // [E]: I -> H
     ChoiceParams choice;
     ActivationParams activation;
-    int64_t weighs_inputs;  // a row's shares multiply what its experts see, not what they say
-    GatherParams inner_columns;  // of I, where each rank has some; its exchange is null where this process has all
-    // Room for T rows.
+    int64_t weighs_inputs;  // 1: a row's shares multiply its experts' inputs, not their results
+    GatherParams inner_columns;  // split of I between the ranks; its exchange is null if this process has all
+    // Scratch for T rows.
     float* logits;     // [T, E]
     float* scores;     // [T, E]
     uint64_t* heaps;   // [T, heap_size of the choice]
     int64_t* chosen;   // [T, k]
     float* shares;     // [T, k]
-    int64_t* places;   // [T, k]: where the row stands for that expert, among all T k
-    float* gathered;   // [T k, lanes of H]: the rows, those of the first expert first
+    int64_t* places;   // [T, k]: index of the row for that expert, among all T k
+    float* gathered;   // [T k, lanes of H]: the rows, sorted by expert
     void* inner;       // [T k, 2 I or I]
     void* activated;   // [T k, row_stride of I]
-    float* copy;       // [T k, lanes of I]; unused where `activated` is that already
+    float* copy;       // [T k, lanes of I]; unused if `activated` has this layout already
     void* results;     // [T k, H]
 };
 
 // -------------------------------------------------------------------------------------- low-rank adapters, see lora.h
 
-// What an adapter adds to columns of a linear's results.
+// An adapter's contribution to some columns of a linear's results.
 struct LoraPart {
     const void* b;             // strips of [size, rank]
-    int64_t first_rank, rank;  // of what the adapter's A makes of a row
+    int64_t first_rank, rank;  // range of the results of the adapter's A
     int64_t first, size;       // columns
     float scale;
 };
 
 // An adapter's part in one linear.
 struct LoraSlot {
-    const void* a;  // strips of [rank, in], A of all parts, one part after the other; null: none
+    const void* a;  // strips of [rank, in]: A of all parts, one part after the other; null: no adapter
     const LoraPart* parts;
     int64_t rank, num_parts;
 };
@@ -285,10 +285,10 @@ struct LoraSlot {
 struct LoraParams {
     const LoraSlot* slots;
     const void* x;  // [T, in]
-    void* out;      // [T, out], added to
-    float* room;    // see Lora::room, for T rows
+    void* out;      // [T, out]: the adapters' results are added to it
+    float* room;    // scratch for T rows, see Lora::room
     int64_t x_stride, out_stride;  // from row to row
-    int64_t in_size, most_rank;    // the latter of any slot
+    int64_t in_size, most_rank;    // most_rank: the largest rank of any slot
 };
 
 constexpr int MAX_BUFFERS = 32;
@@ -296,14 +296,14 @@ constexpr int MAX_BUFFERS = 32;
 struct ProgramParams {
     const Op* ops;
     int64_t num_ops;
-    double* seconds;  // [num_ops], what each one took; null: not wanted
+    double* seconds;  // [num_ops]: the duration of each operator; null: not measured
     const int64_t* positions;  // [rows]
     const void* const* plans;  // [groups]: a Plan, or a RecurrentStep
     void* buffers[MAX_BUFFERS];
     int64_t strides[MAX_BUFFERS];  // from row to row, in numbers
     int64_t rows;
-    const int64_t* kept;  // [num_kept], ascending: the rows that are left from `keep` on
-    int64_t num_kept;     // -1: all rows are
-    const int32_t* lora_slots;  // [rows]: each row's adapter, -1: none; null: no row has one
+    const int64_t* kept;  // [num_kept], ascending: the rows that remain after OP_KEEP
+    int64_t num_kept;     // -1: all rows remain
+    const int32_t* lora_slots;  // [rows]: each row's adapter, -1: none; null: no row has an adapter
     int32_t dtype, threads;
 };

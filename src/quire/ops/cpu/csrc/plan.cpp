@@ -1,5 +1,5 @@
-// How a step is cut into items. Where the cuts lie changes who computes what and when, never a bit of the result:
-// tiles and splits stand at absolute positions, rows do not mix, and states merge in ascending order.
+// Division of a step into items. The division affects which thread computes an item and when, but no bit of the result: tiles and
+// splits are at absolute positions, rows do not mix, and states are merged in ascending order.
 
 #include "plan.h"
 
@@ -13,10 +13,10 @@
 namespace {
 
 constexpr int64_t ITEMS_A_THREAD = 4;
-constexpr int64_t TURNS_A_THREAD = 16;  // in which it takes these items: each turn has to tell the other threads
-constexpr int64_t WORTH_WAITING = 4096;  // keys and heads not read: about as long as it takes to start another phase
+constexpr int64_t TURNS_A_THREAD = 16;  // turns in which a thread takes these items; each turn synchronises with the other threads
+constexpr int64_t WORTH_WAITING = 4096;  // keys times heads whose reading takes about as long as starting another phase
 
-struct Buffer {  // memory that grows and starts at a cache line
+struct Buffer {  // memory that can grow, aligned to a cache line
     char* data = nullptr;
     size_t size = 0;
     ~Buffer() { free(data); }
@@ -30,7 +30,7 @@ struct Buffer {  // memory that grows and starts at a cache line
     }
 };
 
-// Bytes of that many fp32 numbers; more than a machine addresses are as many as there is no memory for.
+// Return the bytes of that many fp32 numbers. On overflow, return a size that cannot be allocated.
 size_t bytes_of(int64_t states, int64_t heads, int64_t numbers) {
     size_t all = sizeof(float);
     for (int64_t factor : {states, heads, numbers})
@@ -38,7 +38,7 @@ size_t bytes_of(int64_t states, int64_t heads, int64_t numbers) {
     return all;
 }
 
-int64_t times(int64_t a, int64_t b) {  // of costs, which only have to be large
+int64_t times(int64_t a, int64_t b) {  // a saturating product, which is sufficient for costs
     int64_t product;
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
@@ -47,13 +47,13 @@ struct Tile {  // up to item_rows rows of one sequence
     int32_t sequence, first, count, begin, end;
 };
 
-struct Shared {  // the leading keys of a tile that are given to items of several sequences
-    int32_t keys, phase;  // phase: of the tile's own first item, which goes on from there
+struct Shared {  // the leading keys of a tile that are computed by items of several sequences
+    int32_t keys, phase;  // phase: that of the tile's own first item, which continues after these keys
 };
 
 }  // namespace
 
-// The plan that the kernels see, and its memory.
+// The plan that the kernels read, and its memory.
 struct QuirePlan {
     Plan view{};
     std::vector<Item> items;
@@ -75,7 +75,7 @@ struct QuirePlan {
     void need_states(const Tile& tile);
 };
 
-// Items number query heads' rows in an int32.
+// Check the number of rows: items count the rows of all query heads in an int32.
 static void number_rows(int64_t rows, int64_t group) {
     if (rows * group > INT32_MAX) throw std::length_error("rows");
 }
@@ -102,7 +102,7 @@ void QuirePlan::make_tiles() {
     }
 }
 
-// Order of two tiles' sequences by the blocks that hold the tile of keys at `at`; 0: they are the same blocks.
+// Compare two tiles' sequences by their blocks of the tile of keys at `at`; 0: the blocks are the same.
 int QuirePlan::compare(int32_t a, int32_t b, int32_t at) const {
     const StepParams& step = view.step;
     const int64_t size = view.spec.block_size, from = at / size, to = (at + TILE + size - 1) / size;
@@ -111,7 +111,7 @@ int QuirePlan::compare(int32_t a, int32_t b, int32_t at) const {
     return memcmp(one + from, other + from, (size_t)(to - from) * sizeof(int32_t));
 }
 
-// Those of the candidates that see the whole tile of keys at `at`, in groups of two and more with the same blocks there.
+// Select the candidates that attend to the whole tile of keys at `at`, in groups of two or more with the same blocks there.
 std::vector<std::vector<int32_t>> QuirePlan::groups(std::vector<int32_t> candidates, int32_t at) const {
     candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
                                     [&](int32_t t) { return tiles[(size_t)t].end < (int64_t)at + TILE; }),
@@ -125,8 +125,8 @@ std::vector<std::vector<int32_t>> QuirePlan::groups(std::vector<int32_t> candida
     return found;
 }
 
-// Sequences with the same blocks for the keys begin..end - 1, and their rows in one tile: give these keys, and those that
-// they have in common after them, to one item for all of them. phase: of an item that begins at `begin`.
+// Create one item for sequences with the same blocks for the keys begin..end - 1, and with all their rows in one tile each. The item
+// covers these keys, and the further keys that all of them have in common. phase: of an item that begins at `begin`.
 void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase) {
     auto all_have = [&](int32_t at) {
         return std::all_of(same.begin(), same.end(), [&](int32_t t) {
@@ -134,10 +134,10 @@ void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t e
         });
     };
     while (all_have(end)) end += TILE;
-    // Where they part within a split, all of them wait for what they share of it. That must be worth it.
+    // If the common keys end within a split, all sequences wait for the shared part of it. That must be worth it.
     const int32_t whole = std::max(begin, end / SPLIT * SPLIT);
     if (times((int64_t)(same.size() - 1) * (end - whole), view.spec.num_kv_heads) < WORTH_WAITING) {
-        if (whole == begin) {  // some of them may have more in common
+        if (whole == begin) {  // some of the sequences may have more keys in common
             for (const auto& some : groups(same, end)) share(some, begin, end + TILE, phase);
             return;
         }
@@ -152,7 +152,7 @@ void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t e
     for (const auto& some : groups(same, end)) share(some, end, end + TILE, next);
 }
 
-// Items for all rows of tiles of several sequences.
+// Add items for all rows of tiles of several sequences.
 void QuirePlan::add_shared(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase) {
     const int32_t group = view.spec.num_heads / view.spec.num_kv_heads;
     for (size_t k = 0; k < same.size();) {
@@ -171,7 +171,7 @@ void QuirePlan::add_shared(const std::vector<int32_t>& same, int32_t begin, int3
     }
 }
 
-// Room for the states of the splits that the tile's tokens see.
+// Reserve states for the splits that the tile's tokens attend to.
 void QuirePlan::need_states(const Tile& tile) {
     const SpecParams& spec = view.spec;
     const int32_t group = spec.num_heads / spec.num_kv_heads;
@@ -180,7 +180,7 @@ void QuirePlan::need_states(const Tile& tile) {
         const int64_t position = row_positions[(size_t)row];
         const int64_t low = spec.window ? std::max<int64_t>(0, position - spec.window + 1) : 0;
         const int64_t high = spec.causal ? position + 1 : view.step.context_lens[tile.sequence];
-        if (num_splits[token]) continue;  // a token of many query heads stands in several tiles
+        if (num_splits[token]) continue;  // a token with many query heads is in several tiles
         split_tokens.push_back((int32_t)token);
         first_split[token] = (int32_t)(low / SPLIT);
         num_splits[token] = (int32_t)std::max<int64_t>(0, (high + SPLIT - 1) / SPLIT - low / SPLIT);
@@ -202,7 +202,7 @@ void QuirePlan::make_items() {
     const int32_t group = spec.num_heads / spec.num_kv_heads;
     shared.assign(tiles.size(), {0, 0});
     if (!spec.window) {
-        // Tiles that are a whole sequence's rows and leave room for another's.
+        // Tiles with all rows of a sequence and space for those of another one.
         std::vector<int32_t> small;
         for (size_t t = 0; t < tiles.size(); t++) {
             bool alone = (t == 0 || tiles[t - 1].sequence != tiles[t].sequence) &&
@@ -214,7 +214,7 @@ void QuirePlan::make_items() {
     int64_t total = 0;
     for (const Tile& tile : tiles) total += cost(view.spec, tile.count, tile.begin, tile.end);
     const int64_t limit = times(total, spec.num_kv_heads) / (view.step.num_threads * ITEMS_A_THREAD);
-    // Rows of a token must all be finished by an item, or all be merged.
+    // The rows of a token must either all be finished by an item, or all be merged.
     std::vector<char> parts(tiles.size());
     for (size_t t = 0; t < tiles.size(); t++) {
         const Tile& tile = tiles[t];
@@ -246,7 +246,7 @@ void QuirePlan::make_items() {
     view.grain = times(total, spec.num_kv_heads) / (view.step.num_threads * TURNS_A_THREAD);
     view.num_phases = 0;
     for (size_t i = 0; i < items.size(); i++) {
-        view.num_phases = items[i].phase + 1;  // every phase has items, since the next one goes on from them
+        view.num_phases = items[i].phase + 1;  // every phase has items, since the next phase continues from their states
         view.phase_ends[items[i].phase] = (int64_t)i + 1;
     }
 }
@@ -287,14 +287,14 @@ QUIRE_EXPORT QuirePlan* quire_plan_new(const SpecParams* spec) {
 
 QUIRE_EXPORT void quire_plan_free(QuirePlan* plan) { delete plan; }
 
-// 0; 1 where there is no memory; 2 where the step has more rows than an int32 numbers. The step's arrays must stay where
-// they are for as long as the plan is used.
+// Plan a step. Return 0, 1 if there is not enough memory, or 2 if the step has more rows than fit an int32. The step's arrays must stay
+// valid as long as the plan is used.
 QUIRE_EXPORT int32_t quire_plan_update(QuirePlan* plan, const StepParams* step) {
     try {
         plan->update(*step);
         return 0;
     } catch (const std::bad_alloc&) {
-        plan->view.num_phases = plan->view.num_split_tokens = 0;  // what they count may be gone
+        plan->view.num_phases = plan->view.num_split_tokens = 0;  // the arrays that they count may be invalid
         return 1;
     } catch (const std::length_error&) {
         plan->view.num_phases = plan->view.num_split_tokens = 0;

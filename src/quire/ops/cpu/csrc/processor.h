@@ -1,9 +1,9 @@
-// The few things for which every kind of processor has an instruction, and C++ no word.
+// Operations for which every kind of processor has an instruction, but C++ has no function.
 #pragma once
 
 #include <cstdint>
 
-// Within a loop that waits for another thread.
+// To be called within a loop that waits for another thread.
 static inline void pause_briefly() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -12,7 +12,7 @@ static inline void pause_briefly() {
 #endif
 }
 
-// Let no cache hold that memory.
+// Evict this memory from all caches.
 static inline void evict(const char* data, int64_t bytes) {
 #if defined(__x86_64__)
     for (int64_t at = 0; at < bytes; at += 64) __builtin_ia32_clflush(data + at);

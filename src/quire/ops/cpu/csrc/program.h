@@ -1,7 +1,7 @@
 // All layers of a decoder in one call: a list of operators on numbered buffers, written once for a model.
 //
-// An operator is what the entry point of its name does; what changes from step to step is the number of rows, the addresses
-// of the buffers, and the attention plans. Included after the entry points.
+// An operator does the same as the entry point of its name. From step to step, only the number of rows, the addresses of the buffers,
+// and the attention plans change. Include this file after the entry points.
 #pragma once
 
 #include <chrono>
@@ -16,8 +16,8 @@ namespace {
 struct Program {
     ParallelFor parallel_for;
     const ProgramParams& p;
-    int64_t rows = p.rows;  // so far
-    LoraRows lora_rows{p.lora_slots, p.rows};  // of these
+    int64_t rows = p.rows;  // number of rows; OP_KEEP reduces it
+    LoraRows lora_rows{p.lora_slots, p.rows};  // of the current rows
 
     int64_t size() const { return p.dtype == DTYPE_F32 ? 4 : 2; }
     void* at(const Columns& c) const { return c.buffer < 0 ? nullptr : (char*)p.buffers[c.buffer] + c.first * size(); }
@@ -109,7 +109,7 @@ struct Program {
         with_vector_kind(p.dtype, [&]<class K>() { Lora<K>{call, lora_rows}.run(parallel_for); });
     }
 
-    // The rows that are wanted move to the front. Whether there are such rows.
+    // Move the kept rows to the front. Return false if one of them does not exist.
     bool keep(const Op& op) {
         if (p.num_kept < 0) return true;
         for (int64_t i = 0; i < p.num_kept; i++)
@@ -125,7 +125,7 @@ struct Program {
         return true;
     }
 
-    // Whether all positions, or rows, are known.
+    // Run an operator. Return false if it failed, see quire_program.
     bool run(const Op& op) {
         const EachParams* each = (const EachParams*)op.params;
         switch (op.kind) {
@@ -157,11 +157,11 @@ struct Program {
 
 }  // namespace
 
-// Returns the operator that found a position beyond its table, a row beyond the last one, or that a rank of the group is lost, or -1.
-// What stands before it has been done.
+// Run all operators in order and return -1. If an operator finds a position beyond its table, a row beyond the last one, or that a rank
+// of the group is lost, stop and return its index.
 ENTRY_OF(int64_t, program)(ParallelFor parallel_for, const ProgramParams* params) {
     using Clock = std::chrono::steady_clock;
-    int64_t failed = 0;  // unless it is run
+    int64_t failed = 0;  // stays 0 if the function below is not called
     Team::run(parallel_for, params->threads, [&](ParallelFor team_for) {
         Program program{team_for, *params};
         failed = -1;

@@ -1,4 +1,4 @@
-// Layers that keep a state.
+// Entry points of recurrent layers.
 
 #include "entries.h"
 #include "recurrent.h"
@@ -11,7 +11,7 @@ ENTRY(gate)(
     });
 }
 
-// Rows of `heads` parts, each with a norm of its own.
+// Normalise rows of `heads` parts, each separately, and multiply them by silu(gate).
 ENTRY(gated_norm)(
     ParallelFor parallel_for, const void* x, int64_t stride, const void* gate, int64_t gate_stride, void* out, int64_t out_stride,
     int64_t rows, const GatedNormParams* p, int32_t dtype) {

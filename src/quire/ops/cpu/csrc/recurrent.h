@@ -1,9 +1,8 @@
-// Layers that keep a state: short convolutions, the gated delta rule, Mamba-2. quire/ops/recurrent.py has the formulas.
+// Recurrent layers: short convolutions, the gated delta rule, Mamba-2. quire/ops/recurrent.py has the formulas.
 //
-// A task is one head of one sequence, or some of its columns. It goes from piece to piece of the sequence: the products of
-// keys and queries with the state and with one another first, then the updates row by row, the outputs, the next state.
-// Each number is one chain of multiply-adds in an order that its own row and position decide, so the number of rows that
-// come in a step shows in no bit.
+// A task is one head of one sequence, or some of its columns. It processes the sequence chunk by chunk: first the products of keys and
+// queries with the state and with each other, then the updates row by row, the outputs, and the next state. Each number is one chain of
+// multiply-adds in an order that depends only on its row and position, so the number of rows in a step affects no bit.
 #pragma once
 
 #include <cstdlib>
@@ -52,11 +51,11 @@ static void gate_rows(
     });
 }
 
-// What a step computes of one sequence.
+// The rows of one sequence in a step.
 struct Stretch {
     int64_t row, count;    // of the step's rows
     int64_t first;         // position of the first one
-    const int32_t *states, *records;  // of each piece from that of the first row on
+    const int32_t *states, *records;  // of each chunk, from the chunk of the first row on
     int64_t end() const { return first + count; }
     int64_t piece(int64_t position) const { return position / PIECE - first / PIECE; }  // entry of the tables
 
@@ -75,9 +74,9 @@ struct Convolution {
     const RecurrentSizes& sizes;
     const ConvolutionParams& p;
     const Stretch seq;
-    const int64_t channel, channels;  // first one, how many
+    const int64_t channel, channels;  // the first channel, the number of channels
 
-    // The inputs at a position of the sequence or up to K - 1 before its rows; null: before its start.
+    // Return the inputs at a position of the sequence, from K - 1 before its rows on; null: before its start.
     const T* input(int64_t position) const {
         if (position >= seq.first) return (const T*)p.x + (seq.row + position - seq.first) * p.x_stride + channel;
         if (position < 0) return nullptr;
@@ -127,7 +126,7 @@ static void convolve(ParallelFor parallel_for, const RecurrentStep& step, const 
     const RecurrentSizes& sizes = step.sizes;
     const int64_t blocks = (sizes.width + block - 1) / block;
     if (step.num_seqs == 0) return;
-    // Of all sequences the same channels first, so that threads share a long one.
+    // Tasks of the same channels of all sequences are adjacent, so that threads share a long sequence.
     parallel(parallel_for, blocks * step.num_seqs, rows_a_thread(block * sizes.taps * (step.num_rows / step.num_seqs)), [&](int64_t i) {
         const int64_t channel = i / step.num_seqs * block, left = sizes.width - channel;
         Convolution<E>{sizes, p, Stretch(step, i % step.num_seqs), channel, left < block ? left : block}.run();
@@ -136,7 +135,7 @@ static void convolve(ParallelFor parallel_for, const RecurrentStep& step, const 
 
 // ------------------------------------------------------------------------------------------------- the recurrence
 
-// Memory of a thread, which grows to what its largest call needs.
+// Memory of a thread, which grows to the size that its largest call needs.
 class Room {
   public:
     static float* of(int64_t numbers) {
@@ -145,7 +144,7 @@ class Room {
             free(room.data);
             room.data = (float*)aligned_alloc(64, ((size_t)numbers * sizeof(float) + 63) / 64 * 64);
             room.size = room.data ? numbers : 0;
-            if (!room.data) abort();  // some hundreds of KiB
+            if (!room.data) abort();  // unlikely: it is a few hundred KiB
         }
         return room.data;
     }
@@ -156,7 +155,7 @@ class Room {
     int64_t size = 0;
 };
 
-// One vector of the sums of each of W: lane i is the sum of sums[i]. A tree, the same for all of them.
+// Reduce each of W vectors: lane i of the result is the sum of sums[i]. All are added up as the same tree.
 QUIRE_INLINE V sums_of_lanes(V* sums) {
     auto fold = [&]<int STEP>() __attribute__((always_inline)) {
         if constexpr (STEP < W) {
@@ -171,7 +170,7 @@ QUIRE_INLINE V sums_of_lanes(V* sums) {
     return sums[0];
 }
 
-// Columns of a state or of updates: rows that lie so far apart.
+// Columns of a state or of updates, with the stride of its rows.
 struct Strip {
     float* data;  // null: zeros
     int64_t stride;
@@ -181,24 +180,24 @@ struct Strip {
 template <Rule RULE>
 struct Recurrence {
     static constexpr bool DELTA = RULE == Rule::DELTA;
-    static constexpr int PRODUCTS = DELTA ? 2 : 1;  // rows that are multiplied with the state: key and query, or query
+    static constexpr int PRODUCTS = DELTA ? 2 : 1;  // vectors per row that are multiplied with the state: key and query, or query
 
     const RecurrentStep& step;
     const RecurrentSizes& sizes;
     const RecurrenceParams& p;
     const int32_t dtype;  // of x, the gates and the output
     const int64_t head, key_head;
-    const int panel, panels;  // first one, how many
+    const int panel, panels;  // the first panel, the number of panels
     const bool writes_keys, writes_decays;
-    const int64_t dim, wide;  // of keys; the same in whole vectors
+    const int64_t dim, wide;  // size of keys; the same rounded up to whole vectors
     float *products, *scaled, *recalled, *states, *columns;  // see room()
     struct Range {
         const char *at, *end;
     };
-    Range ahead[3];  // what the next task will read, to be fetched meanwhile
-    int ranges = 0, fetched = 0;  // of them: all, and those that are done with
+    Range ahead[3];  // memory that the next task will read, to be prefetched
+    int ranges = 0, fetched = 0;  // number of these ranges; number of ranges that were prefetched completely
     alignas(64) float decays[PIECE], betas[PIECE];  // G; beta, or dt
-    // Of row t with the rows j: -e^(G_t - G_j) k_j·k_t, and e^(G_t - G_j) k_j·q_t.
+    // For row t and the rows j: -e^(G_t - G_j) k_j·k_t, and e^(G_t - G_j) k_j·q_t.
     alignas(64) float with_keys[PIECE][PIECE], with_queries[PIECE][PIECE];
 
     Recurrence(const RecurrentStep& step, const RecurrenceParams& p, int32_t dtype, int64_t head, int panel, int panels)
@@ -208,10 +207,10 @@ struct Recurrence {
         float* at = Room::of(room());
         const auto take = [&](int64_t numbers) { float* taken = at; at += numbers; return taken; };
         products = take(2 * PIECE * wide);         // [C][key, query][Dk], zero after each row's end
-        scaled = take(wide * PIECE);               // [Dk][C]: the keys as the next state takes them
+        scaled = take(wide * PIECE);               // [Dk][C]: the keys, scaled for the next state
         recalled = take(2 * PIECE * PANEL);        // [C][for the key, for the query][columns]
         states = take(panels * dim * PANEL);       // [panels][Dk][columns]
-        columns = take(panels * PIECE * PANEL);    // [panels][C][columns]: updates that have no record of their own
+        columns = take(panels * PIECE * PANEL);    // [panels][C][columns]: updates that are not stored in a record
     }
     int64_t room() const { return 2 * PIECE * wide + wide * PIECE + 2 * PIECE * PANEL + panels * (dim + PIECE) * PANEL; }
 
@@ -224,14 +223,14 @@ struct Recurrence {
     float* update_record(int32_t record) const { return p.cache.updates + record * p.cache.updates_record + head * PIECE * sizes.dim_v; }
     float* state_record(int32_t record) const { return p.cache.state + record * p.cache.state_record + head * dim * sizes.dim_v; }
 
-    // Where the inputs of a row are, in numbers of x.
+    // Return the offsets of a row's inputs in x, in numbers.
     int64_t query(int64_t row) const {
         return row * p.x_stride + (DELTA ? 0 : sizes.heads * sizes.dim_v + sizes.k_heads * dim) + key_head * dim;
     }
     int64_t key(int64_t row) const { return row * p.x_stride + (DELTA ? sizes.k_heads * dim : sizes.heads * sizes.dim_v) + key_head * dim; }
     int64_t value(int64_t row) const { return row * p.x_stride + (DELTA ? 2 * sizes.k_heads * dim : 0) + head * sizes.dim_v; }
 
-    // Fetch what a task of this head and sequence begins with, a part at a time: the rows of the piece, the state before it.
+    // Register the memory that a task of this head and sequence reads first, for prefetching: the chunk's rows, the state before it.
     void fetch_for(const Stretch& seq, int64_t of_head) {
         if (seq.count == 0 || panels * PANEL < sizes.dim_v) return;
         const int64_t of_key = of_head / (sizes.heads / sizes.k_heads), rows = seq.first % PIECE;
@@ -244,15 +243,15 @@ struct Recurrence {
     void fetch_range(const float* from, int64_t numbers) { ahead[ranges++] = {(const char*)from, (const char*)(from + numbers)}; }
 
     void run(const Stretch& seq) {
-        Strip state[MAX_PANELS];  // before the piece
+        Strip state[MAX_PANELS];  // before the chunk
         const int64_t first_piece = seq.first / PIECE;
         for (int i = 0; i < panels; i++) state[i] = first_piece == 0 ? Strip{nullptr, 0} : state_of(seq.states[0], i);
         for (int64_t at = seq.first; at < seq.end();) {
             const int64_t begin = at / PIECE * PIECE, stop = begin + PIECE < seq.end() ? begin + PIECE : seq.end();
-            const int low = (int)(at - begin), high = (int)(stop - begin);  // rows of the piece
-            const int64_t j = seq.piece(at), row = seq.row + (at - seq.first) - low;  // the step's row of the piece's first
+            const int low = (int)(at - begin), high = (int)(stop - begin);  // rows of the chunk
+            const int64_t j = seq.piece(at), row = seq.row + (at - seq.first) - low;  // row: the step's row for the chunk's first row
             const int32_t record = seq.records[j];
-            // A next state that the step neither goes on from nor keeps is not needed.
+            // The next state is only needed if the step continues from it or stores it.
             const bool goes_on = high == PIECE && (stop < seq.end() || seq.states[j + 1] >= 0);
             gates(row, low, high, record);
             keys_and_queries(row, low, high);
@@ -286,7 +285,7 @@ struct Recurrence {
         return own;
     }
 
-    // With the rows before `low` in it.
+    // Return the updates of a chunk, which include those of the rows before `low`.
     Strip updates_of(int32_t record, int low, int i) const {
         Strip own{columns + i * PIECE * PANEL, PANEL};
         if (record < 0) return own;
@@ -310,9 +309,9 @@ struct Recurrence {
                 put_part<F32>(to + r * sizes.dim_v + c, load(from.data + r * from.stride + c), part(left(i), c));
     }
 
-    // --------------------------------------------------------------------------------------------- what all columns share
+    // --------------------------------------------------------------------------------------------- shared by all columns
 
-    // Some lines of what is ahead: memory goes on reading while this task computes.
+    // Prefetch some lines for the next task, so that memory is used while this task computes.
     QUIRE_INLINE_MEMBER void fetch_lines(int lines) {
         for (; lines > 0 && fetched < ranges; lines--) {
             Range& range = ahead[fetched];
@@ -333,7 +332,7 @@ struct Recurrence {
         return found;
     }
 
-    // G and beta of the rows low..high - 1; `row` is the step's row of the piece's first.
+    // Compute G and beta of the rows low..high - 1. row: the step's row for the chunk's first row.
     void gates(int64_t row, int low, int high, int32_t record) {
         float* g = decays;
         for (int t = 0; t < low; t++) g[t] = decay_record(record)[t];
@@ -347,7 +346,7 @@ struct Recurrence {
                 if constexpr (DELTA) b[i] = number_at(p.gates, gate);
             }
             V delta = softplus(time + bias);
-            if constexpr (!DELTA) {  // NaN stays
+            if constexpr (!DELTA) {  // comparisons with NaN are false, so NaN is not clamped
                 delta = delta < p.dt_low ? splat(p.dt_low) : delta;
                 delta = delta > p.dt_high ? splat(p.dt_high) : delta;
             }
@@ -374,7 +373,7 @@ struct Recurrence {
         }
     }
 
-    // To fp32, and for the delta rule to length 1; times `scale`.
+    // Widen to fp32, normalise to length 1 for the delta rule, and multiply by `scale`.
     void widen(int64_t from, float* to, float scale) {
         with_element(dtype, [&](auto element) {
             using E = decltype(element);
@@ -389,7 +388,7 @@ struct Recurrence {
         for (int64_t c = 0; c < wide; c += W) store(to + c, load(to + c) * factor);
     }
 
-    // Of row t with the rows up to it; those before `low` are in `known`.
+    // Compute the weights of row t with the rows up to it. Keys of rows before `low` are in `known`.
     void weights(int t, int low, const float* known) {
         for (int begin = 0; begin <= t; begin += W) {
             const float* keys[W];
@@ -403,7 +402,7 @@ struct Recurrence {
         }
     }
 
-    // Those after t are not there yet.
+    // Load the decays of rows up to t. Those after t are not computed yet.
     V load_decays(int begin, int t) const {
         return iota() + (float)begin <= (float)t ? load(decays + begin) : splat(decays[t]);
     }
@@ -424,7 +423,7 @@ struct Recurrence {
         return sums_of_lanes(sums);
     }
 
-    // Each key times what is left of it at the piece's end, by dimension.
+    // Scale each key by its decay up to the end of the chunk, and transpose: [Dk][C].
     void scale_keys(int low, const float* known) {
         for (int begin = 0; begin < PIECE; begin += W) {
             alignas(64) float factors[W];
@@ -450,7 +449,7 @@ struct Recurrence {
 
     // ---------------------------------------------------------------------------------------- columns, N vectors of them
 
-    // What the state holds for keys and queries.
+    // Multiply keys and queries with the state.
     template <int N>
     void recall(const Strip& state, int low, int high) {
         if (!state.data) return;
@@ -469,7 +468,7 @@ struct Recurrence {
             });
     }
 
-    // e^(G_t) times what the state holds for the row's key (0) or query.
+    // Compute e^(G_t) times the product of the state with the row's key (which = 0) or query.
     template <int N>
     QUIRE_INLINE_MEMBER void faded(const Strip& state, int t, int which, V* to) const {
         if (!state.data) {
@@ -481,7 +480,7 @@ struct Recurrence {
         for (int v = 0; v < N; v++) to[v] = load(from + v * W) * factor;
     }
 
-    // The value of a row, zero after the last column.
+    // Read the value of a row, zero after the last column.
     template <int N>
     __attribute__((noinline)) void get_value(int i, int64_t row, V* to) const {
         with_element(dtype, [&](auto element) {
@@ -507,7 +506,7 @@ struct Recurrence {
         if (reduce_add(odd) != 0.0f) report(row);
     }
 
-    // R rows from t on: sums += weights[t][j] * updates[j] for the rows j < t they have all of them.
+    // For R rows from t on: sums += weights[t][j] * updates[j], over the rows j < t, which all R rows have in common.
     template <int R, int N>
     QUIRE_INLINE_MEMBER void mix(const float (*weights)[PIECE], int t, const Strip& updates, V (&sums)[R][N]) const {
         for (int j = 0; j < t; j++) {
@@ -572,7 +571,7 @@ struct Recurrence {
         });
     }
 
-    // f.template operator()<R>(t) for the rows t..t + R - 1, up to ROWS at a time.
+    // Call f.template operator()<R>(t) for the rows t..t + R - 1, up to ROWS at a time.
     template <class F>
     QUIRE_INLINE_MEMBER void each_block(int low, int high, const F& f) const {
         const RowBlocks blocks(high - low);
@@ -580,7 +579,7 @@ struct Recurrence {
             with_rows(blocks.rows(b), [&]<int R>() { f.template operator()<R>(low + blocks.first(b)); });
     }
 
-    // The state after the piece, in its record where it has one.
+    // Compute the state after the chunk, in its record if it has one.
     template <int N>
     Strip next(const Strip& state, const Strip& updates, int32_t record, int i) const {
         Strip to{states + i * dim * PANEL, PANEL};
@@ -607,10 +606,10 @@ template <Rule RULE>
 static void recur(ParallelFor parallel_for, const RecurrentStep& step, const RecurrenceParams& p, int32_t dtype) {
     const RecurrentSizes& sizes = step.sizes;
     if (step.num_seqs == 0) return;
-    // Columns are divided where there are few heads: each part computes the keys' products again.
+    // Columns are divided only if there are few heads, since each part computes the keys' products again.
     const int panels = (int)((sizes.dim_v + PANEL - 1) / PANEL);
     const int wanted = (int)((2 * p.threads + sizes.heads - 1) / sizes.heads), parts = p.threads == 1 || wanted <= 1 ? 1 : wanted < panels ? wanted : panels;
-    // Of all sequences the same head first, so that threads share a long one.
+    // Tasks of the same head of all sequences are adjacent, so that threads share a long sequence.
     const int64_t work = sizes.dim_k * sizes.dim_v * (step.num_rows / step.num_seqs + 1);
     const int64_t tasks = sizes.heads * parts * step.num_seqs;
     parallel(parallel_for, tasks, rows_a_thread(work), [&](int64_t i) {
@@ -627,7 +626,7 @@ static void recur(ParallelFor parallel_for, const RecurrentStep& step, const Rec
 
 // ------------------------------------------------------------------------------------------------ gates and gated norms
 
-// Of each head's numbers: RMSNorm times silu(gate), in either order.
+// Compute RMSNorm and multiplication by silu(gate) for each head, in either order.
 template <class E>
 static void gated_norm_row(
     const typename E::T* x, const typename E::T* gate, const float* weight, typename E::T* out, int64_t dim, float eps, bool gate_first) {

@@ -1,5 +1,5 @@
-// Weights rounded to integers when a model is loaded: `quantised` of quire/ops/quantised.py in one pass over the weight. Every
-// operation is exact or rounded once, so the numbers are those of torch's operators on every ISA.
+// Rounding of weights to integers when a model is loaded: `quantised` of quire/ops/quantised.py in one pass over the weight. Every
+// operation is exact or rounded once, so the numbers equal those of torch's operators on every ISA.
 
 #include <cstring>
 
@@ -23,7 +23,7 @@ uint32_t as_bits(float x) {
     return bits;
 }
 
-// A number of each dtype as the bits of an fp32.
+// Return a number of each dtype as the bits of an fp32.
 uint32_t widened(uint32_t stored) { return stored; }
 
 struct Bf16 {
@@ -39,8 +39,8 @@ uint32_t widened(Fp16 x) {
     return magnitude | ((x.stored & 0x7c00) == 0x7c00 ? INFINITE : 0) | (uint32_t)(x.stored & 0x8000) << 16;
 }
 
-// The magnitudes of the largest and of the least number, as bits, whose order is that of the numbers; 0 where there is none of
-// that sign.
+// The magnitudes of the largest and of the least number, as bits, which have the same order as the numbers; 0 if no number has that
+// sign.
 struct Range {
     int32_t high, low;
 };
@@ -56,18 +56,18 @@ Range range_of(const T* x, int64_t count) {
     return range;
 }
 
-// 0, and not -0, where all numbers are 0; NaN where one is not finite.
+// Return the scale: 0, and not -0, if all numbers are 0; NaN if one is not finite.
 template <int BITS>
 float scale_of(Range range) {
     const float high = as_float((uint32_t)range.high), low = as_float((uint32_t)range.low);
     if (std::max(range.high, range.low) >= (int32_t)INFINITE) return __builtin_nanf("");
     if (BITS == 8) return std::max(high, low) / 127.0f;
-    return (high > low ? high : -low) / -8.0f + 0.0f;  // the largest number becomes -8, so that all 16 values serve
+    return (high > low ? high : -low) / -8.0f + 0.0f;  // the largest number becomes -8, so that all 16 values are used
 }
 
 template <int BITS, class T>
 void round_group(const T* x, int64_t count, uint8_t* values, float* scale) {
-    constexpr float HALF = 1 << (BITS - 1), WHOLE = 0x1.8p23f;  // added to a number, it rounds it to a whole one, to even
+    constexpr float HALF = 1 << (BITS - 1), WHOLE = 0x1.8p23f;  // adding WHOLE to a number rounds it to an integer, ties to even
     *scale = scale_of<BITS>(range_of(x, count));
     const float step = *scale == 0.0f ? 1.0f : *scale;
     for (int64_t i = 0; i < count; i++) {

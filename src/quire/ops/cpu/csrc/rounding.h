@@ -1,4 +1,4 @@
-// Rows of numbers as bytes with a scale, by the rule of quire/ops/rounding.py, bit for bit.
+// Rounding of rows of numbers to bytes with a scale, with the same bits as quire/ops/rounding.py.
 #pragma once
 
 #include "elements.h"
@@ -7,14 +7,14 @@
 
 namespace {
 
-constexpr float SMALLEST = 0x1p-100f;  // 127 / x is a number
+constexpr float SMALLEST = 0x1p-100f;  // smaller numbers count as 0, so that 127 / x does not overflow
 constexpr float LARGEST_INT8 = 127.0f;
 
 struct Rounding {
     float scale = 0.0f, factor = 0.0f;  // factor 0: all numbers become zero
 };
 
-// finite: becomes false where a number is not.
+// Return the largest magnitude. finite: set to false if a number is not finite.
 template <class E>
 static float largest_number(const typename E::T* row, int64_t numbers, bool& finite) {
     V top = {}, found = {};  // found becomes NaN
@@ -44,7 +44,7 @@ static void round_numbers(const typename E::T* row, int64_t numbers, const Round
     }
 }
 
-// Returns whether all numbers of the row are finite.
+// Round a row. Return whether all of its numbers are finite.
 template <class E>
 static bool round_row(const typename E::T* row, int64_t numbers, int8_t* to, float* scale) {
     bool finite = true;
@@ -55,14 +55,14 @@ static bool round_row(const typename E::T* row, int64_t numbers, int8_t* to, flo
     return finite;
 }
 
-// Row t's K and V to its slot; -1 skips it. Rows that are not finite are marked.
+// Write row t's K and V to its slot; slot -1 skips the row. Rows that are not finite are marked.
 template <class E>
 static void write_rounded(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
     using T = typename E::T;
     const SpecParams& spec = plan->spec;
     const CacheParams& cache = p->cache;
     const int64_t tokens = plan->step.query_starts[plan->step.num_seqs];
-    const int64_t first = spec.latent ? spec.head_dim_v : 0;  // of K's numbers that V does not have
+    const int64_t first = spec.latent ? spec.head_dim_v : 0;  // K's numbers from here on are not part of V
     const int64_t numbers = (int64_t)spec.num_kv_heads * (spec.head_dim - first + spec.head_dim_v);
     parallel(parallel_for, tokens, rows_a_thread(numbers), [&](int64_t t) {
         const int64_t slot = plan->step.slots[t];

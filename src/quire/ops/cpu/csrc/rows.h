@@ -1,4 +1,4 @@
-// Rows of numbers, one by one: what several operators need for them.
+// Functions on rows of numbers that several operators use.
 #pragma once
 
 #include "elements.h"
@@ -15,7 +15,7 @@ struct Rows {
     T* operator[](int64_t i) const { return data + i / inner * outer_stride + i % inner * inner_stride; }
 };
 
-// Sum of f(vector index) over a row: four sums in turn, added pairwise.
+// Return the sum of f(vector index) over a row: four interleaved sums, added pairwise.
 template <class F>
 QUIRE_INLINE float sum_over(int64_t dim, const F& f) {
     V sum[4] = {};
@@ -24,13 +24,13 @@ QUIRE_INLINE float sum_over(int64_t dim, const F& f) {
     return reduce_add((sum[0] + sum[2]) + (sum[1] + sum[3]));
 }
 
-// Zero in the lanes after the row's end.
+// Set the lanes after the row's end to zero.
 QUIRE_INLINE V only(V x, int lanes) { return iota() < (float)lanes ? x : V{}; }
 
-// x / (1 + e^-x). The exponential may overflow: the quotient is then 0, as it should be.
+// Return x / (1 + e^-x). If the exponential overflows, the quotient is 0, which is correct.
 QUIRE_INLINE V silu(V x) { return x / (1.0f + exp_any(-x)); }
 
-// out = f(out, x), number by number.
+// Compute out = f(out, x), element-wise.
 template <class E, class F>
 static void combine_rows(
     ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, int64_t dim,

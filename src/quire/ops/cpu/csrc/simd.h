@@ -1,5 +1,5 @@
-// The vector types of one ISA. Everything above this file is written in these words only; another ISA is another file
-// beside simd_avx2.h that defines them.
+// The vector types and functions of one ISA. All other files use only these; another ISA is another file next to
+// simd_avx2.h that defines them.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 #define QUIRE_INLINE static inline __attribute__((always_inline))
 #define QUIRE_INLINE_MEMBER inline __attribute__((always_inline))
 
-// Before a loop over an array of vectors: unrolled early, the array becomes registers; else the compiler may keep it in
-// memory and store every vector in every step.
+// Placed before a loop over an array of vectors, it unrolls the loop early, so that the array becomes registers. Otherwise the compiler
+// may keep the array in memory and store every vector in every step.
 #if defined(__clang__)
 #define QUIRE_UNROLL _Pragma("clang loop unroll_count(16)")
 #else
@@ -29,11 +29,11 @@
 
 namespace {
 
-constexpr int PANEL = COLUMNS * W;  // columns of a packed operand that lie side by side
+constexpr int PANEL = COLUMNS * W;  // adjacent columns of a packed operand
 
 QUIRE_INLINE V splat(float x) { return V{} + x; }
 
-// A lane's bits to all lanes: it may hold a pair of bf16.
+// Copy the bits of a number, which may be a pair of bf16, to all lanes.
 QUIRE_INLINE V broadcast(const float* p) {
     int32_t bits;
     memcpy(&bits, p, sizeof bits);
@@ -48,7 +48,7 @@ QUIRE_INLINE V load(const float* p) {
 
 QUIRE_INLINE void store(float* p, V v) { memcpy(p, &v, sizeof v); }
 
-// The larger of each two lanes as integers.
+// Return the larger of each two lanes, compared as integers.
 QUIRE_INLINE V larger_bits(V a, V b) { return (I)a > (I)b ? a : b; }
 
 QUIRE_INLINE V iota() {
@@ -57,7 +57,7 @@ QUIRE_INLINE V iota() {
     return v;
 }
 
-// All lanes combined, in a fixed order: halves, quarters, ...
+// Combine all lanes in a fixed order: halves, quarters, ...
 template <class F>
 QUIRE_INLINE float combine_lanes(V v, const F& f) {
     if constexpr (W == 16) v = f(v, swap_lanes<8>(v));
@@ -74,8 +74,8 @@ QUIRE_INLINE float reduce_add(V v) {
     return combine_lanes(v, [](V a, V b) __attribute__((always_inline)) { return a + b; });
 }
 
-// Of a and b, pairs of lanes whose index differs in the bit STEP side by side: those of a's and b's lanes without that bit, and
-// with UPPER those of the lanes that have it.
+// Combine the lanes of a and b whose index lacks the bit STEP or, with UPPER, has it: those of a go to the lanes without that bit, those
+// of b to the lanes with it.
 template <int STEP, bool UPPER>
 QUIRE_INLINE V pair_lanes(V a, V b) {
     return [&]<int... K>(std::integer_sequence<int, K...>) __attribute__((always_inline)) {
@@ -87,7 +87,7 @@ QUIRE_INLINE V pair_lanes(V a, V b) {
     }(std::make_integer_sequence<int, W>());
 }
 
-// Exchange the elements between rows i and i + STEP whose index differs in that bit: one stage of a transposition.
+// Exchange elements between rows i and i + STEP whose indices differ in that bit: one stage of a transposition.
 template <int STEP>
 QUIRE_INLINE void exchange(V* rows) {
     if constexpr (STEP < W) {
@@ -107,7 +107,7 @@ QUIRE_INLINE void transpose(V* rows) {
     exchange<8>(rows);
 }
 
-// Lane i gets all lanes of row i combined. The rows are overwritten.
+// Combine all lanes of each row: lane i of the result belongs to row i. The rows are overwritten.
 template <class F>
 QUIRE_INLINE V reduce_rows(V (&rows)[W], const F& f) {
     transpose(rows);

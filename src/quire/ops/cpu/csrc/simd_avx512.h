@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int W = 16;       // fp32 lanes of a vector
-constexpr int ROWS = 6;     // the micro-kernel holds ROWS x COLUMNS vectors of sums
+constexpr int ROWS = 6;     // the micro-kernel has ROWS x COLUMNS vectors of sums in registers
 constexpr int COLUMNS = 4;
 
 typedef float V __attribute__((vector_size(64)));
@@ -17,7 +17,7 @@ typedef uint8_t B __attribute__((vector_size(64)));
 
 QUIRE_INLINE V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 QUIRE_INLINE V round_to_even(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// The larger of two; where one is NaN, the second.
+// Return the larger lanes; if one is NaN, that of b.
 QUIRE_INLINE V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 // Lane i gets lane i ^ STEP.
 template <int STEP>
@@ -27,10 +27,10 @@ QUIRE_INLINE V swap_lanes(V v) {
     else return (V)_mm512_permute_ps((__m512)v, STEP == 2 ? 0x4e : 0xb1);
 }
 QUIRE_INLINE V fraction(V x) { return (V)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-// p * 2^floor(x) for p in 1..2 and x >= -200: below the smallest number it is 0.
+// Return p * 2^floor(x) for p in 1..2 and x >= -200, or 0 below the smallest number.
 QUIRE_INLINE V scale_by_power(V p, V x) { return (V)_mm512_scalef_ps((__m512)p, (__m512)x); }
 
-// The first `count` (1..16) of 16 lanes, and nothing of the memory after them; the rest is zero.
+// Load the first `bytes` bytes of a vector without reading memory after them; the rest is zero.
 QUIRE_INLINE V load_lanes(const void* p, int bytes) {
     if (bytes >= 64) return (V)_mm512_loadu_ps(p);
     return (V)_mm512_maskz_loadu_epi8(~0ull >> (64 - bytes), p);
@@ -51,17 +51,17 @@ QUIRE_INLINE void narrow_32_to_16(uint16_t* p, U v) {
 QUIRE_INLINE V widen_int8(const int8_t* p) {
     return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // of whole numbers in -128..127
+QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // v: integers in -128..127
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
 }
 
 QUIRE_INLINE I nearest(V x) { return (I)_mm512_cvtps_epi32((__m512)x); }
-// The lowest byte of each lane.
+// Store the lowest byte of each lane.
 QUIRE_INLINE void put_bytes(void* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v)); }
 
-// The upper bytes of 64 whole numbers below 2^16, and the lower ones.
+// Store the upper and the lower bytes of 64 integers below 2^16.
 QUIRE_INLINE void split_bytes(const I (&v)[4], char* upper, char* lower) {
-    // Of each quarter of a vector in turn: four numbers of each of them.
+    // After packing, each quarter has four numbers of each of the four vectors.
     const __m512i first = _mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]), second = _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]);
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), low = _mm512_set1_epi16(0xff);
     const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
@@ -70,7 +70,8 @@ QUIRE_INLINE void split_bytes(const I (&v)[4], char* upper, char* lower) {
     _mm512_storeu_si512(lower, _mm512_permutexvar_epi32(order, rest));
 }
 
-// Four rows of 64 bytes to lanes that hold one of each row: columns 16 i + 4 j .. 16 i + 4 j + 3 are in quarter i of vector j.
+// Interleave four rows of 64 bytes, so that a lane has one byte of each row: columns 16 i + 4 j .. 16 i + 4 j + 3 are in quarter i of
+// vector j.
 QUIRE_INLINE void interleave_bytes(V (&rows)[4]) {
     const __m512i a = (__m512i)rows[0], b = (__m512i)rows[1], c = (__m512i)rows[2], d = (__m512i)rows[3];
     const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
@@ -79,7 +80,7 @@ QUIRE_INLINE void interleave_bytes(V (&rows)[4]) {
     rows[2] = (V)_mm512_unpacklo_epi16(more_ab, more_cd), rows[3] = (V)_mm512_unpackhi_epi16(more_ab, more_cd);
 }
 
-// Lanes in that order to the columns' own.
+// Reorder lanes from that order to the order of the columns.
 QUIRE_INLINE void part_columns(V (&v)[4]) {
     const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
     const __m512 low_ab = _mm512_shuffle_f32x4(a, b, 0x44), low_cd = _mm512_shuffle_f32x4(c, d, 0x44);
@@ -88,65 +89,65 @@ QUIRE_INLINE void part_columns(V (&v)[4]) {
     v[2] = (V)_mm512_shuffle_f32x4(high_ab, high_cd, 0x88), v[3] = (V)_mm512_shuffle_f32x4(high_ab, high_cd, 0xdd);
 }
 
-// Each lane holds two fp16 numbers: the lower ones and the upper ones, widened.
+// Widen the lower or the upper of the two fp16 numbers in each lane.
 QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)lanes)); }
 QUIRE_INLINE V upper_fp16(V lanes) {
     return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)lanes, 16)));
 }
 
-// Twice as many fp16 numbers as there are lanes, widened: the first ones, the others.
+// Widen 2 W fp16 numbers: the first W, the others.
 QUIRE_INLINE void widen_halves(V halves, V* to) {
     to[0] = (V)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)halves));
     to[1] = (V)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)halves, 1));
 }
 
-// What a table has at each byte, which are below 16.
+// Look up each byte, which must be below 16, in a table.
 QUIRE_INLINE B look_up(const uint8_t (&table)[16], B at) {
     return (B)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)at);
 }
 
-// Numbers of 16 bits from their bytes: of each 16 bytes the first eight, the others.
+// Combine lower and upper bytes to numbers of 16 bits: the first eight of each 16 bytes, the others.
 QUIRE_INLINE V join_lower(B low, B high) { return (V)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high); }
 QUIRE_INLINE V join_upper(B low, B high) { return (V)_mm512_unpackhi_epi8((__m512i)low, (__m512i)high); }
 
-// acc + the products of each lane's two int16 numbers.
+// Return acc plus the products of each lane's two int16 numbers.
 QUIRE_INLINE I dot_halves(I acc, I a, I b) { return acc + (I)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 
 #if defined(__AVX512VNNI__)
-#ifndef QUIRE_TILES  // which are emulated without VNNI, with the same bits
+#ifndef QUIRE_TILES  // tiles are emulated without VNNI, with the same bits
 #define QUIRE_BYTE_DOT 1
 #endif
-// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_small: those of u below 128.
-constexpr int BYTE_MIDDLE = 128;  // what dot_bytes is given for 128
+// Return acc plus the products of each lane's four bytes, unsigned in u and signed in s; dot_small: the bytes of u are below 128.
+constexpr int BYTE_MIDDLE = 128;  // the operand of dot_bytes for 128
 QUIRE_INLINE I byte_operand(I weight) { return weight; }
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s); }
 QUIRE_INLINE I dot_small(I acc, I u, I s) { return dot_bytes(acc, u, s); }
 #else
-// There is no instruction for four bytes. Sums of the products of each two bytes, those of u unsigned, those of s signed; they must
-// fit 16 bits.
+// There is no instruction for four bytes. pair_products returns the sums of the products of each two bytes, unsigned in u and signed in
+// s; they must fit 16 bits.
 #define QUIRE_BYTE_PAIRS 1
 QUIRE_INLINE H pair_products(I u, I s) { return (H)_mm512_maddubs_epi16((__m512i)u, (__m512i)s); }
-// Of each lane, bytes 0 and 2, or 1 and 3, widened to 16 bits without a sign.
+// Zero-extend bytes 0 and 2, or 1 and 3, of each lane to 16 bits.
 QUIRE_INLINE I even_bytes(I u) { return (I)_mm512_and_si512((__m512i)u, _mm512_set1_epi16(0xff)); }
 QUIRE_INLINE I odd_bytes(I u) { return (I)_mm512_srli_epi16((__m512i)u, 8); }
-// Of each lane, byte i (0..3) in both halves, widened with its sign.
+// Sign-extend byte i (0..3) of each lane to 16 bits, and copy it to both halves.
 QUIRE_INLINE I doubled_byte(I line, int i) {
     const U moved = (U)line << (24 - 8 * i) & 0xff000000u;
     return (I)_mm512_srai_epi16((__m512i)(moved | moved >> 16), 8);
 }
 #ifdef QUIRE_TILES
-QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // as VNNI has it, for tiles that are emulated
+QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // equals the VNNI instruction, for emulated tiles
     const H bytes = (H)s;
     return dot_halves(dot_halves(acc, even_bytes(u), (I)((H)(bytes << 8) >> 8)), odd_bytes(u), (I)(bytes >> 8));
 }
 #endif
 #endif
 
-// 16 numbers rounded to bf16; those below the smallest normal one become zero. pair_bf16: 32 numbers, in order.
+// Round 16 numbers to bf16; numbers below the smallest normal one become zero. pair_bf16: 32 numbers, in order.
 #if defined(__AVX512BF16__)
 #define QUIRE_BF16_DOT 1
 
-// acc + a.low * b.low + a.high * b.high, each lane a pair of bf16.
+// Return acc + a.low * b.low + a.high * b.high, where each lane is a pair of bf16.
 QUIRE_INLINE V dot_bf16(V acc, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 
 QUIRE_INLINE void narrow_bf16(uint16_t* p, V v) {
@@ -154,9 +155,9 @@ QUIRE_INLINE void narrow_bf16(uint16_t* p, V v) {
 }
 QUIRE_INLINE V pair_bf16(V first, V second) { return (V)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
 #else
-QUIRE_INLINE U rounded_bf16(V v) {  // in the lower halves
+QUIRE_INLINE U rounded_bf16(V v) {  // the result is in the lower halves
     const U bits = (U)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, quiet = (bits >> 16) | 0x40u;
-    const U whole = (U)(v != v) ? quiet : rounded;  // adding could turn a NaN into an infinity
+    const U whole = (U)(v != v) ? quiet : rounded;  // rounding by addition could turn a NaN into an infinity
     return (U)((bits & 0x7f800000u) == 0u) ? (bits >> 31) << 15 : whole;
 }
 QUIRE_INLINE void narrow_bf16(uint16_t* p, V v) { narrow_32_to_16(p, rounded_bf16(v)); }
@@ -168,10 +169,10 @@ QUIRE_INLINE V pair_bf16(V first, V second) {
 #endif
 
 #if defined(__AVX512BF16__) || defined(QUIRE_TILES)
-#define QUIRE_BF16_PAIRS 1  // bf16 is computed with in pairs, and rounded as above
+#define QUIRE_BF16_PAIRS 1  // bf16 is multiplied in pairs, and rounded as above
 #endif
 
-// Two rows of 32 bf16 numbers to 32 lanes of pairs, in order.
+// Interleave two rows of 32 bf16 numbers to 32 lanes of pairs, in order.
 QUIRE_INLINE void interleave_bf16(V x, V y, V* low, V* high) {
     const __m512i first = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);

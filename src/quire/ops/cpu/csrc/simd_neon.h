@@ -1,4 +1,4 @@
-// AArch64: 4 lanes, 32 registers; with dot products of bytes, and with those of bf16 pairs and of unsigned bytes.
+// AArch64: 4 lanes, 32 registers; optionally with dot products of bytes, and with those of bf16 pairs and of unsigned bytes.
 #pragma once
 
 #include <arm_neon.h>
@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int W = 4;        // fp32 lanes of a vector
-constexpr int ROWS = 6;     // the micro-kernel holds ROWS x COLUMNS vectors of sums
+constexpr int ROWS = 6;     // the micro-kernel has ROWS x COLUMNS vectors of sums in registers
 constexpr int COLUMNS = 4;
 
 typedef float V __attribute__((vector_size(16)));
@@ -17,7 +17,7 @@ typedef uint8_t B __attribute__((vector_size(16)));
 
 QUIRE_INLINE V fma(V a, V b, V c) { return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 QUIRE_INLINE V round_to_even(V x) { return (V)vrndnq_f32((float32x4_t)x); }
-// The larger of two; where one is NaN, the second.
+// Return the larger lanes; if one is NaN, that of b.
 QUIRE_INLINE V larger(V a, V b) { return a > b ? a : b; }
 // Lane i gets lane i ^ STEP.
 template <int STEP>
@@ -27,13 +27,13 @@ QUIRE_INLINE V swap_lanes(V v) {
 }
 QUIRE_INLINE V floor_of(V x) { return (V)vrndmq_f32((float32x4_t)x); }
 QUIRE_INLINE V fraction(V x) { return x - floor_of(x); }
-// p * 2^floor(x) for p in 1..2 and x >= -200: below 2^-126 it is 0.
+// Return p * 2^floor(x) for p in 1..2 and x >= -200, or 0 below 2^-126.
 QUIRE_INLINE V scale_by_power(V p, V x) {
     const V scaled = (V)((U)p + ((U)vcvtmq_s32_f32((float32x4_t)x) << 23));
     return x < -126.0f ? V{} : scaled;
 }
 
-// The first `bytes` of a vector, and nothing of the memory after them; the rest is zero.
+// Load the first `bytes` bytes of a vector without reading memory after them; the rest is zero.
 QUIRE_INLINE V load_lanes(const void* p, int bytes) {
     V v = {};
     if (bytes >= 16) memcpy(&v, p, 16);
@@ -52,37 +52,37 @@ QUIRE_INLINE V widen_int8(const int8_t* p) {
     memcpy(&bytes, p, 4);
     return (V)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
 }
-QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // of whole numbers in -128..127
+QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // v: integers in -128..127
     const int16x4_t halves = vmovn_s32(vcvtq_s32_f32((float32x4_t)v));
     const int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
     memcpy(p, &bytes, 4);
 }
 
-// Each lane holds two fp16 numbers: the lower ones and the upper ones, widened.
+// Widen the lower or the upper of the two fp16 numbers in each lane.
 QUIRE_INLINE V lower_fp16(V lanes) { return (V)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)lanes))); }
 QUIRE_INLINE V upper_fp16(V lanes) { return (V)vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32((uint32x4_t)lanes, 16))); }
 
-// Twice as many fp16 numbers as there are lanes, widened: the first ones, the others.
+// Widen 2 W fp16 numbers: the first W, the others.
 QUIRE_INLINE void widen_halves(V halves, V* to) {
     const uint16x8_t all = (uint16x8_t)halves;
     to[0] = (V)vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(all)));
     to[1] = (V)vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(all)));
 }
 
-// What a table has at each byte, which are below 16.
+// Look up each byte, which must be below 16, in a table.
 QUIRE_INLINE B look_up(const uint8_t (&table)[16], B at) { return (B)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)at); }
 
-// Numbers of 16 bits from their bytes: of each 16 bytes the first eight, the others.
+// Combine lower and upper bytes to numbers of 16 bits: the first eight of each 16 bytes, the others.
 QUIRE_INLINE V join_lower(B low, B high) { return (V)vzip1q_u8((uint8x16_t)low, (uint8x16_t)high); }
 QUIRE_INLINE V join_upper(B low, B high) { return (V)vzip2q_u8((uint8x16_t)low, (uint8x16_t)high); }
 
-// acc + the products of each lane's two int16 numbers.
+// Return acc plus the products of each lane's two int16 numbers.
 QUIRE_INLINE I dot_halves(I acc, I a, I b) {
     const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
     return acc + (I)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 }
 
-// acc + the products of each lane's four bytes, all of them signed.
+// Return acc plus the products of each lane's four bytes, all of which are signed.
 QUIRE_INLINE I dot_signed(I acc, I a, I b) {
     const int8x16_t x = (int8x16_t)a, y = (int8x16_t)b;
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -93,8 +93,8 @@ QUIRE_INLINE I dot_signed(I acc, I a, I b) {
 #endif
 }
 
-// The same of bytes of a weight, which become operands, and 128 what BYTE_MIDDLE is. dot_small: operands below 128, which are what
-// they were.
+// dot_bytes does the same with bytes of a weight, after byte_operand has converted them; 128 becomes BYTE_MIDDLE. dot_small: bytes below
+// 128, which need no conversion.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int BYTE_MIDDLE = 128;
 QUIRE_INLINE I byte_operand(I weight) { return weight; }
@@ -108,9 +108,9 @@ QUIRE_INLINE I dot_small(I acc, I u, I s) { return dot_signed(acc, u, s); }
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define QUIRE_BF16_DOT 1
-#define QUIRE_BF16_PAIRS 1  // bf16 is computed with in pairs
+#define QUIRE_BF16_PAIRS 1  // bf16 is multiplied in pairs
 
-// acc + a.low * b.low + a.high * b.high, each lane a pair of bf16: rounded to odd twice, denormal numbers taken as zero.
+// Return acc + a.low * b.low + a.high * b.high, where each lane is a pair of bf16: rounded to odd twice, with denormals as zero.
 QUIRE_INLINE V dot_bf16(V acc, V a, V b) {
     return (V)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }
@@ -123,7 +123,7 @@ QUIRE_INLINE V pair_bf16(V first, V second) {
     return (V)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second);
 }
 
-// Two rows of 8 bf16 numbers to 8 lanes of pairs, in order.
+// Interleave two rows of 8 bf16 numbers to 8 lanes of pairs, in order.
 QUIRE_INLINE void interleave_bf16(V x, V y, V* low, V* high) {
     *low = (V)vzip1q_u16((uint16x8_t)x, (uint16x8_t)y);
     *high = (V)vzip2q_u16((uint16x8_t)x, (uint16x8_t)y);

@@ -1,11 +1,11 @@
-// The small operators of a decoder. Rows are computed one by one, in fp32, in an order that only their length decides.
+// The small operators of a decoder. Rows are computed one by one, in fp32, in an order that depends only on their length.
 #pragma once
 
 #include "rows.h"
 
 namespace {
 
-// What is normalised: x, or the residual once it has taken in x.
+// The input of a norm: x, or the sum of the residual and x, which is stored to the residual.
 template <class E>
 static const typename E::T* summed(const typename E::T* x, typename E::T* residual, int64_t dim) {
     if (!residual) return x;
@@ -42,7 +42,7 @@ static void layer_norm_row(const typename E::T* x, const float* weight, const fl
     }
 }
 
-// Pairs (i, i + half) turned by their angle.
+// Rotate the pairs (i, i + half) by their angles.
 template <class E>
 static void rope_row(typename E::T* x, const float* cos, const float* sin, int64_t half) {
     for (int64_t c = 0; c < half; c += W) {
@@ -54,7 +54,7 @@ static void rope_row(typename E::T* x, const float* cos, const float* sin, int64
     }
 }
 
-// x * Phi(x) with the tail of the normal distribution after Abramowitz & Stegun 7.1.26.
+// Return x * Phi(x), with the tail of the normal distribution by Abramowitz & Stegun 7.1.26.
 QUIRE_INLINE V gelu_erf(V x) {
     V z = magnitude(x) * 0.70710678118654752f;
     V t = 1.0f / (1.0f + 0.3275911f * z);
@@ -89,7 +89,7 @@ static void gelu_row(const typename E::T* x, typename E::T* out, int64_t dim, bo
     }
 }
 
-// f of the gates, times the ups, or f of the numbers.
+// Compute f of the gates times the ups, or f of the numbers.
 template <class E>
 static void activate_row(const typename E::T* x, typename E::T* out, const ActivationParams& a) {
     const V limit = splat(a.limit);
@@ -149,7 +149,7 @@ static float logsumexp_row(const float* x, int64_t dim) {
     return highest + __builtin_logf(sum);
 }
 
-// Numbers and their places as integers in the order of preference: larger numbers first, of equal ones the lower place.
+// Convert a number and its index to an integer with the order of preference: larger numbers first, of equal ones the lower index.
 QUIRE_INLINE uint64_t rank_of(float x, int64_t place) {
     int32_t bits;
     x = x + 0.0f;  // -0 is 0
@@ -158,7 +158,7 @@ QUIRE_INLINE uint64_t rank_of(float x, int64_t place) {
     return (uint64_t)ordered << 32 | (0xffffffffu - (uint32_t)place);
 }
 
-static void sift_down(uint64_t* heap, int64_t size, int64_t at) {  // the least stands first
+static void sift_down(uint64_t* heap, int64_t size, int64_t at) {  // the least element is the first one
     const uint64_t moved = heap[at];
     for (int64_t child; (child = 2 * at + 1) < size; at = child) {
         if (child + 1 < size && heap[child + 1] < heap[child]) child++;
@@ -168,7 +168,7 @@ static void sift_down(uint64_t* heap, int64_t size, int64_t at) {  // the least 
     heap[at] = moved;
 }
 
-// The places of the k largest numbers, the largest first. heap: room for k.
+// Find the indices of the k largest numbers, the largest first. heap: scratch for k.
 static void top_k_row(const float* x, int64_t dim, int64_t k, uint64_t* heap, int64_t* places) {
     if (k == 0) return;
     for (int64_t i = 0; i < k; i++) heap[i] = rank_of(x[i], i);
@@ -192,7 +192,7 @@ static void top_k_row(const float* x, int64_t dim, int64_t k, uint64_t* heap, in
     }
 }
 
-// What the chosen of a row have of its softmax. The first one is the largest.
+// Compute the chosen numbers' shares of a row's softmax. The first chosen number must be the largest.
 static void shares_row(const float* x, int64_t dim, const int64_t* chosen, int64_t k, float* shares) {
     if (k == 0) return;
     const float highest = x[chosen[0]];
@@ -203,7 +203,7 @@ static void shares_row(const float* x, int64_t dim, const int64_t* chosen, int64
     for (int64_t i = 0; i < k; i++) shares[i] = exp2_scalar((x[chosen[i]] - highest) * LOG2E) / sum;
 }
 
-// The sum of the `left` largest of so many numbers, the largest first.
+// Return the sum of the `left` largest of `count` numbers, added from the largest on.
 static float sum_of_best(const float* x, int64_t count, int64_t left) {
     float sum = 0.0f;
     for (float bar = INF;;) {
@@ -220,7 +220,7 @@ static float sum_of_best(const float* x, int64_t count, int64_t left) {
     }
 }
 
-// Only the experts of the best groups keep what they are preferred by: the others get -inf. Of equal groups the first is better.
+// Set the preferences of all experts outside the best groups to -inf. Of groups with equal sums, the first is better.
 static void within_groups(float* preferred, const ChoiceParams& c, uint64_t* ranks) {
     const int64_t size = c.num_experts / c.groups, best = size < c.group_best ? size : c.group_best;
     for (int64_t group = 0; group < c.groups; group++) ranks[group] = rank_of(sum_of_best(preferred + group * size, size, best), group);
@@ -231,11 +231,11 @@ static void within_groups(float* preferred, const ChoiceParams& c, uint64_t* ran
     }
 }
 
-// Room that a row's choice needs.
+// Return the size of the heap that a row's choice needs.
 QUIRE_INLINE int64_t heap_size(const ChoiceParams& c) { return c.num_chosen > c.groups ? c.num_chosen : c.groups; }
 
-// A row's experts, the preferred one first, and their shares. logits: may be overwritten; scores: room for as many. heap: see
-// heap_size.
+// Choose a row's experts, the preferred one first, and their shares. logits: may be overwritten. scores: scratch of the same size.
+// heap: scratch, see heap_size.
 static void choose_row(float* logits, float* scores, const ChoiceParams& c, uint64_t* heap, int64_t* chosen, float* shares) {
     const int64_t count = c.num_experts, k = c.num_chosen;
     if (!c.sigmoid && !c.bias && c.groups == 1) {

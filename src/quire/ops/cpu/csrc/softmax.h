@@ -1,5 +1,5 @@
-// One row of scores over one tile of keys: scale, cap, bias and mask, then the exponentials, relative to the running
-// maximum (Milakov & Gimelshein 2018). Scores are kept in units of log 2, so that exponentials are powers of two.
+// Softmax of one row of scores over one tile of keys: scale, cap, bias and mask, then the exponentials, relative to the running
+// maximum (Milakov & Gimelshein 2018). Scores are in units of log 2, so that exponentials are powers of two.
 #pragma once
 
 #include "kinds.h"
@@ -26,7 +26,7 @@ QUIRE_INLINE float largest(V* top) {
     return reduce_max(top[0]);
 }
 
-// The largest q·k of a row's visible keys low..high - 1.
+// Return the largest q·k of a row's visible keys low..high - 1.
 QUIRE_INLINE float top_score(const float* s, int low, int high) {
     V top[VECTORS];
     for (int i = 0; i < VECTORS; i++) top[i] = splat(-INF);
@@ -41,13 +41,13 @@ QUIRE_INLINE float top_score(const float* s, int low, int high) {
     return largest(top);
 }
 
-// Scores of integers to scores of what they stand for, in place: of the keys low..high - 1, and of some next to them.
+// Multiply scores of integer keys by the keys' scales, in place: for the keys low..high - 1, and some next to them.
 QUIRE_INLINE void scale_row(float* s, const float* key_scales, int low, int high) {
     for (int t = low / W * W; t < high; t += W) store(s + t, load(s + t) * load(key_scales + t));
 }
 
-// The same where scores are more than a positive multiple of q·k: they are worked out in place, -inf beside the visible
-// keys within the subtiles that these touch. distance: position of the tile's first key minus that of the row.
+// Return the largest score if scores are more than a positive multiple of q·k. The scores are computed in place; keys that are not
+// visible get -inf, within the subtiles of visible keys. distance: position of the tile's first key minus that of the row.
 static float bend_row(float* s, int low, int high, const ScoreRule& rule, float slope, float distance) {
     V top[VECTORS];
     for (int i = 0; i < VECTORS; i++) top[i] = splat(-INF);
@@ -63,12 +63,12 @@ static float bend_row(float* s, int low, int high, const ScoreRule& rule, float 
     return largest(top);
 }
 
-// Of a row's weights.
+// The sum and the maximum of a row's weights.
 struct Weighed {
-    float sum, largest;  // the latter for K::BYTES
+    float sum, largest;  // largest: only for K::BYTES
 };
 
-// The largest of numbers that are not negative, by their bits, in whose order NaN comes last.
+// Return the larger of numbers that are not negative, compared by their bits, so that NaN is the largest.
 QUIRE_INLINE U larger_bits(U a, U b) { return a > b ? a : b; }
 QUIRE_INLINE float largest_bits(U v) {
     uint32_t all[W], found = 0;
@@ -79,9 +79,8 @@ QUIRE_INLINE float largest_bits(U v) {
     return number;
 }
 
-// The weights 2^(score * scale - top) of a row, written as the operand of the product with the values. Keys that the row does
-// not see, between begin and end, weigh 0. value_scales: of values that are integers, by which their weights are multiplied,
-// but not in the sum.
+// Write the weights 2^(score * scale - top) of a row as an operand of the product with the values. Keys between begin and end that are
+// not visible to the row get weight 0. value_scales: scales of integer values, which multiply the written weights, but not their sum.
 template <class K>
 QUIRE_INLINE Weighed weigh_row(
     const float* s, float* weights, int low, int high, int begin, int end, float scale, float top, const float* value_scales) {
@@ -95,7 +94,7 @@ QUIRE_INLINE Weighed weigh_row(
         const bool edge = at < low || at + SUBTILE > high;
         V w[VECTORS];
         QUIRE_UNROLL for (int i = 0; i < VECTORS; i++) {
-            // Rounded like the maximum, so that nothing lies above it: a fused product of huge scores would.
+            // The product is rounded like the maximum, so that no score exceeds it. A fused product of huge scores could.
             w[i] = exp2_negative(load(s + at + i * W) * scale - top);
             if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});
             sum[i] = sum[i] + w[i];

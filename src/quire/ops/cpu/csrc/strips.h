@@ -1,4 +1,4 @@
-// The strips of a packed weight of numbers that are multiplied as they lie, see linear.h.
+// The strips of a packed weight whose numbers are multiplied without a conversion, see linear.h.
 #pragma once
 
 #include "kinds.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t NEAR = 24 << 10;  // bytes of a weight that stay in the first cache while many rows pass by
+constexpr int64_t NEAR = 24 << 10;  // bytes of a weight that stay in the L1 cache for many rows
 
 template <class K>
 struct Strips {
@@ -24,7 +24,7 @@ struct Strips {
     }
 };
 
-// One strip: to[lane][column], zero after the last row of the weight and after its last input.
+// Pack one strip: to[lane][column], zero after the last row of the weight and after its last input.
 template <class K, class T = typename K::E::T>
 static void pack_strip(const T* weight, int64_t row_stride, int64_t rows, int64_t in, T* to) {
     for (int64_t k = 0; k < K::lanes(in) * K::PAIR; k += K::PAIR, to += W * K::PAIR) {
@@ -33,7 +33,7 @@ static void pack_strip(const T* weight, int64_t row_stride, int64_t rows, int64_
     }
 }
 
-// weight: [out, in]. packed: its strips.
+// Pack a weight. weight: [out, in]. packed: its strips.
 template <class K>
 static void pack_strips(ParallelFor parallel_for, const void* weight, int64_t row_stride, int64_t out, int64_t in, void* packed) {
     using T = typename K::E::T;

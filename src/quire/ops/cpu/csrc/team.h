@@ -1,8 +1,8 @@
-// Threads that stay together for many small pieces of parallel work, one after the other.
+// A team of threads that stays active for many short parallel regions, one after the other.
 //
-// Torch's pool waits in each of them for all of its threads: where another process has the core of one, for as long as the
-// system lets that process run, some milliseconds, thirty times as long as the piece. Here a thread that has not come is
-// not waited for: the calling thread does what the others have not taken.
+// In each region, torch's pool waits for all of its threads. If another process occupies the core of one of them, it waits until the
+// system preempts that process, a few milliseconds, thirty times as long as the region. A team does not wait for a thread that has not
+// arrived: the calling thread does the work that the others have not taken.
 #pragma once
 
 #include <sched.h>
@@ -17,8 +17,8 @@ namespace {
 
 class Team {
   public:
-    // Call lead(parallel_for) on this thread, while the pool's other threads take part in what it gives that function. They wait
-    // for its end; a pool that runs bodies one after the other begins with the first one, which leads.
+    // Call lead(parallel_for) on this thread. The pool's other threads take part in the work that it passes to parallel_for, until it
+    // returns. A pool that runs bodies one after the other begins with the first one, which leads.
     template <class Lead>
     static void run(ParallelFor parallel_for, int threads, const Lead& lead) {
         if (threads <= 1) return lead(parallel_for);
@@ -32,19 +32,19 @@ class Team {
     }
 
   private:
-    static constexpr int SPINS = 1 << 14;  // looks for work, some 0.1 ms, before others may have the core
+    static constexpr int SPINS = 1 << 14;  // checks for work, about 0.1 ms, before a thread yields its core
     static constexpr uint64_t ROUND = 1ull << 16, OVER = ~0ull;
 
     struct alignas(64) Piece {
-        std::atomic<uint64_t> round{0};  // in which it was taken last
+        std::atomic<uint64_t> round{0};  // the round in which it was taken last
     };
 
     static thread_local Team* current;
 
     const int threads;
     const std::unique_ptr<Piece[]> taken;
-    // The round and its number of pieces. What the round is about stands still until all are done, so a thread that has
-    // taken a piece of it may read it.
+    // The round and its number of pieces. The fields that describe the round do not change until all pieces are done, so a thread that
+    // has taken a piece may read them.
     alignas(64) std::atomic<uint64_t> state{0};
     ParallelBody body;
     void* context;
@@ -53,7 +53,7 @@ class Team {
 
     explicit Team(int threads) : threads(threads), taken(new Piece[(size_t)threads]) {}
 
-    // A ParallelFor.
+    // The team's implementation of ParallelFor.
     static int32_t share(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context) {
         Team& team = *current;
         const int64_t worth = (end - begin + grain - 1) / grain;
@@ -67,8 +67,8 @@ class Team {
         return 0;
     }
 
-    // Do a piece of the round `seen` that is not taken yet, the thread's own before others: so it works on the same part of the
-    // memory in each round. False: there is none.
+    // Do a piece of the round `seen` that is not taken yet. The thread's own piece is preferred, so that it works on the same part of
+    // memory in each round. Return false if all pieces are taken.
     bool take_piece(uint64_t seen, uint64_t own) {
         const uint64_t round = seen / ROUND, pieces = seen % ROUND;
         for (uint64_t k = 0; k < pieces; k++) {
@@ -84,7 +84,7 @@ class Team {
     }
 
     void follow(uint64_t own) {
-        uint64_t finished = 0;  // of which nothing is left: the flags of its pieces are not looked at again
+        uint64_t finished = 0;  // the last round without pieces left, whose flags need not be checked again
         for (int64_t spins = 0;; spins++) {
             const uint64_t seen = state.load(std::memory_order_acquire);
             if (seen == OVER) return;

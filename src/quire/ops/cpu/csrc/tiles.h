@@ -1,27 +1,27 @@
 // Matrix tiles: eight registers of up to 16 rows of 64 bytes, and products of bf16 or of bytes that are added to one of them.
 //
-// Of bf16, with c of [rows, 16] fp32, a of [rows, 32] bf16, and b of [16, 16] pairs of bf16 (b[k][j] holds inputs 2 k and
+// For bf16, with c of [rows, 16] fp32, a of [rows, 32] bf16, and b of [16, 16] pairs of bf16 (b[k][j] has inputs 2 k and
 // 2 k + 1 of column j), the order of the sum is the one that Intel documents for TDPBF16PS:
 //
 //     even = 0;  for k in 0..15:  even = fma(a[i][2 k],     b[k][j].low,  even)
 //     odd  = 0;  for k in 0..15:  odd  = fma(a[i][2 k + 1], b[k][j].high, odd)
 //     c[i][j] += even + odd
 //
-// with denormal numbers taken as zero and written as zero. Of bytes, with c of [rows, 16] int32, a of [rows, 64], and b of
-// [16, 16] fours of bytes, the sum is exact.
+// with denormal numbers read as zero and written as zero. For bytes, with c of [rows, 16] int32, a of [rows, 64], and b of
+// [16, 16] groups of four bytes, the sum is exact.
 //
-// HardwareTiles are those of the processor; EmulatedTiles compute the same bits with vectors, so that any machine tests these
-// sums; only the sign of a NaN may be another.
+// HardwareTiles are those of the processor. EmulatedTiles compute the same bits with vectors, so that any machine can test these
+// sums; only the sign of a NaN may differ.
 #pragma once
 
 #include "simd.h"
 
 namespace {
 
-// What the registers have: 0 and 1 take part in products of 4, and 2 and 3 in those of 5, with 6 or 7.
+// The sizes of the registers. Products of 4 with 6 or 7 are added to 0 and 1, products of 5 with 6 or 7 to 2 and 3.
 struct TileSizes {
     int first = 16, second = 16;  // rows of 4 and of 5
-    int depth = 16;               // rows of 6 and 7: pairs of bf16 or fours of bytes that a product adds up
+    int depth = 16;               // rows of 6 and 7: pairs of bf16, or groups of four bytes, that a product adds up
 
     int rows(int tile) const { return tile >= 6 ? depth : tile == 0 || tile == 1 || tile == 4 ? first : second; }
     int bytes(int tile) const { return tile == 4 || tile == 5 ? 4 * depth : 64; }  // of a row
@@ -31,7 +31,7 @@ class EmulatedTiles {
   public:
     explicit EmulatedTiles(TileSizes sizes = {}) : sizes(sizes) {}
 
-    // stride: bytes from one row to the next. load_far: from the second cache.
+    // Load a tile. stride: bytes from one row to the next. load_far: from the L2 cache.
     template <int N>
     void load(const void* at, int64_t stride) {
         for (int i = 0; i < sizes.rows(N); i++) memcpy(tiles[N][i], (const char*)at + i * stride, (size_t)sizes.bytes(N));
@@ -48,7 +48,7 @@ class EmulatedTiles {
     template <int C, int A, int B>
     void multiply() {
         const uint32_t before = _mm_getcsr();
-        set_rounding(before | 0x8040);  // denormals are zero: inputs and results
+        set_rounding(before | 0x8040);  // denormal inputs and results are zero
         for (int i = 0; i < sizes.rows(C); i++) {
             __m512 even = _mm512_setzero_ps(), odd = even;
             for (int k = 0; k < sizes.depth; k++) {
@@ -64,12 +64,12 @@ class EmulatedTiles {
         set_rounding(before);
     }
 
-    // The bytes of A are signed, those of B as said.
+    // Add products of bytes to C. The bytes of A are signed, those of B depend on SIGNED.
     template <int C, int A, int B, bool SIGNED>
     void multiply_bytes() {
         const I half = I{} + (int32_t)0x80808080;
         for (int i = 0; i < sizes.rows(C); i++) {
-            I sum = (I)_mm512_load_si512(tiles[C][i]), more = {};  // more: what is added where 128 is added to each of B
+            I sum = (I)_mm512_load_si512(tiles[C][i]), more = {};  // more: the excess if 128 is added to each byte of B
             for (int k = 0; k < sizes.depth; k++) {
                 const I a = (I)broadcast(&tiles[A][i][k]), b = (I)_mm512_load_si512(tiles[B][k]);
                 sum = dot_bytes(sum, SIGNED ? b ^ half : b, a);
@@ -83,14 +83,14 @@ class EmulatedTiles {
     alignas(64) float tiles[8][16][16];
     const TileSizes sizes;
 
-    // No arithmetic moves across: what it works on lies in memory, which the assembler may see.
+    // The compiler moves no arithmetic across this, since its operands are in memory, which the asm statement may access.
     void set_rounding(uint32_t to) { asm volatile("ldmxcsr %0" ::"m"(to), "r"(this) : "memory"); }
 };
 
 #ifdef QUIRE_HARDWARE_TILES
 class HardwareTiles {
   public:
-    // The registers are this thread's, so each worker configures them. Once released they are not saved when threads change.
+    // The registers belong to a thread, so each worker configures them. After their release, a context switch does not save them.
     explicit HardwareTiles(TileSizes sizes = {}) {
         struct alignas(64) Configuration {
             uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -131,7 +131,7 @@ class HardwareTiles {
 };
 using Tiles = HardwareTiles;
 
-// Whether the processor's sums are those of the documentation: of numbers of many sizes, some of them denormal, and of bytes.
+// Whether the processor's sums equal the documented ones, for numbers of many magnitudes, some of them denormal, and for bytes.
 static inline bool adds_as_documented() {
     alignas(64) uint16_t a[16][32], b[16][32];
     alignas(64) float sums[2][3][16][16];

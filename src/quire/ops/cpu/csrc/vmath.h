@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-// glibc 2.29 has a second exp2, which reports errors in another way. The first one is in every glibc: see floor.cpp.
+// glibc 2.29 has a second version of exp2, with other error handling. The first version is in every glibc, see floor.cpp.
 #if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver exp2,exp2@GLIBC_2.2.5");
 #elif defined(__GLIBC__) && defined(__aarch64__)
@@ -16,7 +16,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.693147180559945309f;
 constexpr float INF = __builtin_inff();
 
-// 2^x for x <= 0: 0 from about -126 on, NaN stays. Relative error 1e-7: a minimax polynomial
+// Return 2^x for x <= 0: 0 below about -126, NaN for NaN. Relative error 1e-7: a minimax polynomial
 // of 2^r on 0..1 that is 1 at 0.
 QUIRE_INLINE V exp2_negative(V x) {
     x = larger(splat(-200.0f), x);
@@ -30,8 +30,8 @@ QUIRE_INLINE V exp2_negative(V x) {
     return scale_by_power(p, x);
 }
 
-// e^x of any x, infinity included; below 2^-126 it is 0. The reduction is exact to twice fp32's precision (Cody & Waite),
-// for half the argument: the square of e^(x/2) reaches infinity where it should.
+// Return e^x for any x, infinity included; results below 2^-126 are 0. The reduction is exact to twice fp32's precision (Cody & Waite),
+// for half the argument: the square of e^(x/2) becomes infinite at the correct x.
 QUIRE_INLINE V exp_any(V x) {
     V half = 0.5f * x;
     half = half > 64.0f ? splat(64.0f) : half;
@@ -54,7 +54,7 @@ QUIRE_INLINE float exp2_scalar(float x) { return exp2_negative(splat(x))[0]; }
 
 QUIRE_INLINE V magnitude(V x) { return (V)((U)x & 0x7fffffffu); }
 
-// tanh(x) = (1 - t) / (1 + t) with t = e^(-2|x|), which no argument makes overflow; a series where 1 - t would cancel.
+// Return tanh(x) = (1 - t) / (1 + t) with t = e^(-2|x|), which cannot overflow; a series is used where 1 - t would cancel.
 QUIRE_INLINE V tanh_any(V x) {
     V a = magnitude(x), square = x * x;
     V t = exp2_negative(a * (-2.0f * LOG2E));
