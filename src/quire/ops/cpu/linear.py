@@ -215,7 +215,7 @@ class Packer:
     """Packs weights, one after the other, into shared allocations."""
 
     def __init__(self, library: native.Library | None = None) -> None:
-        """Use a library, by default the one for this machine. Raises Unsupported if there is none."""
+        """Use a library, by default the one for this machine. Raises Unsupported if it cannot be used."""
         self._library = library or native.default()
         self._left = torch.empty(0, dtype=torch.uint8)
 
