@@ -115,7 +115,7 @@ def read_sizes(
 
 
 def beyond(config: DecoderConfig) -> re.Pattern[str]:
-    """Return the pattern of tensors of later layers, which predict draft tokens, and of old checkpoints' frequencies."""
+    """Return the pattern for tensors of later layers, which predict draft tokens, and old checkpoints' frequencies."""
     later = "|".join(str(config.num_layers + i) for i in range(8))
     return re.compile(rf"model\.layers\.({later})\..*|{FREQUENCIES.pattern}")
 
