@@ -1,7 +1,8 @@
 """A rank of a group that a launcher has started: python -m tests.parallel.group_rank [WHAT]. Rank 0 prints an answer.
 
 apart: the ranks cannot open the same memory, as on several hosts. load, step: rank 1 fails there. weights: it has
-others than rank 0.
+others than rank 0. Rank 0 ends once there is a file at $UNTIL, if that is set: the ranks meet in it, and a fork ends
+faster than others can read why.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -52,4 +55,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        while os.environ["RANK"] == "0" and "UNTIL" in os.environ and not Path(os.environ["UNTIL"]).exists():
+            time.sleep(0.01)

@@ -9,31 +9,34 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
-import quire.llm
+import quire.frontend.llm
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from quire.chosen import chosen
 from quire.config import EngineConfig
 from quire.errors import ConfigError, GroupLost, Unsupported
+from quire.frontend.startup_summary import chosen
 from quire.models.weights import Weights
 from quire.ops import Backend
 from quire.ops.cpu import native
+from quire.parallel import launch
 from quire.parallel.cores import Binding, by_place
 from quire.parallel.group import Group
+from tests.forks import Spawner
 from tests.marks import of_long_runs
 from tests.models.checkpoints import save
+from tests.parallel.forked import Forked, Forks
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
 
 PROMPT = [7 * i % 97 for i in range(40)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+Ranks = Callable[..., list[Forked]]
 
 
 def answer(llm: LLM) -> list[Any]:
@@ -72,28 +75,29 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-@contextmanager
-def ranks(*words: str, options: dict[int, dict[str, Any]] | None = None, **environment: str) -> Iterator[list[Any]]:
-    """Two processes, as a launcher starts them."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | environment
-    found = []
-    for rank in range(2):
-        own = {"RANK": str(rank), "OPTIONS": json.dumps((options or {}).get(rank, {}))}
-        found.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.parallel.group_rank", *words],
-                env=os.environ | common | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        yield found
-    finally:
-        for process in found:
-            process.kill()
-            process.communicate()
+@pytest.fixture
+def ranks(forks: Spawner) -> Iterator[Ranks]:
+    """Starts two processes, as a launcher does."""
+    found: list[Forked] = []
+
+    def start(*words: str, options: dict[int, dict[str, Any]] | None = None, **environment: str) -> list[Forked]:
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | environment
+        for rank in range(2):
+            own = {"RANK": str(rank), "OPTIONS": json.dumps((options or {}).get(rank, {}))}
+            found.append(Forked(forks, "tests.parallel.group_rank", words, common | own))
+        return found
+
+    yield start
+    for process in found:
+        process.kill()
+
+
+@pytest.fixture
+def forked(forks: Spawner, monkeypatch: pytest.MonkeyPatch) -> Forks:
+    """What the first rank starts are forks."""
+    found = Forks(forks)
+    monkeypatch.setattr(launch, "Popen", found)
+    return found
 
 
 @pytest.mark.slow
@@ -112,43 +116,43 @@ def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "exchange"), [of_long_runs([], "MemoryExchange"), (["apart"], "TorchExchange")])
-def test_processes_of_a_launcher(words: list[str], exchange: str, wanted: list[Any]) -> None:
-    with ranks(*words) as (first, second):
-        out, errors = first.communicate(timeout=120)
-        assert json.loads(out) == [exchange, *wanted], errors
-        assert second.wait(60) == 0
+def test_processes_of_a_launcher(ranks: Ranks, words: list[str], exchange: str, wanted: list[Any]) -> None:
+    first, second = ranks(*words)
+    assert first.wait(120) == 0, first.said()
+    assert json.loads(first.said().splitlines()[-1]) == [exchange, *wanted]
+    assert second.wait(60) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Gemma4", "Qwen3_5"])
-def test_families_between_hosts(tmp_path: Path, kind: str) -> None:
+def test_families_between_hosts(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Experts, a table of each layer, states, and heads that ranks cannot have as many of each."""
     save(tmp_path, kind, torch.bfloat16)
     options = {"model": str(tmp_path), "num_speculative_tokens": 2}
     with LLM(num_blocks=100, **options) as llm:
         wanted = answer(llm)
-    with ranks("apart", options={0: options, 1: options}) as (first, second):
-        out, errors = first.communicate(timeout=120)
-        assert json.loads(out) == ["TorchExchange", *wanted], errors
-        assert second.wait(60) == 0
+    first, second = ranks("apart", options={0: options, 1: options})
+    assert first.wait(120) == 0, first.said()
+    assert json.loads(first.said().splitlines()[-1]) == ["TorchExchange", *wanted]
+    assert second.wait(60) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["load", of_long_runs("step")])
-def test_why_a_rank_has_failed_is_said(where: str) -> None:
-    with ranks(where) as (first, second):
-        errors = first.communicate(timeout=120)[1]
-        assert "GroupLost: rank 1 of the tensor-parallel group has failed: this rank is broken" in errors
-        assert first.returncode == 1
-        assert second.wait(60) == 1
+def test_why_a_rank_has_failed_is_said(ranks: Ranks, where: str) -> None:
+    first, second = ranks(where)
+    assert first.wait(120) == 1
+    assert "GroupLost: rank 1 of the tensor-parallel group has failed: this rank is broken" in first.said()
+    assert second.wait(60) == 1
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_dies_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[Group] = []
     names: list[str] = []
-    join, read = quire.llm.join, Weights.__getitem__
+    join, read = quire.frontend.llm.join, Weights.__getitem__
 
     def joined(config: EngineConfig, backend: Backend) -> Group:
         groups.append(join(config, backend))
@@ -162,7 +166,7 @@ def test_a_rank_that_dies_while_weights_are_read(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.01)
         return read(weights, name)
 
-    monkeypatch.setattr(quire.llm, "join", joined)
+    monkeypatch.setattr(quire.frontend.llm, "join", joined)
     monkeypatch.setattr(Weights, "__getitem__", read_and_kill)
     with pytest.raises(GroupLost, match="rank 1 of the tensor-parallel group has died or hangs"):
         LLM(num_blocks=100, tensor_parallel_size=2)
@@ -193,6 +197,7 @@ print(len(found.outputs[0].token_ids), flush=True)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("kind", [of_long_runs(signal.SIGKILL), signal.SIGSTOP], ids=["died", "hangs"])
 def test_a_rank_that_is_lost_ends_the_group(kind: signal.Signals) -> None:
     with LLM(num_blocks=100, tensor_parallel_size=2) as llm:
@@ -217,14 +222,13 @@ def test_a_rank_that_is_lost_ends_the_group(kind: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_ranks_end_with_the_first() -> None:
+def test_the_other_ranks_end_with_the_first(forks: Spawner) -> None:
     program = "import sys, time; from quire import LLM; llm = LLM(num_blocks=100, tensor_parallel_size=2);" + (
-        "print(llm.group.processes[0].pid, flush=True); time.sleep(60)"
+        "print('the other is', llm.group.processes[0].pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        other = int(process.stdout.readline())
-        process.kill()
+    process = forks.start("first", program=program)
+    other = int(process.said(r"^the other is (\d+)$")[1])
+    process.kill()
     deadline = time.monotonic() + 60
     while Path(f"/proc/{other}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -232,42 +236,41 @@ def test_the_other_ranks_end_with_the_first() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_disagree() -> None:
-    with ranks(options={1: {"block_size": 8}}) as (first, second):
-        _, errors = first.communicate(timeout=120)
-        assert "rank 1 of the tensor-parallel group has block_size '8', and rank 0 '16'" in errors
-        assert second.communicate(timeout=60)[1].count("rank 1 of the tensor-parallel group has block_size") == 1
-        assert first.returncode
-        assert second.returncode
+def test_ranks_that_disagree(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(options={1: {"block_size": 8}}, UNTIL=str(tmp_path / "until"))
+    assert second.wait(120)
+    assert second.said().count("rank 1 of the tensor-parallel group has block_size") == 1
+    (tmp_path / "until").touch()
+    assert first.wait(60)
+    assert "rank 1 of the tensor-parallel group has block_size '8', and rank 0 '16'" in first.said()
+
+
+@pytest.mark.slow
+def test_ranks_that_have_loaded_other_weights(ranks: Ranks) -> None:
+    first, second = ranks("weights")
+    assert first.wait(120)
+    assert "rank 1 of the tensor-parallel group has weights 'others', and rank 0 '" in first.said()
+    assert second.wait(60)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_ranks_that_have_loaded_other_weights() -> None:
-    with ranks("weights") as (first, second):
-        _, errors = first.communicate(timeout=120)
-        assert "rank 1 of the tensor-parallel group has weights 'others', and rank 0 '" in errors
-        assert first.returncode
-        assert second.wait(60)
+def test_ranks_of_another_number(ranks: Ranks) -> None:
+    first, _ = ranks(WORLD_SIZE="3")
+    assert first.wait(120)
+    assert "tensor_parallel_size is 2, and a launcher has started 3 processes" in first.said()
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_ranks_of_another_number() -> None:
-    with ranks(WORLD_SIZE="3") as (first, _):
-        assert "tensor_parallel_size is 2, and a launcher has started 3 processes" in first.communicate(timeout=120)[1]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_port_in_use() -> None:
+def test_a_port_in_use(ranks: Ranks) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with ranks(MASTER_PORT=address.partition(":")[2]) as (first, _):
-            errors = first.communicate(timeout=120)[1]
-    assert f"cannot meet at MASTER_ADDR:MASTER_PORT {address}" in errors
+        first, _ = ranks(MASTER_PORT=address.partition(":")[2])
+        assert first.wait(120)
+    assert f"cannot meet at MASTER_ADDR:MASTER_PORT {address}" in first.said()
 
 
 @pytest.mark.slow
@@ -293,15 +296,11 @@ def test_what_does_not_go_together(
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_ends_the_others() -> None:
-    before = children()
+def test_an_error_of_one_rank_ends_the_others(forked: Forks) -> None:
     with pytest.raises(Unsupported, match="does not serve a cache of torch"):
         LLM(tensor_parallel_size=2, num_blocks=100, kv_cache_dtype="fp8")
-    assert children() == before
-
-
-def children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    [other] = forked.started
+    assert other.poll() is not None
 
 
 def test_each_part_of_the_cores_is_another_one() -> None:

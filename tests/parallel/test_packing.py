@@ -8,7 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from quire.batch import (
+from quire.cache.groups import StatePools
+from quire.engine.packing import Pools, pack, pack_batch, unpack
+from quire.models.batch import (
     Batch,
     DrawnRows,
     EmbedRows,
@@ -19,8 +21,6 @@ from quire.batch import (
     RecurrentTables,
     SamplingRows,
 )
-from quire.cache.groups import StatePools
-from quire.engine.packing import Pools, pack, pack_batch, unpack
 
 
 def same(found: Any, wanted: Any) -> bool:
