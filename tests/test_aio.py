@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.aio import Step
 from quire.errors import EngineStopped, QuireError, RequestError
+from quire.frontend.async_llm import Step
 
 PROMPTS = ["def fibonacci(", "import os\n", "class A:\n"]
 PARAMS = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, logprobs=1, prompt_logprobs=0)

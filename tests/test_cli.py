@@ -413,24 +413,23 @@ def test_the_second_interrupt_ends_it_at_once_without_a_traceback(forks: Spawner
 LOADING = """
 import sys
 import time
-import quire.llm
+import quire.frontend.llm
 from quire.cli import main
 
 def load(*_):
     print("loading", file=sys.stderr, flush=True)
     time.sleep(3600)
 
-quire.llm.load_model = load
+quire.frontend.llm.load_model = load
 main()
 """
 
 
 @pytest.mark.slow
 def test_interrupts_of_bench_and_of_loading(forks: Spawner) -> None:
-    waiting = (
-        "import sys, time, quire.llm\ndef load(*_): print('loading', file=sys.stderr, flush=True); time.sleep(3600)\n"
-    )
-    waiting += "quire.llm.load_model = load\n"
+    waiting = "import sys, time, quire.frontend.llm\n"
+    waiting += "def load(*_): print('loading', file=sys.stderr, flush=True); time.sleep(3600)\n"
+    waiting += "quire.frontend.llm.load_model = load\n"
     for arguments in ("bench throughput single --runs 1", "generate x", "serve --port 0", "chat"):
         process = forks.start(*arguments.split(), program=ASKED + LOADING)
         process.said("loading")

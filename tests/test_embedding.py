@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.embedding import normalised
 from quire.errors import RequestError
+from quire.frontend.embedding import normalised
 from tests.models.checkpoints import save
 
 PROMPTS = [[5], list(range(2, 50)), [*range(2, 50), 3, 3], [9] * 16, list(range(60, 30, -1))]

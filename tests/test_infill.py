@@ -9,8 +9,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Fast
 
 from quire.errors import RequestError
-from quire.infill import FORMS, Form, infill
-from quire.text import Tokenizer
+from quire.frontend.tokenizer import Tokenizer
+from quire.server.api.infill import FORMS, Form, infill
 
 
 def words(kind: str, form: Form | None, directory: Path) -> Tokenizer:

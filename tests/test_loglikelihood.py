@@ -11,9 +11,9 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
-from quire.loglikelihood import encode_pair
+from quire.frontend.loglikelihood import encode_pair
+from quire.frontend.tokenizer import Tokenizer
 from quire.models import EMBEDDED
-from quire.text import Tokenizer
 from tests.models.checkpoints import save
 
 GENERATOR = torch.Generator().manual_seed(8)

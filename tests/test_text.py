@@ -13,17 +13,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from quire.errors import ModelError, RequestError
+from quire.frontend.output_processor import OutputProcessor, _certain
+from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.tokenizer import Detokenizer, Tokenizer, find_tokenizer
 from quire.models import EMBEDDED
 from quire.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
-from quire.text import (
-    CompletionOutput,
-    Detokenizer,
-    RequestOutput,
-    TextEngine,
-    Tokenizer,
-    _certain,
-    find_tokenizer,
-)
 
 TEXTS = ["plain text, two  spaces", "žluťoučký kůň", "漢字と仮名", "🙂🙃 👩‍👩‍👧‍👦 e\u0301", "a\ufffdb", "\n\t x", ""]
 
@@ -204,7 +198,7 @@ def told(
 ) -> tuple[CompletionOutput, list[str], FakeEngine]:
     """Feed the text's tokens one by one: the output, what a caller saw after each, and the engine."""
     engine = FakeEngine()
-    processor = TextEngine(engine, tokenizer)  # type: ignore[arg-type]
+    processor = OutputProcessor(engine, tokenizer)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
     processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=None, **sampling)), output, deque())
     tokens, seen = tokenizer.encode(text), []
@@ -230,7 +224,7 @@ def test_a_stop_string_ends_the_text_before_it(bytewise: Tokenizer) -> None:
 
 def test_what_came_after_a_stop_string_in_the_same_step_is_left_out(bytewise: Tokenizer) -> None:
     engine = FakeEngine()
-    processor = TextEngine(engine, bytewise)  # type: ignore[arg-type]
+    processor = OutputProcessor(engine, bytewise)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
     params = SamplingParams(max_tokens=6, stop="c", logprobs=0)
     processor.add(Request("r", array("i"), 0, params), output, deque())
@@ -251,7 +245,7 @@ def test_a_tokenizer_that_fails_ends_the_sample_with_that_event(bytewise: Tokeni
             self.ended.append(f"{request_id}: {reason.value}")
 
     engine = Ending()
-    processor = TextEngine(engine, bytewise)  # type: ignore[arg-type]
+    processor = OutputProcessor(engine, bytewise)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
     processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=6)), output, deque())
     step = [Event("r", 5), Event("r", -3), Event("r", 6)]  # no tokenizer has a negative id
@@ -387,7 +381,7 @@ def test_a_candidates_text_is_decoded_once(bytewise: Tokenizer, monkeypatch: pyt
         return real(tokens, skip_special_tokens)
 
     monkeypatch.setattr(bytewise, "decode", decode)
-    processor = TextEngine(FakeEngine(), bytewise)  # type: ignore[arg-type]
+    processor = OutputProcessor(FakeEngine(), bytewise)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0), CompletionOutput(1)])
     for i in range(2):
         params = SamplingParams(max_tokens=None, logprobs=2)
@@ -455,7 +449,7 @@ def test_stop_strings_are_not_looked_for_in_the_prompt(keeps: bool) -> None:
             max_tokens=None, stop=stops, include_stop_str_in_output=keeps, skip_special_tokens=skips
         )
         engine = FakeEngine()
-        processor = TextEngine(engine, tokenizer)  # type: ignore[arg-type]
+        processor = OutputProcessor(engine, tokenizer)  # type: ignore[arg-type]
         output = RequestOutput("p", None, prompt, [CompletionOutput(0)])
         processor.add(Request("r", array("i", prompt), len(prompt), params), output, deque())
         for i, token in enumerate(new):
@@ -519,7 +513,7 @@ def test_a_resumed_text_is_where_it_was_and_goes_on_the_same(tokenizer: Tokenize
         if delivered:
             request.resume(tokens[:delivered], num_checked)
         output = RequestOutput("p", None, context, [CompletionOutput(0)])
-        processor = TextEngine(FakeEngine(), tokenizer)  # type: ignore[arg-type]
+        processor = OutputProcessor(FakeEngine(), tokenizer)  # type: ignore[arg-type]
         processor.add(request, output, deque())
         seen = [output.outputs[0].text]
         for i, token in enumerate(tokens):
@@ -547,7 +541,7 @@ def test_a_delivered_token_that_is_drawn_otherwise_is_counted_and_kept(bytewise:
     request = Request("r", array("i"), 0, SamplingParams(max_tokens=None))
     request.resume(tokens[:2], 2)
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
-    processor = TextEngine(FakeEngine(), bytewise)  # type: ignore[arg-type]
+    processor = OutputProcessor(FakeEngine(), bytewise)  # type: ignore[arg-type]
     processor.add(request, output, deque())
     events = [Event("r", tokens[0], drawn=tokens[0]), Event("r", tokens[1], drawn=tokens[2]), Event("r", tokens[2])]
     list(processor.process(events))

@@ -26,7 +26,7 @@ PARTS = {
         *("src/quire/models/families/*", ".ci/parts"),
     ),
     "clients": (
-        *("src/quire/server/*", "src/quire/sandbox/*", "src/quire/chat.py", "src/quire/loglikelihood.py"),
+        *("src/quire/server/*", "src/quire/sandbox/*", "src/quire/frontend/*"),
         *("bench/src/quire_bench/server/*", "tests/data/lm_eval/*", "tools/check_clients.py", "tools/check_agents.py"),
         *("constraints.txt", ".ci/parts"),
     ),
@@ -47,10 +47,14 @@ PARTS = {
 SUITE = (
     *("tests/*", "bench/*", "examples/*", "deploy/*", ".github/*", ".ci/*", "conftest.py"),
     *(".clang-format", ".codespellrc", ".gitignore", ".pre-commit-config.yaml", "Containerfile"),
-    *("src/quire/__init__.py", "src/quire/__main__.py", "src/quire/py.typed", "src/quire/aio.py", "src/quire/batch.py"),
-    *("src/quire/chosen.py", "src/quire/config.py", "src/quire/embedding.py", "src/quire/errors.py"),
-    *("src/quire/infill.py", "src/quire/jobs.py", "src/quire/kv_disk.py", "src/quire/llm.py", "src/quire/progress.py"),
-    *("src/quire/prompts.py", "src/quire/request.py", "src/quire/text.py"),
+    *(
+        "src/quire/__init__.py",
+        "src/quire/__main__.py",
+        "src/quire/py.typed",
+        "src/quire/config.py",
+        "src/quire/errors.py",
+    ),
+    *("src/quire/progress.py", "src/quire/request.py"),
     *("src/quire/bits/*", "src/quire/cache/*", "src/quire/cli/*", "src/quire/engine/*", "src/quire/integrations/*"),
     *("src/quire/models/*", "src/quire/ops/*", "src/quire/parallel/*", "src/quire/simulate/*", "src/quire/terminal/*"),
     *(

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire_bench.cli import app
 from quire_bench.engine.lora import measure
 

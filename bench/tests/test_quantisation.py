@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import ConfigError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire_bench.engine import quantisation
 
 

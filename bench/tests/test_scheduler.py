@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli import app
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.text import RequestOutput, TextEngine, make_requests
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import make_requests
 from quire_bench.engine import scheduler
 from quire_bench.engine.scheduler import Load, Result, Run
 from quire_bench.engine.split import PARTS, Timeline, chrome_trace, recorded
@@ -162,7 +164,7 @@ def test_what_is_looked_at_does_the_same_and_is_left_as_it_was(backend: str) -> 
     greedy = SamplingParams(temperature=0.0)
     alone = llm.generate("Hello", greedy)[0].outputs[0].token_ids
     with recorded(llm) as (timed, timeline):
-        processor = TextEngine(timed, llm.tokenizer)
+        processor = OutputProcessor(timed, llm.tokenizer)
         output, [request] = make_requests("0", None, llm.tokenizer.encode("Hello"), greedy)
         ended: deque[RequestOutput] = deque()
         processor.add(request, output, ended)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import QuireError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire_bench.engine import steps
 from quire_bench.engine.steps import Case
 from quire_bench.kernels import attention

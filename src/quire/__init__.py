@@ -15,9 +15,9 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from quire import ops
-    from quire.aio import AsyncLLM
     from quire.engine.beam import BeamSearchParams
-    from quire.llm import LLM
+    from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.llm import LLM
     from quire.request import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -25,8 +25,8 @@ __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "StructuredO
 
 
 _MODULES = {
-    "LLM": "quire.llm",
-    "AsyncLLM": "quire.aio",
+    "LLM": "quire.frontend.llm",
+    "AsyncLLM": "quire.frontend.async_llm",
     "BeamSearchParams": "quire.engine.beam",
     "SamplingParams": "quire.request",
     "StructuredOutputsParams": "quire.request",

@@ -31,29 +31,23 @@ import torch
 
 from quire import BeamSearchParams, SamplingParams
 from quire.config import EngineConfig, engine_config
-from quire.embedding import embedding_request
 from quire.engine.beam import BeamSearch
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.loops import OverlappedLoop
 from quire.errors import RequestError
-from quire.kv_disk import attach_disk
-from quire.loglikelihood import loglikelihood_request
+from quire.frontend.disk_cache import attach_disk
+from quire.frontend.embedding import embedding_request
+from quire.frontend.loglikelihood import loglikelihood_request
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import BeamSearchSequence, CompletionOutput, RequestOutput, beam_sequences
+from quire.frontend.requests import constraints_for, make_requests
+from quire.frontend.tokenizer import Tokenizer
 from quire.models import EMBEDDED, load_model
 from quire.models.files import files_of
 from quire.models.lora.fitting import prepare
 from quire.ops import load
 from quire.request import FinishReason, Request
-from quire.text import (
-    BeamSearchSequence,
-    CompletionOutput,
-    RequestOutput,
-    TextEngine,
-    Tokenizer,
-    beam_sequences,
-    constraints_for,
-    make_requests,
-)
 from tests.engine.draws import ADAPTERS, MAX_MODEL_LEN, MAX_PROMPT, Ask, Draw
 from tests.models.adapters import embedded_linears, linears, save_adapter
 from tests.models.checkpoints import save
@@ -146,7 +140,7 @@ class Serving:
 
     def __init__(self, target: Target, engine: Engine) -> None:
         self.target, self.engine = target, engine
-        self.processor = TextEngine(engine, target.tokenizer)
+        self.processor = OutputProcessor(engine, target.tokenizer)
         self.drivers: dict[str, BeamDriver] = {}
 
     def start(self, ask: Ask) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.engine.beam_driver import BeamDriver
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.tokenizer import Tokenizer
 from quire.request import Request
-from quire.text import RequestOutput, Tokenizer
 
 MAX_MODEL_LEN = 96
 MAX_PROMPT = 72

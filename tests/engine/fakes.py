@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.batch import Batch
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, StateGroup, StatePools
 from quire.cache.manager import BlockManager
 from quire.engine.engine import Engine
@@ -23,6 +22,7 @@ from quire.engine.order import Order, first_come_first_served
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import PromptLookup
+from quire.models.batch import Batch
 from quire.request import Group, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 251

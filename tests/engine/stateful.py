@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
 from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache, state_groups
 from quire.config import engine_config
 from quire.engine.engine import Engine, build_engine
+from quire.models.batch import Batch
 from quire.models.model import WeightBytes
 from quire.ops import AttentionPlan, RecurrentCache, RecurrentPlan, load
 from quire.ops.program import Plan

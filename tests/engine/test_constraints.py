@@ -16,8 +16,9 @@ from quire.engine.constraints import constraints_of
 from quire.engine.flatten import sampling_rows
 from quire.engine.sampler import sample
 from quire.errors import RequestError
+from quire.frontend.requests import bad_sequences, truncated
+from quire.frontend.tokenizer import Tokenizer
 from quire.request import Request, SamplingParams, StructuredOutputsParams
-from quire.text import Tokenizer, bad_sequences, truncated
 
 V = 50
 OPS = ops.load()

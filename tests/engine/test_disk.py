@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, SamplingParams, kv_disk
+from quire import LLM, SamplingParams
 from quire.bits import parts
 from quire.cache import incoming
 from quire.cache.disk import store as files
@@ -31,6 +31,7 @@ from quire.engine.engine import Engine
 from quire.engine.prefetch import Prefetch
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
+from quire.frontend import disk_cache as kv_disk
 from quire.models import EMBEDDED
 from quire.ops.cpu import native
 from quire.request import Request

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.batch import Batch
 from quire.engine.engine import Engine
 from quire.engine.plan import INVALID_TOKEN, StepOutput
 from quire.errors import BadValue
+from quire.models.batch import Batch
 from quire.request import FinishReason, Request
 from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine, forget_free_blocks, request, run, siblings
 from tests.marks import quick

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from quire import LLM, ops
-from quire.batch import Batch
 from quire.engine import sampler
 from quire.engine.engine import Engine
 from quire.engine.flatten import sampling_rows
 from quire.engine.plan import Plan, StepOutput
 from quire.engine.sampler import sample
 from quire.errors import RequestError
+from quire.models.batch import Batch
 from quire.request import Event, FinishReason, Group, Guide, Request, SamplingParams
 from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine, next_token, request, run, siblings
 from tests.engine.test_waits import OPS, VARIANTS, Watch, requests

@@ -14,12 +14,12 @@ import pytest
 
 import quire
 from quire import LLM, SamplingParams
-from quire.batch import Batch
 from quire.engine import interrupts
 from quire.engine.beam import BeamSearchParams
 from quire.engine.engine import Engine
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.plan import StepOutput
+from quire.models.batch import Batch
 from quire.request import Event, Request
 from tests.engine.fakes import VOCAB, continuation, fake_engine, request, siblings
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from quire.batch import Batch
 from quire.cache.events import BlockStored, CacheEvent
 from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
@@ -27,6 +26,7 @@ from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.sampler import sample
 from quire.engine.speculation import PromptLookup
+from quire.models.batch import Batch
 from quire.request import Event, FinishReason, Request, Task
 from tests.engine.fakes import (
     CIRCLE,

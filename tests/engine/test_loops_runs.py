@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.batch import Batch
 from quire.engine.beam import BeamSearchParams
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers, flatten
@@ -21,6 +20,7 @@ from quire.engine.graphs import GraphRunner
 from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.engine.plan import Plan
 from quire.engine.runner import Runner
+from quire.models.batch import Batch
 from quire.ops.cpu import native
 from quire.request import Event, Request, SamplingParams
 from tests.engine.fakes import LaterRunner

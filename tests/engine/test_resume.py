@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from quire import LLM
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop
 from quire.errors import RequestError
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.requests import constraints_for, make_requests
 from quire.request import Guide, Request, SamplingParams
-from quire.text import CompletionOutput, RequestOutput, TextEngine, constraints_for, make_requests
 from tests.engine import fakes
 from tests.engine.test_guides import Residues, bitmask
 from tests.marks import spread
@@ -114,7 +116,7 @@ def made(
 
 def run(llm: LLM, *outputs: tuple[RequestOutput, list[Request]]) -> tuple[list[CompletionOutput], list[list[str]]]:
     """The last sample of each, and its text when it was added and after each of its tokens."""
-    texts, ended = TextEngine(llm.engine, llm.tokenizer), deque[RequestOutput]()
+    texts, ended = OutputProcessor(llm.engine, llm.tokenizer), deque[RequestOutput]()
     seen: list[list[str]] = []
     for output, requests in outputs:
         for request in requests:
@@ -266,7 +268,7 @@ def test_bad_delivered_tokens_are_refused(num_checked: int) -> None:
         with pytest.raises(RequestError, match=words):
             llm.engine.check(request)
         with pytest.raises(RequestError, match=words):
-            TextEngine(llm.engine, llm.tokenizer).add(request, output, deque())
+            OutputProcessor(llm.engine, llm.tokenizer).add(request, output, deque())
     assert not llm.engine.has_work
 
 

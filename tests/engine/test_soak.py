@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from quire.batch import Batch
 from quire.cache.groups import CacheGroup
 from quire.engine.plan import StepOutput
 from quire.engine.speculation import PromptLookup
 from quire.errors import RequestError
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.tokenizer import Tokenizer
+from quire.models.batch import Batch
 from quire.request import Request, SamplingParams
-from quire.text import CompletionOutput, RequestOutput, TextEngine, Tokenizer
 from tests.engine.fakes import (
     CIRCLE,
     VOCAB,
@@ -99,7 +101,7 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
     runner = FailingRunner(num_blocks, block_size, groups, model=model)
     runner.every = rng.choice([11, 17, 31])
     engine.runner = runner
-    processor = TextEngine(engine, tokenizer)
+    processor = OutputProcessor(engine, tokenizer)
     while state.events < events or engine.has_work:
         arrivals = rng.randrange(3) if state.events < events and len(engine.scheduler.requests) < 30 else 0
         for _ in range(arrivals):
@@ -124,7 +126,7 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
     return state
 
 
-def add(state: Soak, engine, processor: TextEngine) -> None:
+def add(state: Soak, engine, processor: OutputProcessor) -> None:
     rng = state.rng
     name = str(len(state.prompts) + state.refused)
     start, length = rng.randrange(VOCAB), rng.randint(1, 20)

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.embedding import embedding_request
 from quire.engine.engine import Engine
 from quire.engine.graphs import GraphRunner
 from quire.engine.runner import Runner
 from quire.errors import RequestError
-from quire.loglikelihood import loglikelihood_request
+from quire.frontend.embedding import embedding_request
+from quire.frontend.loglikelihood import loglikelihood_request
 from quire.ops.cpu import native
 from quire.request import FinishReason, Request, SamplingParams, Task
 from tests.engine.fakes import fake_engine, run

@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import ops
-from quire.batch import SamplingRows
 from quire.cache.storage import KVCache, group_spec
 from quire.engine import runner as runner_module
 from quire.engine import sampler
@@ -28,6 +27,7 @@ from quire.engine.runner import Runner
 from quire.engine.sampler import sample
 from quire.engine.transfer import send, staging, views
 from quire.models import FAMILIES
+from quire.models.batch import SamplingRows
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import weight_shapes
 from quire.ops.linear import Linears

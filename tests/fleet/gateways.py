@@ -9,9 +9,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.batch import Batch
 from quire.engine.plan import StepOutput
 from quire.fleet.replica import Replica
+from quire.models.batch import Batch
 from quire.server.api.service import Service
 from tests.fleet.serving import SECRET, Front, gateway, on_loop
 from tests.server.serving import Serving, serving

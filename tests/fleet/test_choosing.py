@@ -15,8 +15,8 @@ from quire.errors import NoReplica
 from quire.fleet.choosing import Chooser
 from quire.fleet.link import Link
 from quire.fleet.work import Work
+from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.request import Holder, Request, SamplingParams
-from quire.text import CompletionOutput, RequestOutput
 from tests.fleet.routing import state
 
 PROMPT = [5, 6, 7] * 16  # three blocks

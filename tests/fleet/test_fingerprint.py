@@ -23,7 +23,7 @@ from quire.bits.weights import MAX_PAGES, PAGE, sampled_pages, weights_digest
 from quire.config import CacheConfig, EngineConfig
 from quire.errors import BadValue, ConfigError, ModelError
 from quire.fleet import identity
-from quire.fleet.identity import replica_fingerprint
+from quire.frontend.model_fingerprint import replica_fingerprint
 from quire.models import EMBEDDED
 from quire.ops.cpu import fetching, native
 

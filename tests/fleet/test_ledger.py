@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.fleet.ledger import Ledger
 from quire.fleet.wire import Frame, WireError
-from quire.text import CompletionOutput, Logprob
+from quire.frontend.outputs import CompletionOutput, Logprob
 
 TOKENS = [7, 7, 3, 7, 7, 9, 3, 7]  # so that parts of it look like others
 PIECES = ["a", "", "", "a\U0001f642", "a", "a", "", "aa"]  # what each of them adds: some complete a character

@@ -257,7 +257,7 @@ def test_registering_twice_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_quire_itself_does_not_import_transformers() -> None:
-    code = "import sys, quire, quire.ops, quire.llm; sys.exit('transformers' in sys.modules)"
+    code = "import sys, quire, quire.ops, quire.frontend.llm; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

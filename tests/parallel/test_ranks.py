@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -25,7 +25,7 @@ from quire.ops.exchange import Exchange, SharedEmbedding, own_share, shares
 from quire.ops.linear import PlainEmbedding
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import asked, bits
-from tests.marks import quick, spread
+from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import save
 from tests.models.gguf import test_models as gguf
 from tests.models.quantisation import test_formats, test_fp8, test_mxfp4
@@ -37,6 +37,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not N
 OPTIONS = {"max_num_batched_tokens": 16}
 WIDE: Mapping[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2}
 REFUSED = {("falcon, groups of heads, one norm", 4)}  # 3 KV heads
+# Between them these have all that ranks divide: heads of each kind of attention, channels, experts, tables, states.
+USUAL = (
+    ("biases", 2), ("multi query, odd group", 4), ("bloom", 4), ("falcon, groups of heads, one norm", 4),
+    ("gpt_neox", 2), ("phi3", 2), ("llama4", 4), ("qwen3 moe, all experts", 2), ("ernie4_5 moe", 4), ("gpt oss", 4),
+    ("gemma4", 2), ("gemma4, v is k, no rows of layers", 4), ("deepseek v3", 4), ("lfm2", 4),
+    ("qwen3_5, one head of keys, other share", 4), ("granitemoehybrid, rope, multipliers", 4),
+)  # fmt: skip
 
 
 def answers(engine: Engine) -> dict[str, list[Any]]:
@@ -61,8 +68,9 @@ def check(directory: Path, size: int, **options: Any) -> None:
     assert on_ranks(directory, size, answers, **OPTIONS, **options) == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), spread(5, VARIANTS, (2, 4)))
+@pytest.mark.parametrize(
+    ("name", "size"), [one if one in USUAL else of_long_runs(*one) for one in product(VARIANTS, (2, 4))]
+)
 def test_variants(tmp_path: Path, name: str, size: int) -> None:
     """Heads, channels and tokens that ranks cannot have as many of each, too."""
     kind, changes = VARIANTS[name]
@@ -74,20 +82,26 @@ def test_variants(tmp_path: Path, name: str, size: int) -> None:
         check(tmp_path, size)
 
 
-@pytest.mark.parametrize(("family", "dtype"), spread(5, FAMILIES, (torch.float32, torch.float16)))
+@pytest.mark.parametrize(("family", "dtype"), spread(15, FAMILIES, (torch.float32, torch.float16)))
 def test_dtypes(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     kind, changes = FAMILIES[family]
     save(tmp_path, kind, dtype, **changes)
     check(tmp_path, 2)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3Moe", "GptOss", "Qwen3_5"])
+@pytest.mark.parametrize("kind", ["Llama", of_long_runs("Gemma2"), "Qwen3Moe", of_long_runs("GptOss"), "Qwen3_5"])
 def test_eight_ranks(tmp_path: Path, kind: str) -> None:
     save(tmp_path, kind, torch.bfloat16, **WIDE)
     check(tmp_path, 8)
 
 
-@pytest.mark.parametrize("case", quick(test_formats.CASES, 0, 6))
+def some(cases: Iterable[str], *usual: str) -> list[Any]:
+    return [case if case in usual else of_long_runs(case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "case", some(test_formats.CASES, "awq", "gptq, act-order", "gptq, last group smaller", "bytes")
+)
 def test_integers(tmp_path: Path, case: str) -> None:
     config, one = test_formats.CASES[case]
     made = test_formats.write(
@@ -96,7 +110,7 @@ def test_integers(tmp_path: Path, case: str) -> None:
     check(made.directory, 4, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("case", test_fp8.CASES)
+@pytest.mark.parametrize("case", some(test_fp8.CASES, "labs, blocks", "channel"))
 def test_fp8_weights(tmp_path: Path, case: str) -> None:
     check(test_fp8.published(tmp_path, case)[0], 4)
 
@@ -105,7 +119,7 @@ def test_mxfp4_weights(tmp_path: Path) -> None:
     check(test_mxfp4.published(tmp_path), 2)
 
 
-@pytest.mark.parametrize("name", quick(gguf.QUANTISED, 2, 4))
+@pytest.mark.parametrize("name", some(gguf.QUANTISED, "mixtral", "qwen35"))
 def test_gguf_files(tmp_path: Path, name: str) -> None:
     kind, changes = gguf.QUANTISED[name]
     save(tmp_path, kind, **changes)
@@ -113,8 +127,7 @@ def test_gguf_files(tmp_path: Path, name: str) -> None:
     check(tmp_path / "model.gguf", 2)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("activations", ["int8", "bf16"])
+@pytest.mark.parametrize(("quantization", "activations"), spread(2, ["int8", "int4"], ["int8", "bf16"]))
 def test_rounded_at_load(quantization: str, activations: str) -> None:
     check(EMBEDDED, 2, quantization=quantization, quantization_activations=activations)
 
@@ -123,10 +136,10 @@ def test_rounded_at_load(quantization: str, activations: str) -> None:
     "options",
     [
         {"kv_cache_dtype": "int8"},
-        {"num_speculative_tokens": 3},
+        of_long_runs({"num_speculative_tokens": 3}),
         {"num_blocks": 24, "preemption": "swap", "swap_space": "8MiB"},
         {"num_blocks": 24, "num_speculative_tokens": 3},
-        {"enable_prefix_caching": False},
+        of_long_runs({"enable_prefix_caching": False}),
     ],
     ids=str,
 )

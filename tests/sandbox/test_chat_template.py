@@ -16,12 +16,12 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ConfigError, ModelError, RequestError
+from quire.frontend.tokenizer import Tokenizer
 from quire.models import EMBEDDED
 from quire.models.hub import DESCRIPTION
 from quire.models.template import MAX_SOURCE
 from quire.sandbox.chat_template import MAX_CHARACTERS, ChatTemplate, make_renderers
 from quire.sandbox.process import Sandbox
-from quire.text import Tokenizer
 from tests.sandbox.chat_templates import CHATML, GEMMA, MISTRAL, QWEN3, TEMPLATES
 
 TOOLS = [

@@ -23,11 +23,13 @@ from tokenizers.models import WordLevel
 
 from quire import LLM
 from quire.errors import RequestError
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.requests import make_requests
 from quire.request import Request, SamplingParams
 from quire.sandbox import grammar as grammar_module
 from quire.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
 from quire.sandbox.process import OutOfCpuTime, OutOfTime, Process, Sandbox, SandboxFailed
-from quire.text import CompletionOutput, RequestOutput, TextEngine, make_requests
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +78,7 @@ def asked(llm: LLM, name: str, guide: GrammarGuide | None, **sampling: Any) -> J
 
 def generate(llm: LLM, jobs: list[Job]) -> list[CompletionOutput]:
     """What each sample of each job got."""
-    processor = TextEngine(llm.engine, llm.tokenizer)
+    processor = OutputProcessor(llm.engine, llm.tokenizer)
     for output, requests in jobs:
         for request in requests:
             processor.add(request, output, deque())

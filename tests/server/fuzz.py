@@ -235,7 +235,7 @@ def fuzz(server: Serving, count: int, max_examples: int = 100, phases: tuple[str
             now = phases if seed < len(targets) else ("fuzzing",)
             attack(server, report, *targets[seed % 2], seed, max_examples, now)
             seed += 1
-    settle(server)
+    settle(server, are_gone=False)
     worker = server.service.worker
     llm = worker.llm
     if not server.is_idle():

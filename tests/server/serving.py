@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn.server
 
 from quire.bits.fingerprint import Fingerprint
+from quire.fleet.replica import Replica
 from quire.server.api.service import Service
 from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
@@ -146,7 +147,7 @@ def serving(
 ) -> Iterator[Serving]:
     """A server of the embedded model; `prepare` may change its parts before it starts."""
     own = ServerConfig(port=0, **{"shutdown_timeout": 2.0} | config)
-    parts = build_parts(SMALL | (options or {}), own)
+    parts = build_parts(SMALL | (options or {}), own, Replica)
     service, inspector = parts.service, parts.inspector
     service.worker.identify = partial(_identified, repr((options, own)), service.worker.identify)
     prepare(service)

@@ -155,12 +155,15 @@ def storm(server: Serving, count: int, seed: int) -> Report:
     return Report(count, completed, leaked)
 
 
-def settle(server: Serving) -> None:
-    """Wait until the server has noticed that all clients are gone."""
+def settle(server: Serving, are_gone: bool = True) -> None:
+    """Wait until the server has nothing to do. are_gone: and no connections, for all clients have closed theirs."""
+    assert server.server is not None
+    state = server.server.server_state
+    for _ in range(5):  # turns of its loop, in which it takes what clients have sent until now
+        num_tasks(server)
     end = time.monotonic() + 60
-    while server.service.worker.num_samples and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    while ((state.connections if are_gone else state.tasks) or not server.is_idle()) and time.monotonic() < end:
+        time.sleep(0.02)
     gc.collect()
 
 

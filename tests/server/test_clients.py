@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError, ModelError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.models import EMBEDDED
 from quire.models.generation_config import read_default_sampling
 from quire.request import SamplingParams

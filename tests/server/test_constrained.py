@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, BeamSearchParams, SamplingParams, infill
-from quire.infill import Form
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.request import StructuredOutputsParams
+from quire.server.api import infill
+from quire.server.api.infill import Form
 from tests.server.serving import SMALL, Serving
 
 PROMPT = "import os\n\n\ndef "

@@ -109,6 +109,7 @@ def first_process(unshare: int) -> int:
     return int(Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()[0])
 
 
+@pytest.mark.long  # which starts from nothing; above, SIGTERM means as little
 @pytest.mark.usefixtures("_namespaces")
 def test_the_first_process_of_a_container_ends_with_143_at_sigterm(tmp_path: Path) -> None:
     command = [*NAMESPACE, sys.executable, "-c", ENDLESS, *SERVE, "--shutdown-timeout", "0"]

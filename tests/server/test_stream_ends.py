@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire import text
+from quire.frontend import output_processor as text
+from quire.frontend.outputs import Logprob
 from quire.server.api import chat, completions, embeddings
 from quire.server.watch import inspector
-from quire.text import Logprob
 from tests.server.serving import Serving, serving
 from tests.server.test_robust import until
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from quire.jobs import Delta
+from quire.frontend.jobs import Delta
+from quire.frontend.requests import make_requests
 from quire.request import SamplingParams
 from quire.server.api.jobs import Stream
-from quire.text import make_requests
 
 
 class Client:

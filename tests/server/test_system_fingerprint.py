@@ -13,7 +13,7 @@ import pytest
 from quire.bits.fingerprint import Fingerprint
 from quire.errors import ModelError
 from quire.fleet import identity
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.server.api.service import FINGERPRINT_HEADER
 from tests.models.adapters import embedded_linears, save_adapter
 from tests.server.serving import Answer, Serving, serving

@@ -14,7 +14,7 @@ import torch
 
 from quire import ops
 from quire.errors import QuireError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.models import choose, locate
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages

@@ -15,7 +15,7 @@ from quire.errors import QuireError
 
 if TYPE_CHECKING:
     from quire import LLM, SamplingParams
-    from quire.text import RequestOutput
+    from quire.frontend.outputs import RequestOutput
 
 
 @with_options(*ENGINE, without=OF_MANY)

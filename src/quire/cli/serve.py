@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from quire.errors import QuireError
 from quire.importing import uncollected
 from quire.server.logs import JSON, fields, set_up_logs
 from quire.server.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from quire.server.run import FleetMember
 
 log = logging.getLogger("quire.server")
 
@@ -48,10 +51,18 @@ def serve(
         with uncollected():
             from quire.server.run import serve as run  # imported late, since its imports are slow
 
-        status = run(options, server, began, partial(_log if server.log_format == JSON else _print, note))
+        tell = partial(_log if server.log_format == JSON else _print, note)
+        status = run(options, server, began, tell, _join_fleet)
     except QuireError as error:
         fail_in(server.log_format, error)
     raise typer.Exit(status)
+
+
+def _join_fleet(*parts: Any) -> FleetMember:
+    """Return the interface for gateways. It is imported only if `--fleet-secret` is set."""
+    from quire.fleet.replica import Replica
+
+    return Replica(*parts)
 
 
 def _print(note: str | None, where: str, chosen: Mapping[str, str]) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from quire.batch import Batch
 from quire.cache.events import Listener
 from quire.cache.groups import CacheGroup, StateGroup, check_pieces, has_states
 from quire.cache.manager import BlockManager
@@ -29,6 +28,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
+from quire.models.batch import Batch
 from quire.models.lora.slots import Lora, Loras, Prepared
 from quire.models.model import Model, ModelShape
 from quire.ops import Backend

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.batch import (
+from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
+from quire.cache.manager import Move
+from quire.cache.pool import NONE
+from quire.engine.constraints import banned_now
+from quire.engine.philox import uniforms
+from quire.engine.plan import GENERATE, Plan, PlanItem
+from quire.models.batch import (
     Batch,
     DrawnRows,
     EmbedRows,
@@ -23,12 +29,6 @@ from quire.batch import (
     RecurrentTables,
     SamplingRows,
 )
-from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
-from quire.cache.manager import Move
-from quire.cache.pool import NONE
-from quire.engine.constraints import banned_now
-from quire.engine.philox import uniforms
-from quire.engine.plan import GENERATE, Plan, PlanItem
 from quire.request import Request, SamplingParams
 
 KEEP_ALL = 2**31 - 1  # a top_k that keeps every token

@@ -22,11 +22,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.runner import Runner, device_context
 from quire.engine.transfer import staging
 from quire.errors import Unsupported
+from quire.models.batch import Batch
 from quire.ops import AttentionPlan
 
 log = logging.getLogger("quire")

@@ -10,9 +10,9 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.batch import Batch
 from quire.engine.plan import Launched, Plan, StepOutput
 from quire.engine.scheduler import Scheduler
+from quire.models.batch import Batch
 from quire.request import Event
 
 log = logging.getLogger("quire")

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from quire.batch import (
+from quire.cache.groups import StatePools
+from quire.models.batch import (
     Batch,
     DrawnRows,
     EmbedRows,
@@ -22,7 +23,6 @@ from quire.batch import (
     RecurrentTables,
     SamplingRows,
 )
-from quire.cache.groups import StatePools
 
 
 class Pools(NamedTuple):

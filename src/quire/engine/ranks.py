@@ -12,11 +12,11 @@ from typing import cast
 
 from torch import Tensor
 
-from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.engine.packing import pack_batch, unpack
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Reader, Runner
+from quire.models.batch import Batch
 from quire.models.model import Model
 from quire.ops import AttentionSpec, Backend
 from quire.ops.exchange import Exchange

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.batch import Batch, Pairs
 from quire.cache.storage import KVCache
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import all_queued, receive, send
+from quire.models.batch import Batch, Pairs
 from quire.models.model import Model
 from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
 from quire.ops.program import Plan

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.batch import Masks, SamplingRows
 from quire.engine.plan import INVALID_TOKEN
 from quire.engine.transfer import receive, send
+from quire.models.batch import Masks, SamplingRows
 from quire.ops import Backend
 from quire.request import TokenLogprobs
 

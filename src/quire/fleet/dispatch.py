@@ -30,7 +30,7 @@ from quire.fleet.spans import span_of
 from quire.fleet.stream import NumberedStream
 from quire.fleet.wire import Frame, Hello
 from quire.fleet.work import Assignment, Work
-from quire.jobs import Generation, Job
+from quire.frontend.jobs import Generation, Job
 from quire.request import FinishReason, Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, internal_error
 from quire.server.http.timers import PatientTimer

@@ -34,6 +34,8 @@ from quire.fleet.stream import NumberedStream, last_event
 from quire.fleet.watch import FleetWatch
 from quire.fleet.wire import Hello, loads, read
 from quire.fleet.work import FarGuide
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.tokenizer import find_tokenizer
 from quire.models.files import Directory
 from quire.request import Guide, Request
 from quire.sandbox.chat_template import ChatTemplate
@@ -52,7 +54,6 @@ from quire.server.run import (
     run_until_stopped,
     settings,
 )
-from quire.text import RequestOutput, find_tokenizer
 
 log = logging.getLogger("quire.fleet")
 

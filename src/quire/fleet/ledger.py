@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.fleet.wire import Frame, WireError
-from quire.text import CompletionOutput, Logprob
+from quire.frontend.outputs import CompletionOutput, Logprob
 
 
 class Ledger:

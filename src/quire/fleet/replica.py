@@ -17,7 +17,6 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.aio import Step
 from quire.cache.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -26,20 +25,23 @@ from quire.cache.events import (
     DiskBlockRemoved,
     DiskBlockStored,
 )
-from quire.embedding import embedding_request
 from quire.engine.beam import BeamSearchParams
 from quire.engine.runner import Runner
 from quire.errors import RequestError
 from quire.fleet.blocks import BlockServer
-from quire.fleet.identity import lora_digests, replica_fingerprint
 from quire.fleet.peers import PeerSource
 from quire.fleet.report import Report
 from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
-from quire.kv_disk import prefetch_of
-from quire.llm import LLM
+from quire.frontend.async_llm import Step
+from quire.frontend.disk_cache import prefetch_of
+from quire.frontend.embedding import embedding_request
+from quire.frontend.llm import LLM
+from quire.frontend.model_fingerprint import lora_digests, replica_fingerprint
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import constraints_for, make_requests
 from quire.models.files import SETTINGS, TEMPLATE, TOKENIZER
 from quire.request import Request, Task
 from quire.sandbox.grammar import Spec
@@ -48,7 +50,6 @@ from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, JsonBody
 from quire.server.watch.metrics import Metrics
-from quire.text import RequestOutput, constraints_for, make_requests
 
 log = logging.getLogger("quire.fleet")
 M = TypeVar("M")

@@ -11,10 +11,11 @@ from typing import Any
 from quire.fleet.report import STATE_EVERY, load_differs
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import Frame, Hello, dumps
-from quire.jobs import Generation
+from quire.frontend.jobs import Generation
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.request import Request
 from quire.server.http.api_error import api_error
-from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
 MAX_UNSENT = 2**16  # unsent frames and event items after which a slow gateway is disconnected
 
@@ -139,7 +140,7 @@ class Flow(Generation):
         self._num_differences = 0
         self._has_sent_cached = False
 
-    def start(self, processor: TextEngine) -> None:
+    def start(self, processor: OutputProcessor) -> None:
         """Queue all samples."""
         super().start(processor)
         self._started()

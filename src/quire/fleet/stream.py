@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from quire.jobs import Delta
+from quire.frontend.jobs import Delta
+from quire.frontend.outputs import RequestOutput
 from quire.request import FinishReason, Request
 from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity
 from quire.server.http.api_error import ApiError
-from quire.text import RequestOutput
 
 # name/created/fingerprint/sample,sample,...: each sample is characters:tokens, followed by an e if it has ended
 LAST_EVENT = re.compile(

@@ -19,10 +19,10 @@ from quire.fleet.link import Link
 from quire.fleet.placement import Placement
 from quire.fleet.resume import NUM_CHECKED
 from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
-from quire.jobs import Generation
+from quire.frontend.jobs import Generation
+from quire.frontend.outputs import Logprob, RequestOutput
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
 from quire.sandbox.grammar import Spec
-from quire.text import Logprob, RequestOutput
 
 if TYPE_CHECKING:  # its packages are an extra
     from opentelemetry.context import Context

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
 from quire.cache.storage import KVCache
+from quire.models.batch import Batch
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentConfig
 from quire.models.layers import write_program
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables

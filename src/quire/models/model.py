@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
 from quire.cache import storage
 from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache
+from quire.models.batch import Batch
 from quire.models.lora.slots import Loras
 from quire.ops.exchange import Exchange
 from quire.ops.program import Plan

@@ -17,22 +17,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from quire import __version__
-from quire.aio import AsyncLLM
 from quire.bits.fingerprint import Fingerprint
 from quire.cache.storage import cache_dtype
-from quire.chosen import chosen
 from quire.config import EMBEDDED_NAME, parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
-from quire.fleet.identity import lora_digests, system_fingerprint
-from quire.llm import LLM
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.llm import LLM
+from quire.frontend.model_fingerprint import lora_digests, system_fingerprint
+from quire.frontend.startup_summary import chosen
 from quire.models.files import GENERATION
 from quire.parallel.launch import is_follower
 from quire.sandbox.chat_template import ChatTemplate
@@ -52,7 +52,6 @@ from quire.server.watch.metrics import Metrics
 from quire.server.watch.statistics import Statistics
 
 if TYPE_CHECKING:  # imported only where the option is set
-    from quire.fleet.replica import Replica
     from quire.server.watch.kv_events import KVEventPublisher
     from quire.server.watch.traces import Traces
 
@@ -63,15 +62,35 @@ FAREWELL = 5  # seconds for sending an error to requests that did not end in tim
 KEEP_ALIVE = 30  # seconds that a connection stays open for the next request
 
 
+class FleetMember(Protocol):
+    """The server's interface for the gateways of a fleet."""
+
+    fingerprint: Fingerprint
+
+    def router(self) -> APIRouter:
+        """Return its routes."""
+
+    def close(self) -> None:
+        """Close its connections to gateways."""
+
+
+JoinFleet: TypeAlias = Callable[[LLM, Worker, Service, Metrics, str], FleetMember]  # the last argument is the secret
+
+
 def serve(
-    options: Mapping[str, Any], config: ServerConfig, began: float, tell: Callable[[str, Mapping[str, str]], None]
+    options: Mapping[str, Any],
+    config: ServerConfig,
+    began: float,
+    tell: Callable[[str, Mapping[str, str]], None],
+    join_fleet: JoinFleet,
 ) -> int:
     """Serve a model until the engine fails. Return the process's exit status.
 
     A signal that stops the server ends the process.
 
     options: those of `LLM`. began: time.monotonic() at the start of the process. `tell` is called when the server
-    listens, with a line that contains the address and with the startup summary, by name.
+    listens, with a line that contains the address and with the startup summary, by name. join_fleet: makes the
+    interface for gateways, if `fleet_secret` is set.
     Raises QuireError if an option cannot be honoured; nothing was served then.
     """
     if int(options.get("tensor_parallel_size", 1)) > 1 and is_follower():
@@ -79,7 +98,7 @@ def serve(
     listening = listen(config.host, config.port)  # first: a used port must not cost the time to load a model
     allow_connections()
     try:
-        parts = build_parts(options, config)
+        parts = build_parts(options, config, join_fleet)
         template = parts.service.model.template
 
         def ready() -> None:
@@ -120,7 +139,7 @@ class Parts:
     service: Service
     metrics: Metrics
     inspector: Inspector
-    replica: Replica | None  # None: no fleet's gateways are served
+    member: FleetMember | None  # None: no fleet's gateways are served
     allows_lora_loading: bool = False
     statistics: Statistics | None = None  # None: no statistics are logged
     publisher: KVEventPublisher | None = None  # None: no block events are published
@@ -128,20 +147,22 @@ class Parts:
     def app(self) -> FastAPI:
         """Return the application that serves the model."""
         routers = [inspector.router(self.inspector, self.worker.llm)]
-        if self.replica is not None:
-            routers.append(self.replica.router())
+        if self.member is not None:
+            routers.append(self.member.router())
         if self.allows_lora_loading:
             routers.append(lora.router(self.worker, self.service.model))
         return build_app(self.service, self.metrics, routers)
 
 
-def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
+def build_parts(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFleet | None = None) -> Parts:
     """Load a model and build the parts of its server. The worker is not started."""
+    if config.fleet_secret and join_fleet is None:
+        raise ConfigError("fleet_secret is set, but this server was started without an interface for gateways")
     publisher = open_publisher(options, config)  # first: a wrong option must not cost the time to load a model
     if publisher is None:
-        return _loaded(options, config)
+        return _loaded(options, config, join_fleet)
     try:
-        parts = _loaded(options, config)
+        parts = _loaded(options, config, join_fleet)
         publisher.start(parts.llm.engine)
     except BaseException:
         publisher.close()
@@ -172,7 +193,7 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
     return KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
 
-def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
+def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFleet | None) -> Parts:
     names = config.served_model_name or (options.get("model") or EMBEDDED_NAME,)
     traces = open_traces(config, "quire", names[0])  # first: a wrong option must not cost the time to load a model
     loras = parse_loras(config.lora)
@@ -205,24 +226,22 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         loras=loras,
     )
     service = Service(model, worker, config, traces)
-    replica = None
-    if config.fleet_secret:
-        from quire.fleet.replica import Replica  # its packages take some time to import
-
-        replica = Replica(llm, worker, service, metrics, config.fleet_secret)
-    worker.identify = _identify(llm, None if template is None else template.source, replica)
+    member = None
+    if config.fleet_secret and join_fleet is not None:
+        member = join_fleet(llm, worker, service, metrics, config.fleet_secret)
+    worker.identify = _identify(llm, None if template is None else template.source, member)
     statistics = Statistics(llm.engine, metrics) if config.log_stats else None
-    return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading, statistics)
+    return Parts(llm, worker, service, metrics, watched, member, config.allow_lora_loading, statistics)
 
 
-def _identify(llm: LLM, template: str | None, replica: Replica | None) -> Callable[[], Fingerprint | None]:
+def _identify(llm: LLM, template: str | None, member: FleetMember | None) -> Callable[[], Fingerprint | None]:
     """Return a function that finds this system's fingerprint within a second. On a CPU another thread calls it."""
     # The adapters are digested now, before clients can load others.
     find = partial(system_fingerprint, llm, template, lora_digests(llm))
-    if replica is None and llm.config.device == "cpu":
+    if member is None and llm.config.device == "cpu":
         return find
     # While a graph is captured, no other thread may use the device.
-    found = find() if replica is None else replica.fingerprint
+    found = find() if member is None else member.fingerprint
     return lambda: found
 
 
@@ -329,8 +348,8 @@ class Server(Listening):
         parts.inspector.close()
         end_all = partial(parts.worker.llm.end_all, "the server is stopping")
         timer = asyncio.get_running_loop().call_later(parts.service.config.shutdown_timeout, end_all)
-        if parts.replica is not None:
-            parts.replica.close()
+        if parts.member is not None:
+            parts.member.close()
         await super().shutdown(sockets)
         timer.cancel()
         if parts.llm.group is not None:

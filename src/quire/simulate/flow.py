@@ -8,9 +8,9 @@ from typing import Any, cast
 from quire.fleet.ledger import Ledger
 from quire.fleet.resume import NUM_CHECKED
 from quire.fleet.wire import Frame
+from quire.frontend.outputs import CompletionOutput
 from quire.request import Request, SamplingParams
 from quire.simulate.loads import Job
-from quire.text import CompletionOutput
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from quire.errors import QuireError
 from quire.terminal.client import Client, Refused
 
 if TYPE_CHECKING:
-    from quire.llm import LLM
+    from quire.frontend.llm import LLM
     from quire.server.tools.parser import AnswerParser
 
 Message = dict[str, str]  # role and content
@@ -91,7 +91,7 @@ class OwnModel:
 
         Raises QuireError for an invalid template, and for a model without a tokenizer.
         """
-        from quire.chosen import chosen
+        from quire.frontend.startup_summary import chosen
         from quire.request import SamplingParams
         from quire.sandbox.chat_template import ChatTemplate
         from quire.server.tools.dialect import Dialect

@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire_bench.engine.memory import Lengths, Moment, Run, Setup, Use, run_paged, runs_contiguous
 from quire_bench.engine.throughput import Throughput, measure
 from quire_bench.plot import drawn

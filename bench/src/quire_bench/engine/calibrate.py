@@ -19,7 +19,7 @@ import torch
 
 from quire.engine.cost import CostModel, Device, cost_of, model_cost
 from quire.errors import ConfigError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.models import expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals

@@ -12,7 +12,7 @@ from array import array
 from dataclasses import asdict, dataclass
 
 from quire.errors import QuireError, RequestError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.request import Request, SamplingParams, StructuredOutputsParams
 from quire.sandbox.grammar import Grammars, Spec
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError, QuireError, check_integer
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire_bench.plot import drawn
 from quire_bench.server.report import summary, token_gaps
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import QuireError, Unsupported
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.models.lora.slots import Loras, Prepared
 from quire.ops.lora import LoraPart, LoraTable
 from quire.request import Request

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.errors import ConfigError, ModelError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.models.decoder import Decoder
 from quire.request import SamplingParams
 from quire_bench.engine.throughput import measure

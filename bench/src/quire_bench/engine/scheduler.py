@@ -20,9 +20,11 @@ from pathlib import Path
 
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, QuireError, check_integer
-from quire.llm import LLM
+from quire.frontend.llm import LLM
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import make_requests
 from quire.request import Event, Request, SamplingParams
-from quire.text import RequestOutput, TextEngine, make_requests
 from quire_bench.engine.split import Span, recorded
 from quire_bench.plot import drawn
 from quire_bench.workloads import workload
@@ -179,7 +181,7 @@ def measure(
     """
     llm.reset_prefix_cache()
     prompt = load.tokens(llm)
-    processor = TextEngine(llm.engine, llm.tokenizer)
+    processor = OutputProcessor(llm.engine, llm.tokenizer)
 
     def once() -> Run:
         return serve(llm.engine, processor.add, processor.process, mode, prompt, load, advance)
@@ -188,7 +190,7 @@ def measure(
         once()
     counted = tuple(once() for _ in range(runs))
     with recorded(llm) as (engine, timeline):
-        processor = TextEngine(engine, llm.tokenizer)
+        processor = OutputProcessor(engine, llm.tokenizer)
         detokenize = timeline.timed("detokenize", "detokenize", lambda events: list(processor.process(events)))
         last = serve(engine, processor.add, detokenize, mode, prompt, load, advance)
     return Result(
@@ -205,7 +207,7 @@ def measure(
 
 def serve(
     engine: Engine,
-    add: Callable[[Request, RequestOutput, deque[RequestOutput]], object],  # an TextEngine's
+    add: Callable[[Request, RequestOutput, deque[RequestOutput]], object],  # an OutputProcessor's
     process: Callable[[list[Event]], Iterable[object]],  # the same one's
     mode: str,
     prompt: list[int],

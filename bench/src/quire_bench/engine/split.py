@@ -20,7 +20,7 @@ from quire.engine.loops import SequentialLoop
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
 from quire.errors import Unsupported
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.models.decoder import Decoder
 from quire.ops.eager import EagerExecutor
 from quire.ops.gather import GatherBackend

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from quire.engine.cost import CostModel, StepWork
 from quire.engine.plan import Plan
 from quire.errors import QuireError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.request import Request
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 

@@ -23,7 +23,7 @@ from quire.engine.cost import CostModel, Device, cost_of
 from quire.engine.engine import Engine
 from quire.engine.plan import Plan
 from quire.errors import QuireError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.request import Request
 from quire_bench.engine.split import PARTS, Timeline, recorded
 from quire_bench.kernels.attention import product_rate, read_rate

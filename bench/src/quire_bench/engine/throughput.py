@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from quire.cache.events import CacheEvent
 from quire.errors import QuireError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire_bench.workloads import Workload, greedy
 
 

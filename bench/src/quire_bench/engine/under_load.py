@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from quire.engine.cost import ModelCost, cost_of
 from quire.engine.trace import TraceRow
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.simulate.device import DeviceFile
 from quire.simulate.fitting import nonnegative_least_squares
 from quire.simulate.loads import drawn

@@ -12,7 +12,7 @@ from quire.cache.incoming import Arrivals, Name, Read
 from quire.cache.prefix import block_digest, root_digest, root_salt
 from quire.errors import QuireError
 from quire.fleet.peers import PeerSource
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.request import Holder, Request
 from quire_bench.fleet.running import Replica, fetch
 from quire_bench.server.client import Server, send

@@ -24,7 +24,7 @@ from quire.cache.storage import bytes_per_block
 from quire.config import engine_config
 from quire.engine.engine import build_engine
 from quire.errors import QuireError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig, weight_shapes
 from quire.models.families import gpt2

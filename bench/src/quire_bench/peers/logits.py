@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire_bench.engine.quantisation import divergence, logits_of
 from quire_bench.peers.process import runners_in
 from quire_bench.proc import num_cores

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.batch import Batch
 from quire.cache.groups import CacheGroup, plans_of_layers
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
@@ -33,6 +32,7 @@ from quire.models.adapter.modules import (
     rows_depend,
 )
 from quire.models.adapter.together import Together
+from quire.models.batch import Batch
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables, Target
 from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation

@@ -9,13 +9,14 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from quire.engine.beam import BeamSearchParams, Hypothesis
+from quire.frontend.outputs import CompletionOutput, RequestOutput, beam_logprobs
+from quire.frontend.tokenizer import Detokenizer, Tokenizer
 from quire.server.api.jobs import SearchJob, Stream
 from quire.server.api.service import Prompt, Service
 from quire.server.api.streamed import EventWriter
 from quire.server.http.api_error import ApiError, api_error, request_failed
 from quire.server.http.sse import EventStream
 from quire.server.protocol.sampling import Sampling
-from quire.text import CompletionOutput, Detokenizer, RequestOutput, Tokenizer, beam_logprobs
 
 # Fields that a beam search does not support, with the values that request nothing.
 NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from quire.jobs import Delta
+from quire.frontend.jobs import Delta
+from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.api.answers import AnswerWriter
 from quire.server.api.chat import chat_logprobs
 from quire.server.api.jobs import Stream
@@ -18,7 +19,6 @@ from quire.server.api.service import aside, num_logprobs
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.tools.parser import Kind
-from quire.text import CompletionOutput, Logprob, RequestOutput
 
 
 @dataclass

@@ -9,7 +9,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.jobs import Delta
+from quire.frontend.jobs import Delta
+from quire.frontend.outputs import Logprob, RequestOutput
+from quire.frontend.tokenizer import Tokenizer
 from quire.server.api.answers import AnswerWriter, Reading
 from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
@@ -21,7 +23,6 @@ from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import DONE, data
 from quire.server.protocol.chat import ChatRequest
-from quire.text import Logprob, RequestOutput, Tokenizer
 
 
 async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Response:

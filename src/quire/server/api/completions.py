@@ -9,11 +9,13 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.infill import infill
-from quire.jobs import Delta, Generation
+from quire.frontend.jobs import Delta, Generation
+from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.frontend.tokenizer import Tokenizer
 from quire.request import SamplingParams
 from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
+from quire.server.api.infill import infill
 from quire.server.api.jobs import Stream
 from quire.server.api.service import (
     MAX_LOGPROBS,
@@ -30,7 +32,6 @@ from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import DONE, JsonBody, data, dumps
 from quire.server.protocol.completions import CompletionRequest
-from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
 Candidates = dict[int, Logprob]
 

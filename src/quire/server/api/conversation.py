@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from quire.chat import plain_call, plain_tool
 from quire.errors import RequestError
+from quire.frontend.chat_tokenizer import plain_call, plain_tool
 from quire.server.api.service import Prompt, Service
 from quire.server.http.api_error import ApiError
 from quire.server.protocol.chat import Message, Rendering

@@ -10,9 +10,10 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.embedding import check_dimensions, embedding_request, normalised
 from quire.errors import RequestError
-from quire.jobs import Generation
+from quire.frontend.embedding import check_dimensions, embedding_request, normalised
+from quire.frontend.jobs import Generation
+from quire.frontend.outputs import RequestOutput
 from quire.request import Request
 from quire.server.api.chunks import usage
 from quire.server.api.conversation import conversation
@@ -20,7 +21,6 @@ from quire.server.api.service import Prompt, Service, aside, counted, listed
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
 from quire.server.protocol.embeddings import Embedding, EmbeddingRequest
-from quire.text import RequestOutput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

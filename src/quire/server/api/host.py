@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.engine.beam import BeamSearchParams
-from quire.jobs import Job
+from quire.frontend.jobs import Job
 from quire.request import Request
 from quire.server.api.jobs import SearchJob
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.engine.beam import Hypothesis
-from quire.jobs import Delta, Job, Reported
+from quire.frontend.jobs import Delta, Job, Reported
+from quire.frontend.outputs import RequestOutput
 from quire.request import Request
-from quire.text import RequestOutput
 
 
 class Stream(Reported):

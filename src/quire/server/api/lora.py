@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from quire.errors import ConfigError, ModelError, RequestError
-from quire.fleet.identity import lora_digests
+from quire.frontend.model_fingerprint import lora_digests
 from quire.models.lora.fitting import prepare
 from quire.server.api.service import ServedModel
 from quire.server.api.worker import Worker

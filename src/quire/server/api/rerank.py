@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.embedding import cosine
-from quire.jobs import Generation
+from quire.frontend.embedding import cosine
+from quire.frontend.jobs import Generation
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import constraints_for, make_requests
 from quire.request import Request, SamplingParams
 from quire.server.api.embeddings import hidden_states, prompt_usage, unit_vector
 from quire.server.api.service import Prompt, Service, aside
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.rerank import RerankRequest, ScoreRequest
-from quire.text import RequestOutput, constraints_for, make_requests
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The prompt that Qwen3-Reranker was trained with, word for word.

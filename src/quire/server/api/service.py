@@ -18,7 +18,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.errors import BadValue, RequestError
-from quire.jobs import Generation, Job
+from quire.frontend.jobs import Generation, Job
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import constraints_for, make_requests, truncated
+from quire.frontend.tokenizer import Tokenizer
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Grammars, Spec, num_trials
@@ -36,7 +39,6 @@ from quire.server.protocol.embeddings import Embedding
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
-from quire.text import RequestOutput, Tokenizer, constraints_for, make_requests, truncated
 
 if TYPE_CHECKING:  # needs the packages of an extra
     from quire.server.watch.traces import Traces

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from quire.jobs import Delta
+from quire.frontend.jobs import Delta
 from quire.server.api.host import Host
 from quire.server.api.jobs import Stream
 from quire.server.api.service import LONG_TEXT, aside

@@ -7,7 +7,8 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from quire.jobs import Generation
+from quire.frontend.jobs import Generation
+from quire.frontend.outputs import RequestOutput
 from quire.request import Request, SamplingParams
 from quire.server.api.answers import Reading
 from quire.server.api.completions import check_num_logprobs
@@ -15,7 +16,6 @@ from quire.server.api.conversation import conversation, said
 from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity, Prompt, Service
 from quire.server.protocol.chat import ChatRequest
-from quire.text import RequestOutput
 
 
 async def prompt_of(service: Service, request: HttpRequest, body: ChatRequest) -> Prompt:

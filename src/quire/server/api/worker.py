@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 
-from quire.aio import AsyncLLM
 from quire.bits.fingerprint import Fingerprint
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.cost import CostModel
-from quire.fleet.identity import with_adapters
-from quire.jobs import Job, Search, end
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.jobs import Job, Search, end
+from quire.frontend.model_fingerprint import with_adapters
 from quire.request import Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
 from quire.server.watch.clocks import Clocks

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quire.aio import Step
 from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
-from quire.jobs import Job, Search
+from quire.frontend.async_llm import Step
+from quire.frontend.jobs import Job, Search
 from quire.request import FinishReason, Request
 from quire.server.watch.metrics import Metrics, RequestClock
 

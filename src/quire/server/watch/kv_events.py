@@ -22,12 +22,12 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from quire.aio import Step
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
 from quire.cache.groups import AnyGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
+from quire.frontend.async_llm import Step
 
 log = logging.getLogger("quire.server")
 

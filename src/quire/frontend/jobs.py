@@ -16,8 +16,9 @@ from quire.engine.beam import Hypothesis
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
 from quire.errors import QuireError
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.request import Request
-from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
 
 class Delta(NamedTuple):
@@ -45,7 +46,7 @@ class Job(Protocol):
     def check(self, engine: Engine) -> None:
         """Raise RequestError if it could never run."""
 
-    def start(self, processor: TextEngine) -> None:
+    def start(self, processor: OutputProcessor) -> None:
         """Queue the job. Raises the errors of Engine.add; then some of its requests may be in the queue."""
 
     def stop(self, engine: Engine) -> None:
@@ -72,7 +73,7 @@ class Generation:
         for _, requests in self.prompts:
             engine.check(requests[0])  # represents its siblings
 
-    def start(self, processor: TextEngine) -> None:
+    def start(self, processor: OutputProcessor) -> None:
         """Queue all samples."""
         ended: deque[RequestOutput] = deque()
         for output, requests in self.prompts:
@@ -183,7 +184,7 @@ class Search:
         """Raise RequestError if the search could never run."""
         self.driver.check()
 
-    def start(self, processor: TextEngine) -> None:
+    def start(self, processor: OutputProcessor) -> None:
         """Queue the search."""
         self.driver.start()
 

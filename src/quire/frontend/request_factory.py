@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from quire.chat import ChatTokenizer
-from quire.embedding import embedding_request
 from quire.engine.engine import Engine
 from quire.errors import RequestError, check_integer
+from quire.frontend.chat_tokenizer import ChatTokenizer
+from quire.frontend.embedding import embedding_request
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import constraints_for, make_requests, truncated
 from quire.request import MAX_PRIORITY, Constraints, Guide, Request, SamplingParams, StructuredOutputsParams
 from quire.sandbox.grammar import Grammars, Spec
-from quire.text import RequestOutput, constraints_for, make_requests, truncated
 
 # A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM, both with an optional "cache_salt".
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

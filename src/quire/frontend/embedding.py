@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.errors import RequestError, check_integer
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import make_requests
 from quire.request import Request, SamplingParams, Task
-from quire.text import RequestOutput, make_requests
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

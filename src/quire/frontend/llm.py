@@ -16,9 +16,16 @@ from typing import Any, cast
 import torch
 
 from quire import ops
-from quire.chat import ChatTokenizer, find_chat_tokenizer
 from quire.config import EngineConfig, engine_config
-from quire.embedding import (
+from quire.engine.beam import BeamSearchParams
+from quire.engine.beam_driver import BeamDriver
+from quire.engine.engine import Engine, build_engine
+from quire.engine.interrupts import deferred_interrupts
+from quire.engine.ranks import LeadingRunner
+from quire.errors import ConfigError, GroupLost, QuireError, RequestError, Unsupported
+from quire.frontend.chat_tokenizer import ChatTokenizer, find_chat_tokenizer
+from quire.frontend.disk_cache import attach_disk, check_disk
+from quire.frontend.embedding import (
     EmbeddingRequestOutput,
     ScoringRequestOutput,
     check_dimensions,
@@ -26,21 +33,25 @@ from quire.embedding import (
     embedding_request,
     similarity,
 )
-from quire.engine.beam import BeamSearchParams
-from quire.engine.beam_driver import BeamDriver
-from quire.engine.engine import Engine, build_engine
-from quire.engine.interrupts import deferred_interrupts
-from quire.engine.ranks import LeadingRunner
-from quire.errors import ConfigError, GroupLost, QuireError, RequestError, Unsupported
-from quire.importing import uncollected
-from quire.kv_disk import attach_disk, check_disk
-from quire.loglikelihood import (
+from quire.frontend.loglikelihood import (
     LoglikelihoodOutput,
     check_pair,
     encode_pair,
     loglikelihood_output,
     loglikelihood_request,
 )
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.outputs import BeamSearchOutput, RequestOutput, beam_sequences
+from quire.frontend.request_factory import (
+    Messages,
+    Prompt,
+    Prompts,
+    each_lora,
+    each_priority,
+    list_prompts,
+    parse_prompt,
+)
+from quire.importing import uncollected
 from quire.models import check_device, check_parallel, load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
@@ -49,14 +60,7 @@ from quire.models.lora.fitting import prepare
 from quire.parallel.group import Group, join
 from quire.parallel.worker import agree_on_model, follow
 from quire.progress import progress_bar
-from quire.prompts import Messages, Prompt, Prompts, each_lora, each_priority, list_prompts, parse_prompt
 from quire.request import Request, SamplingParams
-from quire.text import (
-    BeamSearchOutput,
-    RequestOutput,
-    TextEngine,
-    beam_sequences,
-)
 
 log = logging.getLogger("quire")
 
@@ -109,7 +113,7 @@ class LLM:
         self.group: Group | None = None  # the processes that compute the model together
         self._load()
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
-        self.processor = TextEngine(self.engine, self.tokenizer)
+        self.processor = OutputProcessor(self.engine, self.tokenizer)
         self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)

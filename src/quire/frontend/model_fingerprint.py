@@ -34,9 +34,9 @@ import torch
 from quire.bits.fingerprint import Fingerprint, short_digest
 from quire.bits.parts import NONE, bits_parts, check_bits_are_kept, library_version, named_parts
 from quire.errors import ConfigError, QuireError
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 
-log = logging.getLogger("quire.fleet")
+log = logging.getLogger("quire")
 
 LIBRARIES = ("tokenizers", "llguidance")  # they tokenize texts and constrain the next token
 

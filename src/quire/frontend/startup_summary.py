@@ -6,7 +6,7 @@ import torch
 
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
-from quire.llm import LLM
+from quire.frontend.llm import LLM
 from quire.ops.exchange import TorchExchange
 
 

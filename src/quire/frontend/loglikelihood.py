@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 from quire.errors import RequestError
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import make_requests
+from quire.frontend.tokenizer import Tokenizer
 from quire.request import Request, SamplingParams, Task
-from quire.text import RequestOutput, Tokenizer, make_requests
 
 SCORED = SamplingParams(max_tokens=None, prompt_logprobs=0)
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from quire.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output
 from quire.errors import EngineStopped, QuireError, RequestError
-from quire.jobs import Delta, Generation, Growing, Job, Search, end
-from quire.llm import LLM, Closed
+from quire.frontend.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output
+from quire.frontend.jobs import Delta, Generation, Growing, Job, Search, end
+from quire.frontend.llm import LLM, Closed
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.request_factory import Encoded, Prompt
 from quire.parallel.group import Group
-from quire.prompts import Encoded, Prompt
 from quire.request import Event, SamplingParams
-from quire.text import RequestOutput
 
 log = logging.getLogger("quire")
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import RequestError
+from quire.frontend.tokenizer import Tokenizer
 from quire.models.files import Where, files_of
 from quire.sandbox.chat_template import ChatTemplate, make_renderers, special_tokens
 from quire.sandbox.grammar import check_depth
-from quire.text import Tokenizer
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 

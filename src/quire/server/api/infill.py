@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.errors import RequestError
-from quire.text import Tokenizer
+from quire.frontend.tokenizer import Tokenizer
 
 
 class Form(NamedTuple):

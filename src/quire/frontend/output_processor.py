@@ -1,0 +1,175 @@
+"""OutputProcessor: the only loop from an engine's events to outputs with text, and the search for stop strings."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quire.engine.engine import Engine
+from quire.request import (
+    Event,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Task,
+)
+
+if TYPE_CHECKING:
+    pass
+from quire.frontend.outputs import CompletionOutput, RequestOutput, candidates
+from quire.frontend.tokenizer import Detokenizer, Tokenizer
+
+log = logging.getLogger("quire")
+
+
+@dataclass
+class _Sample:
+    """A running request and the sample of its output."""
+
+    source: Request
+    request: RequestOutput
+    output: CompletionOutput
+    sampling: SamplingParams
+    detokenizer: Detokenizer | None
+    ended: deque[RequestOutput]
+    text: str = ""  # the full text; callers see the part in which no stop string can have begun
+    searched: int = 0  # length of that part
+
+
+class OutputProcessor:
+    """Queues requests in an engine and converts their events into outputs with text. Stop strings end requests."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._samples: dict[str, _Sample] = {}
+        self._decoded: dict[int, str] = {}  # the text of each token that was a candidate, at most the vocabulary
+
+    def add(self, request: Request, output: RequestOutput, ended: deque[RequestOutput]) -> None:
+        """Queue a request and collect its events in the output's sample of the same index.
+
+        When all samples have ended, the output is appended to `ended`. Raises RequestError, queueing nothing, as
+        Engine.add does.
+        """
+        first = output.outputs[0]  # of a resumed request, the only one
+        # Siblings share its seed; their index distinguishes them.
+        if request.sample_index > first.index and request.sampling.seed is None:
+            request.sampling = replace(request.sampling, seed=first.seed)
+        sampling, sample = request.sampling, output.outputs[request.sample_index - first.index]
+        detokenizer = (
+            Detokenizer(self._tokenizer, output.prompt_token_ids, sampling.skip_special_tokens)
+            if self._tokenizer and request.task is Task.GENERATE and sampling.detokenize
+            else None
+        )
+        self._engine.add(request)
+        sample.seed = request.seed
+        if sampling.logprobs is not None:
+            sample.logprobs, sample.cumulative_logprob = [], 0.0
+        if sampling.prompt_logprobs is not None and request.sample_index == 0:
+            output.prompt_logprobs = [None]
+        self._samples[request.id] = place = _Sample(request, output, sample, sampling, detokenizer, ended)
+        if request.num_generated or request.to_check:
+            _restore(place)
+
+    def process(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
+        """Process a step's events. Yield each event with the output that it changed.
+
+        If the text ended a sample, for example at a stop string, the event gets its finish reason, and later events of
+        the sample are dropped.
+        """
+        for event in events:
+            sample = self._samples.get(event.request_id)
+            if sample is not None:  # else a stop string has ended it
+                if sample.request.prefix_report is None:
+                    sample.request.prefix_report = sample.source.cache.prefix_report
+                try:
+                    self._process_event(sample, event)
+                except Exception as error:  # of a tokenizer; the other requests continue
+                    log.exception("request %s cannot be detokenized; it ends with an error", event.request_id)
+                    sample.output.finish_reason = FinishReason.ERROR.value
+                    sample.output.error = f"{type(error).__name__}: {error}"
+                    self._engine.finish(event.request_id, FinishReason.ERROR)
+                if sample.output.finished:
+                    event = event._replace(
+                        finish_reason=FinishReason(sample.output.finish_reason), error=sample.output.error
+                    )
+                    del self._samples[event.request_id]
+                    sample.request.num_running -= 1
+                    if sample.request.finished:
+                        sample.ended.append(sample.request)
+                yield event, sample.request
+
+    def _process_event(self, sample: _Sample, event: Event) -> None:
+        output = sample.output
+        if sample.request.prompt_logprobs is not None and output.index == 0:
+            sample.request.prompt_logprobs += [candidates(position, self._decode) for position in event.prompt_logprobs]
+        if event.hidden_state is not None:
+            sample.request.hidden_state = event.hidden_state
+        if event.drawn is not None:
+            output.num_differences += event.drawn != event.token
+        elif event.token is not None:
+            output.token_ids.append(event.token)
+            if event.logprobs is not None and output.logprobs is not None:
+                output.logprobs.append(candidates(event.logprobs, self._decode))
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs.logprob
+        if event.finish_reason is not None:
+            output.finish_reason = event.finish_reason.value
+            output.stop_reason, output.error = event.stop_token, event.error
+        if sample.detokenizer is not None:
+            # The text of a token that ends the request is left out, like that of a stop string.
+            shown = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
+            if event.token is not None and event.drawn is None and shown:
+                sample.text += sample.detokenizer.add(event.token)
+            if output.finished:
+                sample.text += sample.detokenizer.finish()
+            self._look_for_stop(sample, event.request_id)
+            output.text = sample.text if output.finished else sample.text[: sample.searched]
+
+    def _look_for_stop(self, sample: _Sample, request_id: str) -> None:
+        """End the sample at the first stop string in its text."""
+        output, stops = sample.output, sample.sampling.stop_strings
+        if len(output.token_ids) > sample.sampling.min_tokens:
+            found = [(at, stop) for stop in stops if (at := sample.text.find(stop, sample.searched)) >= 0]
+            if found:
+                at, stop = min(found)
+                kept = at + len(stop) if sample.sampling.include_stop_str_in_output else at
+                sample.text = sample.text[:kept]
+                output.finish_reason, output.stop_reason = FinishReason.STOP.value, stop
+                self._engine.finish(request_id, FinishReason.STOP)
+        sample.searched = _certain(sample.text, sample.searched, stops)
+
+    def _decode(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text = self._decoded.get(token)
+        if text is None:
+            text = self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+def _restore(sample: _Sample) -> None:
+    """Restore a resumed request's output to its state at the interruption. Only the caller has its logprobs."""
+    request = sample.source
+    delivered = [*request.tokens[request.num_prompt :], *request.to_check]
+    sample.output.token_ids += delivered
+    if sample.detokenizer is not None:
+        sample.text = "".join([sample.detokenizer.add(token) for token in delivered])
+        sample.searched = _certain(sample.text, 0, sample.sampling.stop_strings)
+        sample.output.text = sample.text[: sample.searched]
+
+
+def _certain(text: str, searched: int, stops: Sequence[str]) -> int:
+    """Return the length of the part of a text in which no stop string can have begun.
+
+    `searched` is that length of a shorter text. Each position is examined once as the text grows, so long stop strings
+    cost no more than short ones.
+    """
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for at in range(max(searched, len(text) - longest), len(text)):
+        end = text[at:]
+        if any(stop.startswith(end) and stop != end for stop in stops):
+            return at
+    return len(text)
