@@ -200,28 +200,28 @@ def _error(made: Any, eager: Any) -> float:
 
 PAGE = """# Models
 
-Point Quire at a checkpoint. `quire info --model NAME` says who computes it, or why it is refused, and what it
-needs here: parameters, memory, and tokens a second to expect. It downloads no weights.
+`quire info --model NAME` shows which code computes a checkpoint, or why it is refused, and its requirements on
+this machine: parameters, memory, and the expected tokens a second. It downloads no weights.
 
 - **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.
 - **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a
-  small random copy of it answers a mixed batch and has to agree with eager attention, to 1e-4 of the largest logit.
-- **adapter, one sequence at a time**: where transformers does not let attention be replaced, each sequence of a step
-  goes through its code alone. Keys and values are in Quire's blocks, so prefixes are shared and requests preempted as
-  usual. The same trial decides. It is slower, and a row's bits may depend on how its prompt was cut.
+  small random copy of it computes a mixed batch and must agree with eager attention, to 1e-4 of the largest logit.
+- **adapter, one sequence at a time**: if transformers does not let attention be replaced, its code computes each
+  sequence of a step separately. Keys and values are in Quire's blocks, so prefixes are shared and requests preempted
+  as usual. The same trial is made. It is slower, and a row's bits may depend on the chunks of its prompt.
 - **refused**, with the reason.
 
-Of a checkpoint that also sees or hears, such as `Gemma3ForConditionalGeneration`, the **text part** is served. The
+Of a multimodal checkpoint, such as `Gemma3ForConditionalGeneration`, the **text part** is served. The
 weights of the other parts are not read. An image in a chat request is refused.
 
-`LLM(model, model_impl="quire")` or `model_impl="transformers"` asks for one of the two. Products that are not plain
-linears (experts, convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and
-no tokens are guessed.
+`LLM(model, model_impl="quire")` or `model_impl="transformers"` selects one of the two. Products that are not plain
+linears (experts, convolutions) are computed by transformers in the adapter: then the model is not batch-invariant, and
+speculative decoding is off.
 
-Two kinds of RoPE, longrope and dynamic, change with the length of a sequence. Here all sequences have the angles of one
-of `max_model_len` tokens, so an answer does not depend on the batch. Dynamic RoPE is plain up to the checkpoint's
-`max_position_embeddings`, which is the usual `max_model_len`. A larger one, up to `factor` times that, slows all
-positions down.
+Two kinds of RoPE, longrope and dynamic, change with the length of a sequence. Quire uses the angles of a sequence of
+`max_model_len` tokens for all sequences, so an answer does not depend on the batch. Dynamic RoPE is plain up to the
+checkpoint's `max_position_embeddings`, which is the usual `max_model_len`. A larger one, up to `factor` times that,
+slows the rotation at all positions.
 
 `max_model_len` may be up to `factor` times `max_position_embeddings` with linear RoPE too, and up to `factor` times
 `original_max_position_embeddings` with yarn. With llama3 and longrope `max_position_embeddings` is the limit.
@@ -232,8 +232,7 @@ positions down.
 ## Published checkpoints
 
 Each was tried with a small random copy: the keys of its published config.json with fewer layers and smaller sizes, in
-a mixed batch of prompts, chunks and single tokens. How quantised weights are served is [a page of its
-own](quantisation.md).
+a mixed batch of prompts, chunks and single tokens. [Quantised weights](quantisation.md) have a separate page.
 
 | repository | computed by | quantised weights |
 |---|---|---|
@@ -243,8 +242,8 @@ own](quantisation.md).
 
 Below are the {count} types of causal language models of transformers {release}, each tried likewise with its default
 config: {own} on Quire's decoder, {adapter} through the adapter, {apart} through it one sequence at a time, {refused}
-refused. Checkpoints of several sides are listed by themselves: of {wholes} types the text part is served. A published
-checkpoint may have more than its type's defaults; then it is refused with the reason.
+refused. Multimodal checkpoints are listed separately: of {wholes} types the text part is served. A published
+checkpoint may have options that its type's defaults lack; then it is refused with the reason.
 
 **Own decoder**: {own_names}.
 
