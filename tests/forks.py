@@ -196,10 +196,11 @@ def warm_up() -> None:
 
     import quire.cli.fleet
     import quire.fleet.gateway  # noqa: F401
+    from quire.fleet.replica import Replica
     from quire.server.run import build_parts
     from quire.server.server_config import ServerConfig
 
-    build_parts({"num_blocks": 8}, ServerConfig(fleet_secret="of a fleet")).app()
+    build_parts({"num_blocks": 8}, ServerConfig(fleet_secret="of a fleet"), Replica).app()
     warm.install()
     gc.collect()
     gc.freeze()  # a process that was forked would look through it again, and so copy it
