@@ -140,7 +140,7 @@ def test_a_name_is_free_when_its_answer_ends(served: AsyncLLM, monkeypatch: pyte
 
 def test_a_name_is_free_when_its_loop_is_closed(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a prompt that was still being made there, whose end then frees no other prompt's."""
-    begun, released, request = threading.Event(), threading.Event(), served.llm.prompts.request
+    begun, released, request = threading.Event(), threading.Event(), served.llm.factory.one_generation
 
     def slow(*given: Any) -> Any:
         begun.set()
@@ -150,7 +150,7 @@ def test_a_name_is_free_when_its_loop_is_closed(served: AsyncLLM, monkeypatch: p
     loop = asyncio.new_event_loop()
     stream = served.generate("a", LONG, "mine")
     with monkeypatch.context() as patch:
-        patch.setattr(served.llm.prompts, "request", slow)
+        patch.setattr(served.llm.factory, "one_generation", slow)
         task = loop.create_task(anext(stream))
         loop.run_until_complete(asyncio.to_thread(begun.wait))
 

@@ -295,7 +295,7 @@ def test_params_of_the_other_kind_are_refused() -> None:
     llm = LLM(num_blocks=20)
     with pytest.raises(RequestError, match="params is a SamplingParams; it must be BeamSearchParams"):
         llm.beam_search("a", SamplingParams())  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="sampling_params has a BeamSearchParams; it must be SamplingParams"):
+    with pytest.raises(RequestError, match="sampling_params is a BeamSearchParams; it must be SamplingParams"):
         llm.generate("a", BeamSearchParams(beam_width=2))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="ignore_eos is 'no'; it must be True or False"):
         BeamSearchParams(beam_width=2, ignore_eos="no")  # type: ignore[arg-type]

@@ -422,7 +422,7 @@ class Request:
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
     lora_slot: int = -1  # slot of its adapter; set by Engine.add
     lora_digest: str = ""  # digest of its adapter's weights; set by Engine.add
-    tokens_checked: bool = False  # the prompt's ids, also its siblings', are in the vocabulary; set by Engine.check
+    is_checked: bool = False  # Engine.check accepted it, and need not check it again; set there
     finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish is called
     cache: CacheState = field(default_factory=CacheState)
     schedule: ScheduleState = field(default_factory=ScheduleState)
@@ -442,6 +442,7 @@ class Request:
         trusted = max(0, len(delivered) - num_checked)
         self.tokens.extend(delivered[:trusted])
         self.to_check.extend(delivered[trusted:])
+        self.is_checked = False
         if self.guide is not None:
             for token in delivered[:trusted]:
                 self.guide.accept(token)

@@ -54,8 +54,8 @@ def replicas(count: int, **config: Any) -> Iterator[list[Serving]]:
 
 
 def replica_of(server: Serving) -> Replica:
-    found = server.server._parts.replica
-    assert found is not None
+    found = server.server._parts.member
+    assert isinstance(found, Replica)
     return found
 
 

@@ -22,7 +22,7 @@ from quire.bits.fingerprint import MAX_PART, Fingerprint
 from quire.bits.weights import MAX_PAGES, PAGE, sampled_pages, weights_digest
 from quire.config import CacheConfig, EngineConfig
 from quire.errors import BadValue, ConfigError, ModelError
-from quire.fleet import identity
+from quire.frontend import model_fingerprint
 from quire.frontend.model_fingerprint import replica_fingerprint
 from quire.models import EMBEDDED
 from quire.ops.cpu import fetching, native
@@ -138,8 +138,8 @@ def test_each_option_is_in_or_out_and_the_module_says_why() -> None:
     options = {one.name for config in (EngineConfig, CacheConfig) for one in fields(config)} - {"cache"}
     assert {*IN, "attention_backend", "gguf_file", "tokenizer"} | OUT.keys() == options
     assert not IN.keys() & OUT.keys()
-    assert identity.__doc__ is not None
-    inside, _, outside = identity.__doc__.partition("    out ")
+    assert model_fingerprint.__doc__ is not None
+    inside, _, outside = model_fingerprint.__doc__.partition("    out ")
     assert all(name in inside for name in {*IN, "attention_backend"})
     assert all(name in outside for name in {*OUT, "gguf_file", "tokenizer"})
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused_by_name(server: Serving, path: str) -> None:
         ({"guided_choice": [""]}, "guided_choice", "guided_choice[0] is ''"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "one of them only"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "one of them only"),
-        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "llguidance follows all"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "llguidance handles all"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "x-guidance"),
         ({"grammar": 'root ::= "a" | "b"'}, "grammar", "Lark's notation is wanted"),
         ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "it is in GBNF"),

@@ -220,7 +220,7 @@ def test_the_body_that_began_first_gives_way(monkeypatch: pytest.MonkeyPatch) ->
         assert (await third.task).tokens == [7]
         assert bodies._held == 90
         await first.send(b" ")
-        with pytest.raises(ApiError, match="200 bytes of bodies") as caught:
+        with pytest.raises(ApiError, match="200 bytes of incomplete bodies") as caught:
             await first.task
         assert (caught.value.status, caught.value.code) == (408, "body_gave_way")
         await second.send(b" " * 10)

@@ -170,7 +170,7 @@ class Gated:
 
 def gated(server: Serving, monkeypatch: pytest.MonkeyPatch, *known: str) -> Gated:
     made = Gated(known)
-    monkeypatch.setattr(server.service, "grammars", made)
+    monkeypatch.setattr(server.service.factory, "_grammars", made)
     return made
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from quire.bits.fingerprint import Fingerprint
 from quire.errors import ModelError
-from quire.fleet import identity
+from quire.frontend import model_fingerprint
 from quire.frontend.llm import LLM
 from quire.server.api.service import FINGERPRINT_HEADER
 from tests.models.adapters import embedded_linears, save_adapter
@@ -48,7 +48,7 @@ def server() -> Iterator[Serving]:
 def right(server: Serving) -> str:
     service = server.service
     template = service.model.template
-    found = identity.replica_fingerprint(service.worker.llm.llm, None if template is None else template.source)
+    found = model_fingerprint.replica_fingerprint(service.worker.llm.llm, None if template is None else template.source)
     return f"fp_{found.digest[:10]}"
 
 
@@ -117,7 +117,7 @@ def test_it_covers_the_adapters_that_are_loaded(tmp_path: Path) -> None:
         def right(**lora: Path) -> str:
             """That of a replica that begins with these adapters."""
             with LLM(num_blocks=64, lora=lora) as llm:
-                found = identity.replica_fingerprint(llm, None if template is None else template.source)
+                found = model_fingerprint.replica_fingerprint(llm, None if template is None else template.source)
             return f"fp_{found.digest[:10]}"
 
         def named(model: str) -> str:
@@ -149,13 +149,13 @@ def test_it_is_null_where_it_is_not_known() -> None:
 @pytest.mark.slow
 def test_where_bits_depend_on_the_batch_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(num_blocks=64) as llm:
-        kept = identity.system_fingerprint(llm, None, {})
-        assert kept == identity.replica_fingerprint(llm, None)
+        kept = model_fingerprint.system_fingerprint(llm, None, {})
+        assert kept == model_fingerprint.replica_fingerprint(llm, None)
         monkeypatch.setattr("quire.bits.parts.probe", lambda *_: pytest.fail("it probes"))
         monkeypatch.setattr(llm.decoder, "rows_keep_bits", False)
-        found = identity.system_fingerprint(llm, None, {})
-        assert found == identity.system_fingerprint(llm, None, {}) != kept
-        assert found != identity.system_fingerprint(llm, "{{ messages }}", {})
+        found = model_fingerprint.system_fingerprint(llm, None, {})
+        assert found == model_fingerprint.system_fingerprint(llm, None, {}) != kept
+        assert found != model_fingerprint.system_fingerprint(llm, "{{ messages }}", {})
 
 
 @pytest.mark.slow
@@ -168,5 +168,5 @@ def test_a_digest_that_cannot_be_found_is_logged(
 
     monkeypatch.setattr("quire.bits.parts.probe", fail)
     with LLM(num_blocks=64) as llm:
-        assert identity.system_fingerprint(llm, None, {}) is None
+        assert model_fingerprint.system_fingerprint(llm, None, {}) is None
     assert f"answers have no system_fingerprint: {error}" in caplog.text

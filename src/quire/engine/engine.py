@@ -103,11 +103,12 @@ class Engine:
             self.finish(request.id, FinishReason.STOP)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if `add` would. Siblings share their prompt, so it is checked once."""
+        """Raise RequestError if `add` would. A request is checked once, and the prompt that siblings share, too."""
+        if request.is_checked:
+            return
         first = request.group.members[0] if request.group else request
-        if not first.tokens_checked:
+        if first is request or not first.is_checked:
             self._check_tokens(request, "prompt", np.asarray(first.tokens)[: first.num_prompt])
-            first.tokens_checked = True
         if request.num_generated or request.to_check:
             delivered = np.array([*request.tokens[request.num_prompt :], *request.to_check])
             self._check_tokens(request, "delivered", delivered)
@@ -122,6 +123,7 @@ class Engine:
         if request.driven and request.guide is not None:
             raise RequestError(f"request {request.id} has a guide; a beam search does not support grammars")
         self.scheduler.check(request)
+        request.is_checked = True
 
     def bind_lora(self, request: Request) -> None:
         """Set the slot and the digest of a new request's adapter. Raises RequestError if that is not loaded."""

@@ -128,7 +128,8 @@ class Scheduler:
 
         Siblings must be added one after the other.
         """
-        self.check(request)
+        if not request.is_checked:
+            self.check(request)
         if request.guide is not None:
             try:
                 request.schedule.allowed = request.guide.allowed()

@@ -34,10 +34,10 @@ from quire.fleet.stream import NumberedStream, last_event
 from quire.fleet.watch import FleetWatch
 from quire.fleet.wire import Hello, loads, read
 from quire.fleet.work import FarGuide
-from quire.frontend.outputs import RequestOutput
+from quire.frontend.requests import Made
 from quire.frontend.tokenizer import find_tokenizer
 from quire.models.files import Directory
-from quire.request import Guide, Request
+from quire.request import Guide
 from quire.sandbox.chat_template import ChatTemplate
 from quire.sandbox.grammar import Spec
 from quire.server.api.app import build_app
@@ -90,9 +90,7 @@ class FleetService(Service):
         digest = blake2b(f"{client_of(request)}\0{key}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
         return Identity(f"{kind}-{digest}", int(time.time()))
 
-    def stream(
-        self, request: HttpRequest, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]]
-    ) -> Stream:
+    def stream(self, request: HttpRequest, identity: Identity, prompts: Sequence[Made]) -> Stream:
         """Return a stream that continues after the client's last event."""
         return NumberedStream(identity, prompts, last_event(request.headers.get("last-event-id")))
 

@@ -37,13 +37,12 @@ from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
 from quire.frontend.async_llm import Step
 from quire.frontend.disk_cache import prefetch_of
-from quire.frontend.embedding import embedding_request
 from quire.frontend.llm import LLM
 from quire.frontend.model_fingerprint import lora_digests, replica_fingerprint
-from quire.frontend.outputs import RequestOutput
-from quire.frontend.requests import constraints_for, make_requests
+from quire.frontend.request_factory import RequestOptions, TokenizedPrompt
+from quire.frontend.requests import Made
 from quire.models.files import SETTINGS, TEMPLATE, TOKENIZER
-from quire.request import Request, Task
+from quire.request import Task
 from quire.sandbox.grammar import Spec
 from quire.server.api.service import Service
 from quire.server.api.worker import Worker
@@ -242,16 +241,15 @@ class Replica:
         except WireError as error:
             raise ApiError(str(error), code="bad_message") from error
 
-    async def _made(self, call: Call) -> list[tuple[RequestOutput, list[Request]]]:
+    async def _made(self, call: Call) -> list[Made]:
         """Return the requests of a call."""
         name = self._unique(call.name)
+        factory, prompt = self._service.factory, TokenizedPrompt(None, call.prompt)
+        options = RequestOptions(call.priority, call.salt, call.lora)
         if call.task is Task.EMBED:
-            request, output = embedding_request(name, None, call.prompt, call.priority, call.salt, call.lora)
-            return [(output, [request])]
+            return [factory.embedding(name, prompt, options)]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
-        model = self._service.model
-        own = (call.priority, call.salt, call.lora, constraints_for(sampling, model.tokenizer, model.vocab_size))
-        output, requests = make_requests(name, None, call.prompt, sampling, *own)
+        output, requests = factory.generation(name, prompt, sampling, options, factory.constraints(sampling))
         if call.sample is not None:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob

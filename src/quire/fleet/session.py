@@ -14,7 +14,7 @@ from quire.fleet.wire import Frame, Hello, dumps
 from quire.frontend.jobs import Generation
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.request import Request
+from quire.frontend.requests import Made
 from quire.server.http.api_error import api_error
 
 MAX_UNSENT = 2**16  # unsent frames and event items after which a slow gateway is disconnected
@@ -125,7 +125,7 @@ class Flow(Generation):
     """A call whose output is reported as frames."""
 
     def __init__(
-        self, session: Session, number: int, prompts: Sequence[tuple[RequestOutput, list[Request]]],
+        self, session: Session, number: int, prompts: Sequence[Made],
         started: Callable[[], None],
     ) -> None:  # fmt: skip
         """started: called by the engine thread when the samples are queued."""

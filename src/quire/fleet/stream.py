@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from quire.frontend.jobs import Delta
 from quire.frontend.outputs import RequestOutput
-from quire.request import FinishReason, Request
+from quire.frontend.requests import Made
+from quire.request import FinishReason
 from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity
 from quire.server.http.api_error import ApiError
@@ -58,9 +59,7 @@ def last_event(header: str | None) -> LastEvent | None:
 class NumberedStream(Stream):
     """A stream whose event ids have the position of each sample, so that another gateway can send the rest."""
 
-    def __init__(
-        self, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]], last: LastEvent | None
-    ) -> None:
+    def __init__(self, identity: Identity, prompts: Sequence[Made], last: LastEvent | None) -> None:
         """last: the client's last event; None for a new stream. Raises ApiError if the number of samples differs."""
         super().__init__(prompts)
         self.wanted_fingerprint = None if last is None else last.fingerprint

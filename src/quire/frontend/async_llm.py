@@ -24,7 +24,8 @@ from quire.frontend.embedding import EmbeddingRequestOutput, check_dimensions, e
 from quire.frontend.jobs import Delta, Generation, Growing, Job, Search, end
 from quire.frontend.llm import LLM, Closed
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.request_factory import Encoded, Prompt
+from quire.frontend.request_factory import Prompt, TokenizedPrompt
+from quire.frontend.requests import Made
 from quire.parallel.group import Group
 from quire.request import Event, SamplingParams
 
@@ -159,7 +160,7 @@ class AsyncLLM:
             EngineStopped: the engine stopped before the prompt ended.
         """
         own = (sampling_params, request_id, priority, lora)
-        async for output in self._generate(lambda: self.llm.prompts.encoded(prompt), *own):
+        async for output in self._generate(lambda: self.llm.factory.tokenize(prompt), *own):
             yield output
 
     async def chat(
@@ -208,7 +209,7 @@ class AsyncLLM:
             ```
         """
         own = (sampling_params, request_id, priority, lora)
-        async for output in self._generate(lambda: self.llm.prompts.encoded_chat(messages, **rendering), *own):
+        async for output in self._generate(lambda: self.llm.factory.tokenize_chat(messages, **rendering), *own):
             yield output
 
     async def embed(
@@ -254,7 +255,7 @@ class AsyncLLM:
         """
         check_dimensions(dimensions, self.llm.hidden_size)
         name = self._named(request_id)
-        make = partial(self.llm.prompts.embedding_request, name, prompt, priority, lora)
+        make = partial(self.llm.factory.one_embedding, name, prompt, priority, lora)
         job = Generation([await self._made(name, make)])
         self._start(job, name)
         try:
@@ -273,7 +274,7 @@ class AsyncLLM:
 
     async def _generate(
         self,
-        encode: Callable[[], Encoded],
+        tokenize: Callable[[], TokenizedPrompt],
         sampling_params: SamplingParams | None,
         request_id: str | None,
         priority: int,
@@ -281,8 +282,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         name = self._named(request_id)
 
-        def make() -> tuple[RequestOutput, list[Any]]:
-            return self.llm.prompts.request(name, encode(), sampling_params, priority, lora)
+        def make() -> Made:
+            return self.llm.factory.one_generation(name, tokenize(), sampling_params, priority, lora)
 
         job = Growing(*await self._made(name, make))
         self._start(job, name)
@@ -300,7 +301,7 @@ class AsyncLLM:
         self.start()
         name = request_id
         if name is None:
-            name = next(name for name in iter(self.llm.prompts.next_name, None) if name not in self._names)
+            name = next(name for name in iter(self.llm.factory.next_name, None) if name not in self._names)
         elif not isinstance(name, str) or not name:
             raise RequestError(f"request_id is {name!r}; it must be a text of at least one character")
         elif name in self._names:

@@ -18,6 +18,7 @@ from quire.engine.engine import Engine
 from quire.errors import QuireError
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.frontend.requests import Made
 from quire.request import Request
 
 
@@ -59,7 +60,7 @@ class Job(Protocol):
 class Generation:
     """Prompts to continue."""
 
-    def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
+    def __init__(self, prompts: Sequence[Made]) -> None:
         self.outputs = [output for output, _ in prompts]
         self.requests = [request for _, requests in prompts for request in requests]
         self.num_samples = len(self.requests)
@@ -96,7 +97,7 @@ class Generation:
 class Reported(Generation):
     """Prompts to continue, with deltas after every step."""
 
-    def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
+    def __init__(self, prompts: Sequence[Made]) -> None:
         super().__init__(prompts)
         self._reported: dict[tuple[str, int], tuple[int, int]] = {}  # characters, tokens; the engine thread's
 

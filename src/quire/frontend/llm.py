@@ -30,27 +30,23 @@ from quire.frontend.embedding import (
     ScoringRequestOutput,
     check_dimensions,
     embedding_output,
-    embedding_request,
     similarity,
 )
-from quire.frontend.loglikelihood import (
-    LoglikelihoodOutput,
-    check_pair,
-    encode_pair,
-    loglikelihood_output,
-    loglikelihood_request,
-)
+from quire.frontend.loglikelihood import LoglikelihoodOutput, check_pair, encode_pair, loglikelihood_output
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, beam_sequences
 from quire.frontend.request_factory import (
     Messages,
     Prompt,
-    Prompts,
+    RequestFactory,
+    RequestOptions,
     each_lora,
+    each_options,
     each_priority,
     list_prompts,
     parse_prompt,
 )
+from quire.frontend.requests import Made
 from quire.importing import uncollected
 from quire.models import check_device, check_parallel, load_model, locate
 from quire.models.files import Files, files_of
@@ -60,7 +56,7 @@ from quire.models.lora.fitting import prepare
 from quire.parallel.group import Group, join
 from quire.parallel.worker import agree_on_model, follow
 from quire.progress import progress_bar
-from quire.request import Request, SamplingParams
+from quire.request import SamplingParams
 
 log = logging.getLogger("quire")
 
@@ -114,7 +110,7 @@ class LLM:
         self._load()
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.processor = OutputProcessor(self.engine, self.tokenizer)
-        self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)
+        self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
 
@@ -201,7 +197,7 @@ class LLM:
         """
         if isinstance(self.engine, Closed):
             return
-        self.prompts.close()
+        self.factory.close()
         if self.group is not None:
             with suppress(GroupLost):
                 cast(LeadingRunner, self.engine.runner).end()
@@ -209,7 +205,7 @@ class LLM:
         self.engine.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
-        for name in ("engine", "decoder", "backend", "processor", "prompts"):
+        for name in ("engine", "decoder", "backend", "processor", "factory"):
             setattr(self, name, Closed())
         gc.collect()  # an engine's parts refer to one another
         if self.config.device != "cpu":
@@ -257,12 +253,8 @@ class LLM:
             given = "neither" if prompts is None else "both"
             raise RequestError(f"{given} of prompts and prompt_token_ids was given; give one of them")
         listed = cast("Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
-        return self._finished(
-            self.prompts.requests(
-                [self.prompts.encoded(prompt) for prompt in list_prompts(listed)], sampling_params, priority, lora
-            ),
-            use_tqdm,
-        )
+        tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(listed)]
+        return self._finished(self.factory.generations(tokenized, sampling_params, priority, lora), use_tqdm)
 
     def chat(
         self,
@@ -319,8 +311,8 @@ class LLM:
         }
         is_one = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
         listed = cast("Sequence[Messages]", [messages] if is_one else messages)
-        encoded = [self.prompts.encoded_chat(conversation, **rendering) for conversation in listed]
-        return self._finished(self.prompts.requests(encoded, sampling_params, priority, lora), use_tqdm)
+        tokenized = [self.factory.tokenize_chat(conversation, **rendering) for conversation in listed]
+        return self._finished(self.factory.generations(tokenized, sampling_params, priority, lora), use_tqdm)
 
     def stream(
         self,
@@ -353,11 +345,8 @@ class LLM:
                     print(output.outputs[0].text, output.finished)
             ```
         """
-        yield from self._run(
-            self.prompts.requests(
-                [self.prompts.encoded(prompt) for prompt in list_prompts(prompts)], sampling_params, priority, lora
-            )
-        )
+        tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(prompts)]
+        yield from self._run(self.factory.generations(tokenized, sampling_params, priority, lora))
 
     def beam_search(
         self,
@@ -396,9 +385,9 @@ class LLM:
         searches: list[tuple[str | None, list[int], BeamDriver]] = []
         listed = list_prompts(prompts)
         for prompt, own_lora in zip(listed, each_lora(lora, len(listed)), strict=True):
-            text, tokens, salt = self.prompts.encoded(prompt)
+            text, tokens, salt = self.factory.tokenize(prompt)
             with _by_place(len(searches), len(listed)):
-                driver = BeamDriver(self.engine, self.prompts.next_name(), tokens, params, salt, own_lora)
+                driver = BeamDriver(self.engine, self.factory.next_name(), tokens, params, salt, own_lora)
                 driver.check()
             searches.append((text, tokens, driver))
         takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
@@ -460,13 +449,10 @@ class LLM:
             ```
         """
         check_dimensions(dimensions, self.hidden_size)
-        listed = list_prompts(prompts)
-        requests: list[tuple[Request, RequestOutput]] = []
-        each = zip(listed, each_priority(priority, len(listed)), each_lora(lora, len(listed)), strict=True)
-        for prompt, own_priority, own_lora in each:
-            text, tokens, salt = self.prompts.encoded(prompt)
-            requests.append(embedding_request(self.prompts.next_name(), text, tokens, own_priority, salt, own_lora))
-        return [embedding_output(output, dimensions) for output in self._finished(requests, use_tqdm)]
+        tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(prompts)]
+        each = zip(tokenized, each_options(tokenized, priority, lora), strict=True)
+        made = [self.factory.embedding(self.factory.next_name(), prompt, options) for prompt, options in each]
+        return [embedding_output(output, dimensions) for output in self._finished(made, use_tqdm)]
 
     def score(
         self,
@@ -556,7 +542,7 @@ class LLM:
         firsts, seconds = list_prompts(prompts), list_prompts(continuations, "continuations")
         if len(firsts) != len(seconds):
             raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
-        requests: list[tuple[Request, RequestOutput]] = []
+        made: list[Made] = []
         starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the number of prompt tokens
         loras = each_lora(lora, len(firsts))
         for i, own_priority in enumerate(each_priority(priority, len(firsts))):
@@ -565,7 +551,7 @@ class LLM:
             texts: tuple[str | None, str | None] = (None, None)
             if isinstance(prompt, str) and isinstance(continuation, str):
                 texts = (prompt, continuation)
-                before, after = encode_pair(self.prompts.tokenizer_for(prompt), prompt, continuation)
+                before, after = encode_pair(self.factory.tokenizer_for(prompt), prompt, continuation)
             elif isinstance(prompt, str) or isinstance(continuation, str):
                 kinds = ["a text" if isinstance(x, str) else "token ids" for x in (prompt, continuation)]
                 raise RequestError(
@@ -574,11 +560,10 @@ class LLM:
             else:
                 before, after = prompt, continuation
             check_pair(i, before, after)
-            requests.append(
-                loglikelihood_request(self.prompts.next_name(), before, after, own_priority, salt, loras[i])
-            )
+            options = RequestOptions(own_priority, salt, loras[i])
+            made.append(self.factory.loglikelihood(self.factory.next_name(), before, after, options))
             starts.append((*texts, len(before)))
-        ended = self._finished(requests, use_tqdm)
+        ended = self._finished(made, use_tqdm)
         return [loglikelihood_output(output, *start) for output, start in zip(ended, starts, strict=True)]
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -630,28 +615,27 @@ class LLM:
         """Remove all blocks from the prefix cache, so that later prompts reuse none of them."""
         self.engine.reset_prefix_cache()
 
-    def _finished(self, requests: list[tuple[Request, RequestOutput]], use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests to completion. Return their outputs in the order of the requests."""
-        outputs: dict[str, RequestOutput] = {}
-        names = list(dict.fromkeys(output.request_id for _, output in requests))
-        with progress_bar("prompts", len(names)) if use_tqdm else nullcontext(lambda: None) as advance:
-            for output in self._run(requests):
+    def _finished(self, made: Sequence[Made], use_tqdm: bool) -> list[RequestOutput]:
+        """Run prompts to completion. Return their outputs in the order of the prompts."""
+        with progress_bar("prompts", len(made)) if use_tqdm else nullcontext(lambda: None) as advance:
+            for output in self._run(made):
                 if output.finished:
-                    outputs[output.request_id] = output
                     advance()
-        return [outputs[name] for name in names]
+        return [output for output, _ in made]
 
-    def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
-        places = {name: i for i, name in enumerate(dict.fromkeys(output.request_id for _, output in requests))}
-        for request, output in requests:
-            with _by_place(places[output.request_id], len(places)):
-                self.engine.check(request)
-        names = [request.id for request, _ in requests]
-        pending = {output.request_id for _, output in requests}
+    def _run(self, made: Sequence[Made]) -> Iterator[RequestOutput]:
+        """Run prompts. Yield an output whenever it has grown."""
+        for place, (_, requests) in enumerate(made):
+            with _by_place(place, len(made)):
+                for request in requests:
+                    self.engine.check(request)
+        names = [request.id for _, requests in made for request in requests]
+        pending = {output.request_id for output, _ in made}
         ended: deque[RequestOutput] = deque()
         try:
-            for request, output in requests:
-                self.processor.add(request, output, ended)
+            for output, requests in made:
+                for request in requests:
+                    self.processor.add(request, output, ended)
             while pending:
                 if not self.engine.has_work:
                     raise QuireError("events of this call were lost: an exception interrupted another call")

@@ -1,10 +1,10 @@
-"""Conversion of callers' prompts and conversations, with their options, into requests of the engine."""
+"""RequestFactory: the one place where prompts and their options become requests of the engine."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -12,9 +12,10 @@ from quire.engine.engine import Engine
 from quire.errors import RequestError, check_integer
 from quire.frontend.chat_tokenizer import ChatTokenizer
 from quire.frontend.embedding import embedding_request
-from quire.frontend.outputs import RequestOutput
-from quire.frontend.requests import constraints_for, make_requests, truncated
-from quire.request import MAX_PRIORITY, Constraints, Guide, Request, SamplingParams, StructuredOutputsParams
+from quire.frontend.loglikelihood import loglikelihood_request
+from quire.frontend.requests import Made, constraints_for, make_requests, truncated
+from quire.frontend.tokenizer import Tokenizer
+from quire.request import MAX_PRIORITY, Constraints, Guide, SamplingParams
 from quire.sandbox.grammar import Grammars, Spec
 
 # A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM, both with an optional "cache_salt".
@@ -22,25 +23,55 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # a conversation
 
 
-class Encoded(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt in the engine's form."""
 
     text: str | None  # None if token ids were given
     tokens: list[int]
-    salt: str  # its cache_salt
+    salt: str = ""  # its cache_salt, if it was given with the prompt
 
 
-class Prompts:
-    """Factory of an engine's requests. It is thread-safe."""
+class RequestOptions(NamedTuple):
+    """Options of a request in addition to its sampling parameters."""
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, default_sampling: Mapping[str, Any]) -> None:
-        """Create the factory. `default_sampling` has the fields of SamplingParams for requests without any."""
-        self._engine = engine
+    priority: int = 0
+    cache_salt: str = ""
+    lora: str | None = None  # the name of an adapter
+
+
+class RequestFactory:
+    """Makes the requests of one model for LLM, AsyncLLM, the server's routes and replicas. It is thread-safe.
+
+    Args:
+        tokenizer: the model's tokenizer; None if the model has none.
+        vocab_size: number of the model's token ids.
+        max_model_len: most tokens of a prompt and its answer together.
+        eos_token_ids: token ids that end a text.
+        default_sampling: fields of SamplingParams for requests without any.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        default_sampling: Mapping[str, Any],
+    ) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
         self._default_sampling = default_sampling
         self._grammars: Grammars | None = None  # made at first use
         self._grammars_lock = threading.Lock()
         self._names = itertools.count()
+
+    @classmethod
+    def of(cls, engine: Engine, tokenizer: Tokenizer | None, default_sampling: Mapping[str, Any]) -> RequestFactory:
+        """Return the factory of an engine's requests."""
+        longest = engine.scheduler.max_model_len
+        return cls(tokenizer, engine.vocab_size, longest, engine.eos_token_ids, default_sampling)
 
     def close(self) -> None:
         """Stop the processes that compile grammars."""
@@ -52,116 +83,160 @@ class Prompts:
         """Return a new name for a prompt."""
         return str(next(self._names))
 
-    def encoded(self, prompt: Prompt) -> Encoded:
+    # ------------------------------------------------------------------------------------------------- prompts
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Tokenize a prompt. Raises RequestError if it is invalid."""
         given, salt = parse_prompt(prompt)
         if isinstance(given, str):
-            return Encoded(given, self.tokenizer_for(given).encode(given), salt)
-        return Encoded(None, given, salt)
+            return TokenizedPrompt(given, self.tokenizer_for(given).encode(given), salt)
+        return TokenizedPrompt(None, given, salt)
 
-    def encoded_chat(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Encoded:
+    def tokenize_chat(self, messages: Messages, **rendering: Any) -> TokenizedPrompt:
         """Render and tokenize a conversation, see `LLM.chat`. Raises RequestError if it is invalid."""
-        if self._tokenizer is None:
+        if not isinstance(self._tokenizer, ChatTokenizer):
             raise RequestError("a chat is text, and this model has no tokenizer; generate takes token ids")
         text = self._tokenizer.render(messages, **rendering)
-        return Encoded(text, self._tokenizer.encode(text, add_special_tokens=False), "")
+        return TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 
-    def tokenizer_for(self, text: str) -> ChatTokenizer:
+    def tokenizer_for(self, text: str) -> Tokenizer:
         """Return the model's tokenizer. Raises RequestError, which quotes the text, if the model has none."""
         if self._tokenizer is None:
             raise RequestError(f"{text[:40]!r} is a text, and this model has no tokenizer; give token ids")
         return self._tokenizer
 
-    def requests(
-        self,
-        listed: Sequence[Encoded],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        lora: str | Sequence[str | None] | None,
-    ) -> list[tuple[Request, RequestOutput]]:
-        """Return a request for each sample of each prompt, with the output that it belongs to."""
-        priorities = each_priority(priority, len(listed))
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            each = [sampling_params or SamplingParams(**self._default_sampling)] * len(listed)
-        else:
-            each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
-        if len(each) != len(listed):
-            raise RequestError(
-                f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
-            )
-        requests: list[tuple[Request, RequestOutput]] = []
-        constraints: dict[int, Constraints | None] = {}
-        loras = each_lora(lora, len(listed))
-        for prompt, sampling, own_priority, own_lora in zip(listed, each, priorities, loras, strict=True):
-            if id(sampling) not in constraints:  # shared by all prompts with these parameters
-                constraints[id(sampling)] = self._constraints(sampling)
-            own = (own_priority, own_lora, constraints[id(sampling)])
-            output, samples = self._request(self.next_name(), prompt, sampling, *own)
-            requests += [(request, output) for request in samples]
-        return requests
+    def truncate(self, tokens: list[int], count: int | None, max_tokens: int | None) -> list[int]:
+        """Return the end of a prompt, see `SamplingParams.truncate_prompt_tokens`, which is `count`."""
+        return truncated(tokens, count, max_tokens, self._max_model_len)
 
-    def request(
-        self, name: str, prompt: Encoded, sampling: SamplingParams | None, priority: int, lora: str | None
-    ) -> tuple[RequestOutput, list[Request]]:
-        """Return the output of one prompt, still empty, and the requests of its samples, see `LLM.generate`.
+    # ------------------------------------------------------------------------------------------------- constraints
 
-        Raises RequestError for an invalid argument.
+    def constraints(self, sampling: SamplingParams) -> Constraints | None:
+        """Return the constraints of sampling parameters. All requests with these parameters may share them.
+
+        Raises RequestError for token ids outside the vocabulary, and for bad words without a tokenizer.
         """
-        if sampling is None:
-            sampling = SamplingParams(**self._default_sampling)
-        if not isinstance(sampling, SamplingParams):
-            raise RequestError(f"sampling_params is a {type(sampling).__name__}; it must be SamplingParams")
-        [priority] = each_priority([priority], 1)
-        constraints = constraints_for(sampling, self._tokenizer, self._engine.vocab_size)
-        return self._request(name, prompt, sampling, priority, lora, constraints)
+        return constraints_for(sampling, self._tokenizer, self._vocab_size)
 
-    def embedding_request(
-        self, name: str, prompt: Prompt, priority: int, lora: str | None
-    ) -> tuple[RequestOutput, list[Request]]:
-        """Return the output of one prompt, still empty, and its request, see `LLM.embed`.
-
-        Raises RequestError for an invalid argument.
-        """
-        text, tokens, salt = self.encoded(prompt)
-        [priority] = each_priority([priority], 1)
-        request, output = embedding_request(name, text, tokens, priority, salt, lora)
-        return output, [request]
-
-    def _request(
-        self,
-        name: str,
-        prompt: Encoded,
-        sampling: SamplingParams,
-        priority: int,
-        lora: str | None,
-        constraints: Constraints | None,
-    ) -> tuple[RequestOutput, list[Request]]:
-        if sampling.stop_strings and self._tokenizer is None:
-            raise RequestError(f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request")
-        longest = self._engine.scheduler.max_model_len
-        tokens = truncated(prompt.tokens, sampling.truncate_prompt_tokens, sampling.max_tokens, longest)
-        own = (priority, prompt.salt, lora, constraints)
-        output, samples = make_requests(name, prompt.text, tokens, sampling, *own)
-        if sampling.structured_outputs is not None:
-            guide = self._guide(sampling.structured_outputs)
-            for request in samples:
-                request.guide = guide.copy()
-        return output, samples
-
-    def _constraints(self, sampling: SamplingParams) -> Constraints | None:
-        if not isinstance(sampling, SamplingParams):
-            raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
-        return constraints_for(sampling, self._tokenizer, self._engine.vocab_size)
-
-    def _guide(self, asked: StructuredOutputsParams) -> Guide:
-        """Return the guide that enforces a constraint. Raises RequestError for an unsupported one."""
+    def grammars(self) -> Grammars:
+        """Return the compiler of grammars. Raises RequestError if the model has no tokenizer."""
         if self._tokenizer is None:
             raise RequestError("structured_outputs constrain text, and this model has no tokenizer")
         with self._grammars_lock:
             if self._grammars is None:
-                self._grammars = Grammars(self._tokenizer.json(), self._engine.vocab_size, self._engine.eos_token_ids)
-            grammars = self._grammars
-        return grammars.compile(Spec.of(asked))
+                self._grammars = Grammars(self._tokenizer.json(), self._vocab_size, self._eos_token_ids)
+            return self._grammars
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def generation(
+        self,
+        name: str,
+        prompt: TokenizedPrompt,
+        sampling: SamplingParams,
+        options: RequestOptions,
+        constraints: Constraints | None,
+        guide: Guide | None = None,
+    ) -> Made:
+        """Return the output of a prompt and the requests that continue it.
+
+        Args:
+            name: id of the output; those of the requests begin with it.
+            prompt: the prompt, already truncated.
+            sampling: parameters of sampling.
+            options: priority, salt and adapter.
+            constraints: the result of `constraints` for these parameters.
+            guide: the grammar that the text must follow. Each request gets a copy.
+        """
+        output, requests = make_requests(name, prompt.text, prompt.tokens, sampling, *options, constraints)
+        if guide is not None:
+            for request in requests:
+                request.guide = guide.copy()
+        return output, requests
+
+    def embedding(self, name: str, prompt: TokenizedPrompt, options: RequestOptions) -> Made:
+        """Return the output of a prompt and the request for its last hidden state."""
+        request, output = embedding_request(name, prompt.text, prompt.tokens, *options)
+        return output, [request]
+
+    def loglikelihood(self, name: str, before: list[int], after: list[int], options: RequestOptions) -> Made:
+        """Return the output and the request for the logprobs of the tokens `after`, which follow those `before`."""
+        request, output = loglikelihood_request(name, before, after, *options)
+        return output, [request]
+
+    def generations(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        lora: str | Sequence[str | None] | None,
+    ) -> list[Made]:
+        """Return the output and the requests of each prompt, see `LLM.generate`. Raises RequestError."""
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            each = [sampling_params or self.default_sampling()] * len(prompts)
+        else:
+            each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+        if len(each) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
+            )
+        constraints: dict[int, Constraints | None] = {}
+        made: list[Made] = []
+        for prompt, sampling, options in zip(prompts, each, each_options(prompts, priority, lora), strict=True):
+            check_sampling(sampling)
+            if id(sampling) not in constraints:  # shared by all prompts with these parameters
+                constraints[id(sampling)] = self.constraints(sampling)
+            made.append(self._whole(self.next_name(), prompt, sampling, options, constraints[id(sampling)]))
+        return made
+
+    def one_generation(
+        self, name: str, prompt: TokenizedPrompt, sampling: SamplingParams | None, priority: int, lora: str | None
+    ) -> Made:
+        """Return the output of one prompt and its requests, see `AsyncLLM.generate`. Raises RequestError."""
+        sampling = self.default_sampling() if sampling is None else sampling
+        check_sampling(sampling)
+        [options] = each_options([prompt], [priority], lora)
+        return self._whole(name, prompt, sampling, options, self.constraints(sampling))
+
+    def one_embedding(self, name: str, prompt: Prompt, priority: int, lora: str | None) -> Made:
+        """Return the output of one prompt and its request, see `AsyncLLM.embed`. Raises RequestError."""
+        tokenized = self.tokenize(prompt)
+        [options] = each_options([tokenized], [priority], lora)
+        return self.embedding(name, tokenized, options)
+
+    def default_sampling(self) -> SamplingParams:
+        """Return the parameters of requests without any."""
+        return SamplingParams(**self._default_sampling)
+
+    def _whole(
+        self,
+        name: str,
+        prompt: TokenizedPrompt,
+        sampling: SamplingParams,
+        options: RequestOptions,
+        constraints: Constraints | None,
+    ) -> Made:
+        """Truncate a prompt, compile its grammar and return its output and requests."""
+        if sampling.stop_strings and self._tokenizer is None:
+            raise RequestError(f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request")
+        tokens = self.truncate(prompt.tokens, sampling.truncate_prompt_tokens, sampling.max_tokens)
+        asked = sampling.structured_outputs
+        guide = None if asked is None else self.grammars().compile(Spec.of(asked))
+        return self.generation(name, prompt._replace(tokens=tokens), sampling, options, constraints, guide)
+
+
+def check_sampling(sampling: object) -> None:
+    """Raise RequestError if this is not a SamplingParams."""
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling_params is a {type(sampling).__name__}; it must be SamplingParams")
+
+
+def each_options(
+    prompts: Sequence[TokenizedPrompt], priority: Sequence[int] | None, lora: str | Sequence[str | None] | None
+) -> list[RequestOptions]:
+    """Return the options of each prompt. Raises RequestError for another number of priorities or adapters."""
+    each = zip(each_priority(priority, len(prompts)), prompts, each_lora(lora, len(prompts)), strict=True)
+    return [RequestOptions(own_priority, prompt.salt, own_lora) for own_priority, prompt, own_lora in each]
 
 
 def parse_prompt(prompt: Prompt, what: str = "prompt") -> tuple[str | list[int], str]:

@@ -1,25 +1,19 @@
-"""Requests from tokenized prompts and sampling parameters."""
+"""Requests of the engine from token ids. `RequestFactory` calls these functions for all interfaces."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from quire.engine.constraints import constraints_of
 from quire.errors import RequestError
-from quire.request import (
-    Constraints,
-    Group,
-    Request,
-    SamplingParams,
-)
-
-if TYPE_CHECKING:
-    pass
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tokenizer import Tokenizer
+from quire.request import Constraints, Group, Request, SamplingParams
+
+Made: TypeAlias = tuple[RequestOutput, list[Request]]  # a prompt's output, still empty, and the requests of its samples
 
 
 def bad_sequences(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
@@ -60,7 +54,7 @@ def make_requests(
     cache_salt: str = "",
     lora: str | None = None,
     constraints: Constraints | None = None,
-) -> tuple[RequestOutput, list[Request]]:
+) -> Made:
     """Return a prompt's output, still empty, and the requests of its samples.
 
     `constraints` is the result of `constraints_for`.

@@ -33,8 +33,8 @@ def measure(model: str | None, directory: Path, tokens: int, prompts: int, steps
         for i in range(prompts):  # reusable blocks without owners
             llm.generate([{"prompt_token_ids": prompt(i, tokens)}], ONE, use_tqdm=False)
         params = SamplingParams(temperature=0, max_tokens=(ROUNDS + 1) * steps, ignore_eos=True)
-        asked = [llm.prompts.encoded({"prompt_token_ids": prompt(100 + i, 64)}) for i in range(sequences)]
-        for request, _ in llm.prompts.requests(asked, params, None, None):
+        asked = [llm.factory.tokenize({"prompt_token_ids": prompt(100 + i, 64)}) for i in range(sequences)]
+        for _, [request] in llm.factory.generations(asked, params, None, None):
             engine.add(request)
         for _ in range(4):
             engine.step()

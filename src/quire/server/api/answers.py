@@ -7,9 +7,10 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+from quire.frontend.request_factory import TokenizedPrompt
 from quire.sandbox.grammar import Spec
 from quire.sandbox.thinking import Thinking
-from quire.server.api.service import Prompt, Service
+from quire.server.api.service import Service
 from quire.server.http.api_error import ApiError
 from quire.server.protocol.chat import ChatRequest, NamedTool
 from quire.server.tools.dialect import ANALYSIS
@@ -22,7 +23,9 @@ REASONING = ("reasoning_content", "reasoning")  # clients look for either name
 class Reading:
     """The rules for parsing one request's answers."""
 
-    def __init__(self, service: Service, body: ChatRequest, name: str, prompt: Prompt, continued: str | None) -> None:
+    def __init__(
+        self, service: Service, body: ChatRequest, name: str, prompt: TokenizedPrompt, continued: str | None
+    ) -> None:
         """Create it. name: of the answer. continued: the text of the message to continue, if any.
 
         Raises ApiError for tool calls or a reasoning budget if the model's syntax for them is unknown.

@@ -10,9 +10,10 @@ from starlette.requests import Request as HttpRequest
 
 from quire.engine.beam import BeamSearchParams, Hypothesis
 from quire.frontend.outputs import CompletionOutput, RequestOutput, beam_logprobs
+from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.tokenizer import Detokenizer, Tokenizer
 from quire.server.api.jobs import SearchJob, Stream
-from quire.server.api.service import Prompt, Service
+from quire.server.api.service import Service
 from quire.server.api.streamed import EventWriter
 from quire.server.http.api_error import ApiError, api_error, request_failed
 from quire.server.http.sse import EventStream
@@ -46,7 +47,7 @@ NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
 class Beams:
     """The beam searches of several prompts, with one job each."""
 
-    def __init__(self, service: Service, prompts: Sequence[Prompt], name: str, width: int) -> None:
+    def __init__(self, service: Service, prompts: Sequence[TokenizedPrompt], name: str, width: int) -> None:
         """Create the outputs. name: of the answer. width: beams of each prompt."""
         self.outputs = [  # filled when all searches have ended
             RequestOutput(f"{name}-{i}", one.text, one.tokens, [CompletionOutput(j) for j in range(width)])
@@ -67,7 +68,7 @@ class Beams:
         whose = service.salt(request, body), service.lora_of(body.model)
         for output in self.outputs:
             tokens = output.prompt_token_ids
-            room = service.check_length(Prompt(output.prompt, tokens))
+            room = service.check_length(TokenizedPrompt(output.prompt, tokens))
             params = BeamSearchParams(
                 beam_width=self._width,
                 max_tokens=min(max_tokens or room, room),

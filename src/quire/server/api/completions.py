@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.frontend.jobs import Delta, Generation
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.request import SamplingParams
 from quire.server.api.beams import Beams
@@ -19,7 +20,6 @@ from quire.server.api.infill import infill
 from quire.server.api.jobs import Stream
 from quire.server.api.service import (
     MAX_LOGPROBS,
-    Prompt,
     Service,
     aside,
     counted,
@@ -89,7 +89,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     return await aside(num_logprobs(outputs), partial(answer, outputs))
 
 
-def check_num_logprobs(service: Service, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> None:
+def check_num_logprobs(service: Service, prompts: Sequence[TokenizedPrompt], params: SamplingParams, name: str) -> None:
     """Raise ApiError, naming a field, for more logprobs of generated tokens than one answer may have."""
     if params.logprobs is None:
         return
@@ -111,19 +111,19 @@ def whole(head: dict[str, Any], choices: Iterable[dict[str, Any]], end: dict[str
     return Response(content, media_type=JsonBody.media_type)
 
 
-def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -> Prompt:
+def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -> TokenizedPrompt:
     if isinstance(given, str):
         service.check_text(given)
-        return Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
+        return TokenizedPrompt(given, service.tokenizer.encode(given, body.add_special_tokens))
     text = None
     if body.echo and service.model.tokenizer is not None:
         text = service.model.tokenizer.decode(given, skip_special_tokens=False)
-    return Prompt(text, given)
+    return TokenizedPrompt(text, given)
 
 
 async def _filled_in(
-    service: Service, request: HttpRequest, body: CompletionRequest, prompts: list[Prompt]
-) -> tuple[list[Prompt], list[int]]:
+    service: Service, request: HttpRequest, body: CompletionRequest, prompts: list[TokenizedPrompt]
+) -> tuple[list[TokenizedPrompt], list[int]]:
     """Return infill prompts for the body's suffix and the tokens that end the text; without a suffix, the prompts."""
     if not body.suffix:
         return prompts, []
@@ -131,7 +131,7 @@ async def _filled_in(
     size = len(body.suffix) + sum(len(prompt.tokens) for prompt in prompts)
     make = [partial(infill, service.tokenizer, prompt.tokens, body.suffix) for prompt in prompts]
     found = await service.take_apart(request, size, lambda: [one() for one in make])
-    return [Prompt(prompt.text, one.tokens) for prompt, one in zip(prompts, found, strict=True)], found[0].ends
+    return [TokenizedPrompt(prompt.text, one.tokens) for prompt, one in zip(prompts, found, strict=True)], found[0].ends
 
 
 def _params(service: Service, body: CompletionRequest, max_tokens: int | None, ends: list[int]) -> SamplingParams:
@@ -202,7 +202,7 @@ class _Events:
 class _Writer:
     """Writes choices."""
 
-    def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[TokenizedPrompt]) -> None:
         self._tokenizer = service.model.tokenizer
         self._body = body
         self._prompts = prompts

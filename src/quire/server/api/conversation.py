@@ -10,7 +10,8 @@ from starlette.requests import Request as HttpRequest
 
 from quire.errors import RequestError
 from quire.frontend.chat_tokenizer import plain_call, plain_tool
-from quire.server.api.service import Prompt, Service
+from quire.frontend.request_factory import TokenizedPrompt
+from quire.server.api.service import Service
 from quire.server.http.api_error import ApiError
 from quire.server.protocol.chat import Message, Rendering
 
@@ -21,7 +22,7 @@ async def conversation(
     messages: Sequence[Message],
     rendering: Rendering,
     variables: Mapping[str, Any] | None = None,
-) -> Prompt:
+) -> TokenizedPrompt:
     """Render and tokenize a conversation. Raises ApiError without a template, or if the template refuses it.
 
     variables: template variables in addition to those of the rendering.

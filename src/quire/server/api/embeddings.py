@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,13 +11,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.frontend.embedding import check_dimensions, embedding_request, normalised
+from quire.frontend.embedding import check_dimensions, normalised
 from quire.frontend.jobs import Generation
 from quire.frontend.outputs import RequestOutput
-from quire.request import Request
+from quire.frontend.request_factory import TokenizedPrompt
+from quire.frontend.requests import Made
 from quire.server.api.chunks import usage
 from quire.server.api.conversation import conversation
-from quire.server.api.service import Prompt, Service, aside, counted, listed
+from quire.server.api.service import Service, aside, counted, listed
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
 from quire.server.protocol.embeddings import Embedding, EmbeddingRequest
@@ -62,20 +63,14 @@ async def hidden_states(
     Raises ApiError if one fails.
     """
     service.worker.check_room(len(inputs), field)
-    name, priority = service.identity(request, "embd").name, body.priority or 0
-    own = (priority, service.salt(request, body), service.lora_of(body.model))
+    name, options = service.identity(request, "embd").name, service.options(request, body)
 
-    def make() -> list[tuple[RequestOutput, list[Request]]]:
-        made = []
+    def make() -> Iterator[Made]:
         for i, given in enumerate(inputs):
             prompt = _prompt(service, f"{field} {i}", field, given, body)
-            one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, *own)
-            service.worker.check(one)
-            made.append((output, [one]))
-        return made
+            yield service.factory.embedding(f"{name}-{i}", prompt, options)
 
-    made = await service.take_apart(request, sum(map(len, inputs)), make)
-    return await service.run(request, Generation(made))
+    return await service.run(request, Generation(await service.checked(request, make, sum(map(len, inputs)))))
 
 
 def prompt_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -106,25 +101,25 @@ def _num_numbers(service: Service, body: EmbeddingRequest, count: int) -> int:
     return count * (body.dimensions or service.model.hidden_size)
 
 
-def _prompt(service: Service, name: str, field: str, given: str | list[int], body: Embedding) -> Prompt:
+def _prompt(service: Service, name: str, field: str, given: str | list[int], body: Embedding) -> TokenizedPrompt:
     """Return an input as text and token ids. Raises ApiError for one that is too long or has no token."""
     if isinstance(given, str):
         if service.model.tokenizer is None:
             raise ApiError(f"this model has no tokenizer, so {field} takes token ids only", param=field)
         service.check_text(given, field)
-        prompt = Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
+        text, tokens = given, service.tokenizer.encode(given, body.add_special_tokens)
     else:
-        prompt = Prompt(None, given)
+        text, tokens = None, given
     longest, size = service.model.max_model_len, service.model.vocab_size
-    prompt.tokens = body.kept(prompt.tokens, longest)
-    if (count := len(prompt.tokens)) == 0:
+    tokens = body.kept(tokens, longest)
+    if (count := len(tokens)) == 0:
         raise ApiError(f"{name} has no token; each input needs at least one", param=field)
     if count > longest:
         message = f"{name} has {count} tokens; this model serves sequences of up to {longest}"
         raise ApiError(message, param=field, code="context_length_exceeded")
-    if (wrong := next((token for token in prompt.tokens if token >= size), None)) is not None:
+    if (wrong := next((token for token in tokens if token >= size), None)) is not None:
         raise ApiError(f"{name} has the token {wrong}; token ids of this model lie in 0..{size - 1}", param=field)
-    return prompt
+    return TokenizedPrompt(text, tokens)
 
 
 def _answer(

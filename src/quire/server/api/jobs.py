@@ -8,8 +8,7 @@ from typing import Protocol
 
 from quire.engine.beam import Hypothesis
 from quire.frontend.jobs import Delta, Job, Reported
-from quire.frontend.outputs import RequestOutput
-from quire.request import Request
+from quire.frontend.requests import Made
 
 
 class Stream(Reported):
@@ -17,7 +16,7 @@ class Stream(Reported):
 
     is_continued = False  # the client already has a part of the stream
 
-    def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
+    def __init__(self, prompts: Sequence[Made]) -> None:
         super().__init__(prompts)
         self._came = asyncio.Event()
         self._deltas: list[Delta] = []

@@ -7,7 +7,7 @@ query and a document, such as Qwen3-Reranker, scores it by the probability of it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
@@ -16,10 +16,11 @@ from starlette.responses import Response
 from quire.frontend.embedding import cosine
 from quire.frontend.jobs import Generation
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.requests import constraints_for, make_requests
-from quire.request import Request, SamplingParams
+from quire.frontend.request_factory import TokenizedPrompt
+from quire.frontend.requests import Made
+from quire.request import SamplingParams
 from quire.server.api.embeddings import hidden_states, prompt_usage, unit_vector
-from quire.server.api.service import Prompt, Service, aside
+from quire.server.api.service import Service, aside
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.rerank import RerankRequest, ScoreRequest
@@ -121,9 +122,9 @@ async def _by_answers(
     for question in questions:
         service.check_text(question, field)
 
-    def encode() -> list[Prompt]:
+    def encode() -> list[TokenizedPrompt]:
         encoded = (service.tokenizer.encode_form(QUESTION.split("{}"), (instruction, *pair)) for pair in pairs)
-        return [Prompt(question, tokens) for question, tokens in zip(questions, encoded, strict=True)]
+        return [TokenizedPrompt(question, tokens) for question, tokens in zip(questions, encoded, strict=True)]
 
     prompts = await service.take_apart(request, sum(map(len, questions)), encode)
     for prompt in prompts:
@@ -147,24 +148,23 @@ def _answer_token(service: Service, answer: str) -> int:
 
 
 async def _drawn(
-    service: Service, request: HttpRequest, body: RerankRequest | ScoreRequest, prompts: Sequence[Prompt], token: int
+    service: Service,
+    request: HttpRequest,
+    body: RerankRequest | ScoreRequest,
+    prompts: Sequence[TokenizedPrompt],
+    token: int,
 ) -> list[RequestOutput]:
     """Generate the given token after each prompt, and return the outputs with its logprob from the raw logits."""
     params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[token], logprobs=0)
     name = service.identity(request, "rerank").name
-    constraints = constraints_for(params, service.model.tokenizer, service.model.vocab_size)
-    own = (params, body.priority or 0, service.salt(request, body), service.lora_of(body.model), constraints)
+    options, constraints = service.options(request, body), service.factory.constraints(params)
 
-    def make() -> list[tuple[RequestOutput, list[Request]]]:
-        made = []
+    def make() -> Iterator[Made]:
         for i, prompt in enumerate(prompts):
-            output, requests = make_requests(f"{name}-{token}-{i}", prompt.text, prompt.tokens, *own)
-            service.worker.check(requests[0])
-            made.append((output, requests))
-        return made
+            yield service.factory.generation(f"{name}-{token}-{i}", prompt, params, options, constraints)
 
-    made = await service.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make)
-    return await service.run(request, Generation(made))
+    size = sum(len(prompt.tokens) for prompt in prompts)
+    return await service.run(request, Generation(await service.checked(request, make, size)))
 
 
 def _logprob(output: RequestOutput) -> float:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -20,11 +20,12 @@ from starlette.responses import Response
 from quire.errors import BadValue, RequestError
 from quire.frontend.jobs import Generation, Job
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.requests import constraints_for, make_requests, truncated
+from quire.frontend.request_factory import RequestFactory, RequestOptions, TokenizedPrompt
+from quire.frontend.requests import Made
 from quire.frontend.tokenizer import Tokenizer
-from quire.request import MAX_SEED, Guide, Request, SamplingParams
+from quire.request import MAX_SEED, Guide, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
-from quire.sandbox.grammar import Grammars, Spec, num_trials
+from quire.sandbox.grammar import Spec, num_trials
 from quire.sandbox.thinking import Thinking
 from quire.server.api.host import Host
 from quire.server.api.jobs import Stream
@@ -56,14 +57,6 @@ FINGERPRINT_SIZE = 10  # hexadecimal digits of a system_fingerprint
 FINGERPRINT_HEADER = "X-System-Fingerprint"  # for protocols whose bodies have no field for it
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
           "min_tokens")  # fmt: skip
-
-
-@dataclass
-class Prompt:
-    """A prompt as text and as token ids."""
-
-    text: str | None  # None if only token ids were given
-    tokens: list[int]
 
 
 class Identity(NamedTuple):
@@ -101,13 +94,16 @@ class Service:
     traces: Traces | None = None
     draining: bool = False  # running requests are finished, further ones are not wanted
     created: int = field(default_factory=lambda: int(time.time()))
-    grammars: Grammars | None = None  # created at first use
+    factory: RequestFactory = field(init=False)
     compilers: Lane = field(init=False)  # for grammars that are new or known to be slow
     _quick_grammars: Lane = field(init=False)  # parses all grammars, and compiles those known to be quick
     _texts: Lane = field(init=False)
     _templates: Lane = field(init=False)
 
     def __post_init__(self) -> None:
+        model = self.model
+        limits = (model.vocab_size, model.max_model_len, model.eos_token_ids)
+        self.factory = RequestFactory(model.tokenizer, *limits, model.default_sampling)
         most = MAX_HELD_BODIES * self.config.max_body_size  # characters of one client that wait in each lane
         self.compilers = Lane("grammar", num_trials(), MAX_GRAMMARS)
         self._quick_grammars = Lane("grammar", MAX_QUICK_GRAMMARS, MAX_GRAMMARS)
@@ -182,10 +178,10 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------- prompts
 
-    async def encode(self, request: HttpRequest, text: str, add_special_tokens: bool = True) -> Prompt:
+    async def encode(self, request: HttpRequest, text: str, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Tokenize a text."""
         function = partial(self.tokenizer.encode, text, add_special_tokens)
-        return Prompt(text, await self.take_apart(request, len(text), function))
+        return TokenizedPrompt(text, await self.take_apart(request, len(text), function))
 
     async def render(self, request: HttpRequest, render: Callable[[], str], size: int) -> str:
         """Render a conversation of `size` characters. Raises RequestError if the template refuses it."""
@@ -210,15 +206,15 @@ class Service:
             return function()
         return await self._texts.run(client_of(request), function, size)
 
-    def truncate(self, prompt: Prompt, body: Sampling, max_tokens: int | None) -> Prompt:
+    def truncate(self, prompt: TokenizedPrompt, body: Sampling, max_tokens: int | None) -> TokenizedPrompt:
         """Return the prompt, cut to its end if the body asks for truncation."""
-        tokens = truncated(prompt.tokens, body.truncate_prompt_tokens, max_tokens, self.model.max_model_len)
+        tokens = self.factory.truncate(prompt.tokens, body.truncate_prompt_tokens, max_tokens)
         if len(tokens) == len(prompt.tokens):
             return prompt
         text = None if prompt.text is None else self.tokenizer.decode(tokens)
-        return Prompt(text, tokens)
+        return TokenizedPrompt(text, tokens)
 
-    def check_length(self, prompt: Prompt) -> int:
+    def check_length(self, prompt: TokenizedPrompt) -> int:
         """Return the number of tokens that fit after a prompt. Raises ApiError if none does."""
         room = self.model.max_model_len - len(prompt.tokens)
         if room < 1:
@@ -229,7 +225,7 @@ class Service:
             raise ApiError(message, param="prompt", code="context_length_exceeded")
         return room
 
-    def room_for(self, prompts: Sequence[Prompt], body: Sampling, name: str) -> int | None:
+    def room_for(self, prompts: Sequence[TokenizedPrompt], body: Sampling, name: str) -> int | None:
         """Return the maximum number of new tokens per prompt, from a field or the default. None: as many as fit.
 
         A number above the room is not an error: the text ends at the end of the context. Raises ApiError for a prompt
@@ -330,19 +326,17 @@ class Service:
 
         Raises RequestError for a grammar that cannot be followed, SandboxFailed, and ApiError (429).
         """
-        if self.grammars is None:
-            self.grammars = Grammars(self.tokenizer.json(), self.model.vocab_size, self.model.eos_token_ids)
-        guide = await self._quick_grammars.run(client, partial(self.grammars.compile_if_quick, spec))
+        grammars = self.factory.grammars()
+        guide = await self._quick_grammars.run(client, partial(grammars.compile_if_quick, spec))
         if guide is not None:
             return guide
-        return await self.compilers.run(client, partial(self.grammars.compile, spec))
+        return await self.compilers.run(client, partial(grammars.compile, spec))
 
     def close(self) -> None:
         """End the threads and processes that work for the routes."""
         for lane in (self.compilers, self._quick_grammars, self._texts, self._templates):
             lane.close()
-        if self.grammars is not None:
-            self.grammars.close()
+        self.factory.close()
         if self.model.template is not None:
             self.model.template.close()
         if self.traces is not None:
@@ -352,16 +346,19 @@ class Service:
         """Return an unpredictable id for a request's answer, and the current time."""
         return Identity(new_name(kind), int(time.time()))
 
-    def stream(
-        self, request: HttpRequest, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]]
-    ) -> Stream:
+    def stream(self, request: HttpRequest, identity: Identity, prompts: Sequence[Made]) -> Stream:
         """Create a job that reports deltas of its prompts."""
         return Stream(prompts)
 
     async def requests(
-        self, request: HttpRequest, body: Sampling, name: str, prompts: Sequence[Prompt], params: SamplingParams,
+        self,
+        request: HttpRequest,
+        body: Sampling,
+        name: str,
+        prompts: Sequence[TokenizedPrompt],
+        params: SamplingParams,
         guide: Guide | None,
-    ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
+    ) -> list[Made]:
         """Return an output and the requests of its samples for each prompt. Raises ApiError if there is no room."""
         # Checked before the requests are created, since there can be very many.
         self.worker.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else _samples_field(body))
@@ -372,23 +369,40 @@ class Service:
             )
             raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")
 
-        def make() -> list[tuple[RequestOutput, list[Request]]]:
-            made: list[tuple[RequestOutput, list[Request]]] = []
-            constraints = constraints_for(params, self.model.tokenizer, self.model.vocab_size)
-            own = (params, body.priority or 0, self.salt(request, body), self.lora_of(body.model), constraints)
+        def make() -> Iterator[Made]:
+            options, constraints = self.options(request, body), self.factory.constraints(params)
             for i, prompt in enumerate(prompts):
-                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, *own)
-                self.worker.check(requests[0])
-                if guide is not None:
-                    for each in requests:
-                        each.guide = guide.copy()
-                made.append((output, requests))
-            return made
+                yield self.factory.generation(f"{name}-{i}", prompt, params, options, constraints, guide)
 
         size = sum(len(prompt.tokens) for prompt in prompts) + sum(map(len, params.bad_words or ()))
-        made = await self.take_apart(request, size + len(params.allowed_tokens), make, params.n)
+        made = await self.checked(request, make, size + len(params.allowed_tokens), params.n)
         self.note_outputs(request, [output for output, _ in made])
         return made
+
+    async def checked(
+        self, request: HttpRequest, make: Callable[[], Iterator[Made]], size: int, copies: int = 1
+    ) -> list[Made]:
+        """Make requests, on another thread for long prompts. Raises RequestError at the first that could never run.
+
+        Args:
+            request: the client's request.
+            make: yields the requests.
+            size: number of tokens and characters that it goes through.
+            copies: how often it does so.
+        """
+
+        def make_all() -> list[Made]:
+            found = []
+            for made in make():
+                self.worker.check(made[1][0])  # its siblings are alike
+                found.append(made)
+            return found
+
+        return await self.take_apart(request, size, make_all, copies)
+
+    def options(self, request: HttpRequest, body: Sampling | Embedding) -> RequestOptions:
+        """Return the priority, salt and adapter of a body's requests."""
+        return RequestOptions(body.priority or 0, self.salt(request, body), self.lora_of(body.model))
 
     def salt(self, request: HttpRequest, body: Sampling | Embedding) -> str:
         """Return the salt that separates this client's blocks from those of others: its key and its cache_salt."""
@@ -456,7 +470,7 @@ def counted(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
     return prompt, generated, sum(output.num_cached_tokens or 0 for output in outputs)
 
 
-def num_prompt_logprobs(prompts: Sequence[Prompt], params: SamplingParams) -> int:
+def num_prompt_logprobs(prompts: Sequence[TokenizedPrompt], params: SamplingParams) -> int:
     """Return the number of logprobs that prompts will have."""
     count = params.prompt_logprobs
     return 0 if count is None else (count + 1) * sum(len(prompt.tokens) for prompt in prompts)

@@ -9,16 +9,18 @@ from starlette.requests import Request as HttpRequest
 
 from quire.frontend.jobs import Generation
 from quire.frontend.outputs import RequestOutput
-from quire.request import Request, SamplingParams
+from quire.frontend.request_factory import TokenizedPrompt
+from quire.frontend.requests import Made
+from quire.request import SamplingParams
 from quire.server.api.answers import Reading
 from quire.server.api.completions import check_num_logprobs
 from quire.server.api.conversation import conversation, said
 from quire.server.api.jobs import Stream
-from quire.server.api.service import Identity, Prompt, Service
+from quire.server.api.service import Identity, Service
 from quire.server.protocol.chat import ChatRequest
 
 
-async def prompt_of(service: Service, request: HttpRequest, body: ChatRequest) -> Prompt:
+async def prompt_of(service: Service, request: HttpRequest, body: ChatRequest) -> TokenizedPrompt:
     """Render and tokenize a body's messages. Raises ApiError."""
     if not body.may_call():
         body.tools = None  # the prompt must not show tools that the model may not call
@@ -41,14 +43,14 @@ class Turn:
     request: HttpRequest
     body: ChatRequest
     identity: Identity
-    prompt: Prompt
+    prompt: TokenizedPrompt
     max_tokens: int | None
     reading: Reading
     system_fingerprint: str | None = None  # set when the job is submitted (stream) or has ended (run)
 
     @classmethod
     async def of(
-        cls, service: Service, request: HttpRequest, body: ChatRequest, kind: str, prompt: Prompt | None = None
+        cls, service: Service, request: HttpRequest, body: ChatRequest, kind: str, prompt: TokenizedPrompt | None = None
     ) -> Turn:
         """Create the turn of a chat's body. kind: prefix of its name. prompt: replaces the rendered messages.
 
@@ -86,7 +88,7 @@ class Turn:
         self.system_fingerprint = await self.service.system_fingerprint([output])
         return output
 
-    async def _requests(self) -> list[tuple[RequestOutput, list[Request]]]:
+    async def _requests(self) -> list[Made]:
         params, body = self._params(), self.body
         if self.reading.is_plain:
             guide = await self.service.guide(self.request, body)
