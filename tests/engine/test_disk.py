@@ -7,8 +7,6 @@ import logging
 import os
 import random
 import shutil
-import subprocess
-import sys
 from array import array
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,6 +34,7 @@ from quire.models import EMBEDDED
 from quire.ops.cpu import native
 from quire.request import Request
 from tests.engine.test_cache_bits import BATCH, SOME_SHAPES, Bits, asked, bits, built, expected, model
+from tests.forks import Spawner
 from tests.marks import quick
 
 assert model  # the fixture
@@ -88,11 +87,12 @@ def requests(count: int) -> list[Request]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SOME_SHAPES, indirect=True)
-def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path) -> None:
+def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path, long: bool) -> None:
     """Cold, warm, after a restart, preempted, and with a disk that is too small."""
     directory, kv_dtype = model
+    count = BATCH if long else 12
     options = {"kv_cache_dtype": kv_dtype, "block_size": 4, "max_num_batched_tokens": 64}
-    wanted = expected(directory, kv_dtype, BATCH)
+    wanted = expected(directory, kv_dtype, count)
     for i, (slots, own) in enumerate(
         [
             (2_000, {"num_blocks": 2_000}),
@@ -108,7 +108,7 @@ def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path) ->
         engine = built(directory, **options, **own)
         tier = with_disk(engine, tmp_path / "disk", slots)
         for _ in range(2):
-            assert bits(engine, requests(BATCH)) == {r.id: wanted[r.id] for r in requests(BATCH)}, i
+            assert bits(engine, requests(count)) == wanted, i
             assert tier.flush(20)
             forget(engine)
         engine.scheduler.audit()
@@ -432,22 +432,23 @@ def test_blocks_of_an_earlier_release_are_not_read(
 
 
 @pytest.mark.slow
-def test_a_kill_loses_what_was_not_written_alone(tmp_path: Path) -> None:
-    code = f"""
+def test_a_kill_loses_what_was_not_written_alone(tmp_path: Path, forks: Spawner) -> None:
+    program = f"""
 import os, signal
 from tests.engine.test_disk import *
 llm = LLM(num_blocks=100, kv_disk={str(tmp_path / "kv")!r})
-print(repr(answer(llm)[0]), flush=True)
+print("the answer is", repr(answer(llm)[0]), flush=True)
 disk = llm.engine.scheduler.manager.disk
 while disk.counts.blocks < 6:
     pass
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == -9, done.stderr
+    process = forks.start("killed", program=program)
+    answered = process.said("^the answer is (.*)$")[1]
+    assert process.wait(120) == -9
     with LLM(num_blocks=100, kv_disk=tmp_path / "kv") as llm:
         found, cached = answer(llm)
-        assert repr(found) == done.stdout.strip()
+        assert repr(found) == answered
         assert cached >= 6 * 16
 
 

@@ -200,7 +200,7 @@ def test_a_beam_search_takes_no_guide() -> None:
     engine = guided_engine()
     made = guided("r", [1], Residues())
     made.driven = True
-    with pytest.raises(RequestError, match="has a guide; in a beam search"):
+    with pytest.raises(RequestError, match="has a guide; a beam search"):
         engine.add(made)
 
 

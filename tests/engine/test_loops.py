@@ -282,7 +282,7 @@ def both(seed: int) -> tuple[list[list[Event]], list[list[Event]], int]:
     return found[0], found[1], counts[True]
 
 
-SHARDS, NUM_SEEDS = 5, 100
+SHARDS, NUM_SEEDS = 10, 100
 
 
 @pytest.mark.parametrize("shard", quick(range(SHARDS), 0, 1))

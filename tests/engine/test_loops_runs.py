@@ -26,12 +26,12 @@ from quire.request import Event, Request, SamplingParams
 from tests.engine.fakes import LaterRunner
 from tests.engine.test_graphs import Twin, asked
 from tests.engine.test_random_runs import MAX_MODEL_LEN, RARE, RandomRun
-from tests.marks import quick
+from tests.marks import quick, spread
 from tests.models.checkpoints import engine, save
 
 pytestmark = pytest.mark.slow
 
-SEEDS, LONG_SEEDS, SHARDS = 200, 2_000, 2
+SEEDS, LONG_SEEDS, SHARDS = 200, 2_000, 4
 SEEN = """
 preempted, swapped out, swapped in, copied, found a prefix, refused, failed, embedded, scored
 aborted waiting, aborted running, aborted swapped, aborted under way, planned ahead, forked
@@ -139,16 +139,18 @@ def requests(count: int) -> list[Request]:
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_blocks": 200},
-        {"num_blocks": 14, "block_size": 8, "max_num_seqs": 11},
-        {"num_blocks": 14, "block_size": 8, "preemption": "swap", "swap_space": "8MiB"},
-        {"num_blocks": 200, "max_num_batched_tokens": 5, "max_num_seqs": 5},
-    ],
-    ids=str,
+    ("options", "graphs"),
+    spread(
+        2,
+        [
+            {"num_blocks": 200},
+            {"num_blocks": 14, "block_size": 8, "max_num_seqs": 11},
+            {"num_blocks": 14, "block_size": 8, "preemption": "swap", "swap_space": "8MiB"},
+            {"num_blocks": 200, "max_num_batched_tokens": 5, "max_num_seqs": 5},
+        ],
+        [False, True],
+    ),
 )
 def test_the_same_bits(model: Path, options: dict[str, Any], graphs: bool) -> None:
     """Tokens that were drawn are put into the next step's inputs where the model reads them."""

@@ -43,7 +43,7 @@ def asked(loras: tuple[str | None, ...] = NAMES) -> list[Request]:
     [
         of_long_runs("", {}),
         ("", {"quantization": "int8"}),
-        ("Llama", {"dtype": "float32"}),
+        of_long_runs("Llama", {"dtype": "float32"}),
         ("Qwen3Next", {"dtype": "bfloat16"}),
     ],
     ids=["embedded", "embedded, int8", "llama, fp32", "qwen3 next, bf16"],

@@ -91,14 +91,14 @@ def poisoned(position: int) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", [of_long_runs(BLOCK), 7, of_long_runs(512)])
-def test_it_hurts_no_other_request(model: Path, chunk: int) -> None:
+def test_it_hurts_no_other_request(model: Path, chunk: int, long: bool) -> None:
     lone = engine(model, num_blocks=200, block_size=BLOCK, enable_prefix_caching=False)
     served = engine(model, num_blocks=200, block_size=BLOCK, max_num_batched_tokens=chunk)
     clean = [*STEM, 40, 41, 42]
     [want] = outcomes(lone, asked("clean", clean))
     assert [error for *_, error in want] == [None] * 2
-    cached = 0
-    for position in range(len(STEM) + 1):
+    cached, positions = 0, range(0, len(STEM) + 1, 1 if long else 3)  # at each place of a block, and of a chunk of 7
+    for position in positions:
         tokens = poisoned(position)
         [own] = outcomes(lone, asked("poisoned", tokens))
         first = outcomes(served, asked("poisoned", tokens), asked("clean", clean))
@@ -108,7 +108,7 @@ def test_it_hurts_no_other_request(model: Path, chunk: int) -> None:
         assert outcomes(served, asked("poisoned", tokens)) == [own], f"the poisoned one again, at {position}"
         cached += again.num_prompt and (again.cache.prefix_report.num_cached if again.cache.prefix_report else 0)
         served.reset_prefix_cache()
-    assert cached > len(STEM) * 16  # what the clean request had computed was shared
+    assert cached > (len(positions) - 1) * 16  # what the clean request had computed was shared
 
 
 def test_what_comes_before_it_is_shared(model: Path) -> None:

@@ -13,6 +13,7 @@ from quire.engine import sampler
 from quire.engine.flatten import parameters_of, sampling_rows
 from quire.engine.sampler import TILE, _argmax, sample, token_logprobs
 from quire.request import Request, SamplingParams
+from tests.marks import of_long_runs
 
 V = 50
 OPS = ops.load()
@@ -53,13 +54,17 @@ def allowed_probabilities(row: torch.Tensor, params: SamplingParams) -> dict[int
     return {token: p[token].item() / mass for token in nucleus}
 
 
+CUTS: list[dict[str, float]] = [
+    {}, {"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 5}, {"top_k": 1}, {"top_k": -1}, {"top_p": 0.7},
+    {"top_p": 1e-6}, {"min_p": 0.1}, {"min_p": 1.0}, {"top_k": 10, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
+]  # fmt: skip
+# test_waits.py shows that both ways draw the same: the second one has the first case and the last one here.
+SHOWN = [(LOOKING, cuts) for cuts in CUTS] + [(BLINDLY, CUTS[0]), (BLINDLY, CUTS[-1])]
+FURTHER = [of_long_runs(BLINDLY, cuts) for cuts in CUTS[1:-1]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 5}, {"top_k": 1}, {"top_k": -1}, {"top_p": 0.7},
-     {"top_p": 1e-6}, {"min_p": 0.1}, {"min_p": 1.0}, {"top_k": 10, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("_way", "sampling"), [*SHOWN, *FURTHER], indirect=["_way"])
 def test_draws_follow_the_distribution(sampling: dict[str, float], long: bool) -> None:
     n, row, params = 20_000 if long else 6_000, logits(V), SamplingParams(**sampling)
     requests = [Request("r", array("i", (0,) * k), k, params, seed=s) for s in range(n // 100) for k in range(1, 101)]

@@ -18,6 +18,7 @@ from quire.ops.cpu import native
 from quire.request import Event, Miss
 from tests.engine.fakes import VOCAB, circling, continuation, fake_engine, request, run, siblings
 from tests.engine.stateful import stateful_engine
+from tests.marks import spread
 
 NATIVE = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")  # rows keep their bits
 ATTENTION = (CacheGroup((0,)),)
@@ -37,8 +38,7 @@ def long_engine(groups: tuple[AnyGroup, ...], **options: object) -> Engine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("common", [1_024, 1_000, 700])
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("common", "together"), spread(2, [1_024, 1_000, 700], [True, False]))
 def test_common_prefixes_are_found_as_with_attention_alone(common: int, together: bool) -> None:
     """At least 95 % of the tokens, whether the prompts come at once or one after the other."""
     stem = [random.Random(1).randrange(VOCAB) for _ in range(common)]

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from copy import deepcopy
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from quire.frontend.loglikelihood import loglikelihood_request
 from quire.ops.cpu import native
 from quire.request import FinishReason, Request, SamplingParams, Task
 from tests.engine.fakes import fake_engine, run
-from tests.marks import spread
+from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
 
 pytestmark = pytest.mark.slow
@@ -40,6 +41,13 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "gemma2, windows, fp32": ("Gemma2", torch.float32, {"sliding_window": 9, "query_pre_attn_scalar": 24}),
 }
 Found = dict[str, list[Any]]
+USUAL = (
+    ("llama, fp32", "none", 7, True),
+    ("llama, bf16", "swap", 2048, False),
+    ("gpt2, fp32", "recompute", 2048, True),
+    ("gemma2, windows, fp32", "swap", 7, True),
+    ("gemma2, windows, fp32", "recompute", 7, False),
+)
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -145,7 +153,10 @@ def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
 @pytest.mark.parametrize(
     ("model", "preemption", "chunk", "caching"),
-    spread(5, SHAPES, ["none", "recompute", "swap"], [7, 2048], [True, False]),
+    [
+        one if one in USUAL else of_long_runs(*one)
+        for one in product(SHAPES, ["none", "recompute", "swap"], [7, 2048], [True, False])
+    ],
     indirect=["model"],
 )
 def test_the_same_bits(model: tuple[Path, Any], preemption: str, chunk: int, caching: bool) -> None:
@@ -170,7 +181,7 @@ def test_the_same_bits(model: tuple[Path, Any], preemption: str, chunk: int, cac
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str) -> None:
+def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str, long: bool) -> None:
     """Long prompts in small pieces beside requests that grow."""
     save(tmp_path, vocab_size=VOCABULARY)
     rng = random.Random(9)
@@ -191,7 +202,7 @@ def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str
         for name, shown in results(engine(tmp_path, block_size=4, num_blocks=64), [request]).items()
     }
     seen: Counter[Task] = Counter()
-    for _ in range(6):
+    for _ in range(6 if long else 3):
         served = engine(
             tmp_path,
             block_size=4,
@@ -205,6 +216,10 @@ def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+@pytest.mark.parametrize(
+    "model", ["llama, fp32", of_long_runs("llama, bf16"), of_long_runs("gpt2, fp32"), "gemma2, windows, fp32"],
+    indirect=True,
+)  # fmt: skip
 def test_beside_guessed_tokens_and_in_graphs(model: tuple[Path, Any]) -> None:
     directory, _ = model
     guessing = engine(directory, block_size=4, num_blocks=400, num_speculative_tokens=3, max_num_seqs=4)
