@@ -154,7 +154,7 @@ def test_blocks_that_are_evicted_while_they_are_read_are_missed() -> None:
         computing = threading.Thread(target=compute)
         computing.start()
         try:
-            for _ in range(12):
+            for _ in range(6):
                 those = requests(BATCH)
                 for request in those:  # as a gateway that believes that nothing was evicted
                     request.holder = Holder(url, len(request.tokens) // 4)

@@ -15,7 +15,7 @@ from tests.marks import of_long_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")]
 
-ROUNDS, LONG_ROUNDS = 6, 24  # of one fleet
+ROUNDS, LONG_ROUNDS = 4, 24  # of one fleet
 
 
 @pytest.mark.parametrize("rounds", [range(ROUNDS), of_long_runs(range(ROUNDS, ROUNDS + LONG_ROUNDS))])

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire_bench.fleet.running import fetch
-from quire_bench.server.process import running
-from tests.forks import Spawner
+from tests.forks import QUIRE, Spawner
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +21,11 @@ def test_a_gateway_leaves_no_files(tmp_path: Path, forks: Spawner) -> None:
     chat = {"messages": [{"role": "user", "content": "a stack"}], "max_tokens": 4}
     with forks.running("serve", "--port", "0", "--num-blocks", "64", *SECRET) as replica:
         arguments = ("fleet", "--port", "0", "--replicas", replica.url, *SECRET)
-        with running(*arguments, environment={"TMPDIR": str(tmp_path)}) as gateway:
+        program = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}; {QUIRE}"
+        with forks.running(*arguments, program=program) as gateway:
             assert not list(tmp_path.glob("quire-gateway-*"))
             headers = {"Content-Type": "application/json"}
             answer = json.loads(fetch(f"{gateway.url}/v1/chat/completions", json.dumps(chat).encode(), headers))
             assert answer["usage"]["completion_tokens"] == 4
-        assert gateway.status == -signal.SIGTERM
+        assert gateway.wait() == -signal.SIGTERM
         assert not list(tmp_path.iterdir())

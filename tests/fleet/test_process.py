@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from urllib.error import HTTPError
 import pytest
 
 from quire.errors import ModelError
+from quire.fleet import process as process_module
 from quire.fleet.process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -75,8 +77,25 @@ def test_it_serves_where_it_says_with_its_options(server: ServerProcess, ended: 
     assert ended == []  # it was stopped on purpose
 
 
-def test_its_end_is_reported(server: ServerProcess, ended: list[int]) -> None:
-    heard = threading.Event()
+# What stands for `quire` where only the process counts. It listens, says so, and stays.
+IDLE = """
+import signal, socket, sys
+listening = socket.create_server(("127.0.0.1", 0))
+port = listening.getsockname()[1]
+print(f"Quire serves nothing at http://127.0.0.1:{port} (ready in 0 s)", file=sys.stderr, flush=True)
+signal.pause()
+"""
+
+
+COMMAND = '"-m", "quire", "serve", "--config", sys.argv[2]'
+BOUND_IDLE = process_module.BOUND.replace(COMMAND, f'"-c", {IDLE!r}')
+
+
+def test_its_end_is_reported(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert COMMAND in process_module.BOUND
+    monkeypatch.setattr(process_module, "BOUND", BOUND_IDLE)
+    server, heard = ServerProcess(OPTIONS, 2, ended.append), threading.Event()
+    socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))).close()
     server._on_end = lambda status: (ended.append(status), heard.set())
     os.kill(pid_of(server), signal.SIGKILL)
     assert heard.wait(30)
@@ -101,9 +120,10 @@ def test_why_it_does_not_start_is_said(ended: list[int]) -> None:
 def test_it_ends_with_the_process_that_started_it() -> None:
     """However that ends."""
     program = f"""
-import sys, time
-from quire.fleet.process import ServerProcess
-server = ServerProcess({OPTIONS!r}, 1, print)
+import time
+from quire.fleet import process
+process.BOUND = {BOUND_IDLE!r}
+server = process.ServerProcess({OPTIONS!r}, 1, print)
 print(server._process.pid, flush=True)
 time.sleep(600)
 """

@@ -29,6 +29,7 @@ from tests.fleet.routing import (
     simulate,
     state,
 )
+from tests.marks import of_long_runs, quick
 
 REQUEST = Demand(request_id="r", num_tokens=1_000, new_tokens=50, hit_rate=0.5)
 
@@ -416,7 +417,7 @@ def test_caches_of_half_the_working_set_hit_as_one_that_never_evicts(name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize("seed", quick(range(1, 7), 0, 2))
 def test_where_nothing_is_shared_nothing_is_lost(seed: int) -> None:
     """To send requests in turns spreads them best in time; the score does as well at 80 % of the load."""
     trace, sustained = shared_prefixes(seed, 1, NUM_JOBS, prefix_blocks=0), TRACES["nothing shared"][2]
@@ -427,7 +428,7 @@ def test_where_nothing_is_shared_nothing_is_lost(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", ["sessions", of_long_runs("shared prefixes"), "nothing shared"])
 def test_little_load_loses_nothing(name: str) -> None:
     trace, num_blocks, sustained = TRACES[name]
     routed = simulate(trace, 0.3 * sustained, Fleet(4, num_blocks, by_score(mean_new_tokens(trace))))

@@ -4,8 +4,6 @@ import contextlib
 import json
 import re
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -258,13 +256,6 @@ def test_no_way_to_str_format_leaves_the_sandbox(
         assert rendered(source) == ""
 
 
-@pytest.mark.slow
-def test_the_server_itself_loads_no_transformers() -> None:
-    """That would take a second of its start."""
-    program = "import sys, quire.server.run\nraise SystemExit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 def test_contents_are_data(rendered: Render) -> None:
     content = "{{ 7*7 }}{% raw %}{{ raise_exception('no') }}{# x #}"
     assert rendered("{{ messages[0].content }}", content) == content
@@ -381,8 +372,8 @@ class TestBounds:
 
 
 class TestEmbeddedModel:
-    def test_a_chat_is_a_file(self) -> None:
-        template = ChatTemplate.find(EMBEDDED)
+    def test_a_chat_is_a_file(self, renderers: Sandbox) -> None:
+        template = ChatTemplate.find(EMBEDDED, renderers=renderers)
         chat = [
             {"role": "system", "content": "Python."},
             *say("Add\ntwo", "\ndef add(a, b):\n    return a + b\n", "Why?"),
@@ -395,7 +386,8 @@ class TestEmbeddedModel:
         assert tokens.count(0) == 1
         compile(template.render(chat).removeprefix("<|endoftext|>"), "<chat>", "exec")
 
-    @pytest.mark.slow
-    def test_only_text(self) -> None:
+    def test_only_text(self, renderers: Sandbox) -> None:
         with pytest.raises(RequestError, match=r"^the embedded model takes text only; the content of a user message"):
-            ChatTemplate.find(EMBEDDED).render([{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+            ChatTemplate.find(EMBEDDED, renderers=renderers).render(
+                [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+            )

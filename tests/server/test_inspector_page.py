@@ -32,10 +32,11 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("groups", "tabs"),
     [
-        (TWO, ["Full attention · 1 layer", "Window 8 · 1 layer"]),
-        (STATES, ["Full attention · 1 layer", "States · 2 layers", "Rows of open pieces · 2 layers"]),
+        pytest.param(TWO, ["Full attention · 1 layer", "Window 8 · 1 layer"], id="windows", marks=pytest.mark.long),
+        pytest.param(
+            STATES, ["Full attention · 1 layer", "States · 2 layers", "Rows of open pieces · 2 layers"], id="states"
+        ),
     ],
-    ids=["windows", "states"],
 )
 def test_the_page_has_the_books_of_the_engine(
     browser: Any, groups: tuple[CacheGroup | StateGroup | RowGroup, ...], tabs: list[str]
@@ -47,11 +48,11 @@ def test_the_page_has_the_books_of_the_engine(
     )
     with shown(browser, engine) as it:
         it.worker.do(lambda: load(engine, rng))
-        for turn in range(12):
-            it.worker.steps(rng.randint(1, 12))
-            if turn % 4 == 3:
+        for turn in range(6):
+            it.worker.steps(rng.randint(1, 24))
+            if turn % 2 == 1:
                 it.worker.do(lambda: engine.abort(rng.choice(list(engine.scheduler.requests))))
-            if turn == 8:
+            if turn == 4:
                 it.worker.do(engine.reset_prefix_cache)
             it.catch_up()
             it.check()

@@ -15,6 +15,7 @@ from quire.models import EMBEDDED
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.run import build_parts
 from quire.server.server_config import ServerConfig
+from tests.marks import of_long_runs
 from tests.server.fuzz import LONGEST_MESSAGE
 from tests.server.serving import Serving, serving
 from tests.server.test_pitfalls import CHAT, COMPLETIONS, assert_serves, raw
@@ -77,11 +78,11 @@ def copied(directory: Path, name: str = "", content: bytes | None = None) -> str
     [
         ("config.json", None, "config.json"),
         ("config.json", b"{", "config.json"),
-        ("config.json", b"[]", "config.json"),
+        of_long_runs("config.json", b"[]", "config.json"),
         ("config.json", b'{"model_type": "abacus"}', "abacus"),
         ("model.safetensors", None, "safetensors"),
-        ("model.safetensors", b"", "model.safetensors"),
-        ("model.safetensors", b"\xff" * 1000, "model.safetensors"),
+        of_long_runs("model.safetensors", b"", "model.safetensors"),
+        of_long_runs("model.safetensors", b"\xff" * 1000, "model.safetensors"),
         ("model.safetensors", "cut", "model.safetensors"),
         ("tokenizer.json", b"{}", "tokenizer"),
         ("tokenizer_config.json", b"\xff", "tokenizer_config.json"),

@@ -121,7 +121,7 @@ def test_a_running_server(names: str) -> None:
         stop = threading.Event()
 
         def ask() -> None:
-            body = {"prompt": "import os\n", "max_tokens": 300, "ignore_eos": True}
+            body = {"prompt": "import os\n", "max_tokens": 120, "ignore_eos": True}
             while not stop.is_set():
                 server.ask("POST", "/v1/completions", body, {"Authorization": "Bearer a key"})
 
