@@ -35,6 +35,7 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/python -m pytest tests/test_architecture.py
 	$(BIN)/mkdocs build --strict --quiet
 

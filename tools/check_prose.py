@@ -23,8 +23,11 @@ PAGE = ROOT / "docs" / "develop" / "style.md"
 # The number of phrases left: lower it with every change that removes some.
 LIMITS = {"messages": 0, "documents": 0, "source": 0}
 NO_VERBS = re.compile(r"(What|Whether|How|Where|Which|Why|Let|As|Of)\b")
-COMMENT = re.compile(r"//(.*)|/\*(.*?)\*/|<!--(.*?)-->", re.DOTALL)
-SCRIPT_STRING = re.compile(r""""([^"\n]* [^"\n]*)"|`([^`]* [^`]*)`""")
+COMMENT = re.compile(r"(?<![:\w\"'])//([^\n]*)|/\*(.*?)\*/|<!--(.*?)-->", re.DOTALL)
+SCRIPT_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|`(?:[^`\\]|\\.)*`')
+CODE = re.compile(r"<(script|style)\b.*?</\1>|<!--.*?-->", re.DOTALL)
+SHOWN = re.compile(r">([^<>]+)<")  # text between two tags
+SCRIPT_VALUE = re.compile(r"\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")  # code within a template
 
 
 class Found(NamedTuple):
@@ -40,7 +43,8 @@ def phrases() -> re.Pattern[str]:
     """Return the pattern of all phrases in the first columns of the page's tables."""
     cells = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
     listed = sorted({phrase for cell in cells for phrase in re.findall("`(.+?)`", cell)}, key=len, reverse=True)
-    return re.compile(rf"(?<![\w`.-])({'|'.join(map(re.escape, listed))})(?![\w`-])", re.IGNORECASE)
+    words = "|".join(phrase.replace(" ", r"\s+") for phrase in listed)  # a phrase may continue on the next line
+    return re.compile(rf"(?<![\w`.-])({words})(?![\w`-])", re.IGNORECASE)
 
 
 def prose(path: Path) -> Iterator[tuple[str, int, str]]:
@@ -57,8 +61,13 @@ def prose(path: Path) -> Iterator[tuple[str, int, str]]:
         for match in COMMENT.finditer(text):
             yield "source", text.count("\n", 0, match.start()) + 1, next(filter(None, match.groups()), "")
         if path.suffix in (".js", ".html"):
-            for match in SCRIPT_STRING.finditer(COMMENT.sub("", text)):
-                yield "messages", text.count("\n", 0, match.start()) + 1, match[1] or match[2]
+            for match in SCRIPT_STRING.finditer(COMMENT.sub(lambda one: "\n" * one[0].count("\n"), text)):
+                if " " in (shown := SCRIPT_VALUE.sub("`x`", match[0][1:-1])).strip():
+                    yield "messages", text.count("\n", 0, match.start()) + 1, shown
+
+        if path.suffix == ".html":
+            for match in SHOWN.finditer(CODE.sub(lambda one: "\n" * one[0].count("\n"), text)):
+                yield "messages", text.count("\n", 0, match.start()) + 1, match[1]
 
 
 def python_prose(text: str) -> Iterator[tuple[str, int, str]]:
@@ -89,7 +98,9 @@ def found_in(path: Path, pattern: re.Pattern[str]) -> Iterator[Found]:
             yield Found(area, path, line, f"{first[1]} ... (first word)")
             plain = " " * first.end() + plain[first.end() :]
         for match in pattern.finditer(plain):
-            yield Found(area, path, line + plain.count("\n", 0, match.start()), match[1].lower())
+            if "None" in match[1]:
+                continue  # Python's
+            yield Found(area, path, line + plain.count("\n", 0, match.start()), " ".join(match[1].lower().split()))
 
 
 def tracked() -> list[Path]:
