@@ -54,7 +54,7 @@ def logprobs(llm: LLM, lora: str | None = None) -> tuple[list[list[int]], torch.
 @pytest.mark.parametrize(
     ("kind", "impl"),
     [(kind, "quire") for kind in KINDS]
-    + [("Llama", "transformers"), ("GPT2", "transformers")]
+    + [of_long_runs("Llama", "transformers"), ("GPT2", "transformers")]
     + [of_long_runs(kind, "quire") for kind in MORE],
 )
 def test_an_adapter_is_its_product_in_the_weights(tmp_path: Path, kind: str, impl: str) -> None:

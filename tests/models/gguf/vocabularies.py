@@ -159,11 +159,17 @@ def lines(count: int, seed: int = 0) -> Iterator[str]:
         yield next(source) if i % 2 == 0 else _mixed(chance)
 
 
+@lru_cache(None)
+def _modules() -> list[Path]:
+    """Those of the standard library."""
+    found = sorted(Path(random.__file__).parent.rglob("*.py"))
+    return [path for path in found if "site-packages" not in path.parts and "dist-packages" not in path.parts]
+
+
 def _library() -> Iterator[str]:
     while True:
-        for path in sorted(Path(random.__file__).parent.rglob("*.py")):
-            if "site-packages" not in path.parts and "dist-packages" not in path.parts:
-                yield from path.read_text("utf-8", errors="replace").splitlines()
+        for path in _modules():
+            yield from path.read_text("utf-8", errors="replace").splitlines()
 
 
 def _mixed(chance: random.Random) -> str:

@@ -13,7 +13,7 @@ from quire.config import engine_config
 from quire.errors import ConfigError, ModelError
 from quire.models import load_model
 from quire.ops import load
-from tests.marks import spread
+from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import save
 from tests.models.quantisation import writers
 from tests.models.quantisation.test_formats import CASES, awq_config, divergence, gptq_config, logits
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 THEIRS = {"model_impl": "transformers"}
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq v1", "gptq, act-order", "packed, zeros", "bytes"])
+@pytest.mark.parametrize(
+    "case", ["awq", "gptq, act-order", "bytes", of_long_runs("gptq v1"), of_long_runs("packed, zeros")]
+)
 def test_every_format(tmp_path: Path, case: str) -> None:
     config, one = CASES[case]
     made = write(tmp_path, config, one(len(case)), intermediate_size=384)
@@ -36,7 +38,7 @@ def test_every_format(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(found, logits(made.directory), rtol=1e-3, atol=1e-1)  # roundings of x may flip
 
 
-@pytest.mark.parametrize(("kind", "tied"), spread(2, ["Qwen2", "GPT2", "Olmo"], [True, False]))
+@pytest.mark.parametrize(("kind", "tied"), [("GPT2", False), ("Olmo", True), of_long_runs("Qwen2", True)])
 def test_families(tmp_path: Path, kind: str, tied: bool) -> None:
     """Biases, a Conv1D, and one that has no decoder here."""
     generator = np.random.default_rng(3)
@@ -58,8 +60,10 @@ def test_families(tmp_path: Path, kind: str, tied: bool) -> None:
     assert divergence(logits(made.directory, **THEIRS), expected) < 0.03
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4", "quantization_head": "int4"}])
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    spread(2, [{"quantization": "int8"}, {"quantization": "int4", "quantization_head": "int4"}], [True, False]),
+)
 def test_at_load(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
     """As Quire's own decoder does it."""
     save(tmp_path, **SIZES, tie_word_embeddings=tied)

@@ -16,7 +16,7 @@ from quire.models.quantisation.policy import read_scheme
 from quire.models.weights import Checkpoint
 from quire.ops import load
 from quire.ops.quantised import QuantisedWeight
-from tests.marks import quick, spread
+from tests.marks import of_long_runs, quick, spread
 from tests.models.checkpoints import engine, probed_logits
 from tests.models.quantisation import writers
 from tests.models.quantisation.writers import Written, drawn, write
@@ -191,7 +191,14 @@ def test_the_integers_are_those_of_the_file(tmp_path: Path, case: str) -> None:
         assert ("zeros" in case or "awq" in case) == (found.zeros is not None)
 
 
-@pytest.mark.parametrize("case", quick(CASES, 3))
+# One of each way to store integers; the test above reads all of them.
+MULTIPLIED = (
+    "awq", "gptq v1, zeros", "gptq, act-order", "gptq, last group smaller", "packed", "packed, act-order", "bytes",
+)  # fmt: skip
+MORE = [of_long_runs(case) for case in CASES if case not in MULTIPLIED]
+
+
+@pytest.mark.parametrize("case", [*quick(MULTIPLIED, 3), *MORE])
 def test_the_model_is_that_of_its_numbers(tmp_path: Path, case: str) -> None:
     """But for the rounding of activations, whose size the case without it shows."""
     config, one = CASES[case]
@@ -229,7 +236,7 @@ LATENT_SIZES = {"hidden_size": 96, "moe_intermediate_size": 64, "q_lora_rank": 3
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "case"),
-    spread(2, ["DeepseekV2", "DeepseekV3"], ["awq", "gptq v1, zeros", "gptq, act-order", "packed", "bytes"]),
+    spread(3, ["DeepseekV2", "DeepseekV3"], ["awq", "gptq v1, zeros", "gptq, act-order", "packed", "bytes"]),
 )
 def test_a_latent_is_made_of_the_numbers_that_the_integers_mean(tmp_path: Path, kind: str, case: str) -> None:
     """What makes keys and values of it becomes part of the query and the output: these linears stay numbers."""
