@@ -81,7 +81,7 @@ def test_equal_to_transformers(kind: str, width: int, penalty: float, request: p
 
 @pytest.mark.parametrize(
     ("kind", "preemption", "caching", "budget"),
-    spread(2, ["llama", "gemma"], ["recompute", "swap"], [True, False], [16, 64]),
+    spread(3, ["llama", "gemma"], ["recompute", "swap"], [True, False], [16, 64]),
 )
 def test_equal_while_blocks_run_out(
     kind: str, preemption: str, caching: bool, budget: int, request: pytest.FixtureRequest

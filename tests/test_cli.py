@@ -132,18 +132,6 @@ def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
 
 
 @pytest.mark.slow
-def test_generate_prints_prompt_and_text_and_loads_no_transformers() -> None:
-    program = "import atexit, runpy, sys\n"
-    program += "atexit.register(lambda: print('transformers' in sys.modules, file=sys.stderr))\n"
-    program += "runpy.run_module('quire', run_name='__main__', alter_sys=True)\n"
-    arguments = ["generate", "def fibonacci(", "--max-tokens", "8", "--temperature", "0"]
-    result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "False\n")
-    assert result.stdout.startswith("def fibonacci(")
-    assert len(result.stdout) > len("def fibonacci(") + 4
-
-
-@pytest.mark.slow
 def test_several_prompts_a_file_and_json(tmp_path: Path) -> None:
     (tmp_path / "prompt.py").write_text("import os\n")
     arguments = ["one", "two", "--file", str(tmp_path / "prompt.py"), "--max-tokens", "5", "--seed", "3"]

@@ -483,7 +483,7 @@ def test_logits_of_one_file(
 ) -> None:
     """With a llama.cpp that computes what Quire does."""
     model = write_model(tmp_path / "model.gguf")
-    monkeypatch.setattr(logits, "workload", lambda _: Workload("small", [[3 + i % 50 for i in range(40)]] * 4, [1] * 4))
+    monkeypatch.setattr(logits, "workload", lambda _: Workload("small", [[3 + i % 50 for i in range(40)]], [1]))
 
     def run(command: list[Path], **_: object) -> None:
         asked = json.loads(command[-2].read_text())

@@ -64,7 +64,7 @@ def test_the_command(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path, rates: None) -> None:
     save(tmp_path, vocab_size=2000, max_position_embeddings=128)
     shown = CliRunner().invoke(app, ["bench", "steps", "--model", str(tmp_path), "--count", "1"])
     assert shown.exit_code == 1

@@ -126,7 +126,7 @@ def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Fr
     assert expected.is_done
     assert expected.choices == put_together(two[0].ask("POST", path, body).body).choices  # as a plain server says it
     events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
-    for cut in range(1, len(events), 1 if long else 3):
+    for cut in range(1, len(events), 1 if long else 5):
         had = put_together(*events[:cut])
         if had.last_id is None:
             continue

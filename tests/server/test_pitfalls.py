@@ -36,6 +36,7 @@ from quire.server.protocol.completions import CompletionRequest
 from tests.server.fuzz import LONGEST_MESSAGE, canary
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until
+from tests.test_architecture import trees
 
 pytestmark = pytest.mark.slow
 
@@ -498,8 +499,8 @@ def dotted(node: ast.AST) -> str:
 
 def test_no_code_comes_from_bytes() -> None:
     """And no guard is an assert, which -O takes away: CVE-2026-41523."""
-    for path in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             where = f"{path.name}:{getattr(node, 'lineno', 0)}"
             assert not isinstance(node, ast.Assert), where
             if not isinstance(node, ast.Call):
