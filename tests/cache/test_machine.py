@@ -102,14 +102,14 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def test_operations_that_hypothesis_draws(long: bool) -> None:
-    count = 450 if long else 100
+    count = 450 if long else 40
     run_state_machine_as_test(ManagerMachine, settings=settings(max_examples=count, stateful_step_count=50))
 
 
-@pytest.mark.parametrize("shard", quick(range(4), 1, 1))
+@pytest.mark.parametrize("shard", quick(range(5), 1, 1))
 def test_random_operations(shard: int, long: bool) -> None:
     seen: dict[str, int] = {}
-    for seed in range(shard * SEEDS // 4, (shard + 1) * SEEDS // 4):
+    for seed in range(shard * SEEDS // 5, (shard + 1) * SEEDS // 5):
         for what, times in operate(seed, LONG_STEPS if long else STEPS, audit_every=1_000).seen.items():
             seen[what] = seen.get(what, 0) + times
     for what in ("states hit", "parted", "guessed"):
@@ -119,11 +119,11 @@ def test_random_operations(shard: int, long: bool) -> None:
         assert seen[what] > 10, what
 
 
-@pytest.mark.parametrize("shard", quick(range(2), 1, 1))
+@pytest.mark.parametrize("shard", quick([1, 0, 2, 3], 1, 1))
 def test_random_operations_beside_a_disk(shard: int, long: bool, tmp_path: Path) -> None:
     """What comes back from a disk is what was computed, whatever its threads, faults and restarts do meanwhile."""
     seen: dict[str, int] = {}
-    for seed in range(shard * DISK_SEEDS // 2, (shard + 1) * DISK_SEEDS // 2):
+    for seed in range(shard, DISK_SEEDS, 4):
         (directory := tmp_path / str(seed)).mkdir()
         state = operate(seed, LONG_STEPS if long else DISK_STEPS, 500, directory)
         for what, times in state.seen.items():

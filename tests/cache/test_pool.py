@@ -143,5 +143,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert Counter(self.owned) == Counter({b: c for b, c in enumerate(self.pool.ref_counts) if c})
 
 
-PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 TestPoolMachine = pytest.mark.slow(PoolMachine.TestCase)

@@ -40,6 +40,7 @@ from quire.simulate.fleet import FleetSimulation, least_replicas, with_replicas
 from quire.simulate.outcome import Outcome
 from quire.simulate.replica import Replica
 from quire.simulate.spec import FleetSpec, make_spec, read_spec
+from tests.marks import of_long_runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleets"
 MODEL = model_cost(*read_config(EMBEDDED), expected_weight_bytes(EMBEDDED))
@@ -163,7 +164,7 @@ def test_the_gateway_finds_what_is_cached(directory: Path) -> None:
 def test_replicas_come_and_go(directory: Path) -> None:
     replicas = [{"kind": "a", "device": "slow.json", "blocks": 200, "options": {"max_num_seqs": 16}}]
     scaling = {"least": 1, "most": 6, "every": 5, "start_seconds": 2}
-    fleet = spec(directory, replicas=replicas, autoscaling=scaling, load={"rate": 14, "duration": 60})
+    fleet = spec(directory, replicas=replicas, autoscaling=scaling, load={"rate": 14, "duration": 25})
     found = run(fleet)
     counts = [moment.numbers["replicas"] for _, moment in sorted(found.moments.items())]
     assert counts[0] == 1
@@ -210,7 +211,7 @@ def test_a_replica_that_starts_again_is_measured_from_nothing(directory: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, of_long_runs(1)])
 def test_leaps_change_nothing_where_gateways_hear_late(directory: Path, seed: int) -> None:
     load = {"turns": 3, "think": 0.0, "rate": 2, "duration": 10}
     fleet = spec(directory, seed=seed, gateways={"count": 1, "lag": 1.0}, load=load)
@@ -243,7 +244,7 @@ def test_cells_are_added(directory: Path) -> None:
 def test_each_cell_scales_its_share(directory: Path) -> None:
     replicas = [{"kind": "a", "device": "slow.json", "count": 2, "blocks": 200, "options": {"max_num_seqs": 16}}]
     scaling = {"least": 2, "most": 7, "every": 5, "start_seconds": 2}
-    fleet = spec(directory, replicas=replicas, autoscaling=scaling, cell=4, load={"rate": 24, "duration": 40})
+    fleet = spec(directory, replicas=replicas, autoscaling=scaling, cell=4, load={"rate": 24, "duration": 20})
     simulation = FleetSimulation(fleet)
     assert simulation.num_cells == 2
     most = [max(one.numbers["replicas"] for one in simulation.cell(i).moments.values()) for i in range(2)]
@@ -264,7 +265,7 @@ def test_examples_are_fleets(path: Path) -> None:
 @pytest.mark.slow
 def test_the_fewest_replicas_that_are_enough(directory: Path) -> None:
     goals = {"ttft_p90": 0.25}
-    fleet = spec(directory, load={"rate": 12, "duration": 20})
+    fleet = spec(directory, load={"rate": 12, "duration": 10})
     count, outcome, tried = least_replicas(fleet, goals)
     assert count > 1
     assert outcome.figure("ttft_p90") <= 0.25

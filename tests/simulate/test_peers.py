@@ -89,7 +89,7 @@ def test_a_replica_that_is_gone_sends_nothing(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_a_block_that_was_evicted_meanwhile_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, counts = run(talks(tmp_path, SLOW / 5, blocks=100, load={"rate": 12}), monkeypatch)
+    found, counts = run(talks(tmp_path, SLOW / 5, blocks=100, load={"rate": 12, "duration": 8}), monkeypatch)
     assert counts.misses["absent"] > 0
     assert found.counts["finished"] == found.counts["requests"]
 
@@ -116,7 +116,7 @@ def test_a_replica_or_a_client_goes_while_blocks_are_read(
 @pytest.mark.slow
 def test_cells_that_scale_give_their_replicas_names_of_their_own(tmp_path: Path) -> None:
     scaling = {"least": 2, "most": 8, "every": 2, "start_seconds": 1}
-    fleet = talks(tmp_path, FAST, autoscaling=scaling, load={"rate": 16}, cell=4)
+    fleet = talks(tmp_path, FAST, autoscaling=scaling, load={"rate": 16, "duration": 8}, cell=4)
     names = [set(one.routed) for one in map(FleetSimulation(fleet).cell, range(2))]
     assert names[0].isdisjoint(names[1])
     assert sum(map(len, names)) > 3
