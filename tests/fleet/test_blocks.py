@@ -36,9 +36,9 @@ from quire.models import EMBEDDED
 from quire.ops.cpu import native
 from quire.request import Holder, Request
 from quire.server.http.api_error import ApiError
-from tests.engine.test_cache_bits import BATCH, SOME_SHAPES, Bits, asked, bits, built, expected, model
+from tests.engine.test_cache_bits import BATCH, SHAPES, Bits, asked, bits, built, expected, model
 from tests.engine.test_disk import forget, requests, with_disk
-from tests.marks import quick
+from tests.marks import of_long_runs, quick
 
 assert model  # the fixture
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -108,8 +108,14 @@ def fresh(request: Request) -> Request:
     )
 
 
+# Blocks of several groups, and states; the embedded model has the tests below.
+TWO_SHAPES = ("gemma2, windows, fp32", "qwen3 next, bf16")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SOME_SHAPES, indirect=True)
+@pytest.mark.parametrize(
+    "model", [name if name in TWO_SHAPES else of_long_runs(name) for name in SHAPES], indirect=True
+)
 def test_the_same_bits(model: tuple[Path | torch.dtype, str]) -> None:
     """Cold and warm, preempted, with too little memory, and while the other one evicts what it is asked for."""
     directory, kv_dtype = model

@@ -285,7 +285,7 @@ def test_random_text_is_read_to_its_end(syntax: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("syntax", WRITTEN)
 def test_what_is_deeply_nested_is_read_to_its_end(syntax: str) -> None:
-    for inner in ("[", "{a:", '{"a":', "(", "f(a=", "{'a':["):
+    for inner in ("[", "{a:", '{"a":', "(", "f(a=", "{'a':[")[:: 1 if STRIDE == 1 else 2]:
         for text in (WRITTEN[syntax]([("types", {"list": 5})]), WRITTEN[syntax]([("types", {"text": "5"})])):
             nested = text.replace("5", inner * 2000)
             assert read(dialect(syntax), [nested]) == read(dialect(syntax), cuts(nested, 3))
