@@ -327,7 +327,7 @@ def test_a_latent_spec_says_what_fits(backend, device):
             replace(step.spec, **wrong)
         assert all(fragment in str(raised.value) for fragment in fragments), raised.value
     plan, kv = step.write(backend), step.kv
-    with pytest.raises(BadStride, match=r"kv\.v has strides .* spec\.latent says that it is kv\.k\[\.\.\., :32\]"):
+    with pytest.raises(BadStride, match=r"kv\.v has strides .* with spec\.latent=True it must be kv\.k\[\.\.\., :32\]"):
         backend.attention(step.q, replace(kv, v=kv.v.clone()), plan)
     with pytest.raises(BadStride, match="shares memory"):  # other values than what the keys begin with
         backend.write_kv(step.k_new, step.v_new.clone(), kv, plan)
