@@ -99,7 +99,7 @@ def assert_same(
 
 
 class TestAgainstTransformers:
-    @pytest.mark.parametrize(("width", "penalty"), spread(2, [1, 2, 3, 5], [0.0, 1.0, 2.0, -1.0]))
+    @pytest.mark.parametrize(("width", "penalty"), spread(4, [1, 2, 3, 5], [0.0, 1.0, 2.0, -1.0]))
     def test_same_sequences_and_scores(self, width: int, penalty: float, long: bool) -> None:
         seen: Counter[object] = Counter()
         params = BeamSearchParams(beam_width=width, max_tokens=M, length_penalty=penalty)

@@ -143,7 +143,7 @@ def expected(directory: Path | torch.dtype, kv_dtype: str, count: int) -> Bits:
     return {name: one for i in range(count) for name, one in alone(directory, kv_dtype, i).items()}
 
 
-BATCH = 24  # requests of the largest batch, without --long; with it 64 too
+BATCH = 16  # requests of the largest batch, without --long; with it 64 too
 
 
 def combinations() -> list[Any]:

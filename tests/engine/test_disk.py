@@ -90,7 +90,7 @@ def requests(count: int) -> list[Request]:
 def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path, long: bool) -> None:
     """Cold, warm, after a restart, preempted, and with a disk that is too small."""
     directory, kv_dtype = model
-    count = BATCH if long else 12
+    count = BATCH if long else 9
     options = {"kv_cache_dtype": kv_dtype, "block_size": 4, "max_num_batched_tokens": 64}
     wanted = expected(directory, kv_dtype, count)
     for i, (slots, own) in enumerate(

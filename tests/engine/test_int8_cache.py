@@ -20,7 +20,7 @@ from quire.ops.cpu import native
 from quire.ops.reference import ReferenceBackend
 from quire.ops.rounding import quantised_rows
 from quire.request import Request
-from tests.marks import of_long_runs
+from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import engine, probed_logits, save
 
 NATIVE = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -68,7 +68,7 @@ def test_logits_are_near_those_of_the_full_cache(tmp_path: Path, backend: str, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3"])
+@pytest.mark.parametrize("kind", ["DeepseekV3", of_long_runs("DeepseekV2")])
 @pytest.mark.parametrize("backend", ["reference", "gather", pytest.param("cpu", marks=NATIVE)])
 def test_a_latent_cache_holds_both_parts_rounded(
     tmp_path: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -93,8 +93,7 @@ def test_a_latent_cache_holds_both_parts_rounded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "kv_dtype"), spread(2, ["Llama", "DeepseekV3"], ["int8", "fp8"]))
 def test_gpu_kernels_serve_both_narrow_caches(tmp_path: Path, kind: str, kv_dtype: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := ops.unavailable("triton", device):

@@ -2,7 +2,7 @@
 
 Every fifth of them runs on a memory: each request must read its own tokens through its tables, the events must rebuild
 the books, and some of these runs have allocations and look-ups that fail, some a disk, of which all they read must be
-right, too. 40 more runs guess tokens, and are done without guesses as well. With --long there are 10,000 and 1,000.
+right, too. 24 more runs guess tokens, and are done without guesses as well. With --long there are 10,000 and 1,000.
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ def test_random_runs(shard: int, long: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------- guesses
 
-GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = range(80, 120), range(1_000), 1
+GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = range(80, 104), range(1_000), 1
 GUESSED_SEEN = """
 all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
 preempted, swapped out, swapped in, restarted, copied, found a prefix, forked

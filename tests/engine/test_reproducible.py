@@ -72,7 +72,7 @@ def watched() -> list[Request]:
     )
     requests = []
     for i, (length, options) in enumerate(zip((1, 16, 33, 100, 257, 1_060), sampling, strict=True)):
-        params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=1, seed=i, **options)
+        params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=3, prompt_logprobs=1, seed=i, **options)
         tokens = array("i", [rng.randrange(VOCABULARY) for _ in range(length)])
         requests.append(Request(f"watched {i}", tokens, length, params))
     return requests
@@ -114,8 +114,9 @@ def bits(engine: Engine, requests: list[Request]) -> tuple[dict[str, Bits], int]
 
 def alone(directory: Path, dtype: str) -> dict[str, Bits]:
     found: dict[str, Bits] = {}
+    lone = engine(directory, dtype=dtype, num_blocks=200, enable_prefix_caching=False)
     for request in watched():
-        found |= bits(engine(directory, dtype=dtype, num_blocks=200), [request])[0]
+        found |= bits(lone, [request])[0]
     return found
 
 
@@ -138,7 +139,7 @@ def test_the_bits_of_a_request(tmp_path: Path, shape: str, dtype: str, long: boo
     save(tmp_path, kind, vocab_size=VOCABULARY, **changes)
     torch.set_num_threads(1)
     expected = alone(tmp_path, dtype)
-    assert all(len(found) >= 12 for found in expected.values())
+    assert all(len(found) >= 8 for found in expected.values())
 
     def run(count: int = 0, threads: int = 1, **options: Any) -> int:
         torch.set_num_threads(threads)

@@ -188,8 +188,7 @@ SIX = [*LOOPS, [5, 6, 7, 8] * 5 + [5], [11, 12] * 4]
 LIMITS: tuple[dict[str, Any], ...] = ({}, {"block_size": 4, "num_blocks": 30, "max_num_batched_tokens": 16})
 
 
-@pytest.mark.parametrize("options", [{"logprobs": 2}, {"temperature": 0.3, "seed": 1}], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("limits", LIMITS, ids=["room", "little room"])
+@pytest.mark.parametrize(("options", "limits"), spread(2, [{"logprobs": 2}, {"temperature": 0.3, "seed": 1}], LIMITS))
 def test_others_may_come_at_any_time(tmp_path: Path, limits: dict[str, Any], options: dict[str, Any]) -> None:
     save_looping(tmp_path)
     engines = [engine(tmp_path, num_speculative_tokens=count, max_model_len=100, **limits) for count in (0, 5)]

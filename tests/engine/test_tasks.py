@@ -57,7 +57,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return directory, save(directory, kind, dtype, vocab_size=VOCABULARY, **changes)
 
 
-def asked(count: int = 24) -> list[Request]:
+def asked(count: int = 18) -> list[Request]:
     """Requests of every task, the same ones every time; their prompts have stems in common."""
     rng = random.Random(4)
     stems = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(2)]

@@ -77,7 +77,7 @@ def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path, kind: str, dtype
 def test_prefix_hits_guesses_and_preemption_change_nothing(tmp_path: Path) -> None:
     save(tmp_path)
     prompts = [{"prompt_token_ids": [7, 8, 9] * 12 + [i]} for i in range(6)]
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
     def texts(**options: Any) -> list[list[int]]:
         llm = LLM(str(tmp_path), model_impl="transformers", max_model_len=64, block_size=4, **options)

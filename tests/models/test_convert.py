@@ -20,6 +20,7 @@ from quire.models import convert as module
 from quire.models.convert import convert
 from quire.models.weights import INDEX
 from quire.ops.quantised import quantised
+from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
 from tests.models.quantisation.test_formats import logits
 from tests.models.test_text_part import save_whole
@@ -34,13 +35,13 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
     ("kind", "quantization", "changes"),
     [
         ("Llama", "int4", SIZES),
-        ("Llama", "int8", SIZES),
-        ("Phi3", "int4", {}),  # rows that are stacked
+        of_long_runs("Llama", "int8", SIZES),
+        of_long_runs("Phi3", "int4", {}),  # rows that are stacked
         ("GPT2", "int4", {"n_embd": 96}),  # weights as [in, out]
         ("Glm4", "int4", SIZES),  # rows in another order
         ("Qwen3Moe", "int4", {}),
         ("DeepseekV3", "int8", {"q_lora_rank": 32}),  # a weight that is needed as numbers
-        ("Lfm2", "int8", {}),
+        of_long_runs("Lfm2", "int8", {}),
     ],
 )
 def test_it_is_what_is_rounded_at_load(tmp_path: Path, kind: str, quantization: str, changes: dict[str, Any]) -> None:

@@ -257,7 +257,11 @@ def test_the_original_length_is_nothing_to_a_rope_that_is_not_scaled_by_it(tmp_p
             {"rope_scaling": {"type": "yarn", "factor": 2.0}},
             "rope type is 'yarn'; family 'phi3' serves default",
         ),
-        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "auto_map is .*own.Own.*; family 'phi3' implements the code of"),
+        (
+            "Phi3",
+            {"auto_map": {"AutoModelForCausalLM": "own.Own"}},
+            "auto_map is .*own.Own.*; family 'phi3' implements",
+        ),
         ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; family 'olmo2' serves 'silu' only"),
         ("Olmo2", {"clip_qkv": 8.0}, r"family 'olmo2' does not understand: clip_qkv=8\.0"),
         ("Granite", {"residual_multiplier": "x"}, "residual_multiplier is 'x'; it must be a positive number"),

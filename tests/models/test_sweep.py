@@ -10,7 +10,7 @@ from tests.marks import quick
 from tests.models.published import REPOSITORIES
 from tests.models.sweep import DOCS, SIDED, TYPES, document, sweep, sweep_repository
 
-SHARDS = 24
+SHARDS = 48
 NAMES = sorted({*TYPES, *SIDED})
 LISTED = {found.name: found for found in read().types}
 MAKERS = sorted(REPOSITORIES, key=lambda maker: len(REPOSITORIES[maker]))  # those of few are quick

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from quire.errors import ModelError
 from quire.models.gguf.file import GgufFile
-from tests.marks import quick
+from tests.marks import of_long_runs, quick
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.gguf.hostile import read
 from tests.models.gguf.writer import ARCHITECTURES, write_gguf
@@ -145,7 +145,11 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", quick(QUANTISED, 2))
+# Between them these have tied tables, columns, experts of both kinds, states, a latent, and rows of each layer.
+USUAL = ("llama, tied", "gpt2", "gpt-oss", "qwen3next", "granitehybrid", "deepseek2", "gemma4")
+
+
+@pytest.mark.parametrize("name", [*quick(USUAL, 2), *(of_long_runs(name) for name in QUANTISED if name not in USUAL)])
 def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: str) -> None:
     """Against the same model with what its tensors mean."""
     kind, changes = QUANTISED[name]

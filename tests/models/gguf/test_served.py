@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli import app
 from quire.errors import ModelError
+from quire.sandbox import process
+from tests import warm
 from tests.forks import Spawner
 from tests.models.checkpoints import save
 from tests.models.gguf.writer import write_gguf, write_model
@@ -19,6 +22,14 @@ from tests.server.test_serve_command import running
 
 PROMPT = [{"role": "user", "content": "import os"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> Iterator[None]:
+    """Processes of sandboxes start in no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", warm.Warm())
+        yield
 
 
 @pytest.fixture(scope="module")

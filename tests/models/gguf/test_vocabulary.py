@@ -12,6 +12,8 @@ from quire import LLM
 from quire.errors import ConfigError, ModelError
 from quire.models.gguf.kinds import KINDS
 from quire.models.gguf.vocabulary import Vocabulary
+from quire.sandbox import process
+from tests import warm
 from tests.marks import quick
 from tests.models.gguf import vocabularies
 from tests.models.gguf.vocabularies import SAME, SPECIAL, WORDS, first_difference, lines, metadata_of, original
@@ -128,8 +130,9 @@ def test_larger_vocabularies_of_lfm2_cut_otherwise() -> None:
 
 
 @pytest.mark.slow
-def test_another_tokenizer(tmp_path: Path) -> None:
+def test_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an option: its texts, its template, the model's weights."""
+    monkeypatch.setattr(process, "subprocess", warm.Warm())
     original("gpt-2").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     with LLM(tokenizer=str(tmp_path)) as llm:

@@ -24,9 +24,7 @@ pytestmark = pytest.mark.slow
 THEIRS = {"model_impl": "transformers"}
 
 
-@pytest.mark.parametrize(
-    "case", ["awq", "gptq, act-order", "bytes", of_long_runs("gptq v1"), of_long_runs("packed, zeros")]
-)
+@pytest.mark.parametrize("case", ["gptq, act-order", "bytes", *map(of_long_runs, ["awq", "gptq v1", "packed, zeros"])])
 def test_every_format(tmp_path: Path, case: str) -> None:
     config, one = CASES[case]
     made = write(tmp_path, config, one(len(case)), intermediate_size=384)
