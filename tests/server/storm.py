@@ -31,7 +31,8 @@ class Report:
 def num_descriptors(server: Serving) -> int:
     """Files but those of the sandboxes' processes, which come when they are first needed and stay."""
     service = server.service
-    tools = None if service.grammars is None else service.grammars._tools
+    grammars = service.factory._grammars
+    tools = None if grammars is None else grammars._tools
     sandboxes = [
         *([] if tools is None else [tools.trials]),
         *([service.model.template._renderers] if service.model.template else []),
