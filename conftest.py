@@ -17,9 +17,9 @@ pytest_plugins = ["tests.flaky"]
 # Each has a test of ten seconds or more: at the end one worker would wait for it.
 LONGEST = ("test_compiled.py", "test_chaos.py", "test_fuzz.py", "test_throughput.py", "test_fleet.py")
 
-# How long an example may take says something of the machine, not of the code.
-settings.register_profile("unhurried", deadline=None, print_blob=True)
-settings.load_profile("unhurried")
+# The time of an example depends on the machine, so it has no deadline.
+settings.register_profile("usual", deadline=None, print_blob=True, max_examples=30)
+settings.register_profile("long", deadline=None, print_blob=True, max_examples=100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,7 +44,8 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
         yield found
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("long" if config.getoption("long") else "usual")
     # Workers side by side on the same cores would spend their time waiting for each other's threads.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
