@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import EngineStopped, QuireError, RequestError
-from quire.frontend.async_llm import Step
+from quire.frontend.async_llm import EngineStep
 
 PROMPTS = ["def fibonacci(", "import os\n", "class A:\n"]
 PARAMS = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, logprobs=1, prompt_logprobs=0)
@@ -116,7 +116,7 @@ def test_a_name_is_free_when_its_answer_ends(served: AsyncLLM, monkeypatch: pyte
         post(function)
         queued.release()
 
-    def wait_for_the_next(step: Step) -> None:
+    def wait_for_the_next(step: EngineStep) -> None:
         """Let no step come between the end of an answer and the job that is queued after it."""
         ended = [output.request_id for _, output in step.texts if output.finished]
         if "mine" in ended and not held:

@@ -14,7 +14,7 @@ LONG = 600  # lines: from here on a file deserves a second look
 
 # Package or module below quire -> those that it may import. Each has a place here.
 BASE = {"errors", "request", "config", "progress", "importing"}
-ENGINE = BASE | {"ops", "cache", "models", "engine", "bits"}
+ENGINE = BASE | {"ops", "cache", "models", "engine", "fingerprint"}
 MAY_IMPORT = {
     "errors": set(),
     "progress": set(),
@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "cache": {"errors", "request", "config", "ops"},
     "models": {"errors", "request", "config", "ops", "cache", "integrations", "progress"},
     "engine": {"errors", "request", "config", "ops", "cache", "models"},
-    "bits": {"errors", "request", "config", "ops", "cache", "models", "engine"},
-    "parallel": {"errors", "config", "ops", "cache", "models", "engine", "bits"},
+    "fingerprint": {"errors", "request", "config", "ops", "cache", "models", "engine"},
+    "parallel": {"errors", "config", "ops", "cache", "models", "engine", "fingerprint"},
     "sandbox": {"errors", "request", "models"},
     "frontend": ENGINE | {"parallel", "sandbox"},
     "server": ENGINE - {"ops"} | {"parallel", "sandbox", "frontend", "__init__"},
@@ -43,10 +43,10 @@ MAY_IMPORT = {
 
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",
             "cache/manager.py", "cache/events.py", "cache/usage.py", "cache/audit.py", "engine/__init__.py",
-            "engine/scheduler.py", "engine/plan.py", "engine/order.py", "engine/queue.py", "engine/sharing.py",
-            "engine/beam.py", "engine/trace.py", "fleet/__init__.py", "fleet/state.py", "fleet/index.py",
-            "fleet/score.py", "fleet/rates.py", "fleet/membership.py", "fleet/process.py", "ray/membership.py",
-            "ray/scaling.py", "fleet/scaling.py", "fleet/averages.py")  # fmt: skip
+            "engine/scheduler.py", "engine/plan.py", "engine/policy.py", "engine/queue.py",
+            "engine/inflight_prefixes.py", "engine/beam.py", "engine/trace.py", "fleet/__init__.py", "fleet/state.py",
+            "fleet/index.py", "fleet/score.py", "fleet/rates.py", "fleet/membership.py", "fleet/process.py",
+            "ray/membership.py", "ray/scaling.py", "fleet/scaling.py", "fleet/averages.py")  # fmt: skip
 
 SHAPED = ("models/batch.py", "ops/backend.py", "ops/program.py")
 

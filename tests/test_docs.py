@@ -293,7 +293,7 @@ def test_every_public_operator_has_its_place_on_the_page() -> None:
         "swap",
         "experts",
         "choose",
-        "keeps_bits",
+        "batch_invariant",
         "set_prefetch",
         "exchange",
         "exchange_bytes",

@@ -51,7 +51,7 @@ def serve():
     from tests.server.serving import serving
     with serving() as server:
         assert server.post("/v1/completions", prompt="a", max_tokens=1).status == 200
-    absent = ("transformers", "quire.server.watch.traces", "opentelemetry.exporter")
+    absent = ("transformers", "quire.server.observability.traces", "opentelemetry.exporter")
     print([one for one in absent if one in sys.modules], file=sys.stderr)
 
 try:

@@ -1,7 +1,7 @@
 """Record the inspector's demo: half a minute, with chapters, of a real engine with the embedded model.
 
-python tools/inspector_demo.py [file]: writes src/quire/server/watch/page/demo.json.gz. The engine runs at full speed;
-its clock advances by a tenth of a second per step, so that a viewer can follow the recording.
+`python tools/inspector_demo.py [file]` writes src/quire/server/observability/page/demo.json.gz. The engine runs at full
+speed; its clock advances by a tenth of a second per step, so that a viewer can follow the recording.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from quire import LLM
 from quire.engine.engine import Engine
-from quire.request import Group, Request, SamplingParams
-from quire.server.watch.inspector import Inspector, Watcher
+from quire.request import Request, SampleGroup, SamplingParams
+from quire.server.observability.inspector import Inspector, Watcher
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "src" / "quire" / "server" / "watch" / "page" / "demo.json.gz"
@@ -60,7 +60,7 @@ REQUESTS: list[tuple[int, str, str, int, int]] = [
 
 def requests_of(llm: LLM, name: str, prompt: str, max_tokens: int, samples: int) -> Iterator[Request]:
     """Yield a prompt's requests."""
-    group = Group() if samples > 1 else None
+    group = SampleGroup() if samples > 1 else None
     tokens = llm.get_tokenizer().encode(prompt)
     for i in range(samples):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, seed=i + 1)

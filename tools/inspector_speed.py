@@ -57,7 +57,7 @@ class Worker:
         from quire.cache.manager import BlockManager
         from quire.engine.scheduler import Scheduler
         from quire.request import Request, SamplingParams
-        from quire.server.watch.inspector import Inspector
+        from quire.server.observability.inspector import Inspector
 
         manager = BlockManager((CacheGroup((0,)),), NUM_BLOCKS, BLOCK_SIZE, num_running * prompt)
         self.scheduler = Scheduler(
@@ -108,7 +108,7 @@ def serve() -> None:
     import uvicorn
     from fastapi import FastAPI
 
-    from quire.server.watch.inspector import router
+    from quire.server.observability.inspector import router
 
     worker = Worker()
     threading.Thread(target=worker.run, daemon=True).start()

@@ -55,7 +55,13 @@ SUITE = (
         "src/quire/errors.py",
     ),
     *("src/quire/progress.py", "src/quire/request.py"),
-    *("src/quire/bits/*", "src/quire/cache/*", "src/quire/cli/*", "src/quire/engine/*", "src/quire/integrations/*"),
+    *(
+        "src/quire/fingerprint/*",
+        "src/quire/cache/*",
+        "src/quire/cli/*",
+        "src/quire/engine/*",
+        "src/quire/integrations/*",
+    ),
     *("src/quire/models/*", "src/quire/ops/*", "src/quire/parallel/*", "src/quire/simulate/*", "src/quire/terminal/*"),
     *(
         "tools/check_build.py",

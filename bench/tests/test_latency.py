@@ -14,7 +14,7 @@ from quire_bench.engine import latency
 from quire_bench.engine.latency import PERCENTS, Batch, Iteration, Latency
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [0, 5])  # with guesses, several tokens come in a step
+@pytest.mark.parametrize("num_speculative_tokens", [0, 5])  # with drafts, several tokens come in a step
 def test_counts(num_speculative_tokens: int) -> None:
     llm = LLM(num_blocks=64, num_speculative_tokens=num_speculative_tokens)
     ticks: list[int] = []

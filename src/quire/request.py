@@ -350,7 +350,7 @@ def _no_tokens() -> array[int]:
 
 
 @dataclass(eq=False)
-class Group:
+class SampleGroup:
     """The requests that began as one prompt: the n samples of a prompt, or the beams of a search.
 
     They share the prompt's blocks: the first one computes the prompt, and the others fork from it.
@@ -382,7 +382,7 @@ class ScheduleState:
     """The place of a request in the schedule. Only Scheduler writes it."""
 
     ordinal: int = -1  # order of arrival
-    rank: tuple[float, int, int] = (0, -1, -1)  # order of service, the lowest first; siblings are adjacent
+    sort_key: tuple[float, int, int] = (0, -1, -1)  # order of service, the lowest first; siblings are adjacent
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were reported
     allowed: NDArray[np.int32] | None = None  # next tokens that its guide allows
 
@@ -408,7 +408,7 @@ class Request:
     sample_index: int = 0  # index among the n samples of its prompt
     priority: int = 0  # lower is first, if the scheduling policy is "priority"
     cache_salt: str = ""  # only requests with the same salt share blocks: a tenant's secret
-    group: Group | None = None  # the request and its siblings
+    group: SampleGroup | None = None  # the request and its siblings
     driven: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
     guide: Guide | None = None  # restricts the tokens that it may draw; not shared with siblings
     constraints: Constraints | None = None  # further restrictions of these tokens

@@ -22,7 +22,7 @@ from quire.cache.incoming import Arrivals
 from quire.cache.manager import BlockManager, Move
 from quire.cache.pool import NONE
 from quire.engine.prefetch import Prefetch
-from quire.request import Group, Request, SamplingParams
+from quire.request import Request, SampleGroup, SamplingParams
 
 GROUPS = (
     (CacheGroup((0,)),),
@@ -85,8 +85,8 @@ class Machine:
         rng = random.Random(family)
         tokens = array("i", (rng.randrange(4) for _ in range(length)))
         request = Request(f"r{self.count}", tokens, length, PARAMS, cache_salt=salt)
-        request.group = Group([request])
-        request.schedule.rank = (self.count, self.count, self.count)
+        request.group = SampleGroup([request])
+        request.schedule.sort_key = (self.count, self.count, self.count)
         self.count += 1
         if self.disk is not None:
             self.disk.fetch(request)
@@ -146,7 +146,11 @@ class Machine:
         """A sibling that goes on from here, if all of the parent's tokens are computed."""
         if parent.num_missing == 0:
             child = Request(f"r{self.count}", parent.tokens + array("i", [self.count % 4]), 1, PARAMS)
-            child.group, child.cache_salt, child.schedule.rank = parent.group, parent.cache_salt, parent.schedule.rank
+            child.group, child.cache_salt, child.schedule.sort_key = (
+                parent.group,
+                parent.cache_salt,
+                parent.schedule.sort_key,
+            )
             self.count += 1
             parent.group.members.append(child)
             self.manager.fork(parent, child)

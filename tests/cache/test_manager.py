@@ -12,7 +12,7 @@ from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import cache_usage
 from quire.errors import BadValue, OutOfBlocks
-from quire.request import Group, Request, SamplingParams
+from quire.request import Request, SampleGroup, SamplingParams
 
 GROUPS = {"one group": (CacheGroup((0, 1)),), "two groups": (CacheGroup((0,)), CacheGroup((1,), window=8))}
 ONE = GROUPS["one group"]
@@ -21,7 +21,7 @@ ONE = GROUPS["one group"]
 def started(manager: BlockManager, tokens: list[int], name: str = "r") -> Request:
     """A request that has what the cache gave it, and nothing else yet."""
     request = Request(name, array("i", tokens), len(tokens), SamplingParams())
-    request.group = Group([request])
+    request.group = SampleGroup([request])
     manager.admit(request, manager.lookup.match(request))
     return request
 

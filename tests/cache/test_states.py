@@ -14,7 +14,7 @@ from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools
 from quire.cache.usage import cache_usage, state_usage
 from quire.config import CacheConfig
 from quire.errors import BadValue, ConfigError, RequestError
-from quire.request import Group, Miss, Request, SamplingParams
+from quire.request import Miss, Request, SampleGroup, SamplingParams
 
 PIECE = 8
 GROUPS = (CacheGroup((0,)), StateGroup((1,), piece=PIECE), RowGroup((1,), piece=PIECE))
@@ -165,7 +165,7 @@ def test_nothing_is_found_under_another_salt_or_without_a_prefix_cache() -> None
 def test_siblings_begin_before_the_prompts_last_token(length: int) -> None:
     """Each of them computes it again: from the state and the rows before it, of which the rows are copied."""
     manager = manager_of()
-    group = Group()
+    group = SampleGroup()
     group.members = [
         Request(name, array("i", range(length)), length, SamplingParams(), group=group) for name in ("a", "b", "c")
     ]
@@ -209,7 +209,7 @@ def test_guesses_past_the_end_of_a_piece_leave_the_state_before_it() -> None:
     manager = manager_of()
     r = started(manager, list(range(15)))
     compute(manager, r)
-    assert manager.grow(r, 20, [])  # guesses at tokens 15..19
+    assert manager.grow(r, 20, [])  # drafts at tokens 15..19
     audit(manager, [r])
     r.tokens.append(15)
     manager.advance(r, 0)

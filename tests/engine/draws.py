@@ -72,7 +72,7 @@ class Draw:
         if self.has_disk:
             self.options |= {"kv_disk": directory, "kv_disk_space": rng.choice(["256KiB", "16MiB"])}
         self.is_overlapped = not self.has_disk and rng.random() < 0.25
-        if self.is_overlapped:  # steps with guesses are not planned ahead
+        if self.is_overlapped:  # steps with drafts are not planned ahead
             self.options["num_speculative_tokens"] = 0
         self.num_threads = 1 + (rng.random() < 0.1)
         self.num_asks = 0

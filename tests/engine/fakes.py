@@ -18,12 +18,12 @@ from quire.cache.manager import BlockManager
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
 from quire.engine.loops import Loop
-from quire.engine.order import Order, first_come_first_served
 from quire.engine.plan import Launched, StepOutput
+from quire.engine.policy import Order, first_come_first_served
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import PromptLookup
 from quire.models.batch import Batch
-from quire.request import Group, Request, SamplingParams, TokenLogprobs
+from quire.request import Request, SampleGroup, SamplingParams, TokenLogprobs
 
 VOCAB = 251
 CIRCLE = 6  # tokens
@@ -158,9 +158,9 @@ class FakeRunner:
                 if num_logprobs >= 0:
                     output.logprobs[request_id] = logprobs
             else:
-                output.tokens_after_guesses.setdefault(request_id, []).append(token)
+                output.tokens_after_drafts.setdefault(request_id, []).append(token)
                 if num_logprobs >= 0:
-                    output.logprobs_after_guesses.setdefault(request_id, []).append(logprobs)
+                    output.logprobs_after_drafts.setdefault(request_id, []).append(logprobs)
         self.drawn = dict(output.tokens)
         return output
 
@@ -342,7 +342,7 @@ def request(name: str, prompt: list[int], **sampling: object) -> Request:
 
 def siblings(name: str, prompt: list[int], count: int, **sampling: object) -> list[Request]:
     """The samples of one prompt."""
-    group = Group()
+    group = SampleGroup()
     group.members = [request(f"{name}-{i}", prompt, **sampling) for i in range(count)]
     for i, member in enumerate(group.members):
         member.group, member.sample_index = group, i

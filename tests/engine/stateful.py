@@ -46,7 +46,7 @@ class StatefulModel:
 
     origin, quantisation, weight_bytes = "a test", None, WeightBytes()
     max_model_len, eos_token_ids = 2_048, frozenset[int]()
-    rows_keep_bits, capturable = True, False
+    rows_are_batch_invariant, capturable = True, False
     loras = exchange = None
 
     def __init__(self, dtype: torch.dtype, shape: Shape = Shape()) -> None:

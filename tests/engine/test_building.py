@@ -59,7 +59,7 @@ def on_gpu(
     monkeypatch.setattr(engine_module, "GraphRunner", lambda eager, *given: SimpleNamespace(kind="graphs", eager=eager))
     return build_engine(
         model,
-        SimpleNamespace(name=backend, graphable=backend == "triton", keeps_bits=lambda device: False),
+        SimpleNamespace(name=backend, graphable=backend == "triton", batch_invariant=lambda device: False),
         engine_config(device="cuda", **options),
     )  # type: ignore[arg-type]
 

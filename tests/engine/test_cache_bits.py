@@ -19,7 +19,7 @@ import torch
 from quire.engine.engine import Engine
 from quire.models import EMBEDDED
 from quire.ops.cpu import native
-from quire.request import Group, Request, SamplingParams
+from quire.request import Request, SampleGroup, SamplingParams
 from tests.engine.stateful import stateful_engine
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
@@ -73,7 +73,7 @@ def asked(count: int) -> list[list[Request]]:
             rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 20))
         ]
         temperature = rng.choice([0.0, 0.9])
-        group = Group()
+        group = SampleGroup()
         for sample in range(1 + (i % 8 == 2)):
             params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2, seed=i)
             request = Request(f"{i}-{sample}", array("i", tokens), len(tokens), params, sample)

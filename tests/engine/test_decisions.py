@@ -9,14 +9,16 @@ import pytest
 from quire import SamplingParams
 from quire.engine.decisions import fits, free_seats, may_pass, num_new_tokens, seats_wanted, who_gives_way
 from quire.engine.queue import RankedList
-from quire.request import Group, PrefixReport, Request
+from quire.request import PrefixReport, Request, SampleGroup
 
 
-def request(name: str, rank: int, group: Group | None = None, *, driven: bool = False, was_in: bool = False) -> Request:
+def request(
+    name: str, rank: int, group: SampleGroup | None = None, *, driven: bool = False, was_in: bool = False
+) -> Request:
     made = Request(name, array("i", [1, 2]), 2, SamplingParams(), group=group, driven=driven)
-    made.schedule.ordinal, made.schedule.rank = rank, (0.0, rank if group is None else len(name), rank)
+    made.schedule.ordinal, made.schedule.sort_key = rank, (0.0, rank if group is None else len(name), rank)
     if group is not None:
-        made.schedule.rank = (0.0, group.members[0].schedule.ordinal if group.members else rank, rank)
+        made.schedule.sort_key = (0.0, group.members[0].schedule.ordinal if group.members else rank, rank)
         group.members.append(made)
     if was_in:
         made.cache.prefix_report = PrefixReport(2, 0, 16)
@@ -47,7 +49,7 @@ def test_single_tokens_come_before_the_rest_of_a_prompt(missing: int, budget: in
 
 
 def test_the_last_one_gives_way_with_its_siblings_but_not_to_them() -> None:
-    group = Group()
+    group = SampleGroup()
     first, one, two = request("first", 0), request("one", 1, group), request("two", 2, group)
     running = listed(two, first, one)
     assert who_gives_way(first, running) == [one, two]
@@ -59,7 +61,7 @@ def test_the_last_one_gives_way_with_its_siblings_but_not_to_them() -> None:
 
 
 def test_a_search_may_claim_a_seat_for_each_of_its_beams() -> None:
-    beams, plain = Group(), request("plain", 0)
+    beams, plain = SampleGroup(), request("plain", 0)
     one, two, three = (request(name, 1 + i, beams, driven=True) for i, name in enumerate(("one", "two", "three")))
     assert free_seats([], 8) == 8
     assert free_seats([plain, one], 8) == 4  # one for the plain request, three for the search

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not N
 SEEDS = (5, 7, 48)
 # What these have seen, so that they prove something about it.
 SEEN = """
-preempted, cached tokens, right guesses, read from the disk, aborted, gone on, BlocksForked, BlocksSwappedIn
+preempted, cached tokens, right drafts, read from the disk, aborted, gone on, BlocksForked, BlocksSwappedIn
 """.strip().split(", ")
 WITH_SEARCHES, WITHOUT_A_TOKEN = 5, 7  # seeds: with adapters; with a prompt's logprobs, and no token that may be drawn
 

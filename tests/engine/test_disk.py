@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.bits import parts
 from quire.cache import incoming
 from quire.cache.disk import store as files
 from quire.cache.disk.store import LOG, DiskStore
@@ -29,6 +28,7 @@ from quire.engine.engine import Engine
 from quire.engine.prefetch import Prefetch
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
+from quire.fingerprint import components
 from quire.frontend import disk_cache as kv_disk
 from quire.models import EMBEDDED
 from quire.ops.cpu import native
@@ -418,7 +418,7 @@ def test_a_prompt_is_found_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "number"), [(parts, "BITS_VERSION"), (kv_disk, "FORMAT")])
+@pytest.mark.parametrize(("module", "number"), [(components, "BITS_VERSION"), (kv_disk, "FORMAT")])
 def test_blocks_of_an_earlier_release_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, number: str
 ) -> None:

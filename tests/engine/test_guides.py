@@ -19,7 +19,7 @@ from quire.engine.plan import Plan, StepOutput
 from quire.engine.sampler import sample
 from quire.errors import RequestError
 from quire.models.batch import Batch
-from quire.request import Event, FinishReason, Group, Guide, Request, SamplingParams
+from quire.request import Event, FinishReason, Guide, Request, SampleGroup, SamplingParams
 from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine, next_token, request, run, siblings
 from tests.engine.test_waits import OPS, VARIANTS, Watch, requests
 
@@ -318,7 +318,7 @@ def test_on_a_real_model(llm: LLM) -> None:
     prompts = ["def f(x):\n    return", "import os\n" * 30, "x = [1, 2,"]
     alone = generate(llm, [of_model(llm, f"p{i}", prompt) for i, prompt in enumerate(prompts)])
     size = llm.engine.vocab_size - 5
-    group = Group()
+    group = SampleGroup()
     group.members = [of_model(llm, f"s{i}", prompts[0], Residues(15, size), n=3) for i in range(3)]
     for i, member in enumerate(group.members):
         member.group, member.sample_index = group, i

@@ -199,18 +199,18 @@ class DrawingRunner(LaterRunner):
 
     def compute(self, batch: Batch, number: int) -> StepOutput:
         found = super().compute(batch, number)
-        after = {name: [token, *found.tokens_after_guesses.get(name, ())] for name, token in found.tokens.items()}
+        after = {name: [token, *found.tokens_after_drafts.get(name, ())] for name, token in found.tokens.items()}
         said = torch.tensor([after[name].pop(0) for name in batch.logit_ids], dtype=torch.int64)
         drawn = []
         if len(said):
             logits = -((torch.arange(VOCAB) - said[:, None]) % VOCAB).float()
             drawn = sample(logits, batch.sampling, OPS).tolist()
-        found.tokens, found.tokens_after_guesses = {}, {}
+        found.tokens, found.tokens_after_drafts = {}, {}
         for name, token in zip(batch.logit_ids, drawn, strict=True):
             if name not in found.tokens:
                 found.tokens[name] = token
             else:
-                found.tokens_after_guesses.setdefault(name, []).append(token)
+                found.tokens_after_drafts.setdefault(name, []).append(token)
         self.drawn = dict(found.tokens)
         return found
 

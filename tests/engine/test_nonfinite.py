@@ -16,7 +16,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.ops.cpu import native
-from quire.request import Group, Request, SamplingParams
+from quire.request import Request, SampleGroup, SamplingParams
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
 
@@ -131,7 +131,7 @@ def test_a_sample_that_forked_from_it_publishes_nothing_either(tmp_path: Path) -
     assert alone[-1][-1] is None  # it ended as it should
     assert not any(index.by_block for index in served.scheduler.manager.indexes)
     samples = [asked("first", tokens), asked("second", tokens)]
-    samples[0].group = samples[1].group = Group(samples)
+    samples[0].group = samples[1].group = SampleGroup(samples)
     assert outcomes(served, *samples) == [alone, alone]
     assert not any(index.by_block for index in served.scheduler.manager.indexes)
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from quire.engine.pace import LEAST, LONGEST_STEP, Pace
+from quire.engine.prefill_budget import LEAST, LONGEST_STEP, PrefillBudget
 from tests.engine.fakes import Engine, continuation, fake_engine, request, run
 
 
 def test_a_step_is_as_long_as_what_steps_took_lets_it_be() -> None:
-    pace = Pace(1e-3)
+    pace = PrefillBudget(1e-3)
     assert pace.most(1) == 500  # by what was expected
     pace.observe(LEAST - 1, 100.0)  # too few tokens to tell
     assert pace.most(1) == 500
@@ -28,13 +28,13 @@ def test_a_step_is_as_long_as_what_steps_took_lets_it_be() -> None:
         pace.observe(100, 1e5)
     assert pace.most(30) == 30 + LEAST  # those that decode, and a piece of a prompt
     pace.observe(100, 0.0)
-    assert Pace(0.0).most(1) > 10**6
+    assert PrefillBudget(0.0).most(1) > 10**6
 
 
 def test_it_holds_whole_steps_to_their_length_whatever_a_step_costs() -> None:
     """a + b * tokens, with a fixed part that is no prompt's."""
     for fixed, each in ((0.05, 2e-3), (0.2, 5e-3), (0.0, 1e-4)):
-        pace = Pace(1e-6)
+        pace = PrefillBudget(1e-6)
         for _ in range(60):
             count = min(2048, pace.most(1))
             pace.observe(count, seconds := fixed + each * count)
@@ -55,12 +55,12 @@ def test_prompts_are_cut_shorter_while_others_decode_and_say_the_same() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(250) for _ in range(size)] for size in (5, 300, 250)]
 
-    def engine(pace: Pace | None) -> Engine:
+    def engine(pace: PrefillBudget | None) -> Engine:
         made = fake_engine(num_blocks=400, max_model_len=400, max_num_batched_tokens=256)
         made.scheduler.pace = pace
         return made
 
-    slow = Pace(LONGEST_STEP / 70)  # 70 tokens take as long as a step may
+    slow = PrefillBudget(LONGEST_STEP / 70)  # 70 tokens take as long as a step may
     slow.observe = lambda num_tokens, seconds: None  # type: ignore[method-assign]
     steps = {}
     for name, pace in (("plain", None), ("paced", slow)):

@@ -2,7 +2,7 @@
 
 Every fifth of them runs on a memory: each request must read its own tokens through its tables, the events must rebuild
 the books, and some of these runs have allocations and look-ups that fail, some a disk, of which all they read must be
-right, too. 24 more runs guess tokens, and are done without guesses as well. With --long there are 10,000 and 1,000.
+right, too. 24 more runs guess tokens, and are done without drafts as well. With --long there are 10,000 and 1,000.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from quire.cache.incoming import Arrivals
 from quire.config import MAX_SPECULATIVE_TOKENS, CacheConfig, EngineConfig
 from quire.engine.cost import DEVICES, ModelCost
 from quire.engine.flatten import Buffers, flatten
-from quire.engine.order import by_priority
+from quire.engine.inflight_prefixes import unforked
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
+from quire.engine.policy import by_priority
 from quire.engine.prefetch import Prefetch
-from quire.engine.sharing import unforked
 from quire.engine.speculation import PromptLookup
 from quire.models.model import WeightBytes
-from quire.request import Event, FinishReason, Group, Request, SamplingParams, Task, TokenLogprobs
-from quire.simulate.simulation import Simulation, Step
+from quire.request import Event, FinishReason, Request, SampleGroup, SamplingParams, Task, TokenLogprobs
+from quire.simulate.simulation import SimulatedStep, Simulation
 from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, digest, forget_free_blocks, logprobs_after
 from tests.engine.test_cache_events import Replay
 from tests.marks import quick
@@ -82,7 +82,7 @@ def cost(groups: tuple[CacheGroup, ...]) -> ModelCost:
 class Search:
     """A beam search that chooses at random: which beams die, which are forked."""
 
-    def __init__(self, run: RandomRun, group: Group) -> None:
+    def __init__(self, run: RandomRun, group: SampleGroup) -> None:
         self.run, self.beams, self.spare = run, group.members[:1], group.members[1:]
         self.heard: set[Request] = set()
 
@@ -213,7 +213,7 @@ class RandomRun(Simulation):
         self.states: dict[str, list[float]] = {}
         self.wanted_from: dict[str, int] = {}  # the first position of a prompt of which logprobs are asked for
         self.to_come = [self.unit(f"u{i}") for i in range(rng.randint(1, 8))]
-        self.searches: dict[Group, Search] = {}
+        self.searches: dict[SampleGroup, Search] = {}
         self.abort_rate = rng.choice([0.0, 0.0, 0.05, 0.3])
         self.failure_rate = rng.choice([0.0, 0.0, 0.02])
 
@@ -244,7 +244,7 @@ class RandomRun(Simulation):
         rng = self.rng
         beginning = [7] * rng.choice([0, 0, 4, 12, 20])  # what many have in common
         prompt = array("i", beginning + [rng.randrange(3) for _ in range(rng.randint(1, 8))])
-        group = Group() if rng.random() < 0.35 else None
+        group = SampleGroup() if rng.random() < 0.35 else None
         salt, priority, driven = rng.choice(["", "", "", "tenant"]), rng.choice([0, 0, -1, 1]), rng.random() < 0.25
         priority *= self.scheduler.order is by_priority
         prompt_logprobs = 0 if rng.random() < 0.1 and not (group and driven) else None  # no beam search has any
@@ -316,7 +316,7 @@ class RandomRun(Simulation):
             state = self.rng.choice(there)
             self.abort(self.rng.choice(states[state]), state)
 
-    def finish(self, step: Step) -> list[Event]:
+    def finish(self, step: SimulatedStep) -> list[Event]:
         prefetch = self.scheduler.prefetch
         if step.plan.is_empty and prefetch is not None and prefetch.is_waiting:  # nothing to do until blocks arrive
             return self.scheduler.commit(step.plan, step.output)
@@ -430,7 +430,7 @@ def test_random_runs(shard: int, long: bool) -> None:
 
 GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = range(80, 104), range(1_000), 1
 GUESSED_SEEN = """
-all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
+all right, some right, none right, overflowed, stopped among drafts, aborted with drafts, failed
 preempted, swapped out, swapped in, restarted, copied, found a prefix, forked
 """.replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
 
@@ -441,13 +441,13 @@ class GuessedRun(RandomRun):
     Each token comes with a logprob that depends on everything before it, as the token itself may not.
     """
 
-    def __init__(self, seed: int, seen: Counter[str], num_guessed: int) -> None:
+    def __init__(self, seed: int, seen: Counter[str], num_draft_tokens: int) -> None:
         super().__init__(seed, seen, checked=True)
         assert self.runner is not None
         self.runner.model = circling
-        self.scheduler.lookup = PromptLookup(num_guessed) if num_guessed else None
+        self.scheduler.lookup = PromptLookup(num_draft_tokens) if num_draft_tokens else None
         self.told: dict[str, list[TokenLogprobs]] = {}
-        self.items: list[PlanItem] = []  # of the step, those with guesses
+        self.items: list[PlanItem] = []  # of the step, those with drafts
 
     def unit(self, name: str) -> list[Request]:
         """Its prompts go in the circle, too, and some end at a token of it."""
@@ -463,14 +463,14 @@ class GuessedRun(RandomRun):
         return unit
 
     def compute(self, plan: Plan) -> StepOutput:
-        self.items = [item for item in plan.items if item.guesses]
+        self.items = [item for item in plan.items if item.drafts]
         if self.items and self.rng.random() < self.abort_rate:
             self.abort(self.rng.choice(self.items).request, "with guesses")
         output = super().compute(plan)
         for item in self.items:  # from a wrong guess on, what follows may overflow
-            drawn = output.tokens_after_guesses[item.request.id]
+            drawn = output.tokens_after_drafts[item.request.id]
             expected = [output.tokens[item.request.id], *drawn]
-            wrong = [i for i in range(len(drawn)) if list(item.guesses[: i + 1]) != expected[: i + 1]]
+            wrong = [i for i in range(len(drawn)) if list(item.drafts[: i + 1]) != expected[: i + 1]]
             if wrong and self.rng.random() < 0.1:
                 drawn[self.rng.choice(wrong)] = INVALID_TOKEN
                 self.seen["overflowed"] += 1
@@ -489,17 +489,17 @@ class GuessedRun(RandomRun):
 
     def count_right(self, item: PlanItem, events: list[Event]) -> None:
         """events: what the item's request was told."""
-        seen, guesses, reason = self.seen, list(item.guesses), events[-1].finish_reason if events else None
+        seen, drafts, reason = self.seen, list(item.drafts), events[-1].finish_reason if events else None
         tokens = [event.token for event in events if event.token is not None]
         if not tokens:
             return
         num_right = len(tokens) - 1
-        assert tokens[:-1] == guesses[:num_right]
-        if tokens == guesses[: len(tokens)]:
+        assert tokens[:-1] == drafts[:num_right]
+        if tokens == drafts[: len(tokens)]:
             assert reason is FinishReason.STOP
             seen["stopped among guesses"] += 1
         else:
-            seen["all right" if num_right == len(guesses) else "some right" if num_right else "none right"] += 1
+            seen["all right" if num_right == len(drafts) else "some right" if num_right else "none right"] += 1
 
     def check_end(self) -> None:
         super().check_end()
@@ -513,9 +513,9 @@ class GuessedRun(RandomRun):
                 assert ends.count(True) == ends[-1:].count(True) == (reason is FinishReason.STOP)
 
 
-def whole_tokens(seed: int, seen: Counter[str], num_guessed: int) -> dict[str, list[int]]:
+def whole_tokens(seed: int, seen: Counter[str], num_draft_tokens: int) -> dict[str, list[int]]:
     """The tokens of each request that got all of them."""
-    one = GuessedRun(seed, seen, num_guessed)
+    one = GuessedRun(seed, seen, num_draft_tokens)
     one.scheduler.manager.listeners.append(lambda event: seen.update(forked=type(event).__name__ == "BlocksForked"))
     one.go()
     own = {FinishReason.STOP, FinishReason.LENGTH}

@@ -7,7 +7,7 @@ import pytest
 from quire.cache.events import BlocksForked, BlocksShared
 from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
-from quire.engine.order import by_priority, shortest_prompt_first
+from quire.engine.policy import by_priority, shortest_prompt_first
 from quire.request import FinishReason, Miss, Request
 from tests.engine.fakes import VOCAB, continuation, fake_engine, request, run, siblings
 from tests.marks import quick
@@ -283,12 +283,12 @@ class TestOrder:
     @pytest.mark.parametrize("order", [by_priority, shortest_prompt_first])
     def test_nobody_waits_for_ever(self, order, monkeypatch) -> None:
         """While better placed requests keep arriving, the worst placed one is served after a bounded number of them."""
-        monkeypatch.setattr("quire.engine.order.ARRIVALS_PER_PRIORITY", 1_000)
+        monkeypatch.setattr("quire.engine.policy.ARRIVALS_PER_PRIORITY", 1_000)
         engine = fake_engine(num_blocks=8, max_num_seqs=1, order=order, max_model_len=4000)
         last = request("last", [1] * 20, max_tokens=1)
         last.priority = int(order is by_priority)
         engine.add(last)
-        bound = int(last.schedule.rank[0]) + 3
+        bound = int(last.schedule.sort_key[0]) + 3
         for i in range(bound):
             engine.add(request(f"r{i}", [2], max_tokens=1))
             ended = {event.request_id for event in engine.step() if event.finish_reason is not None}

@@ -52,14 +52,14 @@ GROUPS = (
 class FailingRunner(FakeRunner):
     """Raises in every k-th step, and then has forgotten what the failed requests had stored."""
 
-    every, steps, num_guessed = 1, 0, 0
+    every, steps, num_draft_tokens = 1, 0, 0
 
     def run(self, batch: Batch) -> StepOutput:
         self.steps += 1
         self.fail_next = self.steps % self.every == 0
         self.batches.clear()
         output = super().run(batch)
-        self.num_guessed += sum(map(len, output.tokens_after_guesses.values()))
+        self.num_draft_tokens += sum(map(len, output.tokens_after_drafts.values()))
         return output
 
 
@@ -86,17 +86,17 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
     block_size = rng.choice([1, 2, 4, 16])
     num_blocks = (1, 2, 3, 5, 8, 13, 21, 40, 80, 200)[seed % SHARDS]  # from one block up
     groups = GROUPS[seed % len(GROUPS)]
-    guesses = seed % 2 == 1
-    model = circling if guesses else next_token
+    drafts = seed % 2 == 1
+    model = circling if drafts else next_token
     engine = fake_engine(
         num_blocks=num_blocks,
         block_size=block_size,
         groups=groups,
         max_model_len=36,
-        max_num_seqs=rng.choice([1, 2, 3] if guesses else [1, 3, 8]),  # where few decode
-        max_num_batched_tokens=rng.choice([8, 16] if guesses else [1, 4, 16, 64]),
+        max_num_seqs=rng.choice([1, 2, 3] if drafts else [1, 3, 8]),  # where few decode
+        max_num_batched_tokens=rng.choice([8, 16] if drafts else [1, 4, 16, 64]),
         eos=frozenset({rng.randrange(VOCAB)}),
-        lookup=PromptLookup(rng.randint(1, 7)) if guesses else None,
+        lookup=PromptLookup(rng.randint(1, 7)) if drafts else None,
     )
     runner = FailingRunner(num_blocks, block_size, groups, model=model)
     runner.every = rng.choice([11, 17, 31])
@@ -122,7 +122,7 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
     assert engine.scheduler.usage().used_blocks == 0
     assert all(pool.num_free == num_blocks for pool in engine.scheduler.manager.pools)
     check_tokens(state, groups, model)
-    state.guessed = runner.num_guessed
+    state.guessed = runner.num_draft_tokens
     return state
 
 
@@ -171,4 +171,4 @@ def test_soak(shard: int, tokenizer: Tokenizer, long: bool) -> None:
     state = soak(shard, tokenizer, events)
     assert state.events >= events
     assert {"stop", "length", "abort", "error"} <= set(state.reasons.values())
-    assert state.guessed > events // 10 or shard not in (5, 7, 9)  # the larger pools of those with guesses
+    assert state.guessed > events // 10 or shard not in (5, 7, 9)  # the larger pools of those with drafts

@@ -54,9 +54,9 @@ def test_guesses_are_what_stood_after_the_same_tokens() -> None:
     found = 0
     for _ in range(5_000):
         tokens = array("i", rng.choices([0, 1, 256, 65_536, 2**24], k=rng.randrange(20)))
-        guesses = _after_the_same(tokens, 3)
-        assert guesses == plainly(tokens, 3)
-        found += len(guesses) == 3
+        drafts = _after_the_same(tokens, 3)
+        assert drafts == plainly(tokens, 3)
+        found += len(drafts) == 3
     assert found > 1_000
 
 
@@ -276,7 +276,7 @@ def test_who_gets_no_blocks_for_guesses_goes_on_without(tmp_path: Path) -> None:
     allocate, failed = pool.allocate, []
 
     def failing(count: int) -> array[int]:
-        if 1 < count < 8:  # no step without guesses takes so many, but for the shortest prompt's
+        if 1 < count < 8:  # no step without drafts takes so many, but for the shortest prompt's
             failed.append(count)
             raise MemoryError("injected")
         return allocate(count)
@@ -372,4 +372,4 @@ def test_a_right_guess_that_overflows_ends_the_request(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert [event.token for event in found[0][:-1]] == tokens[: poison + 1]
     assert found[0][-1].finish_reason is FinishReason.ERROR
-    assert any(tokens[poison] in guesses[:-1] for guesses in given)  # it overflowed as a guess that others followed
+    assert any(tokens[poison] in drafts[:-1] for drafts in given)  # it overflowed as a guess that others followed

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from quire.bits.fingerprint import Fingerprint
+from quire.fingerprint.fingerprint import Fingerprint
 from tests.fleet.gateways import SECRET
 from tests.server.serving import Serving
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from quire.fleet.index import Expectation, FleetIndex
 from quire.fleet.rates import StepRates
-from quire.fleet.score import Candidate, Choice, Demand, choose
+from quire.fleet.score import Candidate, Demand, PlacementChoice, choose
 from quire.fleet.state import ReplicaState
 
 BLOCK = 16  # tokens
@@ -273,7 +273,7 @@ class Replica:
                 self.idle[digest] = None
 
 
-Rule = Callable[["Fleet", Job, float], Choice | int]  # the last one: now
+Rule = Callable[["Fleet", Job, float], PlacementChoice | int]  # the last one: now
 
 
 @dataclass
@@ -341,7 +341,7 @@ def round_robin(fleet: Fleet, job: Job, now: float) -> int:
 def by_score(new_tokens: float) -> Rule:
     """The product's rule, with so many new tokens expected of every job."""
 
-    def chosen(fleet: Fleet, job: Job, now: float) -> Choice:
+    def chosen(fleet: Fleet, job: Job, now: float) -> PlacementChoice:
         return choose(fleet.demand(job, new_tokens), fleet.candidates(job, now))
 
     return chosen

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM
-from quire.bits.fingerprint import MAX_PART, Fingerprint
-from quire.bits.weights import MAX_PAGES, PAGE, sampled_pages, weights_digest
 from quire.config import CacheConfig, EngineConfig
 from quire.errors import BadValue, ConfigError, ModelError
+from quire.fingerprint.fingerprint import MAX_PART, Fingerprint
+from quire.fingerprint.weights import MAX_PAGES, PAGE, sampled_pages, weights_digest
 from quire.frontend import model_fingerprint
 from quire.frontend.model_fingerprint import replica_fingerprint
 from quire.models import EMBEDDED
@@ -205,7 +205,7 @@ def test_no_fingerprint_where_bits_depend_on_the_batch(llm: LLM, monkeypatch: py
     on_gpu.config = replace(llm.config, device="cuda:0")
     with pytest.raises(ConfigError, match=r"reproducible is False; on 'cuda:0' .* Set reproducible=True"):
         replica_fingerprint(on_gpu, TEMPLATE)
-    monkeypatch.setattr(llm.decoder, "rows_keep_bits", False)
+    monkeypatch.setattr(llm.decoder, "rows_are_batch_invariant", False)
     with pytest.raises(ConfigError, match=r"has no fingerprint: in layers that transformers computes"):
         replica_fingerprint(llm, TEMPLATE)
 

@@ -29,7 +29,7 @@ def test_a_replica_reports_what_it_computed_for_those_who_know_the_secret() -> N
         load = meter.read(state(), 2.0)
         assert load is not None
         prompts = 2 * usage[0]["prompt_tokens"] - cached  # what came from the cache was not computed
-        assert 2 * load.prompt_tokens_a_second == pytest.approx(prompts, abs=60)  # guesses are rows, too
+        assert 2 * load.prompt_tokens_a_second == pytest.approx(prompts, abs=60)  # drafts are rows, too
         assert 0 < 2 * load.decoded_tokens_a_second <= 80
         assert load.waiting_tokens == 0
         assert load.demand > 0

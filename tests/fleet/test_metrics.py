@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.bits.fingerprint import Fingerprint
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.link import Listener
 from quire.fleet.membership import Members, member_at
 from quire.fleet.metrics import GAUGES, MAX_COUNTED, STATE_GAUGES, FleetMetrics

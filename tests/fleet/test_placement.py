@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.fleet.placement import PARTS, reason_of, seconds_of
-from quire.fleet.score import TIE, Candidate, Demand, Parts, choose
+from quire.fleet.score import TIE, Candidate, Demand, ScoreParts, choose
 from quire.fleet.state import ReplicaState
 
 IDLE = {"waiting_tokens": 0, "num_waiting": 0, "num_running": 0, "max_running": 8, "free_blocks": 100,
@@ -53,8 +53,8 @@ def test_equal_costs() -> None:
 
 
 def test_every_part_has_words() -> None:
-    assert list(PARTS) == list(Parts._fields)
-    parts = Parts(*range(len(PARTS)))
+    assert list(PARTS) == list(ScoreParts._fields)
+    parts = ScoreParts(*range(len(PARTS)))
     assert sum(seconds_of(parts).values()) == parts.total
 
 

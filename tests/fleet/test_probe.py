@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM
-from quire.bits.probe import _numbers, _words, probe
 from quire.config import EngineConfig, engine_config
+from quire.fingerprint.probe import _numbers, _words, probe
 from quire.models import EMBEDDED, load_model
 from quire.models.model import Model
 from quire.ops import Backend, load, unavailable
@@ -34,7 +34,7 @@ ISAS = [] if native.unavailable() else native.runnable(native.library_path())
 CHILD = """
 import json, sys, torch
 from quire import LLM
-from quire.bits.probe import probe
+from quire.fingerprint.probe import probe
 torch.set_num_threads(int(sys.argv[1]))
 llm = LLM(num_blocks=64, **json.loads(sys.argv[2]))
 print(json.dumps(probe(llm.decoder, llm.backend, llm.config)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.errors import BadValue, NoReplica
 from quire.fleet import score
 from quire.fleet.index import FleetIndex
-from quire.fleet.score import Candidate, Choice, Demand, Parts, choose, eligible, with_holders
+from quire.fleet.score import Candidate, Demand, PlacementChoice, ScoreParts, choose, eligible, with_holders
 from quire.fleet.state import ReplicaState
 from quire.request import Holder
 from tests.fleet.routing import (
@@ -48,7 +48,7 @@ def candidate(slot: int, num_blocks: int = 0, /, **known: Any) -> Candidate:
     )
 
 
-def slot_of(choice: Choice) -> int:
+def slot_of(choice: PlacementChoice) -> int:
     return choice.best.candidate.slot
 
 
@@ -164,7 +164,7 @@ class TestComplaints:
     def test_each_replica_is_looked_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looked, plain = Counter[int](), score._cost
 
-        def counting(demand: Demand, one: Candidate, *rest: Any) -> Parts:
+        def counting(demand: Demand, one: Candidate, *rest: Any) -> ScoreParts:
             looked[one.slot] += 1
             return plain(demand, one, *rest)
 
@@ -483,7 +483,7 @@ def test_another_replica_has_a_price_between_memory_and_computing() -> None:
 def test_of_two_sources_a_replica_reads_from_the_one_that_saves_most() -> None:
     known = {"seconds_a_prompt_token": 1e-3, "seconds_a_peer_block": 4e-3}
 
-    def parts(disk: float, num_disk: int, num_peer: int) -> Parts:
+    def parts(disk: float, num_disk: int, num_peer: int) -> ScoreParts:
         one = candidate(0, 10, **known, seconds_a_disk_block=disk)
         one = replace(one, num_disk_blocks=num_disk, holder=Holder("http://r1", 10 + num_peer))
         return choose(REQUEST, [one]).best.parts

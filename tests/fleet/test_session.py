@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.bits.fingerprint import Fingerprint
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.membership import StaticMembers
 from quire.fleet.roster import Roster
 from quire.fleet.session import MAX_UNSENT, Session

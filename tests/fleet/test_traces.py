@@ -17,7 +17,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTeleme
 from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.fleet.placement import PARTS
-from quire.server.watch.traces import Traces
+from quire.server.observability.traces import Traces
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all
 from tests.fleet.serving import SECRET, Front
 from tests.fleet.test_metrics import Asked, serving_one

@@ -11,9 +11,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from quire.fleet import watch
+from quire.fleet import inspector
 from quire.fleet.placement import PARTS, reason_of
-from quire.server.watch.page import MAX_WATCHERS
+from quire.server.observability.page import MAX_WATCHERS
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all, until
 from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
@@ -130,7 +130,7 @@ def test_a_beam_search_is_seen(front: Front, servers: list[Serving]) -> None:
 
 @pytest.mark.slow
 def test_many_requests_are_not_all_shown(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MAX_SHOWN", 3)
+    monkeypatch.setattr(inspector, "MAX_SHOWN", 3)
     for _ in range(5):
         front.post("/v1/completions", prompt="a", max_tokens=1)
     placements = seen(front)["placements"]
@@ -141,8 +141,8 @@ def test_many_requests_are_not_all_shown(front: Front, monkeypatch: pytest.Monke
 
 class TestStream:
     def test_only_what_is_new_is_sent(self, front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(watch, "INTERVAL", 0.01)
-        monkeypatch.setattr(watch, "HEARTBEAT", 0.1)
+        monkeypatch.setattr(inspector, "INTERVAL", 0.01)
+        monkeypatch.setattr(inspector, "HEARTBEAT", 0.1)
         with urlopen(f"{front.url}/inspector/events", timeout=20) as stream:
             lines = iter(stream)
             while not next(lines).startswith(b":"):

@@ -28,8 +28,8 @@ from transformers.models.auto.modeling_auto import (
 
 from quire.errors import ModelError
 from quire.models import Adapted, Own, choose
-from quire.models.adapter.tiny import DEPTH, VOCAB, shrink
-from quire.models.adapter.trial import randomise
+from quire.models.adapter.parity_check import randomise
+from quire.models.adapter.toy_model import DEPTH, VOCAB, shrink
 from quire.models.supported import HOW, PATH, Repository, Supported, Sweep, read
 from quire.models.text_part import OTHER_SIDES, WHOLES
 from tests.models.checkpoints import engine, probed_logits

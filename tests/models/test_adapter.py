@@ -22,8 +22,8 @@ from quire.models import choose, load_model
 from quire.models.adapter import modules
 from quire.models.adapter.attention import NAME
 from quire.models.adapter.model import AdaptedModel
-from quire.models.adapter.tiny import shrink
-from quire.models.adapter.trial import check, packed, randomise
+from quire.models.adapter.parity_check import check, packed, randomise
+from quire.models.adapter.toy_model import shrink
 from tests.marks import of_long_runs
 from tests.models.checkpoints import SHORT, TINY, engine, probed_logits, save
 from tests.models.test_loading import change_config
@@ -221,7 +221,7 @@ def test_products_of_others_are_not_reproducible(tmp_path: Path) -> None:
     save(tmp_path, "GraniteMoeShared", **MOE)
     model = loaded(tmp_path)
     assert isinstance(model, AdaptedModel)
-    assert not model.rows_keep_bits
+    assert not model.rows_are_batch_invariant
     assert model.rows_depend is not None
     assert model.rows_depend.endswith("is multiplied by transformers")
     assert adapted_engine(tmp_path, num_speculative_tokens=None).scheduler.lookup is None
@@ -237,7 +237,7 @@ def test_weights_lie_in_memory_of_their_own(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     gc.collect()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
-    assert model.rows_keep_bits  # and it is still there
+    assert model.rows_are_batch_invariant  # and it is still there
 
 
 def test_our_decoder_needs_no_transformers() -> None:
@@ -286,8 +286,8 @@ def test_whose_bits_depend_on_the_batch(tmp_path: Path, function: str) -> None:
     randomise(model)
     model.save_pretrained(tmp_path)
     ours = loaded(tmp_path, max_model_len=64)
-    assert ours.rows_keep_bits == (function in ("silu", "relu", "gelu")), ours.rows_depend
-    if ours.rows_keep_bits:
+    assert ours.rows_are_batch_invariant == (function in ("silu", "relu", "gelu")), ours.rows_depend
+    if ours.rows_are_batch_invariant:
         together, _ = probed_logits(adapted_engine(tmp_path, max_num_batched_tokens=24), PROMPTS, max_tokens=5)
         for prompt in PROMPTS:
             alone, _ = probed_logits(adapted_engine(tmp_path, max_num_batched_tokens=64), [prompt], max_tokens=5)
@@ -298,7 +298,7 @@ def test_whose_bits_depend_on_the_batch(tmp_path: Path, function: str) -> None:
 def test_common_models_keep_their_bits(tmp_path: Path, kind: str) -> None:
     save(tmp_path, kind)
     ours = loaded(tmp_path)
-    assert ours.rows_keep_bits, ours.rows_depend
+    assert ours.rows_are_batch_invariant, ours.rows_depend
 
 
 def test_a_small_vocabulary(tmp_path: Path) -> None:

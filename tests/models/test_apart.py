@@ -13,9 +13,9 @@ import transformers
 from quire import LLM, SamplingParams, ops
 from quire.errors import ConfigError, Unsupported
 from quire.models import choose
-from quire.models.adapter.apart import Apart
-from quire.models.adapter.tiny import shrink
-from quire.models.adapter.trial import check, randomise
+from quire.models.adapter.parity_check import check, randomise
+from quire.models.adapter.per_sequence import Apart
+from quire.models.adapter.toy_model import shrink
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, probed_logits
 
@@ -101,7 +101,7 @@ def test_a_cache_of_integers(tmp_path: Path) -> None:
 def test_what_it_does_not_promise(tmp_path: Path) -> None:
     save_apart(tmp_path, "gptj")
     ours = adapted_engine(tmp_path)
-    assert not ours.runner.model.rows_keep_bits
+    assert not ours.runner.model.rows_are_batch_invariant
     assert ours.runner.model.rows_depend == "its attention is computed by transformers"
     with pytest.raises(Unsupported, match="reproducible is True; a row's bits may depend"):
         adapted_engine(tmp_path, reproducible=True)

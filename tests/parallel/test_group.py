@@ -26,7 +26,7 @@ from quire.ops import Backend
 from quire.ops.cpu import native
 from quire.parallel import launch
 from quire.parallel.cores import Binding, by_place
-from quire.parallel.group import Group
+from quire.parallel.group import ProcessGroup
 from tests.forks import Spawner
 from tests.marks import of_long_runs
 from tests.models.checkpoints import save
@@ -150,11 +150,11 @@ def test_why_a_rank_has_failed_is_said(ranks: Ranks, where: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_dies_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: list[Group] = []
+    groups: list[ProcessGroup] = []
     names: list[str] = []
     join, read = quire.frontend.llm.join, Weights.__getitem__
 
-    def joined(config: EngineConfig, backend: Backend) -> Group:
+    def joined(config: EngineConfig, backend: Backend) -> ProcessGroup:
         groups.append(join(config, backend))
         return groups[0]
 

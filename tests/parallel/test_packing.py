@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.cache.groups import StatePools
-from quire.engine.packing import Pools, pack, pack_batch, unpack
+from quire.engine.plan_codec import Pools, pack, pack_batch, unpack
 from quire.models.batch import (
     Batch,
     DrawnRows,

@@ -20,8 +20,8 @@ from quire.models import EMBEDDED, read_config
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.sharding import Shard, check_shards
+from quire.ops.collectives import Communicator, SharedEmbedding, own_share, shares
 from quire.ops.cpu import native
-from quire.ops.exchange import Exchange, SharedEmbedding, own_share, shares
 from quire.ops.linear import PlainEmbedding
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import asked, bits
@@ -218,7 +218,7 @@ def test_each_query_head_is_one_ranks_and_so_is_what_it_attends_to(heads: int, k
     check_shards(config, size)
     seen: list[int] = []
     for rank in range(size):
-        shard = Shard(config, cast(Exchange, _Rank(rank, size)))
+        shard = Shard(config, cast(Communicator, _Rank(rank, size)))
         q, kv = shard.q_heads(heads, kv_heads, rank), shard.kv_heads(kv_heads, rank)
         each, own = heads // kv_heads, shard.config.attention[0]
         assert isinstance(own, AttentionConfig)

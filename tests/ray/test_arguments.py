@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.ray.app import Arguments, FleetConfig, Replica, parse, read_secret
+from quire.ray.app import Arguments, FleetConfig, ReplicaDeployment, parse, read_secret
 
 
 def test_without_arguments_there_is_one_replica_of_the_embedded_model() -> None:
@@ -84,5 +84,5 @@ def test_a_secret_is_given_or_stands_in_a_file(tmp_path: Path) -> None:
 
 def test_no_request_can_be_made_of_a_replica_through_ray() -> None:
     """What a handle can call: the address, and what Ray itself asks for. So no request waits for Ray's router."""
-    methods = {name for name in vars(Replica) if not name.startswith("_")}
+    methods = {name for name in vars(ReplicaDeployment) if not name.startswith("_")}
     assert methods == {"url", "check_health", "record_routing_stats", "record_autoscaling_stats"}

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn.server
 
-from quire.bits.fingerprint import Fingerprint
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.replica import Replica
 from quire.server.api.service import Service
+from quire.server.observability.inspector import Inspector
+from quire.server.observability.metrics import Metrics
 from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
-from quire.server.watch.inspector import Inspector
-from quire.server.watch.metrics import Metrics
 from tests import warm
 
 if TYPE_CHECKING:
-    from quire.server.watch.kv_events import KVEventPublisher
+    from quire.server.observability.kv_events import KVEventPublisher
 
 
 class Eager:

@@ -14,8 +14,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from quire import LLM
+from quire.server.api import compat_schemas
 from quire.server.api import embeddings as embeddings_module
-from quire.server.api import further_forms
 from quire.server.api.openapi import Embeddings
 from tests.server.fuzz import LONGEST_MESSAGE
 from tests.server.serving import Serving, serving
@@ -95,7 +95,7 @@ def test_conversations_and_what_is_left_of_long_inputs(speaking: Serving) -> Non
     assert vectors(speaking, input=long, truncate="END", truncate_prompt_tokens=9) == vectors(speaking, input=long[-9:])
     text = " ".join(f"word{i}" for i in range(999))
     found = speaking.post("/api/embed", model=f"{MODEL}:latest", input=["a", text], keep_alive=5, options={}).json()
-    assert further_forms.OllamaEmbeddings.model_validate(found).prompt_eval_count == 2 + 1024
+    assert compat_schemas.OllamaEmbeddings.model_validate(found).prompt_eval_count == 2 + 1024
     assert found["embeddings"] == vectors(speaking, input=["a", text], truncate="END")
     assert len(speaking.post("/api/embed", input="a", dimensions=3).json()["embeddings"][0]) == 3
     assert speaking.post("/api/embed", model=MODEL).json()["embeddings"] == []

@@ -27,7 +27,7 @@ import torch
 from quire import ops
 from quire.cli import main
 from quire.engine.runner import Runner
-from quire.server.api import worker
+from quire.server.api import local_engine_client
 
 S, H, D, B = 64, 8, 64, 16
 shape = dict(num_heads=H, num_kv_heads=H, head_dim=D, block_size=B, num_blocks=S * 8, dtype=torch.float32)
@@ -44,7 +44,7 @@ def run(self, batch):
         backend.attention(q, kv, plan)
 
 Runner.run = run
-worker.STUCK_AFTER = 0.3  # seconds that the end waits for the step
+local_engine_client.STUCK_AFTER = 0.3  # seconds that the end waits for the step
 main()
 """
 

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from quire.server.http.connection import Connection
-from quire.server.http.exchange import Exchange
+from quire.server.http.cycle import Cycle
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 PLAIN = [(b"content-type", b"text/plain")]
@@ -86,7 +86,7 @@ def test_an_exchange_is_gone_with_its_answer() -> None:
     async def main() -> None:
         scope = {"method": "GET", "path": "/", "http_version": "1.1"}
         Client.writable.set()
-        exchange = Exchange(Client(), scope, keep_alive=True, expects_continue=False)
+        exchange = Cycle(Client(), scope, keep_alive=True, expects_continue=False)
         await exchange.run(answering(200, PLAIN, b"a"))
         assert exchange.complete
         gone = weakref.ref(exchange)

@@ -17,9 +17,9 @@ from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
 from quire.request import Event
 from quire.server.http.api_error import ApiError
-from quire.server.watch import event_log, inspector
-from quire.server.watch.event_log import MAX_UNREPORTED, shorten
-from quire.server.watch.inspector import MAX_WATCHERS, Watcher
+from quire.server.observability import event_log, inspector
+from quire.server.observability.event_log import MAX_UNREPORTED, shorten
+from quire.server.observability.inspector import MAX_WATCHERS, Watcher
 from tests.engine.fakes import VOCAB, fake_engine, request, run, siblings
 from tests.marks import quick
 from tests.server.watching import Books, EngineOnAThread, Hub, Served, expand, load

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
-from quire.server.watch.page import PAGES
+from quire.server.observability.page import PAGES
 from tests.engine.fakes import VOCAB, fake_engine, request, siblings
 from tests.server.browsing import open_browser, shown
 from tests.server.watching import EngineOnAThread, Served, load

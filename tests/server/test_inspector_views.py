@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.watch.page import PAGES
+from quire.server.observability.page import PAGES
 from tests.engine.fakes import fake_engine, request, siblings
 from tests.server.browsing import open_browser, shown
 from tests.server.serving import Serving

@@ -20,11 +20,11 @@ from quire.cache.events import CacheEvent
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.cache.manager import BlockManager
 from quire.errors import ConfigError, QuireError
-from quire.frontend.async_llm import Step
+from quire.frontend.async_llm import EngineStep
+from quire.server.observability import kv_events
+from quire.server.observability.kv_events import END, KVEventPublisher, listens, wire_events, wire_hash
 from quire.server.run import build_parts, open_publisher
 from quire.server.server_config import ServerConfig
-from quire.server.watch import kv_events
-from quire.server.watch.kv_events import END, KVEventPublisher, listens, wire_events, wire_hash
 from tests.cache.machine import machine
 from tests.engine.fakes import fake_engine
 from tests.forks import Spawner
@@ -34,7 +34,7 @@ from tests.server.test_serve_command import failing, post, running
 ANYWHERE = "tcp://127.0.0.1:*"
 COMPLETIONS = "/v1/completions"
 PATIENCE = 20_000  # milliseconds
-NOTHING = Step((), (), (), 0.0, 0.0)  # a step that brought no text
+NOTHING = EngineStep((), (), (), 0.0, 0.0)  # a step that brought no text
 QUIET = 300  # milliseconds without a message
 
 # ------------------------------------------------------------------- what a subscriber declares, as vLLM's example does

@@ -14,7 +14,7 @@ from quire.errors import RequestError
 from quire.sandbox.grammar import num_trials
 from quire.server.api import service as service_module
 from quire.server.http.api_error import ApiError
-from quire.server.http.lane import Lane
+from quire.server.http.bounded_executor import BoundedExecutor
 from tests.server.serving import Serving, serving
 from tests.server.test_robust import Client, until
 
@@ -50,9 +50,9 @@ async def came(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
-def in_a_lane(test: Callable[[Lane, Work], Awaitable[None]], num_threads: int, max_waiting: int) -> None:
+def in_a_lane(test: Callable[[BoundedExecutor, Work], Awaitable[None]], num_threads: int, max_waiting: int) -> None:
     async def run() -> None:
-        lane = Lane("test", num_threads, max_waiting)
+        lane = BoundedExecutor("test", num_threads, max_waiting)
         await asyncio.wait_for(test(lane, Work()), 30)
         assert (lane.num_waiting, lane._num_free, len(lane._waiting)) == (0, num_threads, 0)
         lane.close()
@@ -61,7 +61,7 @@ def in_a_lane(test: Callable[[Lane, Work], Awaitable[None]], num_threads: int, m
 
 
 def test_clients_take_turns() -> None:
-    async def run(lane: Lane, work: Work) -> None:
+    async def run(lane: BoundedExecutor, work: Work) -> None:
         names = ["a0", "a1", "a2", "a3", "b0", "b1", "c0"]
         tasks = []
         for name in names:
@@ -79,7 +79,7 @@ def test_clients_take_turns() -> None:
 
 
 def test_what_waits_is_bounded_for_each_client() -> None:
-    async def run(lane: Lane, work: Work) -> None:
+    async def run(lane: BoundedExecutor, work: Work) -> None:
         first = asyncio.create_task(lane.run("a", work.piece("first")))
         await came(lambda: work.begun == ["first"])
         one_large = asyncio.create_task(lane.run("a", work.piece("large"), 100))  # alone it may wait
@@ -98,7 +98,7 @@ def test_what_waits_is_bounded_for_each_client() -> None:
 
 
 def test_who_goes_leaves_his_turn_but_what_has_begun_keeps_its_thread() -> None:
-    async def run(lane: Lane, work: Work) -> None:
+    async def run(lane: BoundedExecutor, work: Work) -> None:
         tasks = [asyncio.create_task(lane.run("a", work.piece(f"{i}"))) for i in range(4)]
         await came(lambda: lane.num_waiting == 3 and work.begun == ["0"])
         for i in (0, 1):
@@ -116,7 +116,7 @@ def test_who_goes_leaves_his_turn_but_what_has_begun_keeps_its_thread() -> None:
 
 
 def test_who_goes_as_his_turn_comes_hands_it_on() -> None:
-    async def run(lane: Lane, work: Work) -> None:
+    async def run(lane: BoundedExecutor, work: Work) -> None:
         first, second, third = (asyncio.create_task(lane.run("a", work.piece(name))) for name in "123")
         await came(lambda: lane.num_waiting == 2 and work.begun == ["1"])
         work.end("1")
@@ -135,7 +135,7 @@ def test_who_goes_as_his_turn_comes_hands_it_on() -> None:
 
 
 def test_what_work_raises_comes_back() -> None:
-    async def run(lane: Lane, work: Work) -> None:
+    async def run(lane: BoundedExecutor, work: Work) -> None:
         with pytest.raises(ZeroDivisionError):
             await lane.run("a", lambda: 1 // 0)
         await came(lambda: lane._num_free == 1)
@@ -191,7 +191,7 @@ def test_known_grammars_of_one_client_are_bounded_too(monkeypatch: pytest.Monkey
 
 
 def test_a_lane_whose_thread_cannot_start_keeps_its_place() -> None:
-    async def run(lane: Lane, work: Work) -> None:
+    async def run(lane: BoundedExecutor, work: Work) -> None:
         submit = lane._pool.submit
         lane._pool.submit = lambda _: 1 // 0  # type: ignore[assignment]
         with pytest.raises(ZeroDivisionError):

@@ -19,7 +19,7 @@ from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup
 from quire.request import Request
-from quire.server.watch.metrics import Metrics, RequestClock
+from quire.server.observability.metrics import Metrics, RequestClock
 from tests.engine.fakes import CIRCLE, circling, fake_engine, request, siblings
 from tests.server.serving import serving
 

@@ -11,9 +11,9 @@ SERVER = Path(__file__).parent.parent.parent / "src" / "quire" / "server"
 MAY_IMPORT = {
     "http": {"http", "logs"},
     "protocol": {"protocol", "http"},
-    "watch": {"watch", "http"},
+    "observability": {"observability", "http"},
     "tools": {"tools"},
-    "api": {"api", "watch", "protocol", "tools", "http", "server_config"},
+    "api": {"api", "observability", "protocol", "tools", "http", "server_config"},
 }
 
 

@@ -27,9 +27,9 @@ from quire.engine.engine import Engine
 from quire.frontend import request_factory
 from quire.request import Request
 from quire.server.api import beams as beams_module
+from quire.server.api import local_engine_client
+from quire.server.api import local_engine_client as worker_module
 from quire.server.api import service as service_module
-from quire.server.api import worker
-from quire.server.api import worker as worker_module
 from quire.server.http.guard import Guard
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -361,7 +361,7 @@ def test_tokens_are_the_models(server: Serving) -> None:
 
 def test_ready_tells_of_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a step (see test_robust), but in something that it was asked to do between two."""
-    monkeypatch.setattr(worker, "STUCK_AFTER", 0.1)
+    monkeypatch.setattr(local_engine_client, "STUCK_AFTER", 0.1)
     gate = threading.Event()
     with serving() as server, ThreadPoolExecutor(2) as pool:
         pool.submit(server.on_engine, lambda: gate.wait(20))

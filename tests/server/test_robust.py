@@ -16,7 +16,7 @@ import pytest
 from quire.engine.cost import CostModel, Device
 from quire.engine.plan import StepOutput
 from quire.models.batch import Batch
-from quire.server.api import worker
+from quire.server.api import local_engine_client
 from quire.server.api.service import Service
 from quire.server.http import guard
 from tests.server.serving import Answer, Serving, serving
@@ -288,7 +288,7 @@ def test_who_waits_while_a_step_fails_goes_on() -> None:
 
 
 def test_a_stuck_engine_is_told_of_and_forgiven(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "STUCK_AFTER", 0.2)
+    monkeypatch.setattr(local_engine_client, "STUCK_AFTER", 0.2)
     gate = threading.Event()
     runner(hooked).before = lambda batch: gate.wait(30) and None
     with ThreadPoolExecutor(1) as pool:
@@ -304,7 +304,7 @@ def test_a_stuck_engine_is_told_of_and_forgiven(hooked: Serving, monkeypatch: py
 
 def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """How long it may take follows from its own size, by the cost model of a machine that is slow in this test."""
-    monkeypatch.setattr(worker, "STUCK_AFTER", 0.01)
+    monkeypatch.setattr(local_engine_client, "STUCK_AFTER", 0.01)
     gate, now, its = threading.Event(), time.monotonic(), hooked.service.worker
     slow = Device("slow", 1e30, 2e6, 1e30)  # by far the most of it takes its linears: 2 operations a parameter and row
     its._cost = CostModel(replace(its._cost.model, layer_params=10**6, head_params=0, groups=()), slow, 16)
@@ -319,7 +319,7 @@ def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.Mon
             gate.clear()
             asked = pool.submit(hooked.post, "/v1/completions", prompt=[count] * count, max_tokens=1)
             until(lambda: its.engine.under_way is not None)
-            allowed = worker.PATIENCE * count  # a second a row
+            allowed = local_engine_client.PATIENCE * count  # a second a row
             assert (health(0.9 * allowed), health(allowed + 1)) == (200, 503)
             assert f"should take {allowed:.1f} s at most" in hooked.get("/ready").error()["message"]
             its.llm._busy_since = now

@@ -15,7 +15,7 @@ import pytest
 from quire.frontend import output_processor as text
 from quire.frontend.outputs import Logprob
 from quire.server.api import chat, completions, embeddings
-from quire.server.watch import inspector
+from quire.server.observability import inspector
 from tests.server.serving import Serving, serving
 from tests.server.test_robust import until
 

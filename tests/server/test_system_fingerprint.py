@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire.bits.fingerprint import Fingerprint
 from quire.errors import ModelError
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.frontend import model_fingerprint
 from quire.frontend.llm import LLM
 from quire.server.api.service import FINGERPRINT_HEADER
@@ -151,8 +151,8 @@ def test_where_bits_depend_on_the_batch_nothing_is_probed(monkeypatch: pytest.Mo
     with LLM(num_blocks=64) as llm:
         kept = model_fingerprint.system_fingerprint(llm, None, {})
         assert kept == model_fingerprint.replica_fingerprint(llm, None)
-        monkeypatch.setattr("quire.bits.parts.probe", lambda *_: pytest.fail("it probes"))
-        monkeypatch.setattr(llm.decoder, "rows_keep_bits", False)
+        monkeypatch.setattr("quire.fingerprint.components.probe", lambda *_: pytest.fail("it probes"))
+        monkeypatch.setattr(llm.decoder, "rows_are_batch_invariant", False)
         found = model_fingerprint.system_fingerprint(llm, None, {})
         assert found == model_fingerprint.system_fingerprint(llm, None, {}) != kept
         assert found != model_fingerprint.system_fingerprint(llm, "{{ messages }}", {})
@@ -166,7 +166,7 @@ def test_a_digest_that_cannot_be_found_is_logged(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("quire.bits.parts.probe", fail)
+    monkeypatch.setattr("quire.fingerprint.components.probe", fail)
     with LLM(num_blocks=64) as llm:
         assert model_fingerprint.system_fingerprint(llm, None, {}) is None
     assert f"answers have no system_fingerprint: {error}" in caplog.text

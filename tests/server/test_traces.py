@@ -16,10 +16,10 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTeleme
 from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.errors import ConfigError
+from quire.server.observability import traces as traced
+from quire.server.observability.traces import Traces
 from quire.server.run import open_traces
 from quire.server.server_config import ServerConfig
-from quire.server.watch import traces as traced
-from quire.server.watch.traces import Traces
 from tests.server.collected import ENDPOINT, Failing, Kept, counted, flush, is_below, until
 from tests.server.serving import Serving, serving
 
@@ -262,7 +262,7 @@ def test_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.delitem(sys.modules, "quire.server.watch.traces")
+    monkeypatch.delitem(sys.modules, "quire.server.observability.traces")
     message = f"otlp_traces_endpoint is '{ENDPOINT}'; it needs .* is missing: pip install 'quire\\[traces\\]'"
     with pytest.raises(ConfigError, match=message):
         open_traces(ServerConfig(otlp_traces_endpoint=ENDPOINT), "quire", "m")

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from quire.engine.engine import Engine
 from quire.request import Event
-from quire.server.watch.inspector import Inspector, Watcher, router
+from quire.server.observability.inspector import Inspector, Watcher, router
 from tests.engine.fakes import VOCAB, request, siblings
 
 

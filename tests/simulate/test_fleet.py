@@ -38,7 +38,7 @@ from quire.simulate.figures import Histogram
 from quire.simulate.fitting import fit_steps, predicted, residuals
 from quire.simulate.fleet import FleetSimulation, least_replicas, with_replicas
 from quire.simulate.outcome import Outcome
-from quire.simulate.replica import Replica
+from quire.simulate.replica import SimulatedReplica
 from quire.simulate.spec import FleetSpec, make_spec, read_spec
 from tests.marks import of_long_runs
 
@@ -467,7 +467,7 @@ def test_each_replica_is_held_up_in_turns(tmp_path: Path, monkeypatch: pytest.Mo
     held_up: Counter[int] = Counter()
     real = Cell.hold_up
 
-    def counted(cell: Cell, replica: Replica, seconds: float) -> bool:
+    def counted(cell: Cell, replica: SimulatedReplica, seconds: float) -> bool:
         held_up[replica.number] += 1
         return real(cell, replica, seconds)
 

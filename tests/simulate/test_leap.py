@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.config import engine_config
 from quire.engine.cost import DEVICES, Device
-from quire.engine.pace import Pace
+from quire.engine.prefill_budget import PrefillBudget
 from quire.engine.trace import TraceRow
 from quire.simulate.device import Rates, ReplicaCost, ServerFit, StepFit
 from quire.simulate.simulation import Simulation
@@ -83,7 +83,7 @@ def test_leaps_keep_the_pace_of_steps(seed: int, blocks: int, rate: float) -> No
     for leaps in (False, True):
         config = engine_config(num_blocks=blocks, max_num_seqs=100, max_num_batched_tokens=256)
         one = Simulation(TOY, SLOW, config, hashed=True, leaps=leaps)
-        one.scheduler.pace = Pace(3e-3)
+        one.scheduler.pace = PrefillBudget(3e-3)
         found.append(one.run(rows))
     assert found[0] == found[1]
 

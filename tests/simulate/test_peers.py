@@ -15,7 +15,7 @@ from quire.engine.trace import TraceRow, write_trace
 from quire.simulate.device import ServerFit
 from quire.simulate.fleet import FleetSimulation
 from quire.simulate.outcome import Outcome
-from quire.simulate.replica import Replica
+from quire.simulate.replica import SimulatedReplica
 from quire.simulate.spec import FleetSpec
 
 from .test_fleet import EVENTS, device, spec
@@ -35,10 +35,10 @@ def talks(path: Path, peer_byte: float, blocks: int = 200, host_request: float =
 
 def run(fleet: FleetSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Outcome, ReadCounts]:
     """A run, and what all replicas have read."""
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
     real = FleetSimulation._replica
 
-    def kept(*arguments: Any) -> Replica:
+    def kept(*arguments: Any) -> SimulatedReplica:
         made.append(real(*arguments))
         return made[-1]
 

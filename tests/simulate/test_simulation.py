@@ -25,7 +25,7 @@ from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder_config import ExpertsConfig, MlpConfig, weight_shapes
 from quire.models.model import Model, WeightBytes
-from quire.request import FinishReason, Group, Request
+from quire.request import FinishReason, Request, SampleGroup
 from quire.simulate.figures import Histogram
 from quire.simulate.simulation import Simulation, _written
 
@@ -227,7 +227,7 @@ def test_a_long_prompt_cannot_starve_decodes(budget: int) -> None:
 def test_it_plans_what_the_engine_plans() -> None:
     """The same requests on a real engine with a small pool: every step has the same items, moves and victims.
 
-    Without guesses, which depend on what the tokens are.
+    Without drafts, which depend on what the tokens are.
     """
     rows = [TraceRow(0.0, 5 + 11 * i % 50, 10 + 7 * i % 20, *(("p", 4) if i % 3 == 0 else ("", 0))) for i in range(24)]
     options = {"num_blocks": 14, "max_num_seqs": 8, "max_num_batched_tokens": 24, "block_size": 8}
@@ -432,7 +432,7 @@ def test_moves_are_counted_both_ways_and_hashed() -> None:
 
 def test_copies_and_early_ends_are_counted() -> None:
     one = Simulation(TOY, SLOW, engine_config(num_blocks=50))
-    group = Group()
+    group = SampleGroup()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     group.members = [Request(f"s{i}", array("i", range(10)), 10, params, i, group=group) for i in range(3)]
     for member in group.members:

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 from quire.errors import ConfigError
 
 
-class Group(ABC):
+class BlockGroup(ABC):
     """Computes the blocks that a request needs, for every kind of group. span: number of tokens of a block."""
 
     layers: tuple[int, ...]
@@ -66,7 +66,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class CacheGroup(Group):
+class CacheGroup(BlockGroup):
     """Attention layers with the same window and heads. Most models have a single group."""
 
     layers: tuple[int, ...]  # those with memory: a layer that reuses another one's is not listed
@@ -101,7 +101,7 @@ class StateSizes:
 
 
 @dataclass(frozen=True)
-class StateGroup(Group):
+class StateGroup(BlockGroup):
     """Layers that keep a state of the same sizes. A block is their state at the end of a piece; it is written once."""
 
     layers: tuple[int, ...]
@@ -131,7 +131,7 @@ class StateGroup(Group):
 
 
 @dataclass(frozen=True)
-class RowGroup(Group):
+class RowGroup(BlockGroup):
     """The same layers as a StateGroup. A block is the rows that they keep of a partial piece."""
 
     layers: tuple[int, ...]

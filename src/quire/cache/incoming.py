@@ -71,7 +71,7 @@ class Read:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class ArrivingBlocks:
     """Blocks that one thread reads one after the other."""
 
     reads: Sequence[Read]
@@ -147,7 +147,7 @@ class BlockSource(ABC):
         self.widths = tuple(widths)
         self._arrivals = arrivals
         self._lock = arrivals.lock
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[ArrivingBlocks] = deque()
         self._queued = 0  # bytes to be read
         self._rate = ASSUMED_RATE
         self._closing = False
@@ -162,7 +162,7 @@ class BlockSource(ABC):
         """Start reading these blocks. Each of them arrives in the Arrivals."""
 
     @abstractmethod
-    def _fetch(self, batch: Batch) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
+    def _fetch(self, batch: ArrivingBlocks) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
         """Read the blocks of a batch, in a thread. Yield each with its bytes, or with the fault."""
 
     def start(self) -> None:
@@ -206,7 +206,7 @@ class BlockSource(ABC):
 
     # --------------------------------------------------------------------------------------------------- the threads
 
-    def _enqueue(self, batches: Sequence[Batch]) -> None:
+    def _enqueue(self, batches: Sequence[ArrivingBlocks]) -> None:
         with self._lock:
             self._queue.extend(batches)
             self._queued += sum(self.widths[read.name.group] for batch in batches for read in batch.reads)

@@ -68,7 +68,7 @@ class PrefixLookup:
         if not digests:
             salt = root_salt(self.salt, request.cache_salt, request.lora_digest)
             if not self.enable_prefix_caching:  # a salt that only its siblings share
-                salt += f"\0{request.schedule.rank[1]}"
+                salt += f"\0{request.schedule.sort_key[1]}"
             digests.append(root_digest(salt))
         tokens, last = request.tokens, digests[-1]
         for start in range((len(digests) - 1) * size, count * size, size):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.engine.beam import BeamSearch, BeamSearchParams, Hypothesis
 from quire.engine.engine import Engine
 from quire.errors import RequestError
-from quire.request import Event, FinishReason, Group, Request, SamplingParams
+from quire.request import Event, FinishReason, Request, SampleGroup, SamplingParams
 
 
 class BeamDriver:
@@ -44,7 +44,7 @@ class BeamDriver:
             ignore_eos=True,
             logprobs=max(min(self._search.num_candidates, engine.vocab_size), params.logprobs or 0),
         )
-        group, tokens = Group(), array("i", prompt)
+        group, tokens = SampleGroup(), array("i", prompt)
         group.members = [
             Request(f"{name}-{i}", tokens[:], len(tokens), sampling, i, 0, cache_salt, group, driven=True, lora=lora)
             for i in range(params.beam_width)

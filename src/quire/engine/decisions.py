@@ -88,7 +88,7 @@ def may_pass(request: Request, swapped: Sequence[Request]) -> bool:
 
     That is so only if it was admitted before and ranks before them.
     """
-    return not swapped or not (request.is_new or request.schedule.rank > swapped[0].schedule.rank)
+    return not swapped or not (request.is_new or request.schedule.sort_key > swapped[0].schedule.sort_key)
 
 
 def fits(needed: Sequence[int], free: Sequence[int]) -> bool:

@@ -14,17 +14,17 @@ from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
 from quire.config import EngineConfig
-from quire.engine.exit import StepGuard
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop, StepRunner
-from quire.engine.order import ORDERS
-from quire.engine.packing import Pools, pack
 from quire.engine.plan import Plan
+from quire.engine.plan_codec import Pools, pack
+from quire.engine.policy import ORDERS
 from quire.engine.ranks import LeadingRunner
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
+from quire.engine.shutdown_guard import StepGuard
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
@@ -32,7 +32,7 @@ from quire.models.batch import Batch
 from quire.models.lora.slots import Lora, Loras, Prepared
 from quire.models.model import Model, ModelShape
 from quire.ops import Backend
-from quire.ops.exchange import least
+from quire.ops.collectives import least
 from quire.ops.spec import check_supported
 from quire.request import MAX_SEED, Event, FinishReason, Request
 
@@ -248,7 +248,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     does not support the cache's dtype.
     """
     decoder, cache_config = model.config, config.cache
-    if config.reproducible and not model.rows_keep_bits:
+    if config.reproducible and not model.rows_are_batch_invariant:
         raise Unsupported("reproducible is True; a row's bits may depend on the batch in transformers' layers")
     groups, block_size = decoder.groups, cache_config.block_size
     kv_dtype = cache_dtype(cache_config, model.dtype)
@@ -368,15 +368,15 @@ def _loop(config: EngineConfig, is_queued: bool) -> Loop:
 def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLookup | None:
     """Return the proposer of draft tokens, or None unless accepting them leaves every output unchanged."""
     wanted = config.num_speculative_tokens
-    keeps_bits = backend.keeps_bits(config.device) and model.rows_keep_bits
-    if wanted and not keeps_bits:
+    batch_invariant = backend.batch_invariant(config.device) and model.rows_are_batch_invariant
+    if wanted and not batch_invariant:
         raise ConfigError(
             f"num_speculative_tokens is {wanted}; speculative decoding needs batch-invariant results: "
             f"the backend 'cpu' on a CPU and products that are all Quire's, not {backend.name!r} on "
             f"{config.device!r} and this model's products"
         )
     if wanted is None:
-        wanted = NUM_GUESSES if keeps_bits else 0
+        wanted = NUM_GUESSES if batch_invariant else 0
     return PromptLookup(wanted) if wanted else None
 
 

@@ -60,7 +60,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     unknown: list[tuple[int, str]] = []
     # Request, row to draw from, and the number of tokens up to that row that the request does not have yet.
     drawn: list[tuple[Request, int, int]] = []
-    for request, start, num_new, guesses in items:
+    for request, start, num_new, drafts in items:
         ahead = start + num_new - len(request.tokens)
         if ahead > 0:
             flat += request.tokens[start:]
@@ -69,11 +69,11 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         else:
             flat += request.tokens[start : start + num_new]
         if ahead >= 0 and request.task is GENERATE:
-            drawn += [(request, len(flat) - 1 + i, ahead + i) for i in range(len(guesses) + 1)]
-        flat.extend(guesses)
+            drawn += [(request, len(flat) - 1 + i, ahead + i) for i in range(len(drafts) + 1)]
+        flat.extend(drafts)
     t = len(flat)
     computed = np.array([item.start for item in items], np.int64)
-    num_rows = np.array([num_new + len(guesses) for _, _, num_new, guesses in items], np.int64)
+    num_rows = np.array([num_new + len(drafts) for _, _, num_new, drafts in items], np.int64)
     starts = buffers.query_starts[: num_seqs + 1]
     np.cumsum(num_rows, out=starts[1:])
     np.add(computed, num_rows, out=buffers.context_lens[:num_seqs], casting="same_kind")

@@ -31,7 +31,7 @@ class StepRunner(Protocol):
         """Return whether no further step can be computed. Called when a step has failed."""
 
 
-class Parts(Protocol):
+class LoopParts(Protocol):
     """The parts of an engine that a loop drives."""
 
     scheduler: Scheduler
@@ -45,14 +45,14 @@ class Parts(Protocol):
 class Loop(Protocol):
     """Runs an engine step by step."""
 
-    def step(self, parts: Parts) -> list[Event]:
+    def step(self, parts: LoopParts) -> list[Event]:
         """Return the events of the next step. An exception of the step ends only its requests, see `Engine.step`."""
 
 
 class SequentialLoop:
     """Finishes each step before it plans the next: the host waits for the device, and the device for the host."""
 
-    def step(self, parts: Parts) -> list[Event]:
+    def step(self, parts: LoopParts) -> list[Event]:
         """Run one step, see `Loop.step`."""
         plan = parts.scheduler.plan()
         parts.under_way = plan
@@ -89,7 +89,7 @@ class OverlappedLoop:
     def __init__(self) -> None:
         self._ahead: _Flight | None = None  # launched by the previous call
 
-    def step(self, parts: Parts) -> list[Event]:
+    def step(self, parts: LoopParts) -> list[Event]:
         """Run one step, see `Loop.step`."""
         self._drop_unneeded(parts)  # the caller may have ended its requests
         flight = self._ahead or _launched(parts, parts.scheduler.plan())
@@ -114,14 +114,14 @@ class OverlappedLoop:
         self._drop_unneeded(parts)
         return events
 
-    def _drop_unneeded(self, parts: Parts) -> None:
+    def _drop_unneeded(self, parts: LoopParts) -> None:
         """Drop a launched step that no request needs. A failed launch is kept, so that its error is reported."""
         ahead = self._ahead
         if ahead is not None and ahead.is_launched and not parts.scheduler.is_needed(ahead.plan):
             self._ahead = parts.under_way = None
 
 
-def _launched(parts: Parts, plan: Plan) -> _Flight:
+def _launched(parts: LoopParts, plan: Plan) -> _Flight:
     """Launch a step. Defer an exception until the step is waited for, because the step before is committed first."""
     if plan.is_empty:
         return _Flight(plan, lambda: StepOutput({}))
@@ -138,7 +138,7 @@ def _raising(error: BaseException) -> Launched:
     return wait
 
 
-def _failed(parts: Parts, plan: Plan, error: BaseException) -> list[Event]:
+def _failed(parts: LoopParts, plan: Plan, error: BaseException) -> list[Event]:
     """End the requests of a step that raised. Called in its except block; re-raises if the engine is unusable."""
     ended = parts.scheduler.fail(plan, error)
     if not isinstance(error, Exception) or parts.runner.is_lost():

@@ -19,7 +19,7 @@ INVALID_TOKEN = -1  # returned by the sampler for a row without a finite logit
 
 
 class PlanItem(NamedTuple):
-    """One request's part of a step: `num_new` tokens from token `start` on, and draft tokens (`guesses`) after them.
+    """One request's part of a step: `num_new` tokens from token `start` on, and draft tokens (`drafts`) after them.
 
     In a step that is planned ahead, the last of these tokens may still have to be drawn by the step before.
     """
@@ -27,12 +27,12 @@ class PlanItem(NamedTuple):
     request: Request
     start: int
     num_new: int
-    guesses: Sequence[int] = ()
+    drafts: Sequence[int] = ()
 
     @property
     def num_rows(self) -> int:
         """Number of tokens to compute."""
-        return self.num_new + len(self.guesses)
+        return self.num_new + len(self.drafts)
 
     @property
     def samples(self) -> bool:
@@ -76,8 +76,8 @@ class StepOutput:
     tokens: dict[str, int]  # the drawn token of each request that samples; INVALID_TOKEN: no finite logit
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, if requested
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    tokens_after_guesses: dict[str, list[int]] = field(default_factory=dict)  # one per draft token, if all accepted
-    logprobs_after_guesses: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of these tokens
+    tokens_after_drafts: dict[str, list[int]] = field(default_factory=dict)  # one per draft token, if all accepted
+    logprobs_after_drafts: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of these tokens
     # [H], for each embedded prompt; None if one of its numbers is not finite.
     hidden_states: dict[str, NDArray[np.float32] | None] = field(default_factory=dict)
     # By an item's index in the plan: its first row whose K or V is not finite. That row's block must not be shared.

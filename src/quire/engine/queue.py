@@ -11,7 +11,7 @@ from operator import attrgetter
 from quire.errors import BadValue
 from quire.request import Request
 
-RANK = attrgetter("schedule.rank")
+SORT_KEY = attrgetter("schedule.sort_key")
 
 
 class WaitingQueue:
@@ -36,7 +36,7 @@ class WaitingQueue:
         self._requests[request.schedule.ordinal] = request
         if request.schedule.ordinal not in self._in_heap:
             self._in_heap.add(request.schedule.ordinal)
-            heapq.heappush(self._heap, request.schedule.rank)
+            heapq.heappush(self._heap, request.schedule.sort_key)
 
     def remove(self, request: Request) -> None:
         """Remove the request, if it is waiting."""
@@ -63,11 +63,11 @@ class RankedList(list[Request]):
 
     def add(self, request: Request) -> None:
         """Insert the request by its rank."""
-        insort(self, request, key=RANK)
+        insort(self, request, key=SORT_KEY)
 
     def take_out(self, request: Request) -> None:
         """Remove the request. Raises BadValue if it is not in the list."""
-        at = bisect_left(self, request.schedule.rank, key=RANK)
+        at = bisect_left(self, request.schedule.sort_key, key=SORT_KEY)
         if at == len(self) or self[at] is not request:
             raise BadValue(f"request {request.id} is not in the list that its blocks imply")
         del self[at]
@@ -75,7 +75,7 @@ class RankedList(list[Request]):
     def siblings_of(self, request: Request) -> Iterator[Request]:
         """Yield the request's siblings in the list, itself included; nothing if it has no group."""
         if request.group is not None:
-            start = bisect_left(self, (*request.schedule.rank[:2], -1), key=RANK)
+            start = bisect_left(self, (*request.schedule.sort_key[:2], -1), key=SORT_KEY)
             yield from takewhile(lambda other: other.group is request.group, islice(self, start, None))
 
     def first_unit(self) -> list[Request]:

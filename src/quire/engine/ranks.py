@@ -13,13 +13,13 @@ from typing import cast
 from torch import Tensor
 
 from quire.cache.storage import KVCache
-from quire.engine.packing import pack_batch, unpack
 from quire.engine.plan import Launched, StepOutput
+from quire.engine.plan_codec import pack_batch, unpack
 from quire.engine.runner import MAX_LOGIT_ROWS, Reader, Runner
 from quire.models.batch import Batch
 from quire.models.model import Model
 from quire.ops import AttentionSpec, Backend
-from quire.ops.exchange import Exchange
+from quire.ops.collectives import Communicator
 from quire.ops.program import Plan
 from quire.ops.recurrent import RecurrentSpec
 
@@ -41,7 +41,7 @@ class _RankRunner(Runner):
         recurrent: Sequence[RecurrentSpec] = (),
     ) -> None:
         super().__init__(model, cache, backend, specs, max_tokens, max_seqs, max_blocks, recurrent)
-        self.exchange = cast(Exchange, model.exchange)
+        self.exchange = cast(Communicator, model.exchange)
 
     def nonfinite(self, plans: Sequence[Plan], count: int) -> Tensor:
         """Return a mask of the rows for which any rank has written a K or V that is not finite."""

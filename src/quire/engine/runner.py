@@ -205,9 +205,9 @@ class Runner:
                     if row in by_row:
                         output.logprobs[request_id] = by_row[row]
                 else:  # drawn after a draft token
-                    output.tokens_after_guesses.setdefault(request_id, []).append(token)
+                    output.tokens_after_drafts.setdefault(request_id, []).append(token)
                     if row in by_row:
-                        output.logprobs_after_guesses.setdefault(request_id, []).append(by_row[row])
+                        output.logprobs_after_drafts.setdefault(request_id, []).append(by_row[row])
 
         return read
 

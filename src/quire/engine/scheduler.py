@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage, cache_usage, state_usage
+from quire.engine.admission_backoff import Shortage
 from quire.engine.decisions import (
     Hold,
     fits,
@@ -21,15 +22,14 @@ from quire.engine.decisions import (
     share_budget,
     who_gives_way,
 )
-from quire.engine.endings import cannot_draw, difference, no_number
+from quire.engine.failure_messages import cannot_draw, difference, no_number
+from quire.engine.inflight_prefixes import ComingBlocks, unforked
 from quire.engine.limits import check_size
-from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
-from quire.engine.pace import Pace
 from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
+from quire.engine.policy import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.prefetch import NAP, Prefetch
-from quire.engine.queue import RANK, RankedList, WaitingQueue
-from quire.engine.sharing import ComingBlocks, unforked
-from quire.engine.shortage import Shortage
+from quire.engine.prefill_budget import PrefillBudget
+from quire.engine.queue import SORT_KEY, RankedList, WaitingQueue
 from quire.engine.speculation import PromptLookup
 from quire.errors import BadValue, OutOfBlocks, RequestError
 from quire.request import Event, FinishReason, Request, TokenLogprobs
@@ -65,7 +65,7 @@ class Scheduler:
         self.order = order
         self.lookup = lookup  # if set, proposes draft tokens where that is worthwhile
         self.clock = clock
-        self.pace: Pace | None = None  # if set, steps in which sequences decode are shorter
+        self.pace: PrefillBudget | None = None  # if set, steps in which sequences decode are shorter
         self.prefetch: Prefetch | None = None  # if set, requests may wait for blocks from other sources
         self.running = RankedList()
         self.swapped = RankedList()
@@ -102,12 +102,12 @@ class Scheduler:
         if sorted(r.schedule.ordinal for r in listed) != sorted(r.schedule.ordinal for r in self.requests.values()):
             raise BadValue(f"{len(self.requests)} requests are {len(listed)} times in the scheduler's lists")
         for name, one in (("running", self.running), ("swapped", self.swapped)):
-            if any(a.schedule.rank >= b.schedule.rank for a, b in pairwise(one)):
+            if any(a.schedule.sort_key >= b.schedule.sort_key for a, b in pairwise(one)):
                 raise BadValue(f"the {name} requests are not in the order of their ranks")
         for r in listed:
             if bool(r.cache.block_ids) != (r in self.running) or bool(r.cache.host_block_ids) != (r in self.swapped):
                 raise BadValue(f"request {r.id} has blocks elsewhere than the scheduler believes")
-        if self.waiting and self.waiting.first() is not min(self.waiting, key=RANK):
+        if self.waiting and self.waiting.first() is not min(self.waiting, key=SORT_KEY):
             raise BadValue("the first of the waiting requests is not known as such")
         audit(self.manager, list(self.requests.values()))
 
@@ -144,9 +144,9 @@ class Scheduler:
         request.schedule.ordinal = self._num_added
         self._num_added += 1
         first = request.group.members[0] if request.group else request
-        request.schedule.rank = (self.order(request), request.schedule.ordinal, request.schedule.ordinal)
+        request.schedule.sort_key = (self.order(request), request.schedule.ordinal, request.schedule.ordinal)
         if first is not request:  # siblings are adjacent
-            request.schedule.rank = (*first.schedule.rank[:2], request.schedule.ordinal)
+            request.schedule.sort_key = (*first.schedule.sort_key[:2], request.schedule.ordinal)
         self.requests[request.id] = request
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
@@ -451,7 +451,7 @@ class Scheduler:
             item = computing.get(request)
             if request.finish_reason is not None:
                 continue
-            if request.driven or request.to_check or (item is not None and item.guesses):
+            if request.driven or request.to_check or (item is not None and item.drafts):
                 return None
             draws = item is not None and item.samples
             start = request.cache.num_computed if item is None else item.start + item.num_new
@@ -518,8 +518,8 @@ class Scheduler:
             event = self._commit_item(item, output)
             if event is not None:
                 events.append(event)
-                if item.guesses:
-                    events += self._commit_guesses(item, event, output)
+                if item.drafts:
+                    events += self._commit_drafts(item, event, output)
             self.manager.forget_uncomputed(request)
         return events + self._end_marked() if self._marked else events
 
@@ -562,12 +562,12 @@ class Scheduler:
             return Event(request.id, None, logprobs, prompt_logprobs)
         return self._append(request, token, logprobs, prompt_logprobs)
 
-    def _commit_guesses(self, item: PlanItem, event: Event, output: StepOutput) -> list[Event]:
+    def _commit_drafts(self, item: PlanItem, event: Event, output: StepOutput) -> list[Event]:
         """Return the events of the tokens drawn after accepted draft tokens. event: of the token before them."""
         request, events = item.request, [event]
-        logprobs = output.logprobs_after_guesses.get(request.id, [None] * len(item.guesses))
-        for guess, token, logprob in zip(item.guesses, output.tokens_after_guesses[request.id], logprobs, strict=True):
-            if events[-1].token != guess or events[-1].finish_reason is not None:
+        logprobs = output.logprobs_after_drafts.get(request.id, [None] * len(item.drafts))
+        for draft, token, logprob in zip(item.drafts, output.tokens_after_drafts[request.id], logprobs, strict=True):
+            if events[-1].token != draft or events[-1].finish_reason is not None:
                 break
             self.manager.advance(request, 1)  # the draft token, which was computed
             if token == INVALID_TOKEN:
@@ -575,7 +575,7 @@ class Scheduler:
                 break
             events.append(self._append(request, token, logprob))
         if self.lookup is not None:
-            self.lookup.count(len(item.guesses), len(events) - 1)
+            self.lookup.count(len(item.drafts), len(events) - 1)
             self.lookup.judge(request, len(events) - 1)
         return events[1:]
 

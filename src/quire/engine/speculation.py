@@ -41,7 +41,7 @@ class PromptLookup:
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: maximum number of draft tokens at a time."""
         self._num_tokens = num_tokens
-        self.num_drafts = self.num_guessed = self.num_right = 0  # drafts, their tokens, accepted tokens
+        self.num_drafts = self.num_draft_tokens = self.num_right = 0  # drafts, their tokens, accepted tokens
         self._luck: weakref.WeakKeyDictionary[Request, _Luck] = weakref.WeakKeyDictionary()
 
     def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
@@ -53,22 +53,22 @@ class PromptLookup:
         for i, (request, start, num_new, _) in enumerate(plan.items):
             known = len(request.tokens)
             try:
-                guesses = self.guess(request, min(most, longest(request) - known - 1))
-                has_room = len(guesses) > 0 and manager.grow(request, known + len(guesses), plan.copies)
+                drafts = self.draft(request, min(most, longest(request) - known - 1))
+                has_room = len(drafts) > 0 and manager.grow(request, known + len(drafts), plan.copies)
             except Exception:  # nothing was allocated
                 log.exception("request %s continues without draft tokens", request.id)
                 continue
             if has_room:
-                plan.items[i] = PlanItem(request, start, num_new, guesses)
-                plan.num_tokens += len(guesses)
+                plan.items[i] = PlanItem(request, start, num_new, drafts)
+                plan.num_tokens += len(drafts)
 
     def most(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens for each of `num_rows` requests that decode together."""
         return min(self._num_tokens, (MAX_ROWS - num_rows) // num_rows) if 0 < num_rows < MAX_ROWS else 0
 
-    def guess(self, request: Request, most: int) -> array[int]:
+    def draft(self, request: Request, most: int) -> array[int]:
         """Return up to `most` draft tokens that may follow the request's tokens."""
-        if most <= 0 or not _can_be_guessed(request):
+        if most <= 0 or not _can_be_drafted(request):
             return NOTHING
         if request.to_check:
             return request.to_check[:most]
@@ -76,15 +76,15 @@ class PromptLookup:
         if luck is not None and luck.pause > 0:
             luck.pause -= 1
             return NOTHING
-        guesses = _after_the_same(request.tokens, most)
-        if not guesses:  # searching costs time
+        drafts = _after_the_same(request.tokens, most)
+        if not drafts:  # searching costs time
             self.judge(request, 0)
-        return guesses
+        return drafts
 
-    def count(self, num_guessed: int, num_right: int) -> None:
+    def count(self, num_draft_tokens: int, num_right: int) -> None:
         """Count a request's draft tokens that were computed and accepted."""
         self.num_drafts += 1
-        self.num_guessed += num_guessed
+        self.num_draft_tokens += num_draft_tokens
         self.num_right += num_right
 
     def judge(self, request: Request, num_right: int) -> None:
@@ -94,7 +94,7 @@ class PromptLookup:
         luck.pause = min(LONGEST_PAUSE, 2**luck.misses) if luck.misses else 0
 
 
-def _can_be_guessed(request: Request) -> bool:
+def _can_be_drafted(request: Request) -> bool:
     """Return whether its draws depend on earlier draws through their tokens only."""
     return request.num_generated > 0 and not request.driven and not request.looks_back
 

@@ -13,7 +13,7 @@ from quire.errors import NoReplica
 from quire.fleet.averages import Averages
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.roster import Roster
-from quire.fleet.score import Candidate, Choice, Demand, choose, eligible, step_age, with_holders
+from quire.fleet.score import Candidate, Demand, PlacementChoice, choose, eligible, step_age, with_holders
 from quire.fleet.search import FleetSearch
 from quire.fleet.wire import Hello, read_matched
 from quire.fleet.work import Assignment, Work
@@ -25,7 +25,7 @@ class Chosen(NamedTuple):
     """The replica that was chosen, and the ranking behind it."""
 
     link: Link
-    choice: Choice
+    choice: PlacementChoice
 
 
 class _Runs(NamedTuple):

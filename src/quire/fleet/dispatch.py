@@ -12,9 +12,9 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from quire.bits.fingerprint import Fingerprint
 from quire.engine.beam import BeamSearchParams
 from quire.errors import NoReplica
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.attempts import Attempts, client_error, no_replica
 from quire.fleet.choosing import Chooser
 from quire.fleet.config import GatewayConfig
@@ -24,27 +24,27 @@ from quire.fleet.metrics import FleetMetrics
 from quire.fleet.placement import NEW, Cause, Placement
 from quire.fleet.resume import MOST_LOST
 from quire.fleet.roster import Roster, end_tasks
-from quire.fleet.score import Choice
+from quire.fleet.score import PlacementChoice
 from quire.fleet.search import FleetSearch
 from quire.fleet.spans import span_of
 from quire.fleet.stream import NumberedStream
 from quire.fleet.wire import Frame, Hello
 from quire.fleet.work import Assignment, Work
-from quire.frontend.jobs import Generation, Job
+from quire.frontend.jobs import GenerationJob, Job
 from quire.request import FinishReason, Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, internal_error
 from quire.server.http.timers import PatientTimer
 
 if TYPE_CHECKING:  # its packages are an extra
-    from quire.server.watch.traces import Traces
+    from quire.server.observability.traces import Traces
 
 log = logging.getLogger("quire.fleet")
 
 MAX_PLACEMENTS = 256  # kept for the inspector
 
 
-class Fleet:
-    """A `Host` whose engines run in the replicas. Only the event loop may use it."""
+class Dispatcher:
+    """An `EngineClient` whose engines run in the replicas. Only the event loop may use it."""
 
     def __init__(
         self, membership: Membership, secret: str, model: Fingerprint, first: Hello, config: GatewayConfig,
@@ -61,7 +61,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._draining: set[Link] = set()
         self._open: dict[Job, PatientTimer | None] = {}  # with the timer of its deadline
-        self._works: dict[Generation, list[Work]] = {}
+        self._works: dict[GenerationJob, list[Work]] = {}
         self._assignments: dict[int, Assignment] = {}  # by flow
         self._chooser = Chooser(self.roster, secret, self._assignments)
         self._next_flow = 0
@@ -135,7 +135,7 @@ class Fleet:
             self._admit(job)
             job.task = self._spawn(self._serve_search(job))
             return
-        if not isinstance(job, Generation):
+        if not isinstance(job, GenerationJob):
             raise TypeError(f"a fleet serves no {type(job).__name__}")
         context = None if self._traces is None else self._traces.current()
         works = self._works[job] = [Work(job, output, requests, context) for output, requests in job.prompts]
@@ -177,7 +177,7 @@ class Fleet:
         timer = self._open.pop(job)
         if timer is not None:
             timer.cancel()
-        if isinstance(job, Generation):
+        if isinstance(job, GenerationJob):
             for work in self._works.pop(job):
                 for assignment in set(work.assigned.values()):
                     self._give_up(assignment, "taken back")
@@ -242,7 +242,7 @@ class Fleet:
             except Refused as refusal:
                 attempts.refused(link, refusal)
 
-    def _placement(self, work: Work, samples: Sequence[int], cause: Cause, choice: Choice) -> Placement:
+    def _placement(self, work: Work, samples: Sequence[int], cause: Cause, choice: PlacementChoice) -> Placement:
         delivered = len(work.ledgers[samples[0]].tokens)
         return Placement(time.time(), work.output.request_id, tuple(samples), delivered, cause, choice)
 
@@ -290,7 +290,7 @@ class Fleet:
         if self._assignments.get(flow) is not assignment:  # it ended or was aborted meanwhile
             self._spawn(self._abort(link, flow))
 
-    def _let_go(self, job: Generation) -> None:
+    def _let_go(self, job: GenerationJob) -> None:
         """Allow a stream any replica that its client's last event allows, unless one has or may have accepted it."""
         works = self._works.get(job, ())
         if isinstance(job, NumberedStream) and not any(one.is_admitted or one.assigned for one in works):
@@ -364,7 +364,7 @@ class Fleet:
 
     def frames(self, link: Link, frames: Sequence[Frame]) -> None:
         """Take in the frames of a step. A client gets the deltas of all its samples together."""
-        grown: dict[Generation, dict[Work, None]] = {}
+        grown: dict[GenerationJob, dict[Work, None]] = {}
         try:
             for frame in frames:
                 assignment = self._assignments.get(frame.flow)
@@ -405,7 +405,7 @@ class Fleet:
             self._metrics.cached(cached, num_prompt)
         return True
 
-    def _report(self, job: Generation, works: Iterable[Work]) -> None:
+    def _report(self, job: GenerationJob, works: Iterable[Work]) -> None:
         """Deliver the deltas of a job's outputs, and close the job if all its samples have ended."""
         if job not in self._open:
             return

@@ -23,15 +23,15 @@ from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
 
 from quire import __version__
-from quire.bits.fingerprint import Fingerprint
 from quire.errors import ConfigError
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.config import GatewayConfig
-from quire.fleet.dispatch import Fleet
+from quire.fleet.dispatch import Dispatcher
+from quire.fleet.inspector import FleetWatch
 from quire.fleet.link import read_body
 from quire.fleet.membership import Member, Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.stream import NumberedStream, last_event
-from quire.fleet.watch import FleetWatch
 from quire.fleet.wire import Hello, loads, read
 from quire.fleet.work import FarGuide
 from quire.frontend.requests import Made
@@ -174,7 +174,7 @@ class Gateway:
     """The components of a gateway."""
 
     service: FleetService
-    fleet: Fleet
+    fleet: Dispatcher
     metrics: FleetMetrics
     watch: FleetWatch
 
@@ -224,7 +224,7 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
     metrics = FleetMetrics()
     secret = config.fleet_secret or ""
     traces = open_traces(config, "quire-fleet", model.names[0])
-    fleet = Fleet(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics, traces)
+    fleet = Dispatcher(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics, traces)
     watch = FleetWatch(fleet, {"model": model.names[0], "version": __version__})
     metrics.show(watch.replicas)
     return Gateway(FleetService(model, fleet, config, traces), fleet, metrics, watch)

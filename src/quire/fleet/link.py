@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
-from quire.bits.fingerprint import Fingerprint
 from quire.errors import QuireError
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.lines import MAX_LINE, HttpRefused, read_lines
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import (

@@ -11,11 +11,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from quire.fleet.index import MAX_SLOTS
-from quire.fleet.score import Choice
+from quire.fleet.score import PlacementChoice
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
 from quire.server.http.access import Tally
-from quire.server.watch.metrics import request_counters
+from quire.server.observability.metrics import request_counters
 
 MAX_COUNTED = 2 * MAX_SLOTS  # replicas with counters, including those that have left the fleet
 OPENMETRICS = "application/openmetrics-text"
@@ -102,7 +102,7 @@ class FleetMetrics:
         """Show counters of answered requests."""
         self._tally = tally
 
-    def routed(self, replica: str, choice: Choice) -> None:
+    def routed(self, replica: str, choice: PlacementChoice) -> None:
         """Count a call that a replica accepted."""
         best = choice.best
         self._count(self._routed, replica)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from quire.cache.incoming import Arrivals, Batch, BlockSource, Fault, Holds, Read
+from quire.cache.incoming import Arrivals, ArrivingBlocks, BlockSource, Fault, Holds, Read
 from quire.fleet.blocks import MOST_BLOCKS, PATH, RECORD, Wanted
 from quire.request import Request
 
@@ -55,9 +55,9 @@ class PeerSource(BlockSource):
         """Implement `BlockSource.read`."""
         if request.holder is not None:
             url = request.holder.url
-            self._enqueue([Batch(reads[i : i + MOST_BLOCKS], url) for i in range(0, len(reads), MOST_BLOCKS)])
+            self._enqueue([ArrivingBlocks(reads[i : i + MOST_BLOCKS], url) for i in range(0, len(reads), MOST_BLOCKS)])
 
-    def _fetch(self, batch: Batch) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
+    def _fetch(self, batch: ArrivingBlocks) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
         left, began, num_bytes = deque(batch.reads), time.perf_counter(), 0
         connection = _connection(batch.place)
         try:
@@ -81,7 +81,7 @@ class PeerSource(BlockSource):
         while left:
             yield left.popleft(), fault
 
-    def _asked(self, connection: HTTPConnection, batch: Batch) -> HTTPResponse:
+    def _asked(self, connection: HTTPConnection, batch: ArrivingBlocks) -> HTTPResponse:
         blocks = [Wanted(read.name, read.parent, read.tokens).to_json() for read in batch.reads]
         body = json.dumps({"fingerprint": self._fingerprint, "blocks": blocks}, separators=(",", ":"))
         connection.request("POST", PATH, body.encode("ascii"), self._headers)

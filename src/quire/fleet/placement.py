@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from quire.fleet.score import Choice, Parts
+from quire.fleet.score import PlacementChoice, ScoreParts
 
-# Descriptions of the parts of a cost for the inspector, in the order of Parts.
+# Descriptions of the parts of a cost for the inspector, in the order of ScoreParts.
 PARTS: Mapping[str, str] = MappingProxyType(
     {
         "queue": "the work before it",
@@ -44,7 +44,7 @@ class Placement:
     samples: tuple[int, ...]  # empty for a beam search, which is placed as a whole
     num_delivered: int  # tokens of the first sample that were delivered before
     cause: Cause
-    choice: Choice
+    choice: PlacementChoice
     # Time from the last token before it, or from the request's arrival, to the first token after it; set by Fleet.
     seconds: float | None = None
 
@@ -54,12 +54,12 @@ class Placement:
         return self.choice.best.candidate.name
 
 
-def seconds_of(parts: Parts) -> dict[str, float]:
+def seconds_of(parts: ScoreParts) -> dict[str, float]:
     """Return the parts of a cost in seconds, by name."""
     return parts._asdict()
 
 
-def reason_of(choice: Choice) -> str:
+def reason_of(choice: PlacementChoice) -> str:
     """Return a readable reason why the request went to the first replica of the ranking."""
     best, *others = choice.ranking
     if not others:

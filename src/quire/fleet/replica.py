@@ -35,7 +35,7 @@ from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
-from quire.frontend.async_llm import Step
+from quire.frontend.async_llm import EngineStep
 from quire.frontend.disk_cache import prefetch_of
 from quire.frontend.llm import LLM
 from quire.frontend.model_fingerprint import lora_digests, replica_fingerprint
@@ -44,11 +44,11 @@ from quire.frontend.requests import Made
 from quire.models.files import SETTINGS, TEMPLATE, TOKENIZER
 from quire.request import Task
 from quire.sandbox.grammar import Spec
+from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.service import Service
-from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, JsonBody
-from quire.server.watch.metrics import Metrics
+from quire.server.observability.metrics import Metrics
 
 log = logging.getLogger("quire.fleet")
 M = TypeVar("M")
@@ -57,7 +57,7 @@ M = TypeVar("M")
 class Replica:
     """Serves gateways. Only the event loop may call its methods, except those in the engine thread's section."""
 
-    def __init__(self, llm: LLM, worker: Worker, service: Service, metrics: Metrics, secret: str) -> None:
+    def __init__(self, llm: LLM, worker: LocalEngineClient, service: Service, metrics: Metrics, secret: str) -> None:
         """secret: the one that gateways must send. Raises ConfigError for a model that is not batch-invariant."""
         template = service.model.template
         self.fingerprint = replica_fingerprint(llm, None if template is None else template.source)
@@ -398,7 +398,7 @@ class Replica:
         elif isinstance(event, AllBlocksCleared) and event.group == self._leading:
             self._events.append(["0"])
 
-    def _observe(self, step: Step) -> None:
+    def _observe(self, step: EngineStep) -> None:
         """Handle a computed step."""
         self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in step.events)
         self._reporter.observe(step.events, step.seconds)

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from quire.bits.fingerprint import Fingerprint
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.index import MAX_SLOTS, FleetIndex
 from quire.fleet.link import Link, Listener
 from quire.fleet.membership import Membership

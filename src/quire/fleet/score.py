@@ -71,7 +71,7 @@ class Candidate:
             check_number(BadValue, "step_age", self.step_age, 0.0)
 
 
-class Parts(NamedTuple):
+class ScoreParts(NamedTuple):
     """The cost of a request at a replica, in seconds. The sum decides; the parts explain it."""
 
     queue: float  # the rest of the current step, and prompt tokens that are computed before its own
@@ -102,10 +102,10 @@ class Ranked(NamedTuple):
 
     candidate: Candidate
     uncached_tokens: int  # tokens that it would compute for the request
-    parts: Parts
+    parts: ScoreParts
 
 
-class Choice:
+class PlacementChoice:
     """The result of routing a request."""
 
     def __init__(self, best: Ranked, num_tied: int, rank: Callable[[], tuple[Ranked, ...]]) -> None:
@@ -146,7 +146,7 @@ def eligible(
     return found
 
 
-def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
+def choose(demand: Demand, candidates: Sequence[Candidate]) -> PlacementChoice:
     """Rank the candidates by the cost of the request at each.
 
     Candidates within 3 % of the cheapest are ordered by the number of tokens to compute, then by the number of blocks
@@ -159,7 +159,7 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
         raise NoReplica("no replica can take the request: the fleet has none")
     rates = _known_rates([candidate.state for candidate in candidates])
     uncached: list[int] = []
-    costs: list[tuple[float, ...]] = []  # in the order of Parts
+    costs: list[tuple[float, ...]] = []  # in the order of ScoreParts
     for candidate, those in zip(candidates, rates, strict=True):
         read = reading(candidate, those[1])
         tokens = uncached_tokens(demand, candidate, read.num_blocks)
@@ -170,7 +170,7 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
     tied = [i for i, total in enumerate(totals) if total <= limit]
 
     def ranked(i: int) -> Ranked:
-        return Ranked(candidates[i], uncached[i], Parts(*costs[i]))
+        return Ranked(candidates[i], uncached[i], ScoreParts(*costs[i]))
 
     def wealth(i: int) -> tuple[int, int]:
         return uncached[i], candidates[i].state.held_blocks
@@ -186,7 +186,7 @@ def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
     fortunes = list(map(wealth, tied))
     least = min(fortunes)
     poorest = [i for i, fortune in zip(tied, fortunes, strict=True) if fortune == least]
-    return Choice(ranked(poorest[0] if len(poorest) == 1 else min(poorest, key=by_chance)), len(tied), rank)
+    return PlacementChoice(ranked(poorest[0] if len(poorest) == 1 else min(poorest, key=by_chance)), len(tied), rank)
 
 
 def _ordered(items: Iterable[T], key: Callable[[T], Any], then: Callable[[T], Any]) -> Iterator[T]:
@@ -260,7 +260,7 @@ def uncached_tokens(demand: Demand, candidate: Candidate, read: int = 0) -> int:
 
 
 def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, rates: Rates) -> tuple[float, ...]:
-    """Return the cost of a request at a replica, in the order of Parts. Plain numbers: this is called very often."""
+    """Return the cost of a request at a replica, in the order of ScoreParts. Plain numbers, being called often."""
     state, (a_step, a_token, a_sequence) = candidate.state, rates
     num_blocks, block_size, most = state.num_blocks, state.block_size, state.max_running
     reported = state.num_running + state.num_waiting

@@ -18,7 +18,7 @@ from quire.fleet.work import wire_digests
 from quire.request import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:  # its packages are an extra
-    from quire.server.watch.traces import CallSpan
+    from quire.server.observability.traces import CallSpan
 
 
 class FleetSearch:

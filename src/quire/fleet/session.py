@@ -11,7 +11,7 @@ from typing import Any
 from quire.fleet.report import STATE_EVERY, load_differs
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import Frame, Hello, dumps
-from quire.frontend.jobs import Generation
+from quire.frontend.jobs import GenerationJob
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.frontend.requests import Made
@@ -121,7 +121,7 @@ class Session:
         return message
 
 
-class Flow(Generation):
+class Flow(GenerationJob):
     """A call whose output is reported as frames."""
 
     def __init__(

@@ -9,7 +9,7 @@ from quire.fleet.placement import Placement, reason_of, seconds_of
 if TYPE_CHECKING:  # its packages are an extra
     from opentelemetry.context import Context
 
-    from quire.server.watch.traces import CallSpan, Traces
+    from quire.server.observability.traces import CallSpan, Traces
 
 
 def span_of(placement: Placement, traces: Traces | None, context: Context | None) -> CallSpan | None:

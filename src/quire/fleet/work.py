@@ -19,7 +19,7 @@ from quire.fleet.link import Link
 from quire.fleet.placement import Placement
 from quire.fleet.resume import NUM_CHECKED
 from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
-from quire.frontend.jobs import Generation
+from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import Logprob, RequestOutput
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
 from quire.sandbox.grammar import Spec
@@ -27,7 +27,7 @@ from quire.sandbox.grammar import Spec
 if TYPE_CHECKING:  # its packages are an extra
     from opentelemetry.context import Context
 
-    from quire.server.watch.traces import CallSpan
+    from quire.server.observability.traces import CallSpan
 
 
 class FarGuide:
@@ -79,7 +79,7 @@ class Assignment:
 class Work:
     """One prompt of a job."""
 
-    job: Generation
+    job: GenerationJob
     output: RequestOutput
     requests: Sequence[Request]
     context: Context | None = None  # parent of the trace spans; None without tracing

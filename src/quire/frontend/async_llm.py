@@ -21,24 +21,24 @@ from typing import Any, NamedTuple, TypeVar
 
 from quire.errors import EngineStopped, QuireError, RequestError
 from quire.frontend.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output
-from quire.frontend.jobs import Delta, Generation, Growing, Job, Search, end
+from quire.frontend.jobs import BeamSearchJob, Delta, GenerationJob, Job, SnapshotJob, end
 from quire.frontend.llm import LLM, Closed
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import Prompt, TokenizedPrompt
 from quire.frontend.requests import Made
-from quire.parallel.group import Group
+from quire.parallel.group import ProcessGroup
 from quire.request import Event, SamplingParams
 
 log = logging.getLogger("quire")
 T = TypeVar("T")
 
 
-class Step(NamedTuple):
+class EngineStep(NamedTuple):
     """The result of an engine step, for observers."""
 
     events: Sequence[Event]  # as the engine reported them
     texts: Sequence[tuple[Event, RequestOutput]]  # the events of outputs, with the ends that stop strings caused
-    searches: Sequence[Search]  # searches that have ended
+    searches: Sequence[BeamSearchJob]  # searches that have ended
     start: float  # s, time.monotonic()
     end: float  # s, time.monotonic()
 
@@ -106,7 +106,7 @@ class AsyncLLM:
         self.failure: str | None = None  # why the engine has stopped
         self.on_failure: Callable[[], None] = lambda: None  # called on the event loop when the engine has failed
         # Called on the engine's thread after each step.
-        self.observers: list[Callable[[Step], None]] = []
+        self.observers: list[Callable[[EngineStep], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[Job, Callable[[], None]] = {}  # and the callback for when the engine is done with it
         self._calls: set[asyncio.Future[Any]] = set()
@@ -118,8 +118,8 @@ class AsyncLLM:
         if llm.group is not None:
             llm.group.on_lost = partial(_end_lost, weakref.ref(self), llm.group)
             self.post(llm.group.check)  # it may have been lost already
-        self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
-        self._searches: dict[str, Search] = {}  # by the id of each beam
+        self._generations: dict[str, GenerationJob] = {}  # by the id of each output that has not ended
+        self._searches: dict[str, BeamSearchJob] = {}  # by the id of each beam
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -256,7 +256,7 @@ class AsyncLLM:
         check_dimensions(dimensions, self.llm.hidden_size)
         name = self._named(request_id)
         make = partial(self.llm.factory.one_embedding, name, prompt, priority, lora)
-        job = Generation([await self._made(name, make)])
+        job = GenerationJob([await self._made(name, make)])
         self._start(job, name)
         try:
             await job.ended.wait()
@@ -285,7 +285,7 @@ class AsyncLLM:
         def make() -> Made:
             return self.llm.factory.one_generation(name, tokenize(), sampling_params, priority, lora)
 
-        job = Growing(*await self._made(name, make))
+        job = SnapshotJob(*await self._made(name, make))
         self._start(job, name)
         try:
             while True:
@@ -462,7 +462,7 @@ class AsyncLLM:
         end(job, error)
         self._release(job)
 
-    def _deliver(self, reports: Sequence[tuple[Generation, list[Delta], bool]]) -> None:
+    def _deliver(self, reports: Sequence[tuple[GenerationJob, list[Delta], bool]]) -> None:
         """Pass a step's deltas to each job, and end the jobs whose last step it was."""
         for job, deltas, is_last in reports:
             if not job.ended.is_set():  # it may have timed out
@@ -537,7 +537,7 @@ class AsyncLLM:
                 shown.append((job, deltas, job.num_open == 0))
         if shown:
             self._report(partial(self._deliver, shown))
-        step = Step(events, texts, searches, start, now)
+        step = EngineStep(events, texts, searches, start, now)
         for observe in self.observers:
             try:
                 observe(step)
@@ -547,7 +547,7 @@ class AsyncLLM:
             self._report(partial(self._close, search))
 
     def _begin(self, job: Job) -> None:
-        names = job.driver.request_ids if isinstance(job, Search) else [request.id for request in job.requests]
+        names = job.driver.request_ids if isinstance(job, BeamSearchJob) else [request.id for request in job.requests]
         while any(map(self._is_leaving, names)):
             self._step()
         try:
@@ -557,9 +557,9 @@ class AsyncLLM:
             job.stop(self.engine)
             self._report(partial(self._close, job, QuireError(f"{type(error).__name__}: {error}")))
             return
-        if isinstance(job, Generation):
+        if isinstance(job, GenerationJob):
             self._generations.update((output.request_id, job) for output in job.outputs)
-        elif isinstance(job, Search):
+        elif isinstance(job, BeamSearchJob):
             self._searches.update((name, job) for name in names)
 
     def _is_leaving(self, request_id: str) -> bool:
@@ -570,7 +570,7 @@ class AsyncLLM:
         request = self.engine.scheduler.requests.get(request_id)
         return request is not None and request.finish_reason is not None
 
-    def _lead(self, search: Search, event: Event) -> bool:
+    def _lead(self, search: BeamSearchJob, event: Event) -> bool:
         """Pass a search an event of one of its beams. Return True if the search has ended."""
         driver = search.driver
         try:
@@ -595,7 +595,7 @@ def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _end_lost(of: weakref.ref[AsyncLLM], group: Group) -> None:
+def _end_lost(of: weakref.ref[AsyncLLM], group: ProcessGroup) -> None:
     """Stop the engine now rather than at the next request."""
     here = of()
     if here is not None:

@@ -6,8 +6,6 @@ import os
 import weakref
 from pathlib import Path
 
-from quire.bits.fingerprint import Fingerprint
-from quire.bits.parts import bits_parts
 from quire.cache.disk.directory import make_root, take
 from quire.cache.disk.store import FORMAT, DiskStore
 from quire.cache.disk.tier import DiskTier
@@ -19,6 +17,8 @@ from quire.engine.engine import Engine
 from quire.engine.prefetch import Prefetch
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
+from quire.fingerprint.components import bits_parts
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.models.files import Files
 from quire.models.model import Model
 from quire.ops import Backend
@@ -38,7 +38,7 @@ def check_disk(config: EngineConfig, backend: Backend) -> None:
         raise ConfigError(
             f"kv_disk is {path!r}; blocks are stored only with the device 'cpu', not with {config.device!r}"
         )
-    if not backend.keeps_bits(config.device):
+    if not backend.batch_invariant(config.device):
         raise ConfigError(
             f"kv_disk is {path!r} and attention_backend {backend.name!r}, which is not batch-invariant; blocks are "
             f"stored only if computing them again gives the same bits, as with the backend 'cpu'"
@@ -56,7 +56,7 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
     if options.kv_disk is None:
         return
     runner = engine.runner
-    if not model.rows_keep_bits or not isinstance(runner, Runner):
+    if not model.rows_are_batch_invariant or not isinstance(runner, Runner):
         raise ConfigError(
             f"kv_disk is {options.kv_disk!r}; parts of this model that transformers computes may not be "
             f"batch-invariant, and blocks are stored only if computing them again gives the same bits"

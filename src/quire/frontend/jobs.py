@@ -57,7 +57,7 @@ class Job(Protocol):
         """Receive the deltas of a step."""
 
 
-class Generation:
+class GenerationJob:
     """Prompts to continue."""
 
     def __init__(self, prompts: Sequence[Made]) -> None:
@@ -94,7 +94,7 @@ class Generation:
         """Receive the deltas of a step."""
 
 
-class Reported(Generation):
+class DeltaJob(GenerationJob):
     """Prompts to continue, with deltas after every step."""
 
     def __init__(self, prompts: Sequence[Made]) -> None:
@@ -122,7 +122,7 @@ class Reported(Generation):
         self._reported[output.request_id, sample] = (-1, -1) if is_whole else (characters, tokens)
 
 
-class Growing(Reported):
+class SnapshotJob(DeltaJob):
     """One prompt to continue, whose output the reader observes at its own pace.
 
     Deltas between two reads are merged, so that they take no more memory than the output itself.
@@ -170,7 +170,7 @@ def _grow(sample: CompletionOutput, delta: Delta) -> None:
     sample.finish_reason, sample.stop_reason, sample.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
-class Search:
+class BeamSearchJob:
     """A beam search."""
 
     def __init__(self, driver: BeamDriver) -> None:

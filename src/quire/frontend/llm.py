@@ -53,7 +53,7 @@ from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
 from quire.models.hub import locate_description
 from quire.models.lora.fitting import prepare
-from quire.parallel.group import Group, join
+from quire.parallel.group import ProcessGroup, join
 from quire.parallel.worker import agree_on_model, follow
 from quire.progress import progress_bar
 from quire.request import SamplingParams
@@ -106,7 +106,7 @@ class LLM:
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
         check_disk(self.config, self.backend)
         self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.text_files)
-        self.group: Group | None = None  # the processes that compute the model together
+        self.group: ProcessGroup | None = None  # the processes that compute the model together
         self._load()
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.processor = OutputProcessor(self.engine, self.tokenizer)

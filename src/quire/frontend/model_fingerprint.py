@@ -31,9 +31,9 @@ from collections.abc import Mapping
 
 import torch
 
-from quire.bits.fingerprint import Fingerprint, short_digest
-from quire.bits.parts import NONE, bits_parts, check_bits_are_kept, library_version, named_parts
 from quire.errors import ConfigError, QuireError
+from quire.fingerprint.components import NONE, bits_parts, check_batch_invariant, library_version, named_parts
+from quire.fingerprint.fingerprint import Fingerprint, short_digest
 from quire.frontend.llm import LLM
 
 log = logging.getLogger("quire")
@@ -69,7 +69,7 @@ def system_fingerprint(llm: LLM, template: str | None, loras: Mapping[str, str])
     own = (llm.decoder, llm.files, llm.backend, llm.config)
     try:
         try:
-            check_bits_are_kept(*own)
+            check_batch_invariant(*own)
         except ConfigError:
             parts = named_parts(*own) | {"device": _device_name(llm.config.device)}
         else:

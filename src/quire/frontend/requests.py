@@ -11,7 +11,7 @@ from quire.engine.constraints import constraints_of
 from quire.errors import RequestError
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tokenizer import Tokenizer
-from quire.request import Constraints, Group, Request, SamplingParams
+from quire.request import Constraints, Request, SampleGroup, SamplingParams
 
 Made: TypeAlias = tuple[RequestOutput, list[Request]]  # a prompt's output, still empty, and the requests of its samples
 
@@ -60,7 +60,7 @@ def make_requests(
     `constraints` is the result of `constraints_for`.
     """
     output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
-    group = Group() if sampling.n > 1 else None
+    group = SampleGroup() if sampling.n > 1 else None
     prompt = array("i", tokens)
     requests = []
     other = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)

@@ -7,7 +7,7 @@ import torch
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
 from quire.frontend.llm import LLM
-from quire.ops.exchange import TorchExchange
+from quire.ops.collectives import TorchCommunicator
 
 
 def chosen(llm: LLM) -> dict[str, str]:
@@ -33,7 +33,7 @@ def _backend(llm: LLM) -> str:
 def _threads(llm: LLM) -> str:
     if llm.group is None:
         return str(torch.get_num_threads())
-    way = "gloo" if isinstance(llm.group.exchange, TorchExchange) else "shared memory"
+    way = "gloo" if isinstance(llm.group.exchange, TorchCommunicator) else "shared memory"
     return f"{torch.get_num_threads()} in each of {llm.group.size} processes, which exchange numbers through {way}"
 
 

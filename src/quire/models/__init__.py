@@ -36,7 +36,7 @@ from quire.models.sharding import check_shards
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import Sources, Weights, expected_bytes, read_json
 from quire.ops import Backend
-from quire.ops.exchange import Exchange
+from quire.ops.collectives import Communicator
 from quire.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
 
-def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: Exchange | None = None) -> Model:
+def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: Communicator | None = None) -> Model:
     """Load a model with its weights on the device.
 
     exchange: the communication of the tensor-parallel group; this rank loads its part. None: load the whole model.

@@ -19,7 +19,7 @@ from quire.models.rope import Temperature, rope_tables
 from quire.models.sharding import Shard, ShardWeights
 from quire.models.state_config import StateConfig
 from quire.ops import Backend
-from quire.ops.exchange import Exchange, SharedEmbedding, SharedHead
+from quire.ops.collectives import Communicator, SharedEmbedding, SharedHead
 from quire.ops.linear import Embedding, Linear
 from quire.ops.program import Plan
 
@@ -30,7 +30,7 @@ class Decoder:
     origin = "own decoder"
     quantisation: str | None = None  # set, like weight_bytes, after the weights are loaded
     weight_bytes = WeightBytes()
-    rows_keep_bits = True
+    rows_are_batch_invariant = True
     loras: Loras | None = None  # set after the weights are loaded
 
     @property
@@ -47,7 +47,7 @@ class Decoder:
         eos_token_ids: frozenset[int] = frozenset(),
         reproducible: bool = False,
         lora: LoraLimits | None = None,
-        exchange: Exchange | None = None,
+        exchange: Communicator | None = None,
     ) -> None:
         """Take the weights of `weight_shapes`: norms in fp32, the others of one dtype, all on one device.
 

@@ -21,7 +21,7 @@ from quire.models.sharding import Shard
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
-from quire.ops.exchange import Columns
+from quire.ops.collectives import Columns
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.program import (

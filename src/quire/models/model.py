@@ -14,7 +14,7 @@ from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache
 from quire.models.batch import Batch
 from quire.models.lora.slots import Loras
-from quire.ops.exchange import Exchange
+from quire.ops.collectives import Communicator
 from quire.ops.program import Plan
 
 
@@ -116,7 +116,7 @@ class Model(Protocol):
         """The tokens that end generation."""
 
     @property
-    def rows_keep_bits(self) -> bool:
+    def rows_are_batch_invariant(self) -> bool:
         """True if the model's code outside attention is batch-invariant: a row's bits do not depend on other rows."""
 
     @property
@@ -128,7 +128,7 @@ class Model(Protocol):
         """The sizes of the whole model. They differ from `config` if this is a rank's part."""
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> Communicator | None:
         """The communication of the tensor-parallel group if this is one rank's part; None: the whole model."""
 
     @property

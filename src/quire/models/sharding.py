@@ -2,7 +2,7 @@
 
 A rank holds a share of the heads of each attention layer, of the channels of each MLP, of the outputs of each output
 projection, and of the vocabulary: always a share of the outputs of a linear, and all of its inputs. The ranks gather
-each other's results, see `quire.ops.exchange`. Small or indivisible parts are replicated, every rank computes all of
+each other's results, see `quire.ops.collectives`. Small or indivisible parts are replicated, every rank computes all of
 them: norms, routers, recurrent states, and attention that normalises all heads together.
 """
 
@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentConfig, LayerConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight
 from quire.models.state_config import StateConfig
-from quire.ops.exchange import MOST_RANKS, Columns, Exchange, own_share, shares
+from quire.ops.collectives import MOST_RANKS, Columns, Communicator, own_share, shares
 from quire.ops.linear import LinearWeight
 
 TABLES = ("embedding", "per_layer_embedding")
@@ -57,7 +57,7 @@ class Shard:
     """The part of a model that one rank holds."""
 
     whole: DecoderConfig
-    exchange: Exchange
+    exchange: Communicator
 
     @property
     def config(self) -> DecoderConfig:

@@ -17,7 +17,7 @@ from quire.errors import BadValue, Unsupported
 from quire.ops import metadata, validate, validate_small
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice, chosen_experts
-from quire.ops.exchange import Exchange
+from quire.ops.collectives import Communicator
 from quire.ops.experts import ExpertLayer, weighted_experts
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
@@ -142,7 +142,7 @@ class Backend(RecurrentOperators):
             device: a device of torch, for example "cpu" or "cuda".
         """
 
-    def keeps_bits(self, device: str) -> bool:
+    def batch_invariant(self, device: str) -> bool:
         """Return True if every plan on the device is batch-invariant, without `AttentionSpec.reproducible`.
 
         This is the case on a CPU for backends that can be batch-invariant at all.
@@ -176,7 +176,7 @@ class Backend(RecurrentOperators):
         memory: Tensor,  # uint8 [bytes], exchange_bytes(size) bytes shared by all ranks
         rank: int,  # of this process, 0..size - 1
         size: int,  # number of ranks
-    ) -> Exchange:
+    ) -> Communicator:
         """Return the collectives of a tensor-parallel group on one host, over the shared memory.
 
         Raises:

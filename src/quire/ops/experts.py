@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import BadShape
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
-from quire.ops.exchange import Columns
+from quire.ops.collectives import Columns
 from quire.ops.linear import Linear
 
 

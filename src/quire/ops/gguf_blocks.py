@@ -25,7 +25,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Parts:
+class BlockParts:
     """The contents of N blocks, one row per block."""
 
     values: Tensor  # uint8 [N, inputs]
@@ -42,17 +42,17 @@ class Format:
     inputs: int
     nbytes: int
     bits: int
-    read: Callable[[Tensor], Parts]  # takes uint8 [N, nbytes]
+    read: Callable[[Tensor], BlockParts]  # takes uint8 [N, nbytes]
     floats: tuple[int, ...] = (0,)  # byte offsets of the scale, and of the minimum if there is one
 
-    def room(self, count: int) -> Parts:
+    def room(self, count: int) -> BlockParts:
         """Allocate the parts of `count` blocks."""
         subs = self.inputs // SUB_SIZES[self.bits] if self.inputs == SUPER_BLOCK else 0
 
         def sub_scales() -> Tensor:
             return torch.empty(count, subs, dtype=torch.int8)
 
-        return Parts(
+        return BlockParts(
             mapped((count, self.inputs), torch.uint8),
             torch.empty(count, 1, dtype=torch.float16),
             torch.empty(count, 1, dtype=torch.float16) if len(self.floats) > 1 else None,
@@ -202,7 +202,7 @@ def _quantised(
     )
 
 
-def _read_natively(kind: str, blocks: Tensor) -> Parts:
+def _read_natively(kind: str, blocks: Tensor) -> BlockParts:
     from quire.ops.cpu import native
 
     form, library = FORMATS[kind], native.default()
@@ -216,7 +216,7 @@ def _read_natively(kind: str, blocks: Tensor) -> Parts:
     return parts
 
 
-def _read_by_torch(kind: str, blocks: Tensor) -> Parts:
+def _read_by_torch(kind: str, blocks: Tensor) -> BlockParts:
     return FORMATS[kind].read(blocks.reshape(-1, FORMATS[kind].nbytes))
 
 
@@ -256,37 +256,39 @@ def _bits_of(stored: Tensor) -> Tensor:
     return (stored[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
-def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(blocks[:, 2:] ^ 128, _half(blocks[:, :2]))
+def _q8_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(blocks[:, 2:] ^ 128, _half(blocks[:, :2]))
 
 
-def _q4_0(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 2:]), _half(blocks[:, :2]))
+def _q4_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(_halves(blocks[:, 2:]), _half(blocks[:, :2]))
 
 
-def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 4:]), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
+def _q4_1(blocks: Tensor) -> BlockParts:
+    return BlockParts(_halves(blocks[:, 4:]), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 6:]) | _bits_of(blocks[:, 2:6]) << 4, _half(blocks[:, :2]))
+def _q5_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(_halves(blocks[:, 6:]) | _bits_of(blocks[:, 2:6]) << 4, _half(blocks[:, :2]))
 
 
-def _q5_1(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 8:]) | _bits_of(blocks[:, 4:8]) << 4, _half(blocks[:, :2]), _half(blocks[:, 2:4]))
+def _q5_1(blocks: Tensor) -> BlockParts:
+    return BlockParts(
+        _halves(blocks[:, 8:]) | _bits_of(blocks[:, 4:8]) << 4, _half(blocks[:, :2]), _half(blocks[:, 2:4])
+    )
 
 
-def _q4_k(blocks: Tensor) -> Parts:
+def _q4_k(blocks: Tensor) -> BlockParts:
     # Each 32 bytes have 64 inputs.
     values = _halves(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1)
-    return Parts(values, _half(blocks[:, :2]), -_half(blocks[:, 2:4]), *_sub_scales(blocks[:, 4:16]))
+    return BlockParts(values, _half(blocks[:, :2]), -_half(blocks[:, 2:4]), *_sub_scales(blocks[:, 4:16]))
 
 
-def _q5_k(blocks: Tensor) -> Parts:
+def _q5_k(blocks: Tensor) -> BlockParts:
     # Bit i of byte k is the highest one of input 32 i + k.
     values = _halves(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1)
     highest = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    return Parts(
+    return BlockParts(
         values | highest.flatten(1) << 4, _half(blocks[:, :2]), -_half(blocks[:, 2:4]), *_sub_scales(blocks[:, 4:16])
     )
 
@@ -305,13 +307,13 @@ def _sub_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
     return made[0].view(torch.int8), made[1].view(torch.int8)
 
 
-def _q6_k(blocks: Tensor) -> Parts:
+def _q6_k(blocks: Tensor) -> BlockParts:
     # Each 128 inputs have 64 bytes of lower bits, with 64 inputs in the lower halves, and 32 bytes of upper bits.
     low = _halves(blocks[:, :128].reshape(-1, 2, 64))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).flatten(2)
     sub_scales = blocks[:, 192:208].contiguous().view(torch.int8)
-    return Parts((low | high << 4).flatten(1), _half(blocks[:, 208:210]), sub_scales=sub_scales)
+    return BlockParts((low | high << 4).flatten(1), _half(blocks[:, 208:210]), sub_scales=sub_scales)
 
 
 FORMATS = {  # in the order of csrc/blocks.cpp

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import BadValue
 from quire.ops.activation import Activation
-from quire.ops.exchange import Columns
+from quire.ops.collectives import Columns
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import HeadsLinear, JoinedLinear, Linear
 from quire.ops.lora import LoraTable

@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from quire.config import EngineConfig
 from quire.errors import ConfigError, GroupLost
 from quire.ops import Backend
-from quire.ops.exchange import Exchange, TorchExchange
+from quire.ops.collectives import Communicator, TorchCommunicator
 from quire.parallel import launch
 from quire.parallel.cores import Binding, by_place
 
@@ -40,7 +40,7 @@ POLL = 0.005  # s between two polls while waiting
 SHARED = Path("/dev/shm")  # named shared memory, on systems that have it
 
 
-class Group:
+class ProcessGroup:
     """The group as one of its ranks sees it."""
 
     def __init__(
@@ -56,12 +56,12 @@ class Group:
         self.store, self.rank, self.size = store, rank, size
         self.processes, self._directory, self._launched = processes, directory, launched
         self.on_lost: Callable[[], None] = lambda: None  # called once, on a separate thread, when a rank is lost
-        self._exchange: Exchange | None = None
+        self._exchange: Communicator | None = None
         self._pid = os.getpid()  # a fork of this process is not a rank
         self._before = self._taken = Binding.now()
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Communicator:
         """The collectives of the ranks. Raises GroupLost before the group is formed, and after its end."""
         if self._exchange is None:
             raise GroupLost("the tensor-parallel group has ended")
@@ -82,7 +82,7 @@ class Group:
         hosts = [json.loads(place)[0] for place in places]
         memory = self._shared_memory(backend.exchange_bytes(self.size))
         if memory is None:
-            exchange: Exchange = TorchExchange(self.store, self.rank, self.size, hosts.count(hosts[self.rank]))
+            exchange: Communicator = TorchCommunicator(self.store, self.rank, self.size, hosts.count(hosts[self.rank]))
         else:
             exchange = backend.exchange(memory, self.rank, self.size)
         exchange.reason = self._failure
@@ -182,14 +182,14 @@ class Group:
                 path.unlink(missing_ok=True)
         return memory if all(each == "True" for each in have) else None
 
-    def _watch(self, exchange: Exchange) -> None:
+    def _watch(self, exchange: Communicator) -> None:
         """Watch the group until it ends, and then end this process if it is not rank 0."""
         exchange.watch(ends=self.rank > 0)
         if exchange.lost is not None:
             self.on_lost()
 
 
-def join(config: EngineConfig, backend: Backend) -> Group:
+def join(config: EngineConfig, backend: Backend) -> ProcessGroup:
     """Join the group that the config asks for, as rank 0 unless a launcher specifies another rank.
 
     Raises ConfigError if ranks disagree or cannot meet, GroupLost if one does not arrive.
@@ -201,19 +201,19 @@ def join(config: EngineConfig, backend: Backend) -> Group:
                 f"tensor_parallel_size is {size}, and a launcher has started {place.size} processes (WORLD_SIZE); "
                 "there are as many processes as ranks"
             )
-        return _formed(Group(_met(place), place.rank, size, launched=True), config, backend)
+        return _formed(ProcessGroup(_met(place), place.rank, size, launched=True), config, backend)
     directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # accessible to this user only
     store, threads = str(directory / "store"), torch.get_num_threads()
     others = [launch.start(launch.Given(rank, size, store, threads, config)) for rank in range(1, size)]
-    return _formed(Group(FileStore(store, size), 0, size, others, directory), config, backend)
+    return _formed(ProcessGroup(FileStore(store, size), 0, size, others, directory), config, backend)
 
 
-def join_started(given: launch.Given, backend: Backend) -> Group:
+def join_started(given: launch.Given, backend: Backend) -> ProcessGroup:
     """Join as a rank that rank 0 has started. Raises the exceptions of `join`."""
-    return _formed(Group(FileStore(given.store, given.size), given.rank, given.size), given.config, backend)
+    return _formed(ProcessGroup(FileStore(given.store, given.size), given.rank, given.size), given.config, backend)
 
 
-def _formed(group: Group, config: EngineConfig, backend: Backend) -> Group:
+def _formed(group: ProcessGroup, config: EngineConfig, backend: Backend) -> ProcessGroup:
     try:
         group.form(config, backend)
     except BaseException as error:
@@ -223,7 +223,7 @@ def _formed(group: Group, config: EngineConfig, backend: Backend) -> Group:
     return group
 
 
-def _met(place: launch.Place) -> Store:
+def _met(place: launch.RankPlace) -> Store:
     try:
         store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_WITHIN))))[0]
         again = place.rank == 0 and store.add("groups", 1) > 1

@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 GIVEN = "QUIRE_RANK"  # environment variable in which rank 0 passes the parameters of a rank
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """The place of a process among those that a launcher has started."""
 
     rank: int
@@ -33,7 +33,7 @@ class Given(NamedTuple):
     config: EngineConfig
 
 
-def place() -> Place | None:
+def place() -> RankPlace | None:
     """Return the place that a launcher has set, or None without a launcher.
 
     Raises ConfigError for an incomplete one.
@@ -45,7 +45,7 @@ def place() -> Place | None:
     if not rank.isdecimal() or not size.isdecimal() or host is None or port is None:
         given = ", ".join(f"{name}={os.environ.get(name)!r}" for name in names)
         raise ConfigError(f"the environment has {given}; a launcher of ranks sets all four of them")
-    return Place(int(rank), int(size), f"{host}:{port}")
+    return RankPlace(int(rank), int(size), f"{host}:{port}")
 
 
 def is_follower() -> bool:

@@ -9,23 +9,23 @@ from contextlib import suppress
 import torch
 
 from quire import ops
-from quire.bits.parts import model_parts
 from quire.cache.sizing import free_memory
 from quire.config import EngineConfig
 from quire.engine.engine import make_runner
-from quire.engine.packing import Pools, unpack
+from quire.engine.plan_codec import Pools, unpack
 from quire.engine.ranks import FollowingRunner
 from quire.errors import QuireError
+from quire.fingerprint.components import model_parts
 from quire.models import load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.model import Model
 from quire.ops import Backend
-from quire.ops.exchange import Exchange, least
+from quire.ops.collectives import Communicator, least
 from quire.parallel import launch
-from quire.parallel.group import LOAD_WITHIN, Group, join_started
+from quire.parallel.group import LOAD_WITHIN, ProcessGroup, join_started
 
 
-def follow(group: Group, files: Files, config: EngineConfig, backend: Backend) -> None:
+def follow(group: ProcessGroup, files: Files, config: EngineConfig, backend: Backend) -> None:
     """Run as a rank of the group until rank 0 ends it.
 
     Raises GroupLost if another rank dies or hangs, ConfigError if the ranks disagree, and the exceptions of
@@ -44,12 +44,12 @@ def follow(group: Group, files: Files, config: EngineConfig, backend: Backend) -
     group.close()
 
 
-def agree_on_model(group: Group, model: Model, files: Files, config: EngineConfig, backend: Backend) -> None:
+def agree_on_model(group: ProcessGroup, model: Model, files: Files, config: EngineConfig, backend: Backend) -> None:
     """Raise ConfigError unless all ranks have loaded shards of the same model that give the same bits."""
     group.agree("fingerprint", model_parts(model, files, backend, config), LOAD_WITHIN)
 
 
-def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Exchange) -> FollowingRunner:
+def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Communicator) -> FollowingRunner:
     """Create the runner of a rank, with its shard of the model and of the cache."""
     model = load_model(files, config, backend, exchange)
     if (free := free_memory()) is not None:

@@ -148,7 +148,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_wait_loop_s=NO_CALLS,
         graceful_shutdown_timeout_s=config.shutdown_timeout + LEAVE,
     )
-    return gateway(Gateway).bind(replicas(fleet, found.replica, secret), fleet, found.gateway, secret)
+    return gateway(GatewayDeployment).bind(replicas(fleet, found.replica, secret), fleet, found.gateway, secret)
 
 
 def replicas(fleet: FleetConfig, options: dict[str, Any], secret: str) -> Application:
@@ -177,7 +177,7 @@ def replicas(fleet: FleetConfig, options: dict[str, Any], secret: str) -> Applic
         graceful_shutdown_timeout_s=GRACE,
         **number,
     )
-    return deployment(Replica).bind(options, max(1, int(fleet.num_cpus)), secret, fleet.secret_file)
+    return deployment(ReplicaDeployment).bind(options, max(1, int(fleet.num_cpus)), secret, fleet.secret_file)
 
 
 def read_secret(secret: str, path: str) -> str:
@@ -194,7 +194,7 @@ def read_secret(secret: str, path: str) -> str:
     return found
 
 
-class Replica:
+class ReplicaDeployment:
     """A deployment: `quire serve` in a separate process. Ray's process only watches it."""
 
     def __init__(self, options: dict[str, Any], num_threads: int, secret: str, secret_file: str) -> None:
@@ -241,7 +241,7 @@ class Replica:
         return {"Authorization": f"Bearer {self._secret}"}
 
 
-class Gateway:
+class GatewayDeployment:
     """A deployment: a gateway, on a separate thread, that gets the replicas from Ray."""
 
     def __init__(self, replicas: DeploymentHandle, fleet: FleetConfig, options: dict[str, Any], secret: str) -> None:

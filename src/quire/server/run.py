@@ -23,12 +23,12 @@ import uvicorn
 from fastapi import APIRouter, FastAPI
 
 from quire import __version__
-from quire.bits.fingerprint import Fingerprint
 from quire.cache.storage import cache_dtype
 from quire.config import EMBEDDED_NAME, parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
-from quire.engine.pace import LONGEST_STEP, Pace
+from quire.engine.prefill_budget import LONGEST_STEP, PrefillBudget
 from quire.errors import ConfigError
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.llm import LLM
 from quire.frontend.model_fingerprint import lora_digests, system_fingerprint
@@ -39,21 +39,21 @@ from quire.sandbox.chat_template import ChatTemplate
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import lora
 from quire.server.api.app import build_app
+from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.service import ServedModel, Service
-from quire.server.api.worker import Worker
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
+from quire.server.observability import inspector
+from quire.server.observability.clocks import Clocks
+from quire.server.observability.inspector import Inspector
+from quire.server.observability.metrics import Metrics
+from quire.server.observability.statistics import Statistics
 from quire.server.server_config import HttpConfig, ServerConfig
 from quire.server.signals import end
 from quire.server.tools.dialect import Dialect
-from quire.server.watch import inspector
-from quire.server.watch.clocks import Clocks
-from quire.server.watch.inspector import Inspector
-from quire.server.watch.metrics import Metrics
-from quire.server.watch.statistics import Statistics
 
 if TYPE_CHECKING:  # imported only where the option is set
-    from quire.server.watch.kv_events import KVEventPublisher
-    from quire.server.watch.traces import Traces
+    from quire.server.observability.kv_events import KVEventPublisher
+    from quire.server.observability.traces import Traces
 
 log = logging.getLogger("quire.server")
 
@@ -74,7 +74,9 @@ class FleetMember(Protocol):
         """Close its connections to gateways."""
 
 
-JoinFleet: TypeAlias = Callable[[LLM, Worker, Service, Metrics, str], FleetMember]  # the last argument is the secret
+JoinFleet: TypeAlias = Callable[
+    [LLM, LocalEngineClient, Service, Metrics, str], FleetMember
+]  # the last argument is the secret
 
 
 def serve(
@@ -131,11 +133,11 @@ def run_until_stopped(server: Listening, listening: socket.socket) -> None:
 
 
 @dataclass
-class Parts:
+class ServerParts:
     """A loaded model and the parts of its server."""
 
     llm: LLM
-    worker: Worker
+    worker: LocalEngineClient
     service: Service
     metrics: Metrics
     inspector: Inspector
@@ -154,7 +156,7 @@ class Parts:
         return build_app(self.service, self.metrics, routers)
 
 
-def build_parts(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFleet | None = None) -> Parts:
+def build_parts(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFleet | None = None) -> ServerParts:
     """Load a model and build the parts of its server. The worker is not started."""
     if config.fleet_secret and join_fleet is None:
         raise ConfigError("fleet_secret is set, but this server was started without an interface for gateways")
@@ -185,7 +187,7 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
             f"published, so leave one of them out"
         )
     try:
-        from quire.server.watch.kv_events import KVEventPublisher
+        from quire.server.observability.kv_events import KVEventPublisher
     except ImportError as error:
         raise ConfigError(
             f"kv_events is {config.kv_events!r}; it needs the package {error.name}: pip install 'quire[events]'"
@@ -193,7 +195,7 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
     return KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
 
-def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFleet | None) -> Parts:
+def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFleet | None) -> ServerParts:
     names = config.served_model_name or (options.get("model") or EMBEDDED_NAME,)
     traces = open_traces(config, "quire", names[0])  # first: a wrong option must not cost the time to load a model
     loras = parse_loras(config.lora)
@@ -206,9 +208,9 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
     if llm.config.device == "cpu" and llm.config.max_num_batched_tokens is None:
-        llm.engine.scheduler.pace = Pace(cost.seconds_a_prompt_token)
+        llm.engine.scheduler.pace = PrefillBudget(cost.seconds_a_prompt_token)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
-    worker = Worker(AsyncLLM.of(llm), Clocks(metrics, traces), cost, *limits)
+    worker = LocalEngineClient(AsyncLLM.of(llm), Clocks(metrics, traces), cost, *limits)
     worker.llm.observers.append(lambda step: watched.observe(step.events))
     engine = llm.engine
     model = ServedModel(
@@ -231,7 +233,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
         member = join_fleet(llm, worker, service, metrics, config.fleet_secret)
     worker.identify = _identify(llm, None if template is None else template.source, member)
     statistics = Statistics(llm.engine, metrics) if config.log_stats else None
-    return Parts(llm, worker, service, metrics, watched, member, config.allow_lora_loading, statistics)
+    return ServerParts(llm, worker, service, metrics, watched, member, config.allow_lora_loading, statistics)
 
 
 def _identify(llm: LLM, template: str | None, member: FleetMember | None) -> Callable[[], Fingerprint | None]:
@@ -259,7 +261,7 @@ def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
     if config.otlp_traces_endpoint is None:
         return None
     try:
-        from quire.server.watch.traces import Traces
+        from quire.server.observability.traces import Traces
     except ImportError as error:
         raise ConfigError(
             f"otlp_traces_endpoint is {config.otlp_traces_endpoint!r}; it needs OpenTelemetry's packages, and "
@@ -321,7 +323,7 @@ class Listening(uvicorn.Server):
 class Server(Listening):
     """The server of a model. It closes streams without an end at shutdown, and stops when the engine has failed."""
 
-    def __init__(self, settings: uvicorn.Config, parts: Parts, ready: Callable[[], None]) -> None:
+    def __init__(self, settings: uvicorn.Config, parts: ServerParts, ready: Callable[[], None]) -> None:
         config = parts.service.config
         super().__init__(settings, ready, config.shutdown_timeout)
         self.engine_failed = False
@@ -392,7 +394,7 @@ def listen(host: str, port: int) -> socket.socket:
 # ----------------------------------------------------------------------------------- the startup summary
 
 
-def listening_sentence(parts: Parts, listening: socket.socket, seconds: float) -> str:
+def listening_sentence(parts: ServerParts, listening: socket.socket, seconds: float) -> str:
     """Return the line that names the model and the address."""
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
@@ -400,7 +402,7 @@ def listening_sentence(parts: Parts, listening: socket.socket, seconds: float) -
     return f"Quire {__version__} serves {name} at http://{address}:{port} (ready in {seconds:.1f} s)"
 
 
-def chosen_by(parts: Parts) -> dict[str, str]:
+def chosen_by(parts: ServerParts) -> dict[str, str]:
     """Return the startup summary: the choices and their reasons, by name."""
     said = {**chosen(parts.llm), "sampling": _sampling(parts), "limits": _limits(parts)}
     if parts.llm.engine.loras is not None:
@@ -421,13 +423,13 @@ def _model_info(llm: LLM) -> dict[str, str]:
     }
 
 
-def _adapters(parts: Parts) -> str:
+def _adapters(parts: ServerParts) -> str:
     limits, loaded = parts.llm.engine.known_loras().limits, parts.service.model.loras
     names = ", ".join(loaded) or "none"
     return f"{names}; up to {limits.max_loras} of rank {limits.max_rank} at most"
 
 
-def _sampling(parts: Parts) -> str:
+def _sampling(parts: ServerParts) -> str:
     defaults = parts.service.model.default_sampling
     source = parts.llm.config.generation_config
     if not defaults:
@@ -437,7 +439,7 @@ def _sampling(parts: Parts) -> str:
     return f"{values}, unless a request sets them ({where}; --generation-config none leaves it out)"
 
 
-def _limits(parts: Parts) -> str:
+def _limits(parts: ServerParts) -> str:
     scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
     who = f"{len(keys)} keys" if keys else "no API key required"
     pace, most = scheduler.pace, scheduler.max_num_batched_tokens

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire.fleet.scaling import Meter, Target, target
 from quire.simulate.cell import Cell
 from quire.simulate.flow import Flow
-from quire.simulate.replica import Replica
+from quire.simulate.replica import SimulatedReplica
 from quire.simulate.spec import AutoscalingSpec
 
 READ = ("waiting_tokens", "max_running", "seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence")
@@ -16,7 +16,7 @@ READ = ("waiting_tokens", "max_running", "seconds_a_step", "seconds_a_prompt_tok
 class Autoscaler:
     """Reads the loads of a cell's replicas, and starts and drains replicas."""
 
-    def __init__(self, cell: Cell, spec: AutoscalingSpec, make: Callable[[int], Replica]) -> None:
+    def __init__(self, cell: Cell, spec: AutoscalingSpec, make: Callable[[int], SimulatedReplica]) -> None:
         """Create this before the cell runs. spec: with the bounds of this cell. make: creates a replica by number."""
         self._cell = cell
         self._spec = spec
@@ -57,7 +57,7 @@ class Autoscaler:
         else:
             cell.join(self._make(len(cell.replicas)))
 
-    def _drain(self, replica: Replica) -> None:
+    def _drain(self, replica: SimulatedReplica) -> None:
         """Drain a replica: it accepts no further requests, and its requests move to others."""
         cell = self._cell
         replica.draining = True
@@ -69,7 +69,7 @@ class Autoscaler:
         if not replica.num_requests and not replica.is_busy:
             cell.remove(replica)
 
-    def _move(self, flow: Flow, replica: Replica) -> None:
+    def _move(self, flow: Flow, replica: SimulatedReplica) -> None:
         """Move a request to another replica, if one can take it."""
         cell = self._cell
         if not any(one.is_up and not one.draining and one.bits == replica.bits for one in cell.replicas):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any, cast
 
-from quire.cache.incoming import Batch, Fault
+from quire.cache.incoming import ArrivingBlocks, Fault
 from quire.cache.prefix import root_digest, root_salt
 from quire.engine.prefetch import NAP
 from quire.errors import BadValue, NoReplica
@@ -16,12 +16,12 @@ from quire.fleet.index import FleetIndex
 from quire.fleet.resume import MOST_LOST
 from quire.request import Event, FinishReason, Request, SamplingParams
 from quire.simulate.flow import Flow, request_of
-from quire.simulate.gateway import Gateway
+from quire.simulate.gateway import SimulatedGateway
 from quire.simulate.loads import Job
 from quire.simulate.outcome import Outcome
 from quire.simulate.peers import Peers
 from quire.simulate.prompts import NamedTokens
-from quire.simulate.replica import Host, Replica, wire_name
+from quire.simulate.replica import SimulatedHost, SimulatedReplica, wire_name
 from quire.simulate.spec import FleetSpec
 
 PATIENCE = 10.0  # seconds that a request waits while no replica is available: a gateway's default
@@ -32,13 +32,13 @@ class Cell:
     """A simulated cell. It can `run` once."""
 
     def __init__(
-        self, spec: FleetSpec, replicas: list[Replica], jobs: Iterator[Job], seed: str, outcome: Outcome
+        self, spec: FleetSpec, replicas: list[SimulatedReplica], jobs: Iterator[Job], seed: str, outcome: Outcome
     ) -> None:  # fmt: skip
         self.spec = spec
         self.replicas = replicas
         self.outcome = outcome
         self.now = 0.0
-        self.gateways = [Gateway(i, replicas, spec.gateways.lag) for i in range(spec.gateways.count)]
+        self.gateways = [SimulatedGateway(i, replicas, spec.gateways.lag) for i in range(spec.gateways.count)]
         self._jobs = jobs
         self._network = random.Random(f"{seed}/network")
         self._heap: list[tuple[float, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -60,7 +60,7 @@ class Cell:
         self._count += 1
         heapq.heappush(self._heap, (at, OTHERS, 0, self._count, what, arguments))
 
-    def push_end(self, replica: Replica, at: float) -> None:
+    def push_end(self, replica: SimulatedReplica, at: float) -> None:
         replica.version += 1
         replica.ends = at
         self._count += 1
@@ -355,7 +355,7 @@ class Cell:
         replica.take(flow.request, self.now, flow.number, flow.job.name)
         self.interrupt(replica)
 
-    def _take_core(self, replica: Replica, turn: int) -> None:
+    def _take_core(self, replica: SimulatedReplica, turn: int) -> None:
         """Charge half of the CPU time of event loops, gateway and client for a request, at its arrival or its end.
 
         If no core is free, the step of one of the replicas is delayed by it, of each replica in turns.
@@ -365,14 +365,14 @@ class Cell:
             computing = [other for other in host.replicas if other.number in host.computing]
             self.hold_up(computing[turn % len(computing)], seconds)
 
-    def hold_up(self, replica: Replica, seconds: float) -> bool:
+    def hold_up(self, replica: SimulatedReplica, seconds: float) -> bool:
         """Delay the end of a replica's current step. Return False if there is no step."""
         end = replica.delay(self.now, seconds)
         if end is not None:
             self.push_end(replica, end)
         return end is not None
 
-    def interrupt(self, replica: Replica) -> None:
+    def interrupt(self, replica: SimulatedReplica) -> None:
         """Make a replica read its inbox at the end of its current step, or now if it is idle."""
         if replica.is_busy:
             end = replica.cut(self.now)
@@ -381,7 +381,7 @@ class Cell:
         elif replica.is_up and self.now >= replica.hung_until:
             self._begin(replica)
 
-    def _begin(self, replica: Replica) -> None:
+    def _begin(self, replica: SimulatedReplica) -> None:
         before = len(replica.host.computing)
         end, refused = replica.begin(self.now)
         for request in refused:
@@ -402,7 +402,7 @@ class Cell:
         if replica.peers is not None:
             self._see_to_reads(replica, replica.peers)
 
-    def _see_to_reads(self, replica: Replica, peers: Peers) -> None:
+    def _see_to_reads(self, replica: SimulatedReplica, peers: Peers) -> None:
         """Schedule the ends of the reads that a replica has begun, and its checks for arrived blocks."""
         for at, batch in peers.begun:
             self.push(at, self._have_read, replica, peers, batch)
@@ -411,11 +411,11 @@ class Cell:
             replica.version += 1
             self.push(self.now + NAP, self._look_for_blocks, replica, replica.version)
 
-    def _look_for_blocks(self, replica: Replica, version: int) -> None:
+    def _look_for_blocks(self, replica: SimulatedReplica, version: int) -> None:
         if version == replica.version:
             self.interrupt(replica)
 
-    def _have_read(self, replica: Replica, peers: Peers, batch: Batch) -> None:
+    def _have_read(self, replica: SimulatedReplica, peers: Peers, batch: ArrivingBlocks) -> None:
         """Complete a read of another replica's blocks, except those that it no longer has."""
         if replica.peers is not peers or not replica.is_up:
             return
@@ -428,7 +428,7 @@ class Cell:
         if replica.looks_again:
             self.interrupt(replica)
 
-    def rate_changed(self, host: Host, cause: Replica | None) -> None:
+    def rate_changed(self, host: SimulatedHost, cause: SimulatedReplica | None) -> None:
         """Cut the leaps on a host whose rates have changed, so that new rates apply from the next step on."""
         rates = host.rates()
         for other in host.replicas:
@@ -437,7 +437,7 @@ class Cell:
                 if end is not None:
                     self.push_end(other, end)
 
-    def _end(self, replica: Replica, version: int) -> None:
+    def _end(self, replica: SimulatedReplica, version: int) -> None:
         """Handle the end of a step or a leap."""
         if version != replica.version:
             return
@@ -448,7 +448,7 @@ class Cell:
         else:
             self._begin(replica)
 
-    def _deliver(self, replica: Replica, events: list[Event]) -> None:
+    def _deliver(self, replica: SimulatedReplica, events: list[Event]) -> None:
         """Send the tokens of a step to the gateways."""
         if replica.is_mute:
             return
@@ -472,7 +472,7 @@ class Cell:
         flow.heard = max(flow.heard, start + self.delay(self.spec.network.to_replica))
         self.push(flow.heard, what, flow)
 
-    def lose(self, replica: Replica, drawn: dict[Flow, int], since: float) -> None:
+    def lose(self, replica: SimulatedReplica, drawn: dict[Flow, int], since: float) -> None:
         """Make gateways notice that a replica is gone, and resume its requests at other replicas."""
         self.note("lost", replica.number)
         for gateway in self.gateways:
@@ -498,7 +498,7 @@ class Cell:
         self.note("resume", flow.number, delivered)
         self._route(flow)
 
-    def restart(self, replica: Replica) -> None:
+    def restart(self, replica: SimulatedReplica) -> None:
         """Restart a replica with an empty cache."""
         replica.past.append(replica.engine)
         replica.start()
@@ -506,35 +506,35 @@ class Cell:
         replica.is_up = True
         self.welcome(replica)
 
-    def join(self, replica: Replica) -> None:
+    def join(self, replica: SimulatedReplica) -> None:
         """Add a new replica."""
         self.replicas.append(replica)
         self._at[replica.number] = {}
         self.welcome(replica)
 
-    def forget_others(self, replica: Replica) -> None:
+    def forget_others(self, replica: SimulatedReplica) -> None:
         """Abort the requests at a replica that its gateways have given up."""
         known = {flow.request.id for flow in self._at[replica.number]}
         replica.aborted += [name for name in replica.engine.scheduler.requests if name not in known]
         replica.inbox.clear()
         self.interrupt(replica)
 
-    def flows_at(self, replica: Replica) -> list[Flow]:
+    def flows_at(self, replica: SimulatedReplica) -> list[Flow]:
         """Return the flows at a replica."""
         return list(self._at[replica.number])
 
-    def drawn_at(self, replica: Replica) -> dict[Flow, int]:
+    def drawn_at(self, replica: SimulatedReplica) -> dict[Flow, int]:
         """Return the number of drawn tokens of each flow at a replica."""
         return {flow: replica.num_drawn(flow.request, self.now) for flow in self._at[replica.number]}
 
-    def welcome(self, replica: Replica) -> None:
+    def welcome(self, replica: SimulatedReplica) -> None:
         """Connect gateways to a new or restarted replica, and route waiting flows."""
         self.note("back", replica.number)
         for gateway in self.gateways:
             gateway.find(replica.number, self.now)
         self._look_again()
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: SimulatedReplica) -> None:
         replica.is_up = False
         replica.host.computing.discard(replica.number)
         for gateway in self.gateways:

@@ -11,9 +11,9 @@ import heapq
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from quire.engine.pace import LEAST
 from quire.engine.plan import GENERATE, Plan, StepOutput
 from quire.engine.prefetch import LEAST_TOKENS
+from quire.engine.prefill_budget import LEAST
 from quire.engine.queue import RankedList
 from quire.engine.scheduler import Scheduler
 from quire.errors import BadValue
@@ -85,7 +85,7 @@ class Decoders:
             self.latest = latest[request.id]
             as_of[request] = step
             self.keys += cache.num_computed
-            rank = request.schedule.rank
+            rank = request.schedule.sort_key
             # It computes the token at num_computed in the step after this one.
             heapq.heappush(self._takers, (step + cache.room - cache.num_computed + 1, rank, request))
             heapq.heappush(self._ends, (step + self._scheduler.longest(request) - length, rank, request))
@@ -155,7 +155,7 @@ class Decoders:
         first = scheduler.waiting.first()
         if not count or scheduler.swapped or scheduler.is_ending or count >= scheduler.max_num_batched_tokens:
             return False
-        if first is not None and first.schedule.rank < scheduler.running[count - 1].schedule.rank:
+        if first is not None and first.schedule.sort_key < scheduler.running[count - 1].schedule.sort_key:
             return False
         free = min([pool.num_free for pool in manager.pools]) - self.taken_blocks(self.step + 1)
         for one in scheduler.running[count:]:
@@ -169,7 +169,7 @@ class Decoders:
         return free >= 0
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def offload_if_large(self) -> Iterator[None]:
         """Hide the decoders from the scheduler, which plans the others with the slots and tokens that are left."""
         scheduler, count = self._scheduler, len(self._as_of)
         running, seats, most, pace = (

@@ -131,7 +131,7 @@ def _fit(works: Sequence[StepWork], seconds: Sequence[float], exponent: int) -> 
     counts = sorted(set(map(int, rows)))
     of_counts, wanted = (rows[:, None] == counts).astype(float), np.repeat([1.0, 0.0], len(works))
     best: tuple[float, StepFit] | None = None
-    for shares in _guesses(of_rows[:, 2:], exponent):
+    for shares in _drafts(of_rows[:, 2:], exponent):
         for _ in range(1 if exponent == 1 else ROUNDS):
             linear = of_rows * np.column_stack([np.ones((len(works), 2)), shares])
             a = np.column_stack([0.0 * linear, rest, of_counts])
@@ -162,7 +162,7 @@ def _factors(fit: StepFit, works: Sequence[StepWork], took: Mapping[int, float])
     )
 
 
-def _guesses(columns: Numbers, exponent: int) -> Iterator[Numbers]:
+def _drafts(columns: Numbers, exponent: int) -> Iterator[Numbers]:
     """Yield starting shares for a fit. Each assumes a number of operations per byte at which reading and multiplying
     take equally long; steps below it take longer in reading.
 

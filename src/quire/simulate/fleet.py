@@ -15,12 +15,12 @@ from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.autoscaling import Autoscaler
 from quire.simulate.cell import Cell
 from quire.simulate.device import DeviceFile, ReplicaCost, read_device
+from quire.simulate.fault_injection import Trouble
 from quire.simulate.loads import Load, drawn, rows_of
 from quire.simulate.outcome import Outcome
-from quire.simulate.replica import Host, Replica, host_of
+from quire.simulate.replica import SimulatedHost, SimulatedReplica, host_of
 from quire.simulate.simulation import no_collector
 from quire.simulate.spec import FleetSpec, KindSpec
-from quire.simulate.trouble import Trouble
 
 MOMENTS = 240  # approximate number of intervals of a run's time series
 LOOKS = 2000  # sampled requests to check a load before it is run
@@ -127,7 +127,7 @@ class FleetSimulation:
 
     # ---------------------------------------------------------------------------------------------------- a cell
 
-    def _replica(self, number: int, kind: KindSpec, host: Host, name: str) -> Replica:
+    def _replica(self, number: int, kind: KindSpec, host: SimulatedHost, name: str) -> SimulatedReplica:
         config = self._configs[kind.kind]
         swaps = config.cache.preemption == "swap"
         # A leap publishes blocks late: too late for the gateways of a partitioned replica, and for replicas that read
@@ -137,19 +137,19 @@ class FleetSimulation:
         cost = self._cost(kind)
         if self.spec.autoscaling is not None and cost.server.peer_byte:
             leaps = False
-        made = Replica(
+        made = SimulatedReplica(
             number, name, kind.kind, kind.bits, host, self.model, cost, config, kind.queue,
             num_gateways=self.spec.gateways.count, host_blocks=kind.blocks if swaps else 0, leaps=leaps,
         )  # fmt: skip
         host.replicas.append(made)
         return made
 
-    def _host(self, kind: KindSpec, name: str) -> Host:
+    def _host(self, kind: KindSpec, name: str) -> SimulatedHost:
         device = self._devices[kind.kind]
         if isinstance(device, DeviceFile):
             host = host_of(name, device)
         else:
-            host = Host(name, device.bytes_per_second, device.bytes_per_second * kind.per_host, 0.0, 0)
+            host = SimulatedHost(name, device.bytes_per_second, device.bytes_per_second * kind.per_host, 0.0, 0)
         host.total = kind.host_bytes_per_second or host.total
         if kind.per_neighbour is not None:
             host.per_neighbour = kind.per_neighbour
@@ -160,8 +160,8 @@ class FleetSimulation:
     def cell(self, number: int, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run one of the cells. Hosts are assigned to the cells in turns."""
         spec = self.spec
-        hosts: dict[int, Host] = {}
-        replicas: list[Replica] = []
+        hosts: dict[int, SimulatedHost] = {}
+        replicas: list[SimulatedReplica] = []
         for _, host, kind, host_name, name in self._places():
             if host % self.num_cells == number:
                 if host not in hosts:
@@ -171,7 +171,7 @@ class FleetSimulation:
             return Outcome()
         first, at_first = spec.replicas[0], len(replicas)
 
-        def another(count: int) -> Replica:
+        def another(count: int) -> SimulatedReplica:
             new = first.count + (count - at_first) * self.num_cells + number  # unique among the cells
             return self._replica(count, first, self._host(first, f"{first.kind}-host-{new}"), f"{first.kind}-{new}")
 

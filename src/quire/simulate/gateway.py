@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from quire.fleet.averages import Averages
 from quire.fleet.index import Expectation, FleetIndex
-from quire.fleet.score import Candidate, Choice, choose, eligible, step_age, with_holders
+from quire.fleet.score import Candidate, PlacementChoice, choose, eligible, step_age, with_holders
 from quire.fleet.state import ReplicaState
-from quire.simulate.replica import Outbox, Replica
+from quire.simulate.replica import Outbox, SimulatedReplica
 
 NO_DISKS = FleetIndex()  # simulated replicas keep no blocks on disks
 
@@ -25,10 +25,10 @@ class Sent:
     is_seen: bool = False  # a received state counts it
 
 
-class Gateway:
+class SimulatedGateway:
     """A gateway that knows of each replica the messages that it has received so far."""
 
-    def __init__(self, number: int, replicas: Sequence[Replica], lag: float) -> None:
+    def __init__(self, number: int, replicas: Sequence[SimulatedReplica], lag: float) -> None:
         self.number = number
         self.lag = lag
         self.replicas = replicas
@@ -79,7 +79,7 @@ class Gateway:
     def choose(
         self, name: str, tokens: int, most: int, digests: Sequence[int], bits: str | None,
         passed_over: Collection[int], now: float,
-    ) -> Choice:  # fmt: skip
+    ) -> PlacementChoice:  # fmt: skip
         """Choose a replica for a request. tokens: to compute. most: to generate at most. Raises NoReplica."""
         self.hear(now)
         runs = self._runs(digests, now)
@@ -125,7 +125,7 @@ class Gateway:
             num_given=given if state.seconds_a_peer_block else 0,
         )
 
-    def send(self, flow: int, choice: Choice, digests: Sequence[int], now: float) -> None:
+    def send(self, flow: int, choice: PlacementChoice, digests: Sequence[int], now: float) -> None:
         """Record that a request is on its way to a replica."""
         slot = choice.best.candidate.slot
         made = Sent(slot, choice.best.uncached_tokens, now, self.index.expect(slot, digests))

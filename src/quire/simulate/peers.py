@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.cache.incoming import THREADS, Arrivals, Batch, Fault, Read
+from quire.cache.incoming import THREADS, Arrivals, ArrivingBlocks, Fault, Read
 from quire.engine.cost import ModelCost, assumed_prompt_token
 from quire.engine.prefetch import Prefetch
 from quire.engine.scheduler import Scheduler
@@ -42,7 +42,7 @@ class Peers(PeerSource):
     def __init__(self, scheduler: Scheduler, model: ModelCost, widths: Sequence[int], seconds_a_byte: float) -> None:
         """scheduler: of the reading replica; it gets a Prefetch. widths: bytes of a block of each group."""
         super().__init__(_Arrivals(), widths, "", "")
-        self.begun: list[tuple[float, Batch]] = []  # each with its end; the cell empties the list
+        self.begun: list[tuple[float, ArrivingBlocks]] = []  # each with its end; the cell empties the list
         self._clock = scheduler.clock
         self._seconds_a_byte = seconds_a_byte
         self._free_at = [0.0] * THREADS  # when each thread has finished its reads
@@ -51,7 +51,7 @@ class Peers(PeerSource):
         scheduler.prefetch = Prefetch(scheduler.manager, self._arrivals, assumed_prompt_token(model), self._clock)
         scheduler.prefetch.sources.append(self)
 
-    def _enqueue(self, batches: Sequence[Batch]) -> None:
+    def _enqueue(self, batches: Sequence[ArrivingBlocks]) -> None:
         super()._enqueue(batches)
         for batch in batches:
             thread = min(range(THREADS), key=self._free_at.__getitem__)
@@ -59,14 +59,14 @@ class Peers(PeerSource):
             self._free_at[thread] = end
             self.begun.append((end, batch))
 
-    def end(self, batch: Batch, fault: Callable[[Read], Fault | None]) -> None:
+    def end(self, batch: ArrivingBlocks, fault: Callable[[Read], Fault | None]) -> None:
         """Complete the read of a batch, except for blocks with a fault."""
         self._queue.remove(batch)
         self._queue.appendleft(batch)
         self._fault = fault
         self.read_next()
 
-    def _fetch(self, batch: Batch) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
+    def _fetch(self, batch: ArrivingBlocks) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
         read = []
         for one in batch.reads:
             fault = self._fault(one)

@@ -13,7 +13,7 @@ from quire.cache.events import BlockRemoved, BlockStored, CacheEvent
 from quire.cache.incoming import Read
 from quire.config import EngineConfig
 from quire.engine.cost import ModelCost
-from quire.engine.pace import Pace
+from quire.engine.prefill_budget import PrefillBudget
 from quire.errors import RequestError
 from quire.fleet.report import STATE_EVERY, Report, load_differs
 from quire.fleet.state import ReplicaState
@@ -21,13 +21,13 @@ from quire.request import Event, FinishReason, Request
 from quire.simulate.device import NO_DEVICE, DeviceFile, Rates, ReplicaCost
 from quire.simulate.leap import Leap
 from quire.simulate.peers import Peers
-from quire.simulate.simulation import Simulation, Step
+from quire.simulate.simulation import SimulatedStep, Simulation
 
 _first_number = Struct("<Q").unpack_from
 
 
 @dataclass(eq=False)
-class Host:
+class SimulatedHost:
     """A machine whose replicas share its memory bandwidth."""
 
     name: str
@@ -35,7 +35,7 @@ class Host:
     total: float  # bytes a second of all replicas together
     per_neighbour: float  # share by which steps take longer for each other replica that computes
     per_machine: int  # replicas, two or more, that use all cores; 0: some cores are free
-    replicas: list[Replica] = field(default_factory=list)
+    replicas: list[SimulatedReplica] = field(default_factory=list)
     computing: set[int] = field(default_factory=set)  # numbers of the replicas that compute now
     slowness: float = 1.0
 
@@ -49,10 +49,10 @@ class Host:
         )
 
 
-def host_of(name: str, device: DeviceFile) -> Host:
+def host_of(name: str, device: DeviceFile) -> SimulatedHost:
     """Return the machine of a device file."""
     reads, total = device.bytes_per_second, device.host_bytes_per_second
-    return Host(name, reads, total, device.per_neighbour, device.per_machine)
+    return SimulatedHost(name, reads, total, device.per_neighbour, device.per_machine)
 
 
 class Outbox:
@@ -66,7 +66,7 @@ class Outbox:
 class _Engine(Simulation):
     """A simulation that reports the changes of its blocks."""
 
-    replica: Replica
+    replica: SimulatedReplica
     _evicted = 0  # blocks, after the last step
 
     def note_blocks(self, now: float) -> None:
@@ -81,11 +81,11 @@ class _Engine(Simulation):
         self.num_uncounted = self.scheduler.manager.num_evicted - self._evicted
 
 
-class Replica:
+class SimulatedReplica:
     """Runs steps one by one. The cell calls `begin` when a step may start, and `end` when it is over."""
 
     def __init__(
-        self, number: int, name: str, kind: str, bits: str, host: Host, model: ModelCost, cost: ReplicaCost,
+        self, number: int, name: str, kind: str, bits: str, host: SimulatedHost, model: ModelCost, cost: ReplicaCost,
         config: EngineConfig, queue: int, *, num_gateways: int, host_blocks: int, leaps: bool,
     ) -> None:  # fmt: skip
         self.number, self.name, self.kind, self.bits = number, name, kind, bits
@@ -100,7 +100,7 @@ class Replica:
         self.incarnation = 0
         self.version = 0  # of the current step or leap: ends of older versions are ignored
         self.ends = 0.0  # time when the current step or leap ends
-        self.step: Step | None = None
+        self.step: SimulatedStep | None = None
         self.leap: Leap | None = None
         self.is_cut = False  # whether the leap ends with its last planned step
         self.past: list[_Engine] = []
@@ -114,7 +114,7 @@ class Replica:
         self.engine.replica = self
         scheduler = self.engine.scheduler
         if self._config.max_num_batched_tokens is None:
-            scheduler.pace = Pace(self.cost.seconds_a_prompt_token)
+            scheduler.pace = PrefillBudget(self.cost.seconds_a_prompt_token)
         self.peers: Peers | None = None
         if self.reads_peers:
             self.peers = Peers(scheduler, self._model, self.cost.block_bytes, self.cost.server.peer_byte)
@@ -336,7 +336,7 @@ class Replica:
     # Of successive steps that decode the same number of sequences, only the first one is observed, since the others add
     # no information.
 
-    def _observe_step(self, step: Step, events: Sequence[Event]) -> None:
+    def _observe_step(self, step: SimulatedStep, events: Sequence[Event]) -> None:
         items, num_silent = step.plan.items, len(step.decoders)
         only_decodes = all(item.start >= item.request.num_prompt for item in items)
         decoding = len(items) + num_silent if only_decodes else -1

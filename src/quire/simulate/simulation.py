@@ -22,8 +22,8 @@ from quire.cache.manager import BlockManager
 from quire.cache.sizing import state_pools
 from quire.config import EngineConfig
 from quire.engine.cost import CostModel, Device, ModelCost
-from quire.engine.order import ORDERS
 from quire.engine.plan import Plan, StepOutput
+from quire.engine.policy import ORDERS
 from quire.engine.scheduler import Scheduler
 from quire.engine.trace import TraceRow
 from quire.errors import BadValue, ConfigError, RequestError
@@ -59,7 +59,7 @@ class VirtualClock:
         return self.now
 
 
-class Step(NamedTuple):
+class SimulatedStep(NamedTuple):
     """A step that has begun."""
 
     plan: Plan
@@ -224,7 +224,7 @@ class Simulation:
         """Run one step, in which all running requests are planned. Raises BadValue if no request can continue."""
         return self._make(self._begin_all())
 
-    def _make(self, step: Step) -> list[Event]:
+    def _make(self, step: SimulatedStep) -> list[Event]:
         self.clock.now += step.seconds
         return self.finish(step)
 
@@ -235,7 +235,7 @@ class Simulation:
         self.decoders.gather(self._latest)
         return self.decoders.are_alone()
 
-    def begin(self) -> Step:
+    def begin(self) -> SimulatedStep:
         """Plan a step that begins now."""
         if self.leaps:
             self.decoders.gather(self._latest)
@@ -243,29 +243,29 @@ class Simulation:
                 return self._begin_beside_decoders()
         return self._begin_all()
 
-    def _begin_all(self) -> Step:
+    def _begin_all(self) -> SimulatedStep:
         self._scatter()
         plan = self.scheduler.plan()
         output = self.compute(plan)
-        return Step(plan, output, self.cost.seconds(plan, len(output.tokens)))
+        return SimulatedStep(plan, output, self.cost.seconds(plan, len(output.tokens)))
 
-    def _begin_beside_decoders(self) -> Step:
+    def _begin_beside_decoders(self) -> SimulatedStep:
         decoders = self.decoders
         self.scheduler.manager.now = self.clock.now
         decoders.take([request for _, request in decoders.blocks_wanted(decoders.step + 1)])
         requests, count = self.scheduler.running[: decoders.count], decoders.count
-        with decoders.aside():
+        with decoders.offload_if_large():
             plan = self.scheduler.plan()
         output = self.compute(plan)
         seconds = self.cost.seconds(plan, len(output.tokens) + count, count, decoders.keys + count)
-        return Step(plan, output, seconds, requests)
+        return SimulatedStep(plan, output, seconds, requests)
 
     def _scatter(self) -> None:
         """Return all decoders to the scheduler's planning."""
         for request in self.decoders.scatter():
             self._latest[request.id] = self.decoders.latest
 
-    def finish(self, step: Step) -> list[Event]:
+    def finish(self, step: SimulatedStep) -> list[Event]:
         """Commit a step that ends now. Raises BadValue if no request can continue."""
         plan, ending = step.plan, []
         if step.decoders:
@@ -293,7 +293,7 @@ class Simulation:
         }
         return StepOutput(tokens, hidden_states=states)
 
-    def _observe(self, step: Step, events: Sequence[Event]) -> None:
+    def _observe(self, step: SimulatedStep, events: Sequence[Event]) -> None:
         """Add the figures of a step."""
         now, arrivals, latest, plan = self.clock.now, self._arrivals, self._latest, step.plan
         before: dict[float, int] = {}  # most requests drew their last token at the same time

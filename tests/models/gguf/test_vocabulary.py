@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM
 from quire.errors import ConfigError, ModelError
-from quire.models.gguf.kinds import KINDS
+from quire.models.gguf.pretokenizers import KINDS
 from quire.models.gguf.vocabulary import Vocabulary
 from quire.sandbox import process
 from tests import warm

@@ -43,7 +43,7 @@ TIMES = 12  # each
 def calibrate(llm: LLM, options: Sequence[str], kind: str, advance: Callable[[], None] = lambda: None) -> DeviceFile:
     """Measure everything. Several minutes.
 
-    llm: without guesses. options: of `quire serve` for the same model. advance: is called for each of `PARTS`.
+    llm: without drafts. options: of `quire serve` for the same model. advance: is called for each of `PARTS`.
     Raises ConfigError for a model that cannot be simulated as it is loaded, QuireError where a request fails, or
     another process does not get ready.
     """

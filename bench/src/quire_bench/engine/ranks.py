@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from quire import LLM, SamplingParams, ops
 from quire.errors import ConfigError
-from quire.ops.exchange import Exchange, TorchExchange
+from quire.ops.collectives import Communicator, TorchCommunicator
 
 VOCABULARY = 500  # token ids that every model has
 SHORT = 16  # tokens of a prompt whose decoding is measured
@@ -105,9 +105,9 @@ def _rank(path: str, port: int, cases: Sequence[tuple[str, int, int]], rank: int
     torch.set_num_threads(1)
     backend, store = ops.load("cpu"), TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(minutes=1))
     memory = torch.from_file(path, shared=True, size=backend.exchange_bytes(2), dtype=torch.uint8)
-    exchanges: dict[str, Exchange] = {
+    exchanges: dict[str, Communicator] = {
         "memory": backend.exchange(memory, rank, 2),
-        "gloo": TorchExchange(store, rank, 2, size_here=2),
+        "gloo": TorchCommunicator(store, rank, 2, size_here=2),
     }
     medians = []
     for through, rows, count in cases:

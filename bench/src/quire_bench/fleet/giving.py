@@ -7,10 +7,10 @@ import random
 import time
 from array import array
 
-from quire.bits.fingerprint import Fingerprint
 from quire.cache.incoming import Arrivals, Name, Read
 from quire.cache.prefix import block_digest, root_digest, root_salt
 from quire.errors import QuireError
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.peers import PeerSource
 from quire.frontend.llm import LLM
 from quire.request import Holder, Request

@@ -79,7 +79,7 @@ class Run:
     records: list[Record]
     started: float = 0.0
     seconds: float = 0.0  # until the last answer
-    cpu_seconds: float = 0.0  # that the client took meanwhile, its start aside
+    cpu_seconds: float = 0.0  # that the client took meanwhile, its start offload_if_large
     interrupted: bool = False
 
 

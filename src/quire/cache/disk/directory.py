@@ -30,7 +30,7 @@ ABOUT = "about.json"
 OPTION = "kv_disk"
 
 
-class Place(NamedTuple):
+class SlotLocation(NamedTuple):
     """A directory that this process owns until the lock is closed."""
 
     path: Path
@@ -83,7 +83,7 @@ def check_root(path: Path) -> None:
         raise ConfigError(f"{OPTION} is {str(path)!r}: {_reason(error)}; it must be a directory to read") from error
 
 
-def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> Place:
+def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> SlotLocation:
     """Lock the directory of that key, which only one process may use. about: description of the model, for people.
 
     Raises ConfigError if a process uses it, or it cannot be created.
@@ -96,7 +96,7 @@ def take(root: Path, secret: bytes, key: str, about: Mapping[str, Any]) -> Place
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
             _write(path / ABOUT, json.dumps(about, indent=1).encode())
-            return Place(path, secret, lock)
+            return SlotLocation(path, secret, lock)
         holder = _holder(path)
     except OSError as error:
         if lock is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from quire.cache.disk.store import DiskStore
-from quire.cache.incoming import THREADS, Arrivals, Batch, BlockSource, Fault, Holds, Name, Read
+from quire.cache.incoming import THREADS, Arrivals, ArrivingBlocks, BlockSource, Fault, Holds, Name, Read
 from quire.request import Request
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class DiskReader(BlockSource):
     def read(self, _: Request, reads: Sequence[Read]) -> None:
         """See `BlockSource.read`. These blocks count as used now."""
         self._store.touch([read.name for read in reads], self._store.next_tick())
-        self._enqueue([Batch([read]) for read in reads])
+        self._enqueue([ArrivingBlocks([read]) for read in reads])
 
-    def _fetch(self, batch: Batch) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
+    def _fetch(self, batch: ArrivingBlocks) -> Iterator[tuple[Read, NDArray[np.uint8] | Fault]]:
         for read in batch.reads:
             began = time.perf_counter()
             found = self.get(read.name, read.parent, read.tokens)

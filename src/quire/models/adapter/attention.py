@@ -40,7 +40,7 @@ class LayerCall:
 
 
 @dataclass(frozen=True)
-class Step:
+class AttentionStep:
     """The inputs of a step."""
 
     token_ids: Tensor  # int64 [T]
@@ -75,7 +75,7 @@ class PagedPass:
     """A pass over the paged cache, in which the i-th call is layer i."""
 
     backend: Backend
-    step: Step
+    step: AttentionStep
     layers: Sequence[LayerCall]  # as recorded when the model was loaded
     dtype: torch.dtype  # of the model
     done: int = 0  # layers

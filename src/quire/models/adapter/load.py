@@ -19,11 +19,11 @@ from transformers.utils import logging as transformers_logging
 from quire import ops as ops_room
 from quire.errors import ModelError, Unsupported
 from quire.integrations.gate import refusal, together_refusal
-from quire.models.adapter.apart import Apart
 from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.modules import Unread
-from quire.models.adapter.together import Together
-from quire.models.adapter.trial import check
+from quire.models.adapter.parity_check import check
+from quire.models.adapter.per_sequence import Apart
+from quire.models.adapter.ragged import Together
 from quire.models.hf_config import SCHEMES
 from quire.models.lora.slots import LoraLimits
 from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form_of

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from quire.cache.groups import CacheGroup, plans_of_layers
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
-from quire.models.adapter.apart import Apart
-from quire.models.adapter.attention import Step
+from quire.models.adapter.attention import AttentionStep
 from quire.models.adapter.lora import CurrentLora
 from quire.models.adapter.modules import (
     Packing,
@@ -31,13 +30,14 @@ from quire.models.adapter.modules import (
     replace_tied_embedding,
     rows_depend,
 )
-from quire.models.adapter.together import Together
+from quire.models.adapter.per_sequence import Apart
+from quire.models.adapter.ragged import Together
 from quire.models.batch import Batch
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables, Target
 from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
-from quire.ops.exchange import Exchange
+from quire.ops.collectives import Communicator
 from quire.ops.lora import LoraRows
 from quire.ops.program import Plan
 
@@ -71,7 +71,7 @@ class AdaptedModel:
         lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
         self._current_lora = CurrentLora()
         replace_linears(model, packing, self._current_lora, lora_tables)
-        self.exchange: Exchange | None = None
+        self.exchange: Communicator | None = None
         self.loras: Loras | None = None
         if lora is not None and lora_tables is not None:
             own = lora_tables.by_name.items()
@@ -103,7 +103,7 @@ class AdaptedModel:
         self.rows_depend = way.rows_depend or rows_depend(model)  # reason why the model is not batch-invariant, or None
 
     @property
-    def rows_keep_bits(self) -> bool:
+    def rows_are_batch_invariant(self) -> bool:
         """True if transformers' part of the computation is batch-invariant."""
         return self.rows_depend is None
 
@@ -129,7 +129,7 @@ class AdaptedModel:
         with self._lock:  # engines on several threads may share the model
             by_layer = [plans[g] for g in self._group_of_layer]
             rows = None if lora_slots is None else LoraRows(lora_slots)
-            return self._way.hidden(Step(token_ids, positions, cache, by_layer, self._current_lora, rows))
+            return self._way.hidden(AttentionStep(token_ids, positions, cache, by_layer, self._current_lora, rows))
 
     def logits(
         self,

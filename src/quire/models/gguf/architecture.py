@@ -71,7 +71,7 @@ class Turns(NamedTuple):
         return torch.cat([torch.arange(self.first), turns.flatten()])
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The location of a tensor in a file, and the conversion to our layout."""
 
     tensor: str  # its name in the file
@@ -116,12 +116,12 @@ class Architecture:
             config |= self.more(metadata, config)
         return config
 
-    def places(self, metadata: Metadata) -> dict[str, Place]:
+    def places(self, metadata: Metadata) -> dict[str, TensorPlace]:
         """Return the place of each tensor by its name in other checkpoints, or by its GGUF name if it has no other."""
         turns = {} if self.turns is None else self.turns(metadata)
         heads = {"attn_q": metadata.integer("attention.head_count"), "attn_k": _num_kv_heads(metadata)}
         ahead = range(_num_layers(metadata), metadata.integer("block_count"))  # layers that predict draft tokens
-        places: dict[str, Place] = {}
+        places: dict[str, TensorPlace] = {}
         for name, info in metadata.file.tensors.items():
             if name in NOT_NEEDED:
                 continue
@@ -135,7 +135,7 @@ class Architecture:
             base, _, kind = rest.rpartition(".")
             if base == VALUES_OF_LATENT:
                 continue  # it is read with the keys
-            place = Place(
+            place = TensorPlace(
                 name,
                 heads=heads.get(base) if self.pairs else None,
                 less_one=self.norms_plus_one and base.endswith("norm") and base != "ssm_norm",

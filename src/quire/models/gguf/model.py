@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.gguf.architecture import Place
+from quire.models.gguf.architecture import TensorPlace
 from quire.models.gguf.architectures import architecture_of
 from quire.models.gguf.file import GgufFile, TensorInfo, single
 from quire.models.gguf.metadata import Metadata
@@ -48,7 +48,7 @@ class GgufModel:
         return None if model in NO_VOCABULARY else Vocabulary(self.path, self.file.metadata)
 
     @cached_property
-    def _places(self) -> Mapping[str, Place]:
+    def _places(self) -> Mapping[str, TensorPlace]:
         """The place of each tensor, by its name in other checkpoints."""
         return self._architecture.places(self._metadata)
 
@@ -113,7 +113,7 @@ class GgufModel:
 class GgufTensors:
     """A GGUF file's tensors under the names of other checkpoints. The names of quantised ones end with "blocks"."""
 
-    def __init__(self, file: GgufFile, places: Mapping[str, Place]) -> None:
+    def __init__(self, file: GgufFile, places: Mapping[str, TensorPlace]) -> None:
         self.path, self._file = file.path, file
         self._places = {}
         for name, place in places.items():
@@ -172,7 +172,7 @@ class GgufTensors:
         return weight.view(info.shape).float()
 
 
-def _stays_quantised(file: GgufFile, place: Place) -> bool:
+def _stays_quantised(file: GgufFile, place: TensorPlace) -> bool:
     return file.tensors[place.tensor].kind not in FLOATS and place.values is None
 
 

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE, Unigram
 
 from quire.errors import ModelError
-from quire.models.gguf.kinds import KINDS, Kind
+from quire.models.gguf.pretokenizers import KINDS, Kind
 
 T = TypeVar("T")
 

@@ -235,9 +235,11 @@ class NativeExecutor:
         self._kept.append(params)
         return native.Op(native.OPS.index(operator.kind), group, *self._columns(x, y, out), addressof(params))
 
-    def _columns(self, *places: Place | None) -> list[native.Columns]:
+    def _columns(self, *places: Place | None) -> list[native.NativeColumns]:
         return [
-            native.Columns(-1, 0) if place is None else native.Columns(self._buffers[place.buffer], place.first)
+            native.NativeColumns(-1, 0)
+            if place is None
+            else native.NativeColumns(self._buffers[place.buffer], place.first)
             for place in places
         ]
 

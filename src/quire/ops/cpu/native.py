@@ -194,7 +194,7 @@ MAX_BUFFERS = 32
 MOST_RANKS = 8  # of a tensor-parallel group
 
 
-class Columns(Structure):
+class NativeColumns(Structure):
     """Columns of a buffer, starting with `first`; buffer -1: none."""
 
     _fields_ = [("buffer", c_int32), ("first", c_int32)]
@@ -206,7 +206,7 @@ class Op(Structure):
     _fields_ = [
         ("kind", c_int32),
         ("group", c_int32),
-        *((name, Columns) for name in "x y out".split()),
+        *((name, NativeColumns) for name in "x y out".split()),
         ("params", c_void_p),
     ]
 

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from quire import __version__
 from quire.errors import EngineStopped, RequestError
 from quire.sandbox.process import SandboxFailed
-from quire.server.api import further, further_forms, openapi
+from quire.server.api import compat_routes, compat_schemas, openapi
 from quire.server.api.chat import chat
 from quire.server.api.completions import complete
 from quire.server.api.conversation import conversation
@@ -131,7 +131,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     )
     app.state.bodies = Bodies(config.max_body_size, UnknownFields(config.unknown_fields).settle)
     if service.traces is not None:
-        from quire.server.watch.traces import Traced
+        from quire.server.observability.traces import Traced
 
         app.add_middleware(Traced, traces=service.traces)
     app.router.route_class = BodyRoute
@@ -162,9 +162,9 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(EngineStopped, _failed)
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
-    app.include_router(further.router(service))
+    app.include_router(compat_routes.router(service))
     if config.ollama:
-        app.include_router(further.ollama_router(service))
+        app.include_router(compat_routes.ollama_router(service))
     _add_other_routes(app, service, metrics)
     for router in routers:
         app.include_router(router)
@@ -174,7 +174,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
 
 def _add_document(app: FastAPI, service: Service) -> None:
     """Add /openapi.json. It is built at the first request, on a thread, because that takes a tenth of a second."""
-    app.openapi = cache(partial(openapi.document_of, app, service, openapi.STREAMS | further_forms.STREAMS))  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi.document_of, app, service, openapi.STREAMS | compat_schemas.STREAMS))  # type: ignore[method-assign]
 
     def document(_: HttpRequest) -> JSONResponse:
         return JSONResponse(app.openapi())
@@ -236,7 +236,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
         tokens, tokenizer = prompt.tokens, service.tokenizer
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = await service.take_apart(
+            answer["token_strs"] = await service.run_tokenization(
                 request, len(tokens), lambda: [tokenizer.token_bytes(one).decode(errors="replace") for one in tokens]
             )
         return JsonBody(answer)
@@ -250,7 +250,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
             message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"
             raise ApiError(message, param="tokens")
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JsonBody({"prompt": await service.take_apart(request, len(body.tokens), decode)})
+        return JsonBody({"prompt": await service.run_tokenization(request, len(body.tokens), decode)})
 
     @app.get(
         "/tokenizer_info",

@@ -77,7 +77,7 @@ class Beams:
                 logprobs=logprobs,
             )
             make = partial(service.worker.search, output.request_id, tokens, params, *whose)
-            self._jobs.append(await service.take_apart(request, len(tokens), make, self._width))
+            self._jobs.append(await service.run_tokenization(request, len(tokens), make, self._width))
         try:
             for job in self._jobs:
                 await service.worker.submit(job)
@@ -132,7 +132,9 @@ class Beams:
                 raise request_failed(job.failure)
             output.fingerprint = job.fingerprint
             fill = partial(_samples, self._service.model.tokenizer, output.prompt_token_ids, job.results())
-            output.outputs = await self._service.take_apart(request, len(output.prompt_token_ids), fill, self._width)
+            output.outputs = await self._service.run_tokenization(
+                request, len(output.prompt_token_ids), fill, self._width
+            )
         return self.outputs
 
 

@@ -15,7 +15,7 @@ from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.api.answers import AnswerWriter
 from quire.server.api.chat import chat_logprobs
 from quire.server.api.jobs import Stream
-from quire.server.api.service import aside, num_logprobs
+from quire.server.api.service import num_logprobs, offload_if_large
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.tools.parser import Kind
@@ -135,7 +135,7 @@ async def read_whole(turn: Turn) -> tuple[list[Block], Ending]:
     output = await turn.run()
     reader, [sample] = BlockReader(turn), output.outputs
     size = num_logprobs([output]) + len(sample.text)
-    return reader.blocks, await aside(size, lambda: reader.whole(output, sample))
+    return reader.blocks, await offload_if_large(size, lambda: reader.whole(output, sample))
 
 
 class BlockEvents:

@@ -17,7 +17,7 @@ from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import prompt_logprobs, whole
 from quire.server.api.jobs import Stream
-from quire.server.api.service import Service, aside, counted, finite, num_logprobs
+from quire.server.api.service import Service, counted, finite, num_logprobs, offload_if_large
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed
@@ -71,7 +71,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     output = await turn.run()
     head["system_fingerprint"] = turn.system_fingerprint
     size = num_logprobs([output]) + sum(len(sample.text) for sample in output.outputs)
-    return await aside(size, partial(answer, output))
+    return await offload_if_large(size, partial(answer, output))
 
 
 def _choice(

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.frontend.jobs import Delta, Generation
+from quire.frontend.jobs import Delta, GenerationJob
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.tokenizer import Tokenizer
@@ -21,12 +21,12 @@ from quire.server.api.jobs import Stream
 from quire.server.api.service import (
     MAX_LOGPROBS,
     Service,
-    aside,
     counted,
     finite,
     listed,
     num_logprobs,
     num_prompt_logprobs,
+    offload_if_large,
 )
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
@@ -46,7 +46,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     body.check_together()
     given = listed(body.prompt)
     size = sum(map(len, given))
-    prompts = await service.take_apart(
+    prompts = await service.run_tokenization(
         request, size, lambda: [service.truncate(_prompt(service, one, body), body, body.max_tokens) for one in given]
     )
     prompts, ends = await _filled_in(service, request, body, prompts)
@@ -84,9 +84,9 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         head["system_fingerprint"] = await service.system_fingerprint(job.outputs)
         events, size = _Events(body, head, writer, job), num_prompt_logprobs(prompts, params)
         return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive, size)
-    outputs = await service.run(request, Generation(made), body.grammar_field())
+    outputs = await service.run(request, GenerationJob(made), body.grammar_field())
     head["system_fingerprint"] = await service.system_fingerprint(outputs)
-    return await aside(num_logprobs(outputs), partial(answer, outputs))
+    return await offload_if_large(num_logprobs(outputs), partial(answer, outputs))
 
 
 def check_num_logprobs(service: Service, prompts: Sequence[TokenizedPrompt], params: SamplingParams, name: str) -> None:
@@ -130,7 +130,7 @@ async def _filled_in(
     service.check_text(body.suffix, "suffix")
     size = len(body.suffix) + sum(len(prompt.tokens) for prompt in prompts)
     make = [partial(infill, service.tokenizer, prompt.tokens, body.suffix) for prompt in prompts]
-    found = await service.take_apart(request, size, lambda: [one() for one in make])
+    found = await service.run_tokenization(request, size, lambda: [one() for one in make])
     return [TokenizedPrompt(prompt.text, one.tokens) for prompt, one in zip(prompts, found, strict=True)], found[0].ends
 
 

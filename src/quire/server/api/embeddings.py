@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from quire.errors import RequestError
 from quire.frontend.embedding import check_dimensions, normalised
-from quire.frontend.jobs import Generation
+from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.server.api.chunks import usage
 from quire.server.api.conversation import conversation
-from quire.server.api.service import Service, aside, counted, listed
+from quire.server.api.service import Service, counted, listed, offload_if_large
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
 from quire.server.protocol.embeddings import Embedding, EmbeddingRequest
@@ -34,7 +34,7 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
     outputs = await embedded(service, request, body)
     fingerprint = await service.system_fingerprint(outputs)
     size = _num_numbers(service, body, len(outputs))
-    return await aside(size, lambda: _answer(service, body, outputs, fingerprint))
+    return await offload_if_large(size, lambda: _answer(service, body, outputs, fingerprint))
 
 
 async def embedded(service: Service, request: HttpRequest, body: EmbeddingRequest) -> list[RequestOutput]:
@@ -70,7 +70,7 @@ async def hidden_states(
             prompt = _prompt(service, f"{field} {i}", field, given, body)
             yield service.factory.embedding(f"{name}-{i}", prompt, options)
 
-    return await service.run(request, Generation(await service.checked(request, make, sum(map(len, inputs)))))
+    return await service.run(request, GenerationJob(await service.checked(request, make, sum(map(len, inputs)))))
 
 
 def prompt_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

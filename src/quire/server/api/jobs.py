@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.engine.beam import Hypothesis
-from quire.frontend.jobs import Delta, Job, Reported
+from quire.frontend.jobs import Delta, DeltaJob, Job
 from quire.frontend.requests import Made
 
 
-class Stream(Reported):
+class Stream(DeltaJob):
     """Prompts to continue, with deltas while they grow."""
 
     is_continued = False  # the client already has a part of the stream

@@ -15,8 +15,8 @@ from starlette.responses import PlainTextResponse, Response
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.frontend.model_fingerprint import lora_digests
 from quire.models.lora.fitting import prepare
+from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.service import ServedModel
-from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.body import BodyRoute
 from quire.server.protocol.lora import LoadLoraRequest, UnloadLoraRequest
@@ -24,7 +24,7 @@ from quire.server.protocol.lora import LoadLoraRequest, UnloadLoraRequest
 T = TypeVar("T")
 
 
-def router(worker: Worker, model: ServedModel) -> APIRouter:
+def router(worker: LocalEngineClient, model: ServedModel) -> APIRouter:
     """Return POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, with vLLM's bodies and answers."""
     routes, llm = APIRouter(route_class=BodyRoute), worker.llm
 
@@ -62,7 +62,7 @@ def router(worker: Worker, model: ServedModel) -> APIRouter:
     return routes
 
 
-async def _change(worker: Worker, function: Callable[[], T]) -> T:
+async def _change(worker: LocalEngineClient, function: Callable[[], T]) -> T:
     """Change the adapters on the engine's thread, and update the fingerprint of later answers."""
 
     def run() -> tuple[T, dict[str, str]]:

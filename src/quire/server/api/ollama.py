@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
 from quire.server.api.embeddings import embedded, unit_vector
-from quire.server.api.service import Service, aside, counted, with_fingerprint
+from quire.server.api.service import Service, counted, offload_if_large, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import OLLAMA_PATHS, ApiError
@@ -96,7 +96,7 @@ async def ollama_embed(service: Service, request: HttpRequest, body: EmbedReques
         spent = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0}
         return JsonBody(head | spent | {"prompt_eval_count": num_prompt})
 
-    answer = await aside(len(outputs) * service.model.hidden_size, answered)
+    answer = await offload_if_large(len(outputs) * service.model.hidden_size, answered)
     return with_fingerprint(answer, await service.system_fingerprint(outputs))
 
 

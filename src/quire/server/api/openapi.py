@@ -355,7 +355,7 @@ SCRAPED: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Stream(NamedTuple):
+class StreamedBody(NamedTuple):
     """The format of a route's stream."""
 
     piece: type[Answer]
@@ -365,12 +365,12 @@ class Stream(NamedTuple):
 
 
 STREAMS = {
-    "/v1/completions": Stream(CompletionChunk, Error, has_done=True),
-    "/v1/chat/completions": Stream(ChatChunk, Error, has_done=True),
+    "/v1/completions": StreamedBody(CompletionChunk, Error, has_done=True),
+    "/v1/chat/completions": StreamedBody(ChatChunk, Error, has_done=True),
 }
 
 
-def document_of(app: FastAPI, service: Service, streams: Mapping[str, Stream]) -> dict[str, Any]:
+def document_of(app: FastAPI, service: Service, streams: Mapping[str, StreamedBody]) -> dict[str, Any]:
     """Return FastAPI's document, completed by streams, the models' names, and the security scheme if keys are set."""
     document = FastAPI.openapi(app)
     schemas, paths = document["components"]["schemas"], document["paths"]
@@ -394,7 +394,7 @@ def document_of(app: FastAPI, service: Service, streams: Mapping[str, Stream]) -
     return document
 
 
-def _content_of(stream: Stream) -> dict[str, Any]:
+def _content_of(stream: StreamedBody) -> dict[str, Any]:
     """Return a media type: lines or server-sent events, each a chunk or an error. itemSchema is of OpenAPI 3.2."""
     forms = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (stream.piece, stream.error)]
     if stream.media_type != "text/event-stream":

@@ -14,13 +14,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.frontend.embedding import cosine
-from quire.frontend.jobs import Generation
+from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.request import SamplingParams
 from quire.server.api.embeddings import hidden_states, prompt_usage, unit_vector
-from quire.server.api.service import Service, aside
+from quire.server.api.service import Service, offload_if_large
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.rerank import RerankRequest, ScoreRequest
@@ -97,7 +97,7 @@ async def _scores(
         pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
         return [cosine(one, other) for one, other in pairs]
 
-    scores = await aside(len(outputs) * service.model.hidden_size, read)
+    scores = await offload_if_large(len(outputs) * service.model.hidden_size, read)
     return Scores(scores, await _numbers(service, outputs))
 
 
@@ -126,7 +126,7 @@ async def _by_answers(
         encoded = (service.tokenizer.encode_form(QUESTION.split("{}"), (instruction, *pair)) for pair in pairs)
         return [TokenizedPrompt(question, tokens) for question, tokens in zip(questions, encoded, strict=True)]
 
-    prompts = await service.take_apart(request, sum(map(len, questions)), encode)
+    prompts = await service.run_tokenization(request, sum(map(len, questions)), encode)
     for prompt in prompts:
         service.check_length(prompt)
     yes = await _drawn(service, request, body, prompts, tokens[0])
@@ -164,7 +164,7 @@ async def _drawn(
             yield service.factory.generation(f"{name}-{token}-{i}", prompt, params, options, constraints)
 
     size = sum(len(prompt.tokens) for prompt in prompts)
-    return await service.run(request, Generation(await service.checked(request, make, size)))
+    return await service.run(request, GenerationJob(await service.checked(request, make, size)))
 
 
 def _logprob(output: RequestOutput) -> float:

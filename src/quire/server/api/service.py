@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.errors import BadValue, RequestError
-from quire.frontend.jobs import Generation, Job
+from quire.frontend.jobs import GenerationJob, Job
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import RequestFactory, RequestOptions, TokenizedPrompt
 from quire.frontend.requests import Made
@@ -27,13 +27,13 @@ from quire.request import MAX_SEED, Guide, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Spec, num_trials
 from quire.sandbox.thinking import Thinking
-from quire.server.api.host import Host
+from quire.server.api.engine_client import EngineClient
 from quire.server.api.jobs import Stream
 from quire.server.http.access import ID, TOKENS
 from quire.server.http.api_error import ApiError, api_error, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
+from quire.server.http.bounded_executor import BoundedExecutor
 from quire.server.http.guard import client_of
-from quire.server.http.lane import Lane
 from quire.server.http.sse import noticing_disconnect
 from quire.server.protocol.body import Body
 from quire.server.protocol.embeddings import Embedding
@@ -42,7 +42,7 @@ from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
 
 if TYPE_CHECKING:  # needs the packages of an extra
-    from quire.server.watch.traces import Traces
+    from quire.server.observability.traces import Traces
 
 log = logging.getLogger("quire.server")
 
@@ -89,26 +89,26 @@ class Service:
     """A model, the host that computes it, and the server's resources for requests."""
 
     model: ServedModel
-    worker: Host
+    worker: EngineClient
     config: HttpConfig
     traces: Traces | None = None
     draining: bool = False  # running requests are finished, further ones are not wanted
     created: int = field(default_factory=lambda: int(time.time()))
     factory: RequestFactory = field(init=False)
-    compilers: Lane = field(init=False)  # for grammars that are new or known to be slow
-    _quick_grammars: Lane = field(init=False)  # parses all grammars, and compiles those known to be quick
-    _texts: Lane = field(init=False)
-    _templates: Lane = field(init=False)
+    compilers: BoundedExecutor = field(init=False)  # for grammars that are new or known to be slow
+    _quick_grammars: BoundedExecutor = field(init=False)  # parses all grammars, and compiles those known to be quick
+    _texts: BoundedExecutor = field(init=False)
+    _templates: BoundedExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         model = self.model
         limits = (model.vocab_size, model.max_model_len, model.eos_token_ids)
         self.factory = RequestFactory(model.tokenizer, *limits, model.default_sampling)
         most = MAX_HELD_BODIES * self.config.max_body_size  # characters of one client that wait in each lane
-        self.compilers = Lane("grammar", num_trials(), MAX_GRAMMARS)
-        self._quick_grammars = Lane("grammar", MAX_QUICK_GRAMMARS, MAX_GRAMMARS)
-        self._texts = Lane("text", MAX_LONG_TEXTS, most)
-        self._templates = Lane("template", MAX_TEMPLATES, most)
+        self.compilers = BoundedExecutor("grammar", num_trials(), MAX_GRAMMARS)
+        self._quick_grammars = BoundedExecutor("grammar", MAX_QUICK_GRAMMARS, MAX_GRAMMARS)
+        self._texts = BoundedExecutor("text", MAX_LONG_TEXTS, most)
+        self._templates = BoundedExecutor("template", MAX_TEMPLATES, most)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -181,7 +181,7 @@ class Service:
     async def encode(self, request: HttpRequest, text: str, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Tokenize a text."""
         function = partial(self.tokenizer.encode, text, add_special_tokens)
-        return TokenizedPrompt(text, await self.take_apart(request, len(text), function))
+        return TokenizedPrompt(text, await self.run_tokenization(request, len(text), function))
 
     async def render(self, request: HttpRequest, render: Callable[[], str], size: int) -> str:
         """Render a conversation of `size` characters. Raises RequestError if the template refuses it."""
@@ -197,7 +197,7 @@ class Service:
             )
             raise ApiError(message, param=name, code="context_length_exceeded")
 
-    async def take_apart(self, request: HttpRequest, size: int, function: Callable[[], T], copies: int = 1) -> T:
+    async def run_tokenization(self, request: HttpRequest, size: int, function: Callable[[], T], copies: int = 1) -> T:
         """Run a function that processes texts or tokens: inline for short inputs, on a bounded pool for long ones.
 
         size: characters or tokens. copies: how often each is processed. Raises ApiError if too much work waits.
@@ -398,7 +398,7 @@ class Service:
                 found.append(made)
             return found
 
-        return await self.take_apart(request, size, make_all, copies)
+        return await self.run_tokenization(request, size, make_all, copies)
 
     def options(self, request: HttpRequest, body: Sampling | Embedding) -> RequestOptions:
         """Return the priority, salt and adapter of a body's requests."""
@@ -413,7 +413,7 @@ class Service:
         """Register outputs whose tokens the request's access log line counts."""
         setattr(request.state, TOKENS, lambda: counted(outputs)[:2])
 
-    async def run(self, request: HttpRequest, job: Generation, grammar: str | None = None) -> list[RequestOutput]:
+    async def run(self, request: HttpRequest, job: GenerationJob, grammar: str | None = None) -> list[RequestOutput]:
         """Run a job to its end. Raises the error that it ended with. grammar: the field with a grammar."""
         self.note_outputs(request, job.outputs)
         await self.worker.submit(job)
@@ -441,7 +441,7 @@ def _cancel(task: asyncio.Task[T]) -> None:
     task.cancel()
 
 
-async def aside(size: int, function: Callable[[], T]) -> T:
+async def offload_if_large(size: int, function: Callable[[], T]) -> T:
     """Run a function, on another thread if its input is long, so that the event loop is not blocked."""
     return await asyncio.to_thread(function) if size > LONG_TEXT else function()
 

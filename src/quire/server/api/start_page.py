@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.server.http.sse import JsonBody
-from quire.server.watch.page import answer, joined
+from quire.server.observability.page import answer, joined
 
 ROUTES = ("/inspector", "/v1/models", "/openapi.json", "/metrics", "/ready")
 PAGE = Path(__file__).parent / "start.html"

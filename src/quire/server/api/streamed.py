@@ -9,9 +9,9 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from quire.frontend.jobs import Delta
-from quire.server.api.host import Host
+from quire.server.api.engine_client import EngineClient
 from quire.server.api.jobs import Stream
-from quire.server.api.service import LONG_TEXT, aside
+from quire.server.api.service import LONG_TEXT, offload_if_large
 from quire.server.http.api_error import ApiError, api_error
 from quire.server.http.sse import OUTLET, EventStream, Outlet
 
@@ -35,7 +35,9 @@ class EventWriter(Protocol):
 class StreamedAnswer(EventStream):
     """The answer of a stream."""
 
-    def __init__(self, worker: Host, job: Stream, writer: EventWriter, keep_alive: float, size: int = 0) -> None:
+    def __init__(
+        self, worker: EngineClient, job: Stream, writer: EventWriter, keep_alive: float, size: int = 0
+    ) -> None:
         """Create it. worker: the host to which the job was submitted. keep_alive: see EventStream.
 
         size: the number of logprobs that the first deltas may have.
@@ -70,6 +72,6 @@ async def _parts(job: Stream, writer: EventWriter, size: int) -> AsyncIterator[b
     if start := writer.begin():
         yield start
     while deltas := await job.deltas():
-        if part := await aside(size, partial(writer.events, deltas)):
+        if part := await offload_if_large(size, partial(writer.events, deltas)):
             yield part
     yield writer.end() if job.error is None else writer.fail(api_error(job.error))

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from quire.frontend.jobs import Generation
+from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
@@ -84,7 +84,7 @@ class Turn:
     async def run(self) -> RequestOutput:
         """Compute the answers to their ends. Raises ApiError if one of them fails."""
         made = await self._requests()
-        [output] = await self.service.run(self.request, Generation(made), self.body.grammar_field())
+        [output] = await self.service.run(self.request, GenerationJob(made), self.body.grammar_field())
         self.system_fingerprint = await self.service.system_fingerprint([output])
         return output
 

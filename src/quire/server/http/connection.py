@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config
 
 from quire.server.http.api_error import ApiError, internal_error
-from quire.server.http.exchange import MAX_UNREAD, Exchange, whole_answer
+from quire.server.http.cycle import MAX_UNREAD, Cycle, whole_answer
 from quire.server.http.timers import PatientTimer
 
 log = logging.getLogger("quire.server")
@@ -63,9 +63,9 @@ class Connection(asyncio.Protocol):
         self._in_head = False  # a request's head has arrived in part
         self._in_message = False  # a request has arrived in part
         self._begun = 0.0  # when the last request's head was complete
-        self._coming: Exchange | None = None  # the last request, which receives the body
-        self._current: Exchange | None = None  # the request being answered, or the last answered one
-        self._in_line: deque[Exchange] = deque()  # requests to answer after that, the next one first
+        self._coming: Cycle | None = None  # the last request, which receives the body
+        self._current: Cycle | None = None  # the request being answered, or the last answered one
+        self._in_line: deque[Cycle] = deque()  # requests to answer after that, the next one first
         self.writable = asyncio.Event()  # see Link
         self.writable.set()
         self._reads = True
@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
             "state": self._app_state.copy(),
         }
         self._in_head = False
-        self._coming = exchange = Exchange(
+        self._coming = exchange = Cycle(
             self,
             scope,
             keep_alive=not is_old and self._parser.should_keep_alive(),
@@ -318,7 +318,7 @@ class Connection(asyncio.Protocol):
                 self._close_in(LINGER)
         self.resume_reading()
 
-    def _begin(self, exchange: Exchange) -> None:
+    def _begin(self, exchange: Cycle) -> None:
         self._current = exchange
         task = self._loop.create_task(exchange.run(self._app))
         self._state.tasks.add(task)
@@ -326,12 +326,12 @@ class Connection(asyncio.Protocol):
         if self._has_ended:
             self._probe(FIRST_PROBE, exchange)
 
-    def _probe(self, seconds: float, exchange: Exchange) -> None:
+    def _probe(self, seconds: float, exchange: Cycle) -> None:
         """Send a probe, as `eof_received` explains. seconds: until the next one."""
         if exchange.send_ahead():
             self._probe_in(seconds, exchange)
 
-    def _probe_in(self, seconds: float, exchange: Exchange) -> None:
+    def _probe_in(self, seconds: float, exchange: Cycle) -> None:
         self._stop_timer()
         self._timer = self._loop.call_later(seconds, self._probe, 3 * seconds, exchange)
 

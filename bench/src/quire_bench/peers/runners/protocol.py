@@ -1,7 +1,7 @@
 """How an engine's process gets what to run: JSON lines in at standard input, JSON lines out where that began.
 
 First its settings, answered with the engine's version; then the paths of files with prompts, each answered with the
-seconds that they took. Nothing here or in a runner imports Quire, Quire's own runner aside.
+seconds that they took. Nothing here or in a runner imports Quire, Quire's own runner offload_if_large.
 """
 
 from __future__ import annotations

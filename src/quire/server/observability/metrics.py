@@ -92,9 +92,9 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
         "Prompt tokens that need not be computed.",
         lambda engine: engine.scheduler.manager.hits.cached_tokens,
     ),
-    "spec_decode_num_drafts": ("Drafts that were verified.", lambda engine: _guesses(engine, "num_drafts")),
-    "spec_decode_num_draft_tokens": ("Draft tokens.", lambda engine: _guesses(engine, "num_guessed")),
-    "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", lambda engine: _guesses(engine, "num_right")),
+    "spec_decode_num_drafts": ("Drafts that were verified.", lambda engine: _drafts(engine, "num_drafts")),
+    "spec_decode_num_draft_tokens": ("Draft tokens.", lambda engine: _drafts(engine, "num_draft_tokens")),
+    "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", lambda engine: _drafts(engine, "num_right")),
 }
 
 
@@ -425,7 +425,7 @@ def _one_two_five(longest: int) -> list[float]:
     ]
 
 
-def _guesses(engine: Engine, name: str) -> float:
+def _drafts(engine: Engine, name: str) -> float:
     """Return a counter of speculative decoding, or 0 if it is off."""
     lookup = engine.scheduler.lookup
     return 0.0 if lookup is None else float(getattr(lookup, name))

@@ -14,7 +14,7 @@ from quire.server.http.api_error import ApiError
 T = TypeVar("T")
 
 
-class Lane:
+class BoundedExecutor:
     """Threads for one kind of work. If all are busy, work waits, and the waiting clients take turns.
 
     It belongs to the event loop; the functions run on the threads.

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire import __version__
 from quire.request import FinishReason, Request, Task
-from quire.server.watch.metrics import Moments
+from quire.server.observability.metrics import Moments
 
 PROVIDER = "quire"
 FLUSH = 3.0  # s for sending the last spans when the server ends

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server.api import further_forms as forms
+from quire.server.api import compat_schemas as forms
 from quire.server.api import ollama
 from quire.server.api.messages import count_tokens, messages
 from quire.server.api.openapi import Version, answer

@@ -27,7 +27,7 @@ from quire.cache.events import CacheEvent
 from quire.cache.groups import AnyGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.frontend.async_llm import Step
+from quire.frontend.async_llm import EngineStep
 
 log = logging.getLogger("quire.server")
 
@@ -229,7 +229,7 @@ class KVEventPublisher:
         if isinstance(event, (cache.BlockStored, cache.BlockRemoved, cache.AllBlocksCleared)):
             self._heard.append(event)
 
-    def observe(self, _: Step) -> None:
+    def observe(self, _: EngineStep) -> None:
         """Queue the events of a finished step as a batch."""
         if not self._heard:
             return

@@ -1,4 +1,4 @@
-"""Host: the routes' interface to the computation, by the engine of this process or those of a fleet."""
+"""EngineClient: the routes' interface to the computation, by the engine of this process or those of a fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.request import Request
 from quire.server.api.jobs import SearchJob
 
 
-class Host(Protocol):
+class EngineClient(Protocol):
     """Serves jobs. Call its methods from the event loop."""
 
     def start(self) -> None:

@@ -25,8 +25,8 @@ from quire.errors import EngineStopped
 from quire.request import Event
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
-from quire.server.watch.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, family, plain, shorten
-from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, PAGES, page_at
+from quire.server.observability.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, family, plain, shorten
+from quire.server.observability.page import HEARTBEAT, MAX_WATCHERS, PAGES, page_at
 
 log = logging.getLogger("quire.server")
 

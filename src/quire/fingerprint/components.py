@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError, version
 
-from quire.bits.fingerprint import BITS_VERSION, short_digest
-from quire.bits.probe import probe
-from quire.bits.weights import weights_digest
 from quire.cache.manager import BlockManager
 from quire.cache.storage import cache_dtype
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.fingerprint.fingerprint import BITS_VERSION, short_digest
+from quire.fingerprint.probe import probe
+from quire.fingerprint.weights import weights_digest
 from quire.models.decoder import Decoder
 from quire.models.files import Files
 from quire.models.model import Model
@@ -29,7 +29,7 @@ def bits_parts(
 
     Raises ConfigError if a row's bits depend on its batch, and ModelError if files can no longer be read.
     """
-    check_bits_are_kept(model, files, backend, config)
+    check_batch_invariant(model, files, backend, config)
     return model_parts(model, files, backend, config) | {
         "block_size": str(manager.block_size),
         "cache salt": short_digest(manager.lookup.salt.encode()),
@@ -63,15 +63,15 @@ def named_parts(model: Model, files: Files, backend: Backend, config: EngineConf
     }
 
 
-def check_bits_are_kept(model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
+def check_batch_invariant(model: Model, files: Files, backend: Backend, config: EngineConfig) -> None:
     """Raise ConfigError if a row's bits depend on its batch."""
-    if not model.rows_keep_bits:
+    if not model.rows_are_batch_invariant:
         raise ConfigError(
             f"{files.path} has no fingerprint: in layers that transformers computes, a row's bits may depend on "
             "the batch, so no other replica could continue a request. A fleet needs a model of Quire's own layers "
             "(`quire models` lists them)"
         )
-    if config.reproducible or backend.keeps_bits(config.device):
+    if config.reproducible or backend.batch_invariant(config.device):
         return
     if not backend.limits.reproducible:
         raise ConfigError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from quire.errors import Unsupported
-from quire.models.adapter.attention import NAME, PagedPass, Pass, Passes, Recorder, Step, attention
+from quire.models.adapter.attention import NAME, AttentionStep, PagedPass, Pass, Passes, Recorder, attention
 from quire.ops import Backend
 
 
@@ -61,7 +61,7 @@ class Together:
                 raise Unsupported(f"layer {i} is of full attention and asks for a window of {found[i]}")
         return tuple(found)
 
-    def hidden(self, step: Step) -> Tensor:
+    def hidden(self, step: AttentionStep) -> Tensor:
         """Return the hidden states of all rows: [T, H]."""
         paged = PagedPass(self._backend, step, self.layers, self._dtype)
         with self._during(paged), step.current_lora.of(step.lora_rows):

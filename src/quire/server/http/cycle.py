@@ -1,4 +1,4 @@
-"""Exchange: one request and its answer, between a connection and the application (ASGI)."""
+"""Cycle: one request and its answer, between a connection and the application (ASGI)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BODYLESS = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class Link(Protocol):
+class CycleLink(Protocol):
     """The interface of a connection for its exchanges."""
 
     writable: asyncio.Event  # set while the client reads as fast as the server writes
@@ -49,10 +49,10 @@ class Link(Protocol):
         """Continue after an answer is complete."""
 
 
-class Exchange:
+class Cycle:
     """One request and its answer. It is the Outlet for the answer's parts."""
 
-    def __init__(self, link: Link, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
+    def __init__(self, link: CycleLink, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
         """Create it. keep_alive: another request may follow. expects_continue: the client waits for "100 Continue"."""
         self.keep_alive = keep_alive
         # These are about the answer.

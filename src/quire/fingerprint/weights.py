@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from quire.bits.fingerprint import short_digest
 from quire.errors import ModelError
+from quire.fingerprint.fingerprint import short_digest
 from quire.models.files import Where, files_of
 
 PAGE = 4096  # bytes

@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from quire.fleet.dispatch import Fleet
+from quire.fleet.dispatch import Dispatcher
 from quire.fleet.link import Link
 from quire.fleet.placement import PARTS, Placement, reason_of, seconds_of
 from quire.fleet.score import Ranked
@@ -28,7 +28,7 @@ from quire.fleet.view import ReplicaView, Status
 from quire.fleet.work import Work
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
-from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, page_at
+from quire.server.observability.page import HEARTBEAT, MAX_WATCHERS, page_at
 
 INTERVAL = 0.25  # s between snapshots
 MAX_SHOWN = 40  # requests, and placements, in a snapshot
@@ -38,7 +38,7 @@ MAX_CANDIDATES = 8  # the cheapest candidates of a placement that are shown
 class FleetWatch:
     """Shows a fleet. Only the event loop may use it."""
 
-    def __init__(self, fleet: Fleet, about: Mapping[str, str]) -> None:
+    def __init__(self, fleet: Dispatcher, about: Mapping[str, str]) -> None:
         """about: information about the gateway on the page, such as the model's name."""
         self._fleet = fleet
         self._about = dict(about)

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
-from quire.frontend.async_llm import Step
-from quire.frontend.jobs import Job, Search
+from quire.frontend.async_llm import EngineStep
+from quire.frontend.jobs import BeamSearchJob, Job
 from quire.request import FinishReason, Request
-from quire.server.watch.metrics import Metrics, RequestClock
+from quire.server.observability.metrics import Metrics, RequestClock
 
 if TYPE_CHECKING:  # needs the packages of an extra
-    from quire.server.watch.traces import Traces
+    from quire.server.observability.traces import Traces
 
 log = logging.getLogger("quire.server")
 FIRST_BLOCKS = (BlocksAllocated, BlocksShared, BlocksForked)  # one of these is the first event of a running request
@@ -64,7 +64,7 @@ class Clocks:
             self._waiting.discard(event.request_id)
             self._clocks[event.request_id].scheduled(event.time)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: EngineStep) -> None:
         """Count the results of a step."""
         num_new = sum(self._count_search(search) for search in step.searches)
         for event, _ in step.texts:
@@ -83,7 +83,7 @@ class Clocks:
                 self._waiting.discard(event.request_id)
         self._metrics.step(num_new, step.seconds)
 
-    def _count_search(self, search: Search) -> int:
+    def _count_search(self, search: BeamSearchJob) -> int:
         """Count a finished search, whose tokens all arrive at its end. Return their number."""
         driver, clock = search.driver, self._clocks.pop(search.driver.request.id)
         reason, num_tokens = FinishReason.ERROR.value, 0

@@ -29,7 +29,7 @@ NEVER = timedelta(days=365)  # timeout for a collective to start
 LOOK = timedelta(seconds=0.1)  # timeout of a wait for a collective, after which the ranks are checked
 
 
-class Exchange(Protocol):
+class Communicator(Protocol):
     """One rank's view of its group. All ranks call the same methods in the same order.
 
     Each method raises GroupLost if another rank has died or hangs.
@@ -79,7 +79,7 @@ class Exchange(Protocol):
         """Return the error to raise when the group is lost."""
 
 
-class TorchExchange:
+class TorchCommunicator:
     """Collectives between hosts, by torch.distributed (gloo)."""
 
     def __init__(self, store: Store, rank: int, size: int, size_here: int) -> None:
@@ -192,7 +192,7 @@ class TorchExchange:
             raise self.loss() from error
 
 
-def loss(exchange: Exchange) -> GroupLost:
+def loss(exchange: Communicator) -> GroupLost:
     """Return the error to raise when a group is lost."""
     if (reason := exchange.reason()) is not None:
         return GroupLost(reason)
@@ -201,7 +201,7 @@ def loss(exchange: Exchange) -> GroupLost:
     return GroupLost(f"{who} of the tensor-parallel group has died or hangs; its other ranks end, too")
 
 
-def least(exchange: Exchange, number: int) -> int:
+def least(exchange: Communicator, number: int) -> int:
     """Return the smallest of the ranks' numbers."""
     return int(exchange.gather(torch.tensor([number])).min())
 
@@ -210,7 +210,7 @@ def least(exchange: Exchange, number: int) -> int:
 class Columns:
     """Columns that are divided among the ranks of a group, in rank order."""
 
-    exchange: Exchange
+    exchange: Communicator
     sizes: tuple[int, ...]  # of each rank's
 
     @property

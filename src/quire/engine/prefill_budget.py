@@ -7,7 +7,7 @@ LEAST = 64  # prompt tokens; below, reading the weights takes most of a step
 WEIGHT = 0.25  # of the newest step
 
 
-class Pace:
+class PrefillBudget:
     """Bounds the steps that compute prompts while sequences decode, from the durations of earlier steps.
 
     It affects only how prompts are chunked, and with a reproducible backend that changes no answer.

@@ -23,12 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.bits.fingerprint import DIGEST_SIZE
 from quire.cache.groups import CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache, cache_dtype, group_spec
 from quire.config import EngineConfig
 from quire.engine.flatten import sampling_rows
 from quire.engine.sampler import sample, token_logprobs
+from quire.fingerprint.fingerprint import DIGEST_SIZE
 from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig

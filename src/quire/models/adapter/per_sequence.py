@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from quire.errors import Unsupported
-from quire.models.adapter.attention import LayerCall, Step
+from quire.models.adapter.attention import AttentionStep, LayerCall
 from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
 
 PROBE = 2  # tokens
@@ -63,7 +63,7 @@ class Apart:
         """None for each layer: all keys are stored, and the model's own masks apply windows."""
         return (None,) * len(self.layers)
 
-    def hidden(self, step: Step) -> Tensor:
+    def hidden(self, step: AttentionStep) -> Tensor:
         """Return the hidden states of all rows: [T, H]. The model derives positions from the length of its cache."""
         first, parts = step.plans[0], []
         starts = first.query_starts[: first.num_seqs + 1].tolist()

@@ -1,4 +1,4 @@
-"""Worker: the server's additions to an engine on its thread: a bounded queue, deadlines, health and request clocks."""
+"""LocalEngineClient: an engine on its thread with a bounded queue, deadlines, health and request clocks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 
-from quire.bits.fingerprint import Fingerprint
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.cost import CostModel
+from quire.fingerprint.fingerprint import Fingerprint
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.jobs import Job, Search, end
+from quire.frontend.jobs import BeamSearchJob, Job, end
 from quire.frontend.model_fingerprint import with_adapters
 from quire.request import Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
-from quire.server.watch.clocks import Clocks
+from quire.server.observability.clocks import Clocks
 
 STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck, unless the step is long
 HOPELESS = 10  # times that limit, after which the process should be restarted
 PATIENCE = 16  # times a step's duration in the cost model, whose machine may be that much faster than this one
 
 
-class Worker:
+class LocalEngineClient:
     """Serves jobs with an engine of this process. Call its methods from the event loop."""
 
     def __init__(
@@ -118,11 +118,13 @@ class Worker:
         """Raise RequestError if a request could never run."""
         self.engine.check(request)
 
-    def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None) -> Search:
+    def search(
+        self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None
+    ) -> BeamSearchJob:
         """Create a beam search, not yet queued. Raises RequestError if it could never run."""
         driver = BeamDriver(self.engine, name, prompt, params, salt, lora)
         driver.check()
-        return Search(driver)
+        return BeamSearchJob(driver)
 
     async def submit(self, job: Job) -> None:
         """Queue a job. Raises RequestError or ApiError, queueing nothing, if it cannot be served."""

@@ -11,7 +11,7 @@ from quire.server.api.openapi import (
     ChatLogprob,
     CompletionDetails,
     Error,
-    Stream,
+    StreamedBody,
     SystemFingerprint,
     Usage,
 )
@@ -350,8 +350,8 @@ class OllamaError(Answer):
 
 
 STREAMS = {
-    "/v1/responses": Stream(ResponseEvent, Error),
-    "/v1/messages": Stream(AnthropicEvent, AnthropicError),
-    "/api/chat": Stream(OllamaAnswer, OllamaError, "application/x-ndjson"),
-    "/api/generate": Stream(OllamaAnswer, OllamaError, "application/x-ndjson"),
+    "/v1/responses": StreamedBody(ResponseEvent, Error),
+    "/v1/messages": StreamedBody(AnthropicEvent, AnthropicError),
+    "/api/chat": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
+    "/api/generate": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
 }

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from quire.cache.storage import KVCache, group_spec
 from quire.errors import Unsupported
-from quire.models.adapter.apart import Apart
 from quire.models.adapter.model import AdaptedModel
-from quire.models.adapter.tiny import VOCAB, shrink
-from quire.models.adapter.together import Together
+from quire.models.adapter.per_sequence import Apart
+from quire.models.adapter.ragged import Together
+from quire.models.adapter.toy_model import VOCAB, shrink
 from quire.ops import Backend
 
 BLOCK_SIZE, MAX_LEN = 4, 16
