@@ -98,7 +98,7 @@ def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path, lo
             (2_000, {"num_blocks": 2_000}),
             (2_000, {"num_blocks": 2_000}),
             (2_000, {"num_blocks": 24, "preemption": "swap", "swap_space": "8MiB"}),
-            (20, {"num_blocks": 24}),
+            *[(20, {"num_blocks": 24})] * long,
             (
                 20,
                 {"num_blocks": 24, "num_speculative_tokens": 3} if isinstance(directory, Path) else {"num_blocks": 24},

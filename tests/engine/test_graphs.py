@@ -27,7 +27,7 @@ from quire.errors import Unsupported
 from quire.models import load_model
 from quire.ops.cpu import native
 from quire.request import Request, SamplingParams, TokenLogprobs
-from tests.marks import of_long_runs, quick
+from tests.marks import of_long_runs, quick, spread
 from tests.models.checkpoints import engine, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
@@ -165,15 +165,25 @@ def test_a_bucket_and_its_edges(model: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        of_long_runs({"num_blocks": 200}),
-        {"num_blocks": 200, "max_num_batched_tokens": 5, "max_num_seqs": 5},
-        {"num_blocks": 14, "block_size": 8, "max_num_seqs": 11},
-        of_long_runs({"num_blocks": 14, "block_size": 8, "preemption": "swap", "swap_space": "8MiB"}),
-        {"num_blocks": 60, "block_size": 1, "preemption": "swap", "swap_space": "8MiB", "max_num_seqs": 9},
+    ("model", "options"),
+    spread(
+        2,
+        SHAPES,
+        [
+            {"num_blocks": 200, "max_num_batched_tokens": 5, "max_num_seqs": 5},
+            {"num_blocks": 14, "block_size": 8, "max_num_seqs": 11},
+            {"num_blocks": 60, "block_size": 1, "preemption": "swap", "swap_space": "8MiB", "max_num_seqs": 9},
+        ],
+    )
+    + [
+        of_long_runs(shape, options)
+        for shape in SHAPES
+        for options in (
+            {"num_blocks": 200},
+            {"num_blocks": 14, "block_size": 8, "preemption": "swap", "swap_space": "8MiB"},
+        )
     ],
-    ids=str,
+    indirect=["model"],
 )
 def test_random_runs(model: Path, options: dict[str, Any], long: bool) -> None:
     for seed in range(3 if long else 1):

@@ -46,7 +46,6 @@ USUAL = (
     ("llama, bf16", "swap", 2048, False),
     ("gpt2, fp32", "recompute", 2048, True),
     ("gemma2, windows, fp32", "swap", 7, True),
-    ("gemma2, windows, fp32", "recompute", 7, False),
 )
 
 

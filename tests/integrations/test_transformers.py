@@ -9,6 +9,7 @@ from transformers import masking_utils
 
 import quire.integrations.transformers as q
 from quire.errors import QuireError, Unsupported
+from tests.marks import of_long_runs
 
 q.register()
 
@@ -447,7 +448,7 @@ class TestRefusedModels:
             tf.AutoModelForCausalLM.from_config(config, attn_implementation="quire")
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
+    @pytest.mark.parametrize("options", [{}, of_long_runs({"fullgraph": True})], ids=str)
     def test_a_model_that_is_compiled(self, options: dict) -> None:
         compiled = torch.compile(build(FAMILIES["llama"](), "quire"), backend="eager", **options)
         with pytest.raises(Exception, match=r"torch.compile does|cannot be compiled|Observed exception"):

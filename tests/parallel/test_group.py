@@ -115,7 +115,7 @@ def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "exchange"), [of_long_runs([], "MemoryExchange"), (["apart"], "TorchExchange")])
+@pytest.mark.parametrize(("words", "exchange"), [of_long_runs([], "MemoryExchange"), (["apart"], "TorchCommunicator")])
 def test_processes_of_a_launcher(ranks: Ranks, words: list[str], exchange: str, wanted: list[Any]) -> None:
     first, second = ranks(*words)
     assert first.wait(120) == 0, first.said()
@@ -134,7 +134,7 @@ def test_families_between_hosts(ranks: Ranks, tmp_path: Path, kind: str) -> None
         wanted = answer(llm)
     first, second = ranks("apart", options={0: options, 1: options})
     assert first.wait(120) == 0, first.said()
-    assert json.loads(first.said().splitlines()[-1]) == ["TorchExchange", *wanted]
+    assert json.loads(first.said().splitlines()[-1]) == ["TorchCommunicator", *wanted]
     assert second.wait(60) == 0
 
 
