@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from quire.frontend import embedding, loglikelihood, outputs
 from quire.importing import uncollected
 
 
@@ -72,3 +74,15 @@ def test_neither_generate_nor_a_server_imports_transformers_or_traces() -> None:
     assert done.stderr.splitlines() == ["False", "[]"]
     assert done.stdout.startswith("def fibonacci(")
     assert len(done.stdout) > len("def fibonacci(") + 4
+
+
+@pytest.mark.parametrize(
+    ("former", "now"), [("text", outputs), ("embedding", embedding), ("loglikelihood", loglikelihood)]
+)
+def test_former_places_of_public_names_warn(former: str, now: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, f"quire.{former}", raising=False)
+    with pytest.warns(DeprecationWarning, match=f"quire.{former} is now quire.frontend"):
+        module = importlib.import_module(f"quire.{former}")
+    names = [name for name in vars(module) if name.endswith(("Output", "Sequence", "Logprob"))]
+    assert names
+    assert all(getattr(module, name) is getattr(now, name) for name in names)

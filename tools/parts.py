@@ -54,7 +54,8 @@ SUITE = (
         "src/quire/config.py",
         "src/quire/errors.py",
     ),
-    *("src/quire/progress.py", "src/quire/request.py"),
+    *("src/quire/progress.py", "src/quire/request.py", "src/quire/text.py", "src/quire/embedding.py"),
+    *("src/quire/loglikelihood.py",),
     *(
         "src/quire/fingerprint/*",
         "src/quire/cache/*",
