@@ -70,28 +70,28 @@ def test_who_was_wrong_pauses_longer_and_longer() -> None:
     lookup, unlucky, other = PromptLookup(4), request([1, 2, 3, 1, 2], 2), request([1, 2, 3, 1, 2], 2)
     pauses = []
     for _ in range(8):
-        assert lookup.guess(unlucky, 2) == array("i", [3, 1])
+        assert lookup.draft(unlucky, 2) == array("i", [3, 1])
         lookup.judge(unlucky, 0)
         pauses.append(0)
-        while not lookup.guess(unlucky, 2):
+        while not lookup.draft(unlucky, 2):
             pauses[-1] += 1
     assert pauses == [2, 4, 8, 16, 32, 64, LONGEST_PAUSE, LONGEST_PAUSE]
     lookup.judge(unlucky, 1)
-    assert lookup.guess(unlucky, 2)
-    assert lookup.guess(other, 2)
+    assert lookup.draft(unlucky, 2)
+    assert lookup.draft(other, 2)
 
 
 def test_no_guesses_for_whose_draws_depend_on_more_than_their_tokens() -> None:
     lookup, tokens = PromptLookup(4), [1, 2, 3, 1, 2]
-    assert lookup.guess(request(tokens, 2), 4)
-    assert not lookup.guess(request(tokens), 4), "its prompt is still to be shared with its siblings"
+    assert lookup.draft(request(tokens, 2), 4)
+    assert not lookup.draft(request(tokens), 4), "its prompt is still to be shared with its siblings"
     for params in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
-        assert not lookup.guess(request(tokens, 2, **params), 4)
+        assert not lookup.draft(request(tokens, 2, **params), 4)
     for name, value in (("driven", True), ("guide", object())):
         special = request(tokens, 2)
         setattr(special, name, value)
-        assert not lookup.guess(special, 4)
-    assert not lookup.guess(request(tokens, 2), 0)
+        assert not lookup.draft(special, 4)
+    assert not lookup.draft(request(tokens, 2), 0)
 
 
 # ----------------------------------------------------------------------------------------------------- the engine
@@ -341,7 +341,7 @@ def test_a_wrong_guess_that_overflows_hurts_nobody(tmp_path: Path) -> None:
         tried.append(most if len(tried) % 3 == 0 else 0)  # in between none, as after a pause
         return array("i", [7] * tried[-1])
 
-    lookup.guess = wrong  # type: ignore[method-assign]
+    lookup.draft = wrong  # type: ignore[method-assign]
     plain, _ = run(made[0], [prompt], max_tokens=20)
     again, _ = run(made[1], [prompt], max_tokens=20)
     assert again == plain
@@ -365,7 +365,7 @@ def test_a_right_guess_that_overflows_ends_the_request(tmp_path: Path) -> None:
                 given.append(array("i", tokens[request.num_generated :][:most]))
                 return given[-1]
 
-            made.scheduler.lookup.guess = right  # type: ignore[method-assign]
+            made.scheduler.lookup.draft = right  # type: ignore[method-assign]
         made.add(request(prompt, max_tokens=20))
         found.append([event for _ in iter(lambda made=made: made.has_work, False) for event in made.step()])
         made.scheduler.audit()
