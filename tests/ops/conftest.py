@@ -84,12 +84,13 @@ def _more_of_the_same(items: list[pytest.Item], all_of_triton: bool) -> set[pyte
     case of each test, or as many as its marker `triton` gives. A case in which values merely meet for the first time is
     slow.
     """
-    tests: dict[tuple[str, str], list[pytest.Item]] = {}
+    tests: dict[tuple[str, str, bool], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("long") is None:
-            tests.setdefault((item.nodeid.partition("[")[0], _backend(item)), []).append(item)
+            is_interpreted = item.get_closest_marker("triton") is not None
+            tests.setdefault((item.nodeid.partition("[")[0], _backend(item), is_interpreted), []).append(item)
     more: set[pytest.Item] = set()
-    for (test, backend), cases in tests.items():
+    for (test, backend, _), cases in tests.items():
         few = None if all_of_triton else _num_interpreted(cases[0])
         each = meetings({item: _values(item) for item in cases}, 1)
         if backend == "gather" and test.partition("::")[0].endswith(WITHOUT_ATTENTION):
