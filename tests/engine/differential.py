@@ -407,7 +407,7 @@ def serve(draw: Draw, serving: Serving, todo: list[Ask], counts: Counter[str]) -
     counts["preempted"] += engine.scheduler.num_preemptions
     counts["cached tokens"] += manager.hits.cached_tokens
     if engine.scheduler.lookup is not None:
-        counts["right guesses"] += engine.scheduler.lookup.num_right
+        counts["right drafts"] += engine.scheduler.lookup.num_right
     if manager.disk is not None:
         counts["read from the disk"] += manager.disk.reader.counts.blocks
     return begun

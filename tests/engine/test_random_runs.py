@@ -53,7 +53,7 @@ GROUPS = (
 )
 
 SEEDS, LONG_SEEDS, SHARDS = range(900, 1_200), range(10_000), 3  # the first shard of the former sees all there is
-RARE = ("aborted swapped", "restarted", "aborted with guesses")  # a shard may see none of them unless it is long
+RARE = ("aborted swapped", "restarted", "aborted with drafts")  # a shard may see none of them unless it is long
 CHECKED = 5  # every so manieth run has a memory, and is audited after each step; the others at the end
 REPEATED = 20  # every so manieth run is done twice
 MAX_STEPS = 2000
@@ -465,7 +465,7 @@ class GuessedRun(RandomRun):
     def compute(self, plan: Plan) -> StepOutput:
         self.items = [item for item in plan.items if item.drafts]
         if self.items and self.rng.random() < self.abort_rate:
-            self.abort(self.rng.choice(self.items).request, "with guesses")
+            self.abort(self.rng.choice(self.items).request, "with drafts")
         output = super().compute(plan)
         for item in self.items:  # from a wrong guess on, what follows may overflow
             drawn = output.tokens_after_drafts[item.request.id]
@@ -497,7 +497,7 @@ class GuessedRun(RandomRun):
         assert tokens[:-1] == drafts[:num_right]
         if tokens == drafts[: len(tokens)]:
             assert reason is FinishReason.STOP
-            seen["stopped among guesses"] += 1
+            seen["stopped among drafts"] += 1
         else:
             seen["all right" if num_right == len(drafts) else "some right" if num_right else "none right"] += 1
 
