@@ -20,7 +20,7 @@ from quire.request import Request, SampleGroup, SamplingParams
 from quire.server.observability.inspector import Inspector, Watcher
 
 ROOT = Path(__file__).parent.parent
-OUT = ROOT / "src" / "quire" / "server" / "watch" / "page" / "demo.json.gz"
+OUT = ROOT / "src" / "quire" / "server" / "observability" / "page" / "demo.json.gz"
 STEP = 0.1  # seconds
 EPOCH = 1_767_261_600.0  # fixed date of the recording, so that two recordings are equal
 NUM_BLOCKS = 40
