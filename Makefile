@@ -36,7 +36,6 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/python tools/check_prose.py
-	$(BIN)/python tools/check_message.py
 	$(BIN)/python -m pytest tests/test_architecture.py
 	$(BIN)/mkdocs build --strict --quiet
 

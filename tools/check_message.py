@@ -1,7 +1,7 @@
 """Check the form of a commit message: `area: verb object`, at most 72 characters.
 
 git calls it through pre-commit, with a file. Without one, the messages of all commits of a branch are checked, from the
-commit at which it left origin/main; on main itself there are none. CI does that.
+commit at which it left origin/main; on main itself there are none. The lint job of check.yml does that.
 """
 
 from __future__ import annotations
