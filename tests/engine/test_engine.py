@@ -153,6 +153,25 @@ def test_requests_are_served_in_the_order_of_arrival() -> None:
     assert list(run(engine)) == ["r0", "r1", "r2", "r3"]
 
 
+def test_a_request_is_checked_once_unless_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, checked = fake_engine(num_blocks=20, block_size=4), []
+    check = engine.scheduler.check
+    monkeypatch.setattr(engine.scheduler, "check", lambda one: (checked.append(one.id), check(one)))
+    plain, resumed = request("a", [1, 2, 3], max_tokens=4), request("b", [4, 5], max_tokens=4)
+    for one in (plain, plain, resumed):
+        engine.check(one)
+    resumed.resume(continuation([4, 5], 1), 0)
+    for one in (plain, resumed):
+        engine.add(one)
+    assert checked == ["a", "b", "b"]
+    assert run(engine)["a"] == (continuation([1, 2, 3], 4), "length")
+    wrong = request("c", [1], max_tokens=4)
+    engine.check(wrong)
+    wrong.resume([VOCAB], 0)
+    with pytest.raises(RequestError, match="request c: delivered"):
+        engine.add(wrong)
+
+
 class TestRefusedOnArrival:
     def refused(self, match: str, prompt: list[int], **sampling: object) -> None:
         engine = fake_engine(num_blocks=10, block_size=4, max_model_len=100)
