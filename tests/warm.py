@@ -1,7 +1,7 @@
-"""Processes of sandboxes that start in no time: forks of one that has imported what their programs need.
+"""Sandbox processes that start quickly: forks of one process that has imported the modules of their programs.
 
-To import transformers takes a process 1.5 s of CPU time, and hundreds of servers that tests start would do it. What is
-forked runs the same code with the same limits. `python -m tests.warm` is the process that forks.
+Importing transformers takes 1.5 s of CPU time, and the tests start hundreds of servers. A fork runs the same code with
+the same limits as a new process. `python -m tests.warm` is the process that forks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ADDRESS = "QUIRE_TESTS_WARM"  # the variable that tells the processes of tests w
 
 
 class Warm:
-    """subprocess for `quire.sandbox.process`."""
+    """Replacement for the module subprocess in `quire.sandbox.process`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -43,12 +43,12 @@ class Warm:
 
 
 def install() -> None:
-    """Let the sandboxes of this process start so."""
+    """Make the sandboxes of this process forks."""
     quire.sandbox.process.subprocess = Warm()  # type: ignore
 
 
 class Forked:
-    """As much of subprocess.Popen as sandboxes use."""
+    """The part of subprocess.Popen that sandboxes use."""
 
     def __init__(self, program: str, environment: dict[str, str]) -> None:
         pipes = [os.pipe() for _ in range(3)]
@@ -86,10 +86,7 @@ _started: list[Any] = []  # the process that forks and the directory of its sock
 
 
 def address() -> str:
-    """Where to ask for a fork. The first process of a run that wants to know starts the one that forks.
-
-    That one ends with the process that started it.
-    """
+    """Return the socket of the process that forks. The first caller of a run starts that process, and ends it."""
     with _lock:
         if ADDRESS not in os.environ:
             directory = TemporaryDirectory(prefix="quire-warm-")

@@ -1,4 +1,4 @@
-"""Ranks as processes that start in a fraction of the time: forks of one that has imported all they need."""
+"""Ranks that start quickly: forks of one process that has imported their modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ runpy.run_module({module!r}, run_name="__main__")
 
 
 class Forked:
-    """A module that runs as a process, with as much of `subprocess.Popen` as a group uses."""
+    """A module that runs as a process, with the part of `subprocess.Popen` that a group uses."""
 
     def __init__(self, forks: Spawner, module: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         program = PROGRAM.format(variables=dict(variables), arguments=list(arguments), module=module)
@@ -26,7 +26,7 @@ class Forked:
         self.pid = self._process.pid
 
     def said(self) -> str:
-        """What it has written to both of its outputs."""
+        """Return its standard output and standard error."""
         return self._process.log.read_text()
 
     def poll(self) -> int | None:
@@ -45,7 +45,7 @@ class Forked:
 
 
 class Forks:
-    """Stands in for `subprocess.Popen` where a rank starts the others, and keeps what it has started."""
+    """Replacement for `subprocess.Popen` with which a rank starts the others. It keeps the processes."""
 
     def __init__(self, forks: Spawner) -> None:
         self._forks = forks

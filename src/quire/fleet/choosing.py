@@ -22,7 +22,7 @@ MATCH_TIMEOUT = 0.05  # s that a replica has to report its cached tokens
 
 
 class Chosen(NamedTuple):
-    """The replica that was chosen, and the ranking behind it."""
+    """The replica that was chosen, and the ranking that led to it."""
 
     link: Link
     choice: PlacementChoice

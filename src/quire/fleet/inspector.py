@@ -1,4 +1,4 @@
-"""The fleet's inspector: a page with a gateway's replicas, requests and placements, and the stream behind it.
+"""The fleet's inspector: a page with a gateway's replicas, requests and placements, and the stream that updates it.
 
 A watcher gets a snapshot every INTERVAL seconds if it differs from the previous one. All watchers share a snapshot.
 """

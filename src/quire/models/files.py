@@ -1,4 +1,4 @@
-"""The sources that a model is read from: a directory of files, or one GGUF file, behind one interface."""
+"""The sources that a model is read from: a directory of files, or one GGUF file, with one interface."""
 
 from __future__ import annotations
 

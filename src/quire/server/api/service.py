@@ -86,7 +86,7 @@ class ServedModel:
 
 @dataclass
 class Service:
-    """A model, the host that computes it, and the server's resources for requests."""
+    """A model, the client of its engine, and the server's resources for requests."""
 
     model: ServedModel
     worker: EngineClient
@@ -104,7 +104,7 @@ class Service:
         model = self.model
         limits = (model.vocab_size, model.max_model_len, model.eos_token_ids)
         self.factory = RequestFactory(model.tokenizer, *limits, model.default_sampling)
-        most = MAX_HELD_BODIES * self.config.max_body_size  # characters of one client that wait in each lane
+        most = MAX_HELD_BODIES * self.config.max_body_size  # characters of one client that wait in each executor
         self.compilers = BoundedExecutor("grammar", num_trials(), MAX_GRAMMARS)
         self._quick_grammars = BoundedExecutor("grammar", MAX_QUICK_GRAMMARS, MAX_GRAMMARS)
         self._texts = BoundedExecutor("text", MAX_LONG_TEXTS, most)
@@ -334,8 +334,8 @@ class Service:
 
     def close(self) -> None:
         """End the threads and processes that work for the routes."""
-        for lane in (self.compilers, self._quick_grammars, self._texts, self._templates):
-            lane.close()
+        for executor in (self.compilers, self._quick_grammars, self._texts, self._templates):
+            executor.close()
         self.factory.close()
         if self.model.template is not None:
             self.model.template.close()

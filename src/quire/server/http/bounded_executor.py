@@ -50,7 +50,7 @@ class BoundedExecutor:
 
         try:
             work = self._pool.submit(function)
-        except BaseException:  # if no thread can be started, or the lane is closed
+        except BaseException:  # if no thread can be started, or the executor is closed
             self._leave()
             raise
         work.add_done_callback(done)

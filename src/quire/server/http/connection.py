@@ -215,7 +215,7 @@ class Connection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Answer the request, or queue it behind earlier ones."""
+        """Answer the request, or queue it after earlier ones."""
         method = self._parser.get_method()
         if self._parser.should_upgrade():
             if method == b"CONNECT":
