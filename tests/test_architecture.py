@@ -56,12 +56,12 @@ SHAPED = ("models/batch.py", "ops/backend.py", "ops/program.py")
 # Lines of Python, C++, JavaScript, HTML and CSS that a package may have. Lower a number when a package has become
 # smaller; raise one only for a feature that is worth it.
 MOST_LINES = {
-    "cache": 3_400,
+    "cache": 3_420,
     "cli": 1_500,
-    "engine": 4_700,
+    "engine": 5_560,
     "fingerprint": 650,
     "fleet": 5_550,
-    "frontend": 3_150,
+    "frontend": 3_210,
     "integrations": 600,
     "models": 12_300,
     "ops": 22_750,

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -290,7 +290,30 @@ def own(batch: Batch) -> Batch:
     )
     # Tables of states are made anew for each step.
     names = ("token_ids", "positions", "query_starts", "context_lens")
-    return replace(batch, groups=groups, **{name: torch.clone(getattr(batch, name)) for name in names})
+    sampling = replace(batch.sampling, uniforms=batch.sampling.uniforms.clone())
+    copies = {name: torch.clone(getattr(batch, name)) for name in names}
+    return replace(batch, groups=groups, sampling=sampling, **copies)
+
+
+def assert_same_batches(one: Batch, other: Batch) -> None:
+    """All fields are equal, except the number of rows that merely decode."""
+
+    def assert_same(one: Any, other: Any, name: str) -> None:
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one, other), (name, one, other)
+        elif is_dataclass(one):
+            for field in fields(one):
+                if field.name != "num_decoding":
+                    assert_same(getattr(one, field.name), getattr(other, field.name), f"{name}.{field.name}")
+        elif isinstance(one, (tuple, list)):
+            assert len(one) == len(other), name
+            for i, pair in enumerate(zip(one, other, strict=True)):
+                assert_same(*pair, f"{name}[{i}]")
+        else:
+            assert one == other, (name, one, other)
+
+    assert_same(one, other, "batch")
 
 
 def fake_engine(

@@ -15,7 +15,7 @@ import torch
 from quire import LLM
 from quire.engine.beam import BeamSearchParams
 from quire.engine.engine import Engine
-from quire.engine.flatten import Buffers, flatten
+from quire.engine.flatten import Buffers
 from quire.engine.graphs import GraphRunner
 from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.engine.plan import Plan
@@ -54,7 +54,7 @@ class OverlappedRun(RandomRun):
             state_pools=manager.state_pools,
         )
         limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // manager.block_size))
-        self.buffers = Buffers(self.groups, manager.block_size, *limits)
+        self.buffers, self.twin = (Buffers(self.groups, manager.block_size, *limits) for _ in range(2))
         self.loop = OverlappedLoop()
         self.under_way: Plan | None = None
         self.fault_rate, self.failure_rate = self.failure_rate, 0.0  # a step fails in the runner
@@ -73,7 +73,7 @@ class OverlappedRun(RandomRun):
         scheduler.plan, scheduler.plan_ahead = planned, planned_ahead  # type: ignore[method-assign]
 
     def flatten(self, plan: Plan) -> Batch:
-        return flatten(plan, self.buffers)
+        return self.laid_out(plan)
 
     def step(self) -> list[Event]:
         under_way = self.under_way

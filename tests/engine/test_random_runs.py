@@ -25,16 +25,27 @@ from quire.cache.groups import CacheGroup, RowGroup, StateGroup, has_states
 from quire.cache.incoming import Arrivals
 from quire.config import MAX_SPECULATIVE_TOKENS, CacheConfig, EngineConfig
 from quire.engine.cost import DEVICES, ModelCost
+from quire.engine.decode_rows import DecodeRows
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.inflight_prefixes import unforked
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.policy import by_priority
 from quire.engine.prefetch import Prefetch
 from quire.engine.speculation import PromptLookup
+from quire.models.batch import Batch
 from quire.models.model import WeightBytes
 from quire.request import Event, FinishReason, Request, SampleGroup, SamplingParams, Task, TokenLogprobs
 from quire.simulate.simulation import SimulatedStep, Simulation
-from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, digest, forget_free_blocks, logprobs_after
+from tests.engine.fakes import (
+    CIRCLE,
+    FakeRunner,
+    assert_same_batches,
+    circling,
+    continuation,
+    digest,
+    forget_free_blocks,
+    logprobs_after,
+)
 from tests.engine.test_cache_events import Replay
 from tests.marks import quick
 
@@ -62,7 +73,7 @@ MAX_MODEL_LEN = 40
 # What every shard must have seen, so that the runs prove something about it.
 SEEN = """
 preempted, swapped out, swapped in, restarted, restarted from the host, copied, found a prefix, forked, refused, failed
-with states, embedded, scored, preempted without drawing
+with states, embedded, scored, preempted without drawing, decoded as rows
 written to a disk, read from a disk
 aborted waiting, aborted running, aborted swapped, aborted unforked, aborted as it was preempted, aborted as it computed
 """.replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
@@ -174,6 +185,7 @@ class RandomRun(Simulation):
         host_blocks = rng.choice([0, 0, 1, 4, 16, 64])
         size = rng.choice([1, 2, 4] if has_states(self.groups) else [1, 2, 3, 4, 8, 16])
         enough = min(64, -(-rng.randint(20, MAX_MODEL_LEN) // size))  # for one long request, or nearly
+        has_rows = checked and seed % 4 > 0  # requests that merely decode are planned as arrays, as engines do
         super().__init__(
             cost(self.groups),
             DEVICES["cpu"],
@@ -192,6 +204,7 @@ class RandomRun(Simulation):
             num_host_blocks=host_blocks,
             hashed=True,
             sample_every=8,
+            leaps=not has_rows,
         )
         scheduler = self.scheduler
         if rng.random() < 0.3:  # more seats than there are states for
@@ -201,7 +214,9 @@ class RandomRun(Simulation):
             limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // size))
             pools = scheduler.manager.state_pools
             self.runner = FakeRunner(scheduler.manager.num_blocks, size, self.groups, host_blocks, state_pools=pools)
-            self.buffers = Buffers(self.groups, size, *limits)
+            self.buffers, self.twin = (Buffers(self.groups, size, *limits) for _ in range(2))
+            if has_rows:
+                scheduler.rows = DecodeRows(scheduler.manager, scheduler.longest)
             scheduler.manager.listeners.append(self.replay.take)
             if rng.random() < 0.3 and self.may_have_disk:
                 self.disk = Disk(self, self.runner)
@@ -285,9 +300,17 @@ class RandomRun(Simulation):
                 self.abort(self.rng.choice(requests), what)
         if self.runner is None:
             return super().compute(plan)
-        output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
+        self.seen["decoded as rows"] += plan.decode is not None
+        output = StepOutput({}) if plan.is_empty else self.runner.run(self.laid_out(plan))
         self.runner.batches.clear()
         return output
+
+    def laid_out(self, plan: Plan) -> Batch:
+        """The batch; its rows of requests that merely decode are as if these were laid out one by one."""
+        batch = flatten(plan, self.buffers, self.scheduler.rows)
+        if plan.decode is not None:
+            assert_same_batches(batch, flatten(plan, self.twin))
+        return batch
 
     def count(self, plan: Plan) -> None:
         seen = self.seen

@@ -10,8 +10,9 @@ import torch
 
 from quire import ops
 from quire.engine import sampler
-from quire.engine.flatten import parameters_of, sampling_rows
+from quire.engine.flatten import sampling_rows
 from quire.engine.sampler import TILE, _argmax, sample, token_logprobs
+from quire.engine.sampling_parameters import parameters_of
 from quire.request import Request, SamplingParams
 from tests.marks import of_long_runs
 
@@ -117,12 +118,12 @@ def test_parameters_of_the_step_before_serve_the_same_rows_alone() -> None:
     known = parameters_of(rows)
     assert parameters_of(list(rows), known) is known
     listed, again = (request((1,), stop_token_ids=np.array([3, 4])) for _ in range(2))  # arrays cannot be compared
-    assert parameters_of([again], parameters_of([listed])).params[0] is again.sampling
+    assert parameters_of([again], parameters_of([listed])).requests == [again]
     for others in (rows[::-1], rows[:2], [*rows, rows[0]], [*rows[:2], request((1,), top_k=4)], []):
         made = parameters_of(others, known)
         assert made is not known
         assert made.whole[0].tolist() == [one.sampling.top_k for one in others]
-    drawn = sampling_rows(rows, parameters=known)
+    drawn = sampling_rows(rows)
     assert drawn.repetition.tolist() == [1.0, 2.0, 3.0]
     assert drawn.penalty_rows.unique().tolist() == [1, 2]
 

@@ -15,6 +15,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from quire.errors import ConfigError
 
+NEVER = 2**62  # a number of tokens that no sequence has
+
 
 class BlockGroup(ABC):
     """Computes the blocks that a request needs, for every kind of group. span: number of tokens of a block."""
@@ -31,6 +33,10 @@ class BlockGroup(ABC):
     @abstractmethod
     def most(self, num_tokens: int, growth: int, span: int) -> int:
         """Return the maximum number of blocks of a request that grows to num_tokens tokens, `growth` at a time."""
+
+    @abstractmethod
+    def freed_at(self, block: int, span: int) -> int:
+        """Return the number of computed tokens from which block `block` is free: `first` is then beyond it."""
 
     def count(self, num_tokens: int, span: int) -> int:
         """Return the number of table entries for that many tokens."""
@@ -79,6 +85,10 @@ class CacheGroup(BlockGroup):
         """Return the block of the window's first key, see `Group.first`."""
         return 0 if self.window is None else max(0, num_computed - self.window + 1) // span
 
+    def freed_at(self, block: int, span: int) -> int:
+        """See `Group.freed_at`."""
+        return NEVER if self.window is None else (block + 1) * span + self.window - 1
+
     def most(self, num_tokens: int, growth: int, span: int) -> int:
         """See `Group.most`."""
         whole = self.count(num_tokens, span)
@@ -114,6 +124,10 @@ class StateGroup(BlockGroup):
         """Return the state at the end of the last full piece, see `Group.first`."""
         return max(0, num_computed // span - 1)
 
+    def freed_at(self, block: int, span: int) -> int:
+        """See `Group.freed_at`."""
+        return (block + 2) * span
+
     def count(self, num_tokens: int, span: int) -> int:
         """Return the number of full pieces: a partial piece has no state at its end. See `Group.count`."""
         return num_tokens // span
@@ -144,6 +158,10 @@ class RowGroup(BlockGroup):
     def first(self, num_computed: int, span: int) -> int:
         """Return the piece in progress, since the rows of a full piece are merged into a state. See `Group.first`."""
         return num_computed // span
+
+    def freed_at(self, block: int, span: int) -> int:
+        """See `Group.freed_at`."""
+        return (block + 1) * span
 
     def most(self, num_tokens: int, growth: int, span: int) -> int:
         """Return the most blocks of rows: a step needs its first and its last one, see `Group.most`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quire.cache import events
 from quire.cache.disk.tier import DiskTier
 from quire.cache.events import CacheEvent, Listener
-from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
+from quire.cache.groups import NEVER, NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
 from quire.cache.incoming import BlockMemory, Name, Read
 from quire.cache.lookup import Match, PrefixLookup
 from quire.cache.pool import NONE, BlockPool
@@ -271,11 +271,18 @@ class BlockManager:
             cache.room = min(group.room(len(table), span) for group, span, table in tables)
         return True
 
+    def can_grow_each(self, requests: Iterable[Request]) -> bool:
+        """Return whether `grow_each` is equivalent to `grow` for these running requests."""
+        size = self.block_size
+        return not self.frees_early and all(
+            one.group is None and one.cache.room == len(one.cache.block_ids[0]) * size for one in requests
+        )
+
     def grow_each(self, requests: Sequence[Request]) -> bool:
         """Append one block per occurrence to each listed running request, in every group.
 
-        Equivalent to calling `grow` when each of them reaches its next block, if `frees_early` is false and none of
-        them has siblings. Return False, taking none, if blocks are short.
+        Equivalent to calling `grow` when each of them reaches its next block, if `can_grow_each`. Return False, taking
+        none, if blocks are short.
         """
         counts = [len(requests)] * len(self.groups)
         if not self.has_free(counts):
@@ -364,6 +371,15 @@ class BlockManager:
             self._publish(request)
         if self.frees_early:
             self._trim(request)
+
+    def next_due(self, request: Request) -> int:
+        """Return the number of computed tokens up to which `advance` only counts them."""
+        cache = request.cache
+        due = (cache.num_published + 1) * self.block_size if self.lookup.shares(request) else NEVER
+        if self.frees_early:
+            rows = zip(self.groups, self.spans, cache.num_freed, strict=True)
+            due = min(due, *(group.freed_at(freed, span) for group, span, freed in rows))
+        return due
 
     def _trim(self, request: Request) -> None:
         """Free the blocks that the request's next row does not need. States that are not kept for reuse are dropped."""

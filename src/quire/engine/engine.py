@@ -14,6 +14,7 @@ from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
 from quire.config import EngineConfig
+from quire.engine.decode_rows import DecodeRows
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.interrupts import deferred_interrupts
@@ -26,6 +27,7 @@ from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.shutdown_guard import StepGuard
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
+from quire.engine.step_events import StepEvents
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.batch import Batch
@@ -34,7 +36,7 @@ from quire.models.model import Model, ModelShape
 from quire.ops import Backend
 from quire.ops.collectives import least
 from quire.ops.spec import check_supported
-from quire.request import MAX_SEED, Event, FinishReason, Request
+from quire.request import MAX_SEED, FinishReason, Request
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
@@ -69,6 +71,7 @@ class Engine:
     ) -> None:
         """loop: runs the steps; None: a SequentialLoop. loras: the model's adapters; None: adapters are not enabled."""
         self.scheduler = scheduler
+        scheduler.rows = DecodeRows(scheduler.manager, scheduler.longest)
         self.runner = runner
         self.buffers = buffers
         self.vocab_size = vocab_size
@@ -79,7 +82,7 @@ class Engine:
         self.under_way: Plan | None = None  # the plan that the runner is computing; any thread may read its sizes
         self.recorder: TraceRecorder | None = None  # if set, records every added request
         self._guard = StepGuard()
-        self._events: list[Event] = []  # not yet returned to a caller of `step`
+        self._events = StepEvents()  # not yet returned to a caller of `step`
 
     @property
     def has_work(self) -> bool:
@@ -205,7 +208,7 @@ class Engine:
         """Call this function for every future cache event."""
         self.scheduler.manager.listeners.append(listener)
 
-    def step(self) -> list[Event]:
+    def step(self) -> StepEvents:
         """Run the next step with as many requests as fit, and return its events.
 
         An exception in a step ends the requests of that step only. It is re-raised if it is not an Exception or the
@@ -215,19 +218,19 @@ class Engine:
         events as well. The interpreter's exit waits for a step of a daemon thread, too.
         """
         with deferred_interrupts(), self._guard:
-            self._events += self.loop.step(self)
+            self._events.extend(self.loop.step(self))
             if self.loras is not None and self.loras.left:
                 self.loras.settle(self._lora_slots())
-        taken: list[Event] | None = None
+        taken: StepEvents | None = None
         try:
             return (taken := self._events)
         finally:  # in this order an interrupt between the two statements, or before them, loses no events
             if taken is not None:
-                self._events = []
+                self._events = StepEvents()
 
     def flatten(self, plan: Plan) -> Batch:
         """Return the plan as tensors, which are views of buffers that the next plan overwrites."""
-        return flatten(plan, self.buffers)
+        return flatten(plan, self.buffers, self.scheduler.rows)
 
     def _check_tokens(self, request: Request, name: str, tokens: NDArray[Any]) -> None:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))

@@ -5,18 +5,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
+from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup, has_states
 from quire.cache.manager import Move
 from quire.cache.pool import NONE
 from quire.engine.constraints import banned_now
+from quire.engine.decode_rows import DecodeRows
 from quire.engine.philox import uniforms
-from quire.engine.plan import GENERATE, Plan, PlanItem
+from quire.engine.plan import GENERATE, DecodeStep, Plan, PlanItem
+from quire.engine.sampling_parameters import Parameters, parameters_of
 from quire.models.batch import (
     Batch,
     DrawnRows,
@@ -29,9 +31,21 @@ from quire.models.batch import (
     RecurrentTables,
     SamplingRows,
 )
-from quire.request import Request, SamplingParams
+from quire.request import Request
 
-KEEP_ALL = 2**31 - 1  # a top_k that keeps every token
+_NO_INTEGERS = torch.empty(0, dtype=torch.int64)
+_NO_NUMBERS = torch.empty(0, dtype=torch.float32)
+_NO_PROMPTS = PromptRows(_NO_INTEGERS, _NO_INTEGERS, _NO_INTEGERS, [])
+_NOTHING_SPECIAL: dict[str, Any] = {
+    "penalty_rows": _NO_INTEGERS,
+    "penalty_tokens": _NO_INTEGERS,
+    "penalty_counts": _NO_NUMBERS,
+    "bias_rows": _NO_INTEGERS,
+    "bias_tokens": _NO_INTEGERS,
+    "bias": _NO_NUMBERS,
+    "banned_rows": _NO_INTEGERS,
+    "banned_tokens": _NO_INTEGERS,
+}
 
 
 class Buffers:
@@ -50,63 +64,152 @@ class Buffers:
         self.context_lens = np.zeros(max_seqs, np.int32)
         self.slots = np.zeros((num_groups, max_tokens), np.int64)
         self.block_tables = np.zeros((num_groups, max_seqs, max_blocks), np.int32)
-        self.parameters: Parameters | None = None  # of the last step's rows
+        self.parameters: Parameters | None = None  # of the last step's rows, except decode rows
+        self.one_each = np.arange(max_seqs + 1, dtype=np.int32)  # query_starts if each sequence has one row
+        self.uniforms = np.zeros(max_seqs)
+        self.decode: Batch | None = None  # of the last step that only decoded; its tensors are views of these buffers
+        self.decode_of = 0, False, 0  # the id of its list of requests, whether it was ahead, the columns of its tables
+        self.decoding: Sequence[Request] = ()  # that list
 
 
-def flatten(plan: Plan, buffers: Buffers) -> Batch:
-    """Lay out the plan's items one after the other."""
-    items, num_seqs = plan.items, len(plan.items)
+def flatten(plan: Plan, buffers: Buffers, rows: DecodeRows | None = None) -> Batch:
+    """Lay out the plan's requests one after the other, first those of its decode step, whose rows are `rows`."""
+    step = plan.decode
+    if rows is None or step is None:
+        return _laid_out(plan, None, plan.items, buffers)
+    if plan.rest or plan.moves or step.rows is not None or rows.special or has_states(buffers.groups):
+        return _laid_out(plan, _decoding(step, rows), plan.rest, buffers)
+    return _next_decode(plan, step, rows, buffers)
+
+
+def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffers) -> Batch:
+    """Return the batch of a step that only decodes. If the rows are those of the step before, only numbers change."""
+    count, size = len(rows), buffers.block_size
+    widest = int(step.starts.max()) // size + 1
+    if buffers.decode is None or buffers.decode_of != (id(step.requests), step.is_ahead, widest):
+        buffers.decode = _laid_out(plan, _decoding(step, rows), (), buffers)
+        buffers.decode_of = id(step.requests), step.is_ahead, widest
+        buffers.decoding = step.requests  # so that no other list gets this id
+        return buffers.decode
+    if not step.is_ahead:
+        buffers.token_ids[:count] = rows.last_tokens
+    buffers.positions[:count] = step.starts
+    np.add(step.starts, 1, out=buffers.context_lens[:count], casting="same_kind")
+    at, offset = np.divmod(step.starts, size)
+    every = buffers.one_each[:count]
+    for own, tables, slots in zip(rows.tables, buffers.block_tables, buffers.slots, strict=True):
+        tables[:count, :widest] = own[:, :widest]
+        np.multiply(own[every, at], size, out=slots[:count], casting="same_kind")
+        slots[:count] += offset
+    if rows.real[:, 0].any():
+        buffers.uniforms[:count] = rows.uniforms(int(step.is_ahead))
+    return buffers.decode
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """The sequences that merely decode: one row each, which draws a token."""
+
+    step: DecodeStep
+    last_tokens: NDArray[np.int64]  # [R]
+    tables: NDArray[np.int32]  # [G, R, M]
+    lora_slots: NDArray[np.int32]  # [R]
+    parameters: Parameters
+    uniforms: NDArray[np.float64]  # [R]
+
+
+def _decoding(step: DecodeStep, rows: DecodeRows) -> _Decoding:
+    at = slice(None) if step.rows is None else step.rows
+    parameters = Parameters.of_arrays(step.requests, rows.real[at], rows.whole[at])
+    uniforms = rows.uniforms(int(step.is_ahead)) if parameters.draws else np.zeros(len(rows))
+    return _Decoding(step, rows.last_tokens[at], rows.tables[:, at], rows.lora_slots[at], parameters, uniforms[at])
+
+
+def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem], buffers: Buffers) -> Batch:
     flat = array("i")
     unknown: list[tuple[int, str]] = []
     # Request, row to draw from, and the number of tokens up to that row that the request does not have yet.
     drawn: list[tuple[Request, int, int]] = []
+    num_decoding = 0 if decoding is None else len(decoding.last_tokens)
     for request, start, num_new, drafts in items:
         ahead = start + num_new - len(request.tokens)
         if ahead > 0:
             flat += request.tokens[start:]
-            unknown.append((len(flat), request.id))
+            unknown.append((num_decoding + len(flat), request.id))
             flat.append(0)
         else:
             flat += request.tokens[start : start + num_new]
         if ahead >= 0 and request.task is GENERATE:
-            drawn += [(request, len(flat) - 1 + i, ahead + i) for i in range(len(drafts) + 1)]
+            row = num_decoding + len(flat) - 1
+            drawn += [(request, row + i, ahead + i) for i in range(len(drafts) + 1)]
         flat.extend(drafts)
-    t = len(flat)
-    computed = np.array([item.start for item in items], np.int64)
-    num_rows = np.array([num_new + len(drafts) for _, _, num_new, drafts in items], np.int64)
-    starts = buffers.query_starts[: num_seqs + 1]
-    np.cumsum(num_rows, out=starts[1:])
-    np.add(computed, num_rows, out=buffers.context_lens[:num_seqs], casting="same_kind")
-    sequence = np.repeat(np.arange(num_seqs), num_rows)
-    adapters = np.array([item.request.lora_slot for item in items], np.int32)
-    buffers.token_ids[:t] = np.frombuffer(flat, np.int32)
-    position = buffers.positions[:t]
-    np.add((computed - starts[:-1])[sequence], np.arange(t), out=position)
+    s, t = num_decoding + len(items), num_decoding + len(flat)
+    token_ids, position = buffers.token_ids[:t], buffers.positions[:t]
+    if items or decoding is None:
+        computed = np.array([item.start for item in items], np.int64)
+        num_rows = np.array([num_new + len(drafts) for _, _, num_new, drafts in items], np.int64)
+        if decoding is not None:
+            computed = np.concatenate([decoding.step.starts, computed])
+            num_rows = np.concatenate([np.ones(num_decoding, np.int64), num_rows])
+        starts = buffers.query_starts[: s + 1]
+        np.cumsum(num_rows, out=starts[1:])
+        np.add(computed, num_rows, out=buffers.context_lens[:s], casting="same_kind")
+        sequence = np.repeat(np.arange(s), num_rows)
+        np.add((computed - starts[:-1])[sequence], np.arange(t), out=position)
+    else:
+        starts, sequence = buffers.one_each[: s + 1], np.arange(s)
+        position[:] = decoding.step.starts
+        np.add(position, 1, out=buffers.context_lens[:s], casting="same_kind")
+    if decoding is not None:
+        token_ids[:num_decoding] = 0 if decoding.step.is_ahead else decoding.last_tokens
+    token_ids[num_decoding:] = np.frombuffer(flat, np.int32)
     known: list[int] = []  # rows with K and V in the cache: shared blocks are never written
-    for s, (request, start, num_new, _) in enumerate(items):
+    for first, (request, start, num_new, _) in zip(starts[num_decoding:-1].tolist(), items, strict=True):
         if start < request.cache.num_cached:
-            first = int(starts[s])
             known += range(first, first + min(request.cache.num_cached - start, num_new))
     own = [[item.request.cache.block_ids[g] for item in items] for g in buffers.attention]
     widest = max((len(ids) for of_group in own for ids in of_group), default=0)
-    for of_group, tables, slots in zip(own, buffers.block_tables, buffers.slots, strict=True):
-        rows = b"".join([ids.tobytes().ljust(4 * widest, b"\0") for ids in of_group])
-        tables[:num_seqs, :widest] = np.frombuffer(rows, np.int32).reshape(num_seqs, widest)
-        block = tables[sequence, position // buffers.block_size]
-        slots[:t] = block.astype(np.int64) * buffers.block_size + position % buffers.block_size
+    if decoding is not None:
+        widest = max(widest, int(position[:num_decoding].max(initial=-1)) // buffers.block_size + 1)
+    at, offset = np.divmod(position, buffers.block_size)
+    for g, (of_group, tables, slots) in enumerate(zip(own, buffers.block_tables, buffers.slots, strict=True)):
+        if decoding is not None:
+            held = decoding.tables[g, :, :widest]
+            tables[:num_decoding, : held.shape[1]] = held
+        if of_group:
+            rows = b"".join([ids.tobytes().ljust(4 * widest, b"\0") for ids in of_group])
+            tables[num_decoding:s, :widest] = np.frombuffer(rows, np.int32).reshape(len(of_group), widest)
+        np.multiply(tables[sequence, at], buffers.block_size, out=slots[:t], casting="same_kind")
+        slots[:t] += offset
         slots[known] = -1
-    embedded: list[tuple[str, int]] = []
-    if len(drawn) < t:  # else every row draws
-        embedded = [
-            (item.request.id, end - 1) for item, end in zip(items, starts[1:].tolist(), strict=True) if item.embeds
-        ]
-    drawing = [request for request, _, _ in drawn]
-    buffers.parameters = parameters_of(drawing, buffers.parameters)
+    embedded = [
+        (item.request.id, end - 1)
+        for item, end in zip(items, starts[num_decoding + 1 :].tolist(), strict=True)
+        if item.embeds
+    ]
+    unknown_rows, unknown_ids = _columns(unknown)
+    logit_rows, drawing = [row for _, row, _ in drawn], [request for request, _, _ in drawn]
+    aheads = [ahead for _, _, ahead in drawn]
+    logit_ids = [request.id for request in drawing]
+    buffers.parameters = parameters = parameters_of(drawing, buffers.parameters)
+    random = _uniforms(drawing, aheads) if parameters.draws else np.zeros(len(drawing))
+    if decoding is not None:
+        step = decoding.step
+        logit_rows, logit_ids = [*range(num_decoding), *logit_rows], [*step.ids, *logit_ids]
+        parameters = decoding.parameters.followed_by(parameters)
+        buffers.uniforms[:num_decoding] = decoding.uniforms
+        random = np.concatenate([decoding.uniforms, random]) if items else buffers.uniforms[:num_decoding]
+        aheads = [int(step.is_ahead)] * num_decoding + aheads
+        if step.is_ahead:
+            unknown_rows, unknown_ids = [*range(num_decoding), *unknown_rows], [*step.ids, *unknown_ids]
+    adapters = np.array([item.request.lora_slot for item in items], np.int32)
+    if decoding is not None:
+        adapters = np.concatenate([decoding.lora_slots, adapters])
     return Batch(
-        token_ids=torch.from_numpy(buffers.token_ids[:t]),
-        positions=torch.from_numpy(buffers.positions[:t]),
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(position),
         query_starts=torch.from_numpy(starts),
-        context_lens=torch.from_numpy(buffers.context_lens[:num_seqs]),
+        context_lens=torch.from_numpy(buffers.context_lens[:s]),
         moves=tuple(
             GroupMoves(
                 swap_out=_pairs(plan.swap_out, g),
@@ -116,23 +219,35 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
             for g in range(len(buffers.groups))
         ),
         groups=tuple(
-            GroupTables(torch.from_numpy(slots[:t]), torch.from_numpy(tables[:num_seqs, :widest]))
+            GroupTables(torch.from_numpy(slots[:t]), torch.from_numpy(tables[:s, :widest]))
             for slots, tables in zip(buffers.slots, buffers.block_tables, strict=True)
         ),
-        recurrent=recurrent_tables(items, buffers.groups),
-        drawn=DrawnRows(torch.tensor([row for row, _ in unknown], dtype=torch.int64), [name for _, name in unknown]),
-        logit_rows=torch.tensor([row for _, row, _ in drawn], dtype=torch.int64),
-        logit_ids=[request.id for request in drawing],
-        sampling=sampling_rows(drawing, [ahead for _, _, ahead in drawn], buffers.parameters),
-        prompt=prompt_rows(items, starts),
-        embed=EmbedRows(torch.tensor([row for _, row in embedded], dtype=torch.int64), [name for name, _ in embedded]),
+        recurrent=recurrent_tables(plan, buffers.groups),
+        drawn=DrawnRows(_integers(unknown_rows), unknown_ids),
+        logit_rows=_integers(logit_rows),
+        logit_ids=logit_ids,
+        sampling=_sampling_rows(parameters, aheads, random),
+        prompt=prompt_rows(items, starts[num_decoding:]),
+        embed=EmbedRows(_integers([row for _, row in embedded]), [name for name, _ in embedded]),
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
+        num_decoding=num_decoding,
     )
 
 
-def recurrent_tables(items: Sequence[PlanItem], groups: Sequence[AnyGroup]) -> tuple[RecurrentTables, ...]:
+def _columns(pairs: list[tuple[int, str]]) -> tuple[list[int], list[str]]:
+    return [row for row, _ in pairs], [name for _, name in pairs]
+
+
+def _integers(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64) if numbers else _NO_INTEGERS
+
+
+def recurrent_tables(plan: Plan, groups: Sequence[AnyGroup]) -> tuple[RecurrentTables, ...]:
     """Return the tables of the states and rows that a step reads and writes."""
-    found = []
+    found: list[RecurrentTables] = []
+    if not has_states(groups):
+        return ()
+    items = plan.items
     for g, group in enumerate(groups):
         if isinstance(group, StateGroup):
             [r] = [r for r, other in enumerate(groups) if isinstance(other, RowGroup) and other.layers == group.layers]
@@ -175,85 +290,60 @@ def _in_turns(moves: list[Move]) -> list[Pairs]:
     return turns
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Sampling parameters of a step's rows, as tensors. Steps whose rows belong to the same requests share them."""
-
-    params: list[SamplingParams]
-    real: tuple[torch.Tensor, ...]  # fp32 [R]: temperature, top_p, min_p, and the penalties
-    whole: tuple[torch.Tensor, ...]  # int64 [R]: top_k and num_logprobs
-    draws: bool  # any row is not greedy
-    has_penalty: bool  # any row has one
-    min_tokens: int  # the highest of all rows
+def sampling_rows(requests: Sequence[Request]) -> SamplingRows:
+    """Return the inputs for drawing each request's next token."""
+    at_once = [0] * len(requests)
+    return _sampling_rows(parameters_of(requests), at_once, _uniforms(requests, at_once))
 
 
-def parameters_of(requests: list[Request], known: Parameters | None = None) -> Parameters:
-    """Return the parameters of these requests' rows: `known` itself if it has the same."""
-    params = [request.sampling for request in requests]
-    # Compared by identity, because arrays among their fields cannot be compared.
-    if known is not None and len(params) == len(known.params) and all(map(is_, params, known.params)):
-        return known
-    real = [
-        (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params
-    ]
-    whole = [(p.top_k if p.top_k > 0 else KEEP_ALL, -1 if p.logprobs is None else p.logprobs) for p in params]
-    return Parameters(
-        params,
-        torch.tensor(real, dtype=torch.float32).reshape(-1, 6).T.contiguous().unbind(),
-        torch.tensor(whole, dtype=torch.int64).reshape(-1, 2).T.contiguous().unbind(),
-        any(p.temperature for p in params),
-        any(p.has_penalty for p in params),
-        max((p.min_tokens for p in params), default=0),
-    )
-
-
-def sampling_rows(
-    requests: list[Request], ahead: Sequence[int] | None = None, parameters: Parameters | None = None
+def _sampling_rows(
+    parameters: Parameters,
+    ahead: Sequence[int],  # [R], tokens before the one that is drawn that its request does not have yet
+    random: NDArray[np.float64],  # [R], random numbers
 ) -> SamplingRows:
-    """Return the inputs for drawing each request's next token, or the one `ahead` tokens after that."""
-    ahead = ahead or [0] * len(requests)
-    parameters = parameters or parameters_of(requests)
+    """Return the inputs for drawing tokens."""
     temperature, top_p, min_p, repetition, presence, frequency = parameters.real
     top_k, num_logprobs = parameters.whole
-    penalties = []
-    if parameters.has_penalty:
-        penalties = [_penalised(row, request) for row, request in enumerate(requests) if request.sampling.has_penalty]
-    constrained = [(row, of) for row, request in enumerate(requests) if (of := request.constraints) is not None]
-    biases = [(row, of) for row, of in constrained if len(of.bias)]
-    banned: list[tuple[int, int]] = []
-    if constrained or parameters.min_tokens:
-        banned = [(row, token) for row, one in enumerate(requests) for token in banned_now(one, ahead[row])]
+    dense: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "uniforms": torch.from_numpy(random),
+        "num_logprobs": num_logprobs,
+        "repetition": repetition,
+        "presence": presence,
+        "frequency": frequency,
+        "draws": parameters.draws,
+        "reports": parameters.reports,
+    }
+    if not parameters.special:
+        return SamplingRows(**dense, **_NOTHING_SPECIAL)
+    special = [(row, parameters.requests[row]) for row in parameters.special]
+    penalties = [_penalised(row, request) for row, request in special if request.sampling.has_penalty]
+    biases = [(row, of) for row, one in special if (of := one.constraints) is not None and len(of.bias)]
+    banned = [(row, token) for row, one in special for token in banned_now(one, ahead[row])]
     banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     return SamplingRows(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        uniforms=_uniforms(requests, ahead) if parameters.draws else torch.zeros(len(requests), dtype=torch.float64),
-        num_logprobs=num_logprobs,
+        **dense,
         penalty_rows=_concatenated([rows for rows, _, _ in penalties], torch.int64),
         penalty_tokens=_concatenated([tokens for _, tokens, _ in penalties], torch.int64),
         penalty_counts=_concatenated([counts for _, _, counts in penalties], torch.float32),
-        repetition=repetition,
-        presence=presence,
-        frequency=frequency,
         bias_rows=_concatenated([np.full(len(of.bias), row) for row, of in biases], torch.int64),
         bias_tokens=_concatenated([of.bias_tokens for _, of in biases], torch.int64),
         bias=_concatenated([of.bias for _, of in biases], torch.float32),
         banned_rows=banned_rows,
         banned_tokens=banned_tokens,
-        masks=_masks(requests),
+        masks=_masks(special),
     )
 
 
-def _uniforms(requests: list[Request], ahead: Sequence[int]) -> torch.Tensor:
-    """Return a random number for each row, fp64 [R]."""
-    return torch.from_numpy(
-        uniforms(
-            np.array([request.seed for request in requests], np.uint64),
-            np.array([len(request.tokens) + n for request, n in zip(requests, ahead, strict=True)], np.uint64),
-            np.array([request.sample_index for request in requests], np.uint64),
-        )
+def _uniforms(requests: Sequence[Request], ahead: Sequence[int]) -> NDArray[np.float64]:
+    """Return a random number for each row, [R]."""
+    return uniforms(
+        np.array([request.seed for request in requests], np.uint64),
+        np.array([len(request.tokens) + n for request, n in zip(requests, ahead, strict=True)], np.uint64),
+        np.array([request.sample_index for request in requests], np.uint64),
     )
 
 
@@ -267,9 +357,8 @@ def _allowed(request: Request) -> NDArray[np.int32] | None:
     return own[:size] & guided[:size]
 
 
-def _masks(requests: list[Request]) -> Masks | None:
-    said = [row for row, one in enumerate(requests) if one.schedule.allowed is not None or one.constraints is not None]
-    allowed = {row: mask for row in said if (mask := _allowed(requests[row])) is not None}
+def _masks(requests: Sequence[tuple[int, Request]]) -> Masks | None:
+    allowed = {row: mask for row, request in requests if (mask := _allowed(request)) is not None}
     if not allowed:
         return None
     widest = max(mask.nbytes for mask in allowed.values())
@@ -289,12 +378,14 @@ def _concatenated(parts: list[NDArray[np.generic]], dtype: torch.dtype) -> torch
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def prompt_rows(items: list[PlanItem], starts: NDArray[np.int32]) -> PromptRows:
+def prompt_rows(items: Sequence[PlanItem], starts: NDArray[np.int32]) -> PromptRows:
     """Return the rows of this step whose next token belongs to a prompt and has to be reported."""
     rows: list[int] = []
     tokens: list[int] = []
     num_logprobs: list[int] = []
     request_ids: list[str] = []
+    if all(item.request.sampling.prompt_logprobs is None for item in items):
+        return _NO_PROMPTS
     for s, item in enumerate(items):
         request, wanted = item.request, item.request.sampling.prompt_logprobs
         if wanted is not None:

@@ -7,6 +7,7 @@ plans and commits, unless the next step has already been launched.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,14 +46,14 @@ class LoopParts(Protocol):
 class Loop(Protocol):
     """Runs an engine step by step."""
 
-    def step(self, parts: LoopParts) -> list[Event]:
+    def step(self, parts: LoopParts) -> Sequence[Event]:
         """Return the events of the next step. An exception of the step ends only its requests, see `Engine.step`."""
 
 
 class SequentialLoop:
     """Finishes each step before it plans the next: the host waits for the device, and the device for the host."""
 
-    def step(self, parts: LoopParts) -> list[Event]:
+    def step(self, parts: LoopParts) -> Sequence[Event]:
         """Run one step, see `Loop.step`."""
         plan = parts.scheduler.plan()
         parts.under_way = plan
@@ -89,7 +90,7 @@ class OverlappedLoop:
     def __init__(self) -> None:
         self._ahead: _Flight | None = None  # launched by the previous call
 
-    def step(self, parts: LoopParts) -> list[Event]:
+    def step(self, parts: LoopParts) -> Sequence[Event]:
         """Run one step, see `Loop.step`."""
         self._drop_unneeded(parts)  # the caller may have ended its requests
         flight = self._ahead or _launched(parts, parts.scheduler.plan())
@@ -138,7 +139,7 @@ def _raising(error: BaseException) -> Launched:
     return wait
 
 
-def _failed(parts: LoopParts, plan: Plan, error: BaseException) -> list[Event]:
+def _failed(parts: LoopParts, plan: Plan, error: BaseException) -> Sequence[Event]:
     """End the requests of a step that raised. Called in its except block; re-raises if the engine is unusable."""
     ended = parts.scheduler.fail(plan, error)
     if not isinstance(error, Exception) or parts.runner.is_lost():

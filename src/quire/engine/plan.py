@@ -8,7 +8,7 @@ from math import isnan
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from quire.cache.manager import Move
-from quire.request import Request, Task, TokenLogprobs
+from quire.request import CacheState, Request, Task, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,11 +45,37 @@ class PlanItem(NamedTuple):
         return self.request.task is Task.EMBED and self.start + self.num_new == len(self.request.tokens)
 
 
+class DecodeStep(NamedTuple):
+    """The rows of one step. Its lists and arrays do not change any more, whatever requests join or leave."""
+
+    requests: Sequence[Request]
+    ids: list[str]
+    caches: Sequence[CacheState]
+    appends: Sequence[Callable[[int], None]]  # `tokens.append` of each request
+    starts: NDArray[np.int64]  # [R], the position of the token that the step computes
+    limits: NDArray[np.int64]  # [R], the number of tokens at which each ends
+    dues: NDArray[np.int64]  # [R], the number of computed tokens at which the block manager has to look
+    endings: NDArray[np.int64]  # [R, E], tokens that end each; padded with -1
+    rows: NDArray[np.int64] | None  # [R], their rows in DecodeRows until that settles; None: all of them
+    is_ahead: bool  # the step's input tokens are drawn by the step before, which is not committed yet
+
+    def items(self) -> list[PlanItem]:
+        """Return the rows as items of a plan."""
+        starts = self.starts.tolist()
+        return [PlanItem(request, start, 1) for request, start in zip(self.requests, starts, strict=True)]
+
+    def end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which requests end with these tokens, or have none: bool [R]."""
+        ended: NDArray[np.bool_] = (tokens[:, None] == self.endings).any(1)
+        return ended | (tokens < 0) | (self.starts + 2 >= self.limits)
+
+
 @dataclass
 class Plan:
     """A step: the tokens to compute, and the blocks to move before that, in the order of these fields."""
 
-    items: list[PlanItem] = field(default_factory=list)
+    rest: list[PlanItem] = field(default_factory=list)  # requests that do not merely decode
+    decode: DecodeStep | None = None  # the others, whose rows come first
     swap_out: list[Move] = field(default_factory=list)  # from the device to the host
     swap_in: list[Move] = field(default_factory=list)  # from the host to the device
     copies: list[Move] = field(default_factory=list)  # in this order
@@ -59,13 +85,37 @@ class Plan:
     num_tokens: int = 0  # to compute, over all items
 
     @property
+    def items(self) -> list[PlanItem]:
+        """The parts of all requests, in the order of their rows. Steps that merely decode are faster without it."""
+        return self.rest if self.decode is None else [*self.decode.items(), *self.rest]
+
+    @items.setter
+    def items(self, items: list[PlanItem]) -> None:
+        self.decode, self.rest = None, items
+
+    @property
+    def moves(self) -> bool:
+        """True if any block is moved."""
+        return bool(self.swap_out or self.swap_in or self.copies)
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests that merely decode."""
+        return 0 if self.decode is None else len(self.decode.requests)
+
+    @property
+    def computes(self) -> bool:
+        """True if any token is computed."""
+        return self.decode is not None or bool(self.rest)
+
+    @property
     def is_empty(self) -> bool:
         """True if a runner has nothing to do."""
-        return not (self.items or self.swap_out or self.swap_in or self.copies)
+        return not (self.computes or self.moves)
 
     def add(self, request: Request, num_new: int) -> None:
         """Add the request's next `num_new` tokens."""
-        self.items.append(PlanItem(request, request.cache.num_computed, num_new))
+        self.rest.append(PlanItem(request, request.cache.num_computed, num_new))
         self.num_tokens += num_new
 
 
@@ -73,7 +123,9 @@ class Plan:
 class StepOutput:
     """The results of a step, by request id."""
 
-    tokens: dict[str, int]  # the drawn token of each request that samples; INVALID_TOKEN: no finite logit
+    # The drawn token of each request that samples, except those in `decoded`; INVALID_TOKEN: no finite logit.
+    tokens: dict[str, int]
+    decoded: NDArray[np.int64] | None = None  # the drawn tokens of the plan's decode rows; None: they are in `tokens`
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, if requested
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     tokens_after_drafts: dict[str, list[int]] = field(default_factory=dict)  # one per draft token, if all accepted

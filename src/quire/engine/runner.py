@@ -72,7 +72,7 @@ class Runner:
         """Queue the work of `run`. On a CPU it is finished on return."""
         with device_context(self.device):
             self.move(batch)
-            return self.compute(batch) if len(batch.token_ids) else lambda: StepOutput({})
+            return self.compute(batch) if batch.token_ids.shape[0] else lambda: StepOutput({})
 
     def is_lost(self) -> bool:
         """Return whether the device has failed for good, as after an illegal address: then every CUDA call fails."""
@@ -107,8 +107,10 @@ class Runner:
         kept = _rows_to_keep(batch)
         token_ids, positions, rows = send([batch.token_ids, batch.positions, kept], self.device)
         self.fill_in(batch, token_ids)
-        there = replace(batch, token_ids=token_ids, positions=positions)
-        if len(kept) == len(batch.token_ids):
+        there = batch
+        if token_ids is not batch.token_ids:
+            there = replace(batch, token_ids=token_ids, positions=positions)
+        if kept.shape == batch.token_ids.shape:
             return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)
         return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), self.plans, kept)
 
@@ -148,12 +150,12 @@ class Runner:
         kept: Tensor | None = None,  # int64, host, ascending: the rows of `hidden`; None: all
     ) -> Launched:
         """Draw a token for each logit row, and gather the requested logprobs and hidden states."""
-        readers = [_nonfinite_rows(batch, self.nonfinite(plans, len(batch.token_ids)))]
-        if len(batch.logit_rows):
+        readers = [_nonfinite_rows(batch, self.nonfinite(plans, batch.token_ids.shape[0]))]
+        if batch.logit_rows.shape[0]:
             readers.append(self._sample(batch, _rows(hidden, batch.logit_rows, kept)))
-        if len(batch.prompt.rows):
+        if batch.prompt.rows.shape[0]:
             readers.append(self._report_prompt(batch, _rows(hidden, batch.prompt.rows, kept)))
-        if len(batch.embed.rows):
+        if batch.embed.rows.shape[0]:
             readers.append(_embed(batch, _rows(hidden, batch.embed.rows, kept)))
         wait = all_queued(self.device)
 
@@ -183,23 +185,30 @@ class Runner:
         """Draw a token for each of these rows."""
         drawn: list[Tensor] = []
         logprobs: list[tuple[Tensor, Callable[[], list[TokenLogprobs]]]] = []  # of some rows
-        for start in range(0, len(hidden), MAX_LOGIT_ROWS):
+        for start in range(0, hidden.shape[0], MAX_LOGIT_ROWS):
             logits = self.model.logits(hidden[start : start + MAX_LOGIT_ROWS])
             rows = batch.sampling.part(start, start + MAX_LOGIT_ROWS)
+            if not rows.reports:
+                drawn.append(sample(logits, rows, self.backend))
+                continue
             reported = (rows.num_logprobs >= 0).nonzero().flatten()
-            [there] = send([reported], logits.device) if len(reported) else [reported]
-            raw = logits[there] if len(reported) else None  # a copy: sampling changes the logits
+            [there] = send([reported], logits.device)
+            raw = logits[there]  # a copy: sampling changes the logits
             drawn.append(sample(logits, rows, self.backend))
-            if raw is not None:
+            if len(reported):
                 found = token_logprobs(raw, drawn[-1][there].clamp(min=0), rows.num_logprobs[reported], self.backend)
                 logprobs.append((reported + start, found))
-        self._drawn = torch.cat(drawn)
+        self._drawn = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         self._drawn_ids = batch.logit_ids
         tokens = receive(self._drawn)
 
         def read(output: StepOutput) -> None:
             by_row = {row: one for rows, found in logprobs for row, one in zip(rows.tolist(), found(), strict=True)}
-            for row, (request_id, token) in enumerate(zip(batch.logit_ids, tokens.tolist(), strict=True)):
+            count = batch.num_decoding
+            output.decoded = tokens[:count].numpy()
+            output.logprobs.update((batch.logit_ids[row], one) for row, one in by_row.items() if row < count)
+            rest = zip(batch.logit_ids[count:], tokens[count:].tolist(), strict=True)
+            for row, (request_id, token) in enumerate(rest, count):
                 if request_id not in output.tokens:
                     output.tokens[request_id] = token
                     if row in by_row:
@@ -282,7 +291,7 @@ def _rows_to_keep(batch: Batch) -> Tensor:
 
     If none is, as for a chunk of a long prompt, return the last row, because operators take at least one.
     """
-    asked = [rows for rows in (batch.logit_rows, batch.prompt.rows, batch.embed.rows) if len(rows)]
+    asked = [rows for rows in (batch.logit_rows, batch.prompt.rows, batch.embed.rows) if rows.shape[0]]
     if not asked:
         return torch.tensor([len(batch.token_ids) - 1])
     return asked[0] if len(asked) == 1 else torch.cat(asked).sort().values
@@ -294,7 +303,7 @@ def _rows(
     kept: Tensor | None,  # int64, host, ascending
 ) -> Tensor:
     """Return those rows: [R, H]."""
-    if len(rows) == len(hidden):
+    if rows.shape[0] == hidden.shape[0]:
         return hidden
     if kept is not None:
         rows = torch.searchsorted(kept, rows)

@@ -25,7 +25,8 @@ from quire.request import TokenLogprobs
 
 TILE = 128  # tokens per group; first only the best one of each counts
 CANDIDATES = 1_024  # tokens of a row that are ranked first; more if they do not contain its nucleus
-MAX_DRAWN_ROWS = 16  # rows at a time, with several float64 numbers per token: about 100 MiB for a vocabulary of 128k
+DRAWN_BY_CPU = 2**21  # logits that a CPU draws from at a time; each needs several float64 numbers, 100 MiB in all
+FEW_LOGITS = 2**17  # numbers up to which numpy finds the best ones faster, in one thread, than torch
 FEW = 4  # a mask that leaves less than 1/FEW of the tokens is worth gathering them
 UNIT = 2**44  # weight of the best token when weights are integers: 2**18 of them add up to less than 2**63
 DRAWN_NUMBERS = 2**22  # logits that a GPU draws from at a time; each needs about ten numbers of 8 bytes
@@ -41,7 +42,7 @@ def sample(
     Order: biases, penalties, forbidden tokens, masks, then greedy choice, or temperature, min-p, top-k, top-p and a
     draw.
     """
-    if len(rows.bias_rows) or len(rows.penalty_rows) or len(rows.banned_rows):
+    if any(rows.shape[0] for rows in (rows.bias_rows, rows.penalty_rows, rows.banned_rows)):
         _change(logits, rows)
     if rows.masks is not None:
         _mask(logits, rows.masks)
@@ -49,7 +50,7 @@ def sample(
     tokens = _argmax(logits) if logits.is_cpu else logits.argmax(-1)
     best = logits.gather(1, tokens[:, None])
     valid = best.flatten().abs() < torch.inf  # equivalent to `isfinite`, in fewer launches
-    if rows.temperature.any():
+    if rows.draws:
         draw = _draw_looking if logits.is_cpu else _draw_blindly
         draw(logits, best, valid, rows, backend, tokens)
     return torch.where(valid, tokens, INVALID_TOKEN)
@@ -112,6 +113,8 @@ def _argmax(
 ) -> Tensor:
     """Return logits.argmax(-1): int64 [R]. That reads one number at a time; this does so only in the best tile."""
     rows, vocabulary = logits.shape
+    if logits.numel() <= FEW_LOGITS:
+        return torch.from_numpy(logits.numpy().argmax(-1))
     whole = vocabulary // TILE
     best = logits[:, : whole * TILE].view(rows, whole, TILE).amax(-1)
     if whole * TILE < vocabulary:
@@ -134,7 +137,7 @@ def _draw_looking(
     drawing = valid & (rows.temperature > 0)
     if rows.masks is not None:
         _draw_among_few(logits, best, rows, rows.masks, drawing, tokens)
-    for drawn in torch.split(torch.nonzero(drawing).flatten(), MAX_DRAWN_ROWS):
+    for drawn in torch.split(torch.nonzero(drawing).flatten(), max(1, DRAWN_BY_CPU // logits.shape[1])):
         # Relative to the best logit nothing overflows, however low the temperature, and min-p is a plain threshold.
         weights = torch.exp((logits[drawn] - best[drawn]).double() / rows.temperature[drawn, None])
         weights[weights < rows.min_p[drawn, None]] = 0.0

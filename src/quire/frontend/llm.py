@@ -346,7 +346,7 @@ class LLM:
             ```
         """
         tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(prompts)]
-        yield from self._run(self.factory.generations(tokenized, sampling_params, priority, lora))
+        yield from self._run(self.factory.generations(tokenized, sampling_params, priority, lora), is_streamed=True)
 
     def beam_search(
         self,
@@ -618,13 +618,12 @@ class LLM:
     def _finished(self, made: Sequence[Made], use_tqdm: bool) -> list[RequestOutput]:
         """Run prompts to completion. Return their outputs in the order of the prompts."""
         with progress_bar("prompts", len(made)) if use_tqdm else nullcontext(lambda: None) as advance:
-            for output in self._run(made):
-                if output.finished:
-                    advance()
+            for _ in self._run(made, is_streamed=False):
+                advance()
         return [output for output, _ in made]
 
-    def _run(self, made: Sequence[Made]) -> Iterator[RequestOutput]:
-        """Run prompts. Yield an output whenever it has grown."""
+    def _run(self, made: Sequence[Made], *, is_streamed: bool) -> Iterator[RequestOutput]:
+        """Run prompts. Yield each output when it has ended and, if it is streamed, whenever it has grown."""
         for place, (_, requests) in enumerate(made):
             with _by_place(place, len(made)):
                 for request in requests:
@@ -635,12 +634,13 @@ class LLM:
         try:
             for output, requests in made:
                 for request in requests:
-                    self.processor.add(request, output, ended)
+                    self.processor.add(request, output, ended, is_streamed=is_streamed)
             while pending:
                 if not self.engine.has_work:
                     raise QuireError("events of this call were lost: an exception interrupted another call")
                 grown = self._step()
-                yield from (output for output in grown if output.request_id in pending and not output.finished)
+                if is_streamed:
+                    yield from (output for output in grown if output.request_id in pending and not output.finished)
                 while ended:  # in this step, or in one of another stream
                     output = ended.popleft()
                     pending.remove(output.request_id)

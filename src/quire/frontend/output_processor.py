@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quire.engine.engine import Engine
+from quire.engine.step_events import Drawn, StepEvents
 from quire.request import (
     Event,
     FinishReason,
@@ -35,8 +36,10 @@ class _Sample:
     sampling: SamplingParams
     detokenizer: Detokenizer | None
     ended: deque[RequestOutput]
+    is_quiet: bool  # nothing but its tokens is needed before it ends
     text: str = ""  # the full text; callers see the part in which no stop string can have begun
     searched: int = 0  # length of that part
+    decoded: int = 0  # tokens whose text is in it, or held back by the detokenizer
 
 
 class OutputProcessor:
@@ -48,11 +51,14 @@ class OutputProcessor:
         self._samples: dict[str, _Sample] = {}
         self._decoded: dict[int, str] = {}  # the text of each token that was a candidate, at most the vocabulary
 
-    def add(self, request: Request, output: RequestOutput, ended: deque[RequestOutput]) -> None:
+    def add(
+        self, request: Request, output: RequestOutput, ended: deque[RequestOutput], *, is_streamed: bool = True
+    ) -> None:
         """Queue a request and collect its events in the output's sample of the same index.
 
-        When all samples have ended, the output is appended to `ended`. Raises RequestError, queueing nothing, as
-        Engine.add does.
+        When all samples have ended, the output is appended to `ended`. is_streamed: `process` yields each new token,
+        with the text so far; otherwise, unless stop strings need it before, the text is decoded once at the end.
+        Raises RequestError, queueing nothing, as Engine.add does.
         """
         first = output.outputs[0]  # of a resumed request, the only one
         # Siblings share its seed; their index distinguishes them.
@@ -70,7 +76,9 @@ class OutputProcessor:
             sample.logprobs, sample.cumulative_logprob = [], 0.0
         if sampling.prompt_logprobs is not None and request.sample_index == 0:
             output.prompt_logprobs = [None]
-        self._samples[request.id] = place = _Sample(request, output, sample, sampling, detokenizer, ended)
+        is_quiet = not is_streamed and not sampling.stop_strings
+        place = _Sample(request, output, sample, sampling, detokenizer, ended, is_quiet)
+        self._samples[request.id] = place
         if request.num_generated or request.to_check:
             _restore(place)
 
@@ -78,8 +86,25 @@ class OutputProcessor:
         """Process a step's events. Yield each event with the output that it changed.
 
         If the text ended a sample, for example at a stop string, the event gets its finish reason, and later events of
-        the sample are dropped.
+        the sample are dropped. A token of a request that is not streamed is not yielded.
         """
+        for part in events.parts if isinstance(events, StepEvents) else [list(events)]:
+            if isinstance(part, Drawn):
+                yield from self._process_drawn(part)
+            else:
+                yield from self._process_events(part)
+
+    def _process_drawn(self, drawn: Drawn) -> Iterator[tuple[Event, RequestOutput]]:
+        get, odd = self._samples.get, drawn.odd
+        for place, (request_id, token) in enumerate(zip(drawn.ids, drawn.tokens, strict=True)):
+            if place in odd:
+                yield from self._process_events(odd[place])
+            elif (sample := get(request_id)) is not None and sample.is_quiet:
+                sample.output.token_ids.append(token)
+            else:
+                yield from self._process_events((Event(request_id, token),))
+
+    def _process_events(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
         for event in events:
             sample = self._samples.get(event.request_id)
             if sample is not None:  # else a stop string has ended it
@@ -121,10 +146,15 @@ class OutputProcessor:
         if sample.detokenizer is not None:
             # The text of a token that ends the request is left out, like that of a stop string.
             shown = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
-            if event.token is not None and event.drawn is None and shown:
-                sample.text += sample.detokenizer.add(event.token)
+            is_hidden = event.token is not None and event.drawn is None and not shown
             if output.finished:
-                sample.text += sample.detokenizer.finish()
+                last = len(output.token_ids) - is_hidden
+                sample.text += sample.detokenizer.finish(output.token_ids[sample.decoded : last])
+            elif not sample.is_quiet:
+                sample.text += "".join(map(sample.detokenizer.add, output.token_ids[sample.decoded :]))
+                sample.decoded = len(output.token_ids)
+            else:
+                return
             self._look_for_stop(sample, event.request_id)
             output.text = sample.text if output.finished else sample.text[: sample.searched]
 
@@ -156,7 +186,8 @@ def _restore(sample: _Sample) -> None:
     delivered = [*request.tokens[request.num_prompt :], *request.to_check]
     sample.output.token_ids += delivered
     if sample.detokenizer is not None:
-        sample.text = "".join([sample.detokenizer.add(token) for token in delivered])
+        sample.text = "".join(map(sample.detokenizer.add, delivered))
+        sample.decoded = len(sample.output.token_ids)
         sample.searched = _certain(sample.text, 0, sample.sampling.stop_strings)
         sample.output.text = sample.text[: sample.searched]
 

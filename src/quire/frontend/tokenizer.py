@@ -41,6 +41,7 @@ class Tokenizer:
         self._fast.no_padding()
         self._single: dict[tuple[int, bool], str] = {}  # the text of tokens alone, which every new token needs
         self._decoders = _decoders(self._fast)
+        self._joins_bytes = self._decoders == {"ByteLevel"}  # a text is the bytes of its tokens, one after the other
         self._marks_words = not {"ByteFallback", "Metaspace"}.isdisjoint(self._decoders)
         self._added = {
             token: added.content.replace(WORD_MARK, " ") if self._marks_words and not added.special else added.content
@@ -133,6 +134,13 @@ class Tokenizer:
             self._single[token, skip_special_tokens] = text
         return text
 
+    def piece(self, token: int, skip_special_tokens: bool) -> str | None:
+        """Return the text that a token adds to any complete text, or None if that depends on the tokens around it."""
+        if not self._joins_bytes:
+            return None
+        text = self.decode((token,), skip_special_tokens)
+        return None if REPLACEMENT in text else text
+
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, which need not be complete characters; empty for an id without a token."""
         if token in self._added:
@@ -212,6 +220,11 @@ class Detokenizer:
         """Append a token. Return the text that is now certain."""
         if token in self._left_out:
             return ""
+        if self._num_told == len(self._window) >= self._num_prompt:  # no text is held back
+            piece = self._tokenizer.piece(token, self._skip)
+            if piece is not None:
+                self._window, self._num_told, self._num_prompt = [token], 1, 0
+                return piece
         self._window.append(token)
         certain, decoded = len(self._window), self._decode(self._window)
         if decoded.endswith(REPLACEMENT):
@@ -226,9 +239,13 @@ class Detokenizer:
         self._num_prompt = max(0, self._num_prompt - surplus)
         return text
 
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        return self._new_text(self._decode(self._window))
+    def finish(self, tokens: Sequence[int] = ()) -> str:
+        """Append the last tokens. Return their text and the text that was held back."""
+        window = [*self._window, *(token for token in tokens if token not in self._left_out)]
+        decoded = self._decode(window)
+        if tokens and REPLACEMENT in decoded:  # of incomplete characters, only so much is held back
+            return "".join([*map(self.add, tokens), self.finish()])
+        return self._new_text(decoded)
 
     def _new_text(self, decoded: str) -> str:
         """Return the new part of the window's text."""

@@ -2,8 +2,8 @@
 
 Letters are those of `quire.ops.spec`. In addition, P is the number of prompt positions whose logprobs are requested, E
 the number of prompts that are embedded, K the number of entries in a sparse list, and W the number of bytes that have
-one bit for each token. All tensors are on the host. Those of T and S entries are views of buffers that the next step
-overwrites. The runner copies token ids and positions to the device, since models read them there.
+one bit for each token. All tensors are on the host. Those of T and S entries, and the random numbers, are views of
+buffers that the next step overwrites. The runner copies token ids and positions to the device, where models read them.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class SamplingRows:
     repetition: torch.Tensor  # fp32 [R], repetition penalty
     presence: torch.Tensor  # fp32 [R], presence penalty
     frequency: torch.Tensor  # fp32 [R], frequency penalty
+    draws: bool  # any row has a temperature
+    reports: bool  # logprobs are requested for any row
     bias_rows: torch.Tensor  # int64 [K], row of each token with a bias
     bias_tokens: torch.Tensor  # int64 [K]
     bias: torch.Tensor  # fp32 [K], added to its logit
@@ -87,7 +89,7 @@ class SamplingRows:
 
     def part(self, start: int, stop: int) -> SamplingRows:
         """Return rows start:stop."""
-        if start == 0 and stop >= len(self.temperature):
+        if start == 0 and stop >= self.temperature.shape[0]:
             return self
         dense = {
             name: getattr(self, name)[start:stop]
@@ -108,6 +110,8 @@ class SamplingRows:
         banned = slice(*torch.searchsorted(self.banned_rows, torch.tensor([start, stop])).tolist())
         return SamplingRows(
             **dense,
+            draws=self.draws,
+            reports=self.reports,
             penalty_rows=self.penalty_rows[penalised] - start,
             penalty_tokens=self.penalty_tokens[penalised],
             penalty_counts=self.penalty_counts[penalised],
@@ -162,3 +166,4 @@ class Batch:
     prompt: PromptRows
     embed: EmbedRows
     lora_slots: torch.Tensor | None = None  # int32 [T], each row's adapter slot, -1: no adapter; None: no row has one
+    num_decoding: int = 0  # sequences, the first ones, of the plan's decode step: one row each, which draws a token

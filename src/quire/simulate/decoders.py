@@ -224,7 +224,7 @@ class Decoders:
             del self._as_of[request]
             self.keys -= request.cache.num_computed
             scheduler.finish(request.id, FinishReason.LENGTH)
-        return scheduler.commit(NO_PLAN, NO_OUTPUT)
+        return list(scheduler.commit(NO_PLAN, NO_OUTPUT))
 
 
 def _is_plain(one: Request) -> bool:
