@@ -3,7 +3,7 @@
 import random
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -434,6 +434,20 @@ def test_the_text_is_what_the_tokens_add_to_the_prompts() -> None:
         detokenizer = Detokenizer(tokenizer, prompt, skips)
         found = "".join([*(detokenizer.add(token) for token in new), detokenizer.finish()])
         assert found == added, (prompt, new, skips)
+        assert Detokenizer(tokenizer, prompt, skips).finish(new) == added, (prompt, new, skips)
+
+
+@pytest.mark.parametrize("fast", [byte_level, byte_fallback])
+def test_the_last_tokens_may_come_at_once(fast: Callable[[], FastTokenizer], tmp_path: Path) -> None:
+    fast().save(str(tmp_path / "tokenizer.json"))
+    tokenizer, rng = Tokenizer(tmp_path), random.Random(3)
+    for _ in range(200):
+        tokens = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, 40))]
+        tokens += tokenizer.encode(rng.choice(TEXTS), add_special_tokens=False)
+        cut = rng.randint(0, len(tokens))
+        one, other = (Detokenizer(tokenizer, [], skip_special_tokens=True) for _ in range(2))
+        found = "".join(map(one.add, tokens[:cut])) + one.finish(tokens[cut:])
+        assert found == "".join(map(other.add, tokens)) + other.finish(), tokens
 
 
 @pytest.mark.slow

@@ -517,11 +517,12 @@ class AsyncLLM:
         start = time.monotonic()
         events = self.engine.step()
         now = time.monotonic()
-        searches = [
-            search
-            for event in events
-            if (search := self._searches.get(event.request_id)) is not None and self._lead(search, event)
-        ]
+        searches = []
+        if self._searches:
+            for event in events:
+                search = self._searches.get(event.request_id)
+                if search is not None and self._lead(search, event):
+                    searches.append(search)
         texts = list(self._processor.process(events))
         grown = {output.request_id: output for _, output in texts}
         shown = []

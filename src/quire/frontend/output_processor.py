@@ -99,10 +99,27 @@ class OutputProcessor:
         for place, (request_id, token) in enumerate(zip(drawn.ids, drawn.tokens, strict=True)):
             if place in odd:
                 yield from self._process_events(odd[place])
-            elif (sample := get(request_id)) is not None and sample.is_quiet:
+            elif (sample := get(request_id)) is None:
+                continue
+            elif sample.is_quiet:
                 sample.output.token_ids.append(token)
-            else:
+            elif sample.sampling.stop_strings or not self._add_token(sample, token):
                 yield from self._process_events((Event(request_id, token),))
+            else:
+                yield Event(request_id, token), sample.request
+
+    def _add_token(self, sample: _Sample, token: int) -> bool:
+        """Add a token that ends nothing to a sample without stop strings. Return False if it cannot be detokenized."""
+        try:
+            text = "" if sample.detokenizer is None else sample.detokenizer.add(token)
+        except Exception:  # reported when the event is processed
+            return False
+        output = sample.output
+        output.token_ids.append(token)
+        sample.decoded += 1
+        sample.text = output.text = sample.text + text
+        sample.searched = len(sample.text)
+        return True
 
     def _process_events(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
         for event in events:

@@ -243,7 +243,7 @@ class Detokenizer:
         """Append the last tokens. Return their text and the text that was held back."""
         window = [*self._window, *(token for token in tokens if token not in self._left_out)]
         decoded = self._decode(window)
-        if tokens and REPLACEMENT in decoded:  # of incomplete characters, only so much is held back
+        if tokens and REPLACEMENT in decoded:  # the length of an incomplete character that is held back is limited
             return "".join([*map(self.add, tokens), self.finish()])
         return self._new_text(decoded)
 
