@@ -17,6 +17,7 @@ from quire_bench.cli.constraints import constraints
 from quire_bench.cli.disk import disk
 from quire_bench.cli.fleet import fleet
 from quire_bench.cli.gpu import gpu
+from quire_bench.cli.host import host
 from quire_bench.cli.http import http
 from quire_bench.cli.latency import latency
 from quire_bench.cli.lora import lora
@@ -39,6 +40,7 @@ COMMANDS = (
     scheduler,
     blocks,
     serve,
+    host,
     http,
     soak,
     fleet,

@@ -1,20 +1,22 @@
-"""The host's time of a step, on a device that takes none.
+"""The host's time of a decoding step, on a device that takes none.
 
-The model is a `FakeModel`: it computes nothing and always has the same logits. Everything else is the engine itself:
-scheduler, block manager, batch, attention plan, sampler, and text. What remains of a step's time is the host's part of
-it, on any machine.
+The model is a `FakeModel`, which computes nothing and always has the same logits. Everything else is real: scheduler,
+block manager, batch, attention plan, sampler, text, and the server's routes. So what a step takes is the host's part
+of it, on any machine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import statistics
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -29,7 +31,8 @@ from quire.engine.graphs import GraphRunner
 from quire.engine.loops import OverlappedLoop
 from quire.engine.runner import Runner
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.request_factory import RequestFactory, RequestOptions, TokenizedPrompt
+from quire.frontend.outputs import RequestOutput
+from quire.frontend.request_factory import RequestFactory, TokenizedPrompt
 from quire.frontend.tokenizer import Tokenizer, find_tokenizer
 from quire.models import locate
 from quire.models.batch import Batch
@@ -39,36 +42,41 @@ from quire.models.model import ModelShape, WeightBytes
 from quire.ops.collectives import Communicator
 from quire.ops.program import Plan
 from quire.request import SamplingParams, StructuredOutputsParams
+from quire.server.run import build_parts
+from quire.server.server_config import ServerConfig
 
 PARTS = ("plan", "lay out", "attention plan", "sample", "commit", "text", "other")
-CASES: Mapping[str, Mapping[str, Any]] = {  # sampling parameters
-    "greedy": {"temperature": 0.0, "detokenize": False},
-    "text": {"temperature": 0.8},
-    "stop": {"temperature": 0.8, "stop": ["\n\nimport qux", "\x00"]},
-    "penalties": {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1},
-    "logprobs": {"temperature": 0.8, "logprobs": 2},
-    "grammar": {"temperature": 0.8, "structured_outputs": StructuredOutputsParams(regex="[a-z ]*")},
-}
+CASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # sampling parameters
+    {
+        "greedy": {"temperature": 0.0, "detokenize": False},
+        "text": {"temperature": 0.8},
+        "stop": {"temperature": 0.8, "stop": ["never drawn", "nor this"]},
+        "penalties": {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+        "logprobs": {"temperature": 0.8, "logprobs": 2},
+        "grammar": {"temperature": 0.8, "structured_outputs": StructuredOutputsParams(regex="[a-z ]*")},
+    }
+)
+VOCABULARY = 320  # tokens that the fake model draws from; the arithmetic of sampling is the device's
 CONTEXT = 100  # tokens of a prompt
-VOCABULARY = 320  # tokens that the fake model draws from: the arithmetic of sampling is the device's
-_now = time.thread_time
 WARM_UP = 8  # steps that are not counted
+MOST_STEPS = 256  # steps until all prompts are computed
+BLOCKS = 48  # for each sequence
 
 
 @dataclass(frozen=True)
 class FakeShape:
     """The sizes of a model with one small layer."""
 
-    vocab_size: int
+    vocab_size: int = VOCABULARY
     hidden_size: int = 8
     layer_width: int = 8
     groups: tuple[CacheGroup, ...] = (CacheGroup((0,), None, Heads(1, 1, 8)),)
 
 
 class FakeModel:
-    """A model that computes nothing. Row r of each step has row r of the same table of logits."""
+    """A model that computes nothing. Row r of every step has row r of the same table of logits."""
 
-    origin = "a fake model"
+    origin = "a model that computes nothing"
     quantisation = None
     dtype = torch.float32
     max_model_len = 4_096
@@ -78,24 +86,23 @@ class FakeModel:
     capturable = True
     exchange: Communicator | None = None
     loras: Loras | None = None
+    config: ModelShape = FakeShape()
+    whole: ModelShape = config
 
-    def __init__(self, vocab_size: int, most_rows: int) -> None:
-        self.config: ModelShape = FakeShape(vocab_size)
-        self.whole = self.config
-        generator = torch.Generator().manual_seed(0)
-        self._logits = torch.randn(most_rows, vocab_size, generator=generator)
-        self._hidden = torch.zeros(most_rows * CONTEXT, 8)
-        self.logits_seconds = 0.0
+    def __init__(self, most_rows: int) -> None:
+        """most_rows: of the logits."""
+        self._logits = torch.randn(most_rows, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        self.seconds = 0.0  # time of copying logits, which is the device's
 
-    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Return hidden states of zeros."""
-        return self._hidden[: len(batch.token_ids) if rows is None else len(rows)]
+        return torch.zeros(batch.token_ids.shape[0] if rows is None else rows.shape[0], 8)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the first rows of the table, as a copy, since the sampler changes it."""
-        start = _now()
-        found = self._logits[: len(hidden)].clone()
-        self.logits_seconds += _now() - start
+        """Return rows of the table, as a copy, since the sampler changes them."""
+        start = time.perf_counter()
+        found = self._logits[: hidden.shape[0]].clone()
+        self.seconds += time.perf_counter() - start
         return found
 
 
@@ -111,11 +118,11 @@ class Clock:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._within.append(0.0)
-            start = _now()
+            start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds = _now() - start
+                seconds = time.perf_counter() - start
                 self.seconds[part] += seconds - self._within.pop()
                 self._within[-1] += seconds
 
@@ -127,65 +134,63 @@ class HostTime:
     """The host's time of a decoding step.
 
     Attributes:
-        sequences: rows of each step.
         case: see `CASES`.
+        sequences: rows of each step.
         milliseconds: median of the steps.
-        parts: milliseconds of each part, mean of the steps.
+        quick: milliseconds that a tenth of the steps took at most; on a busy machine the better measure.
+        parts: mean milliseconds of each part, with what timing them takes.
     """
 
-    sequences: int
     case: str
+    sequences: int
     milliseconds: float
+    quick: float
     parts: Mapping[str, float]
 
     @property
     def microseconds_each(self) -> float:
-        """Microseconds of a step for each sequence."""
+        """Microseconds of the median step for each sequence."""
         return 1e3 * self.milliseconds / self.sequences
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {**asdict(self), "microseconds_each": self.microseconds_each}
 
-def measure(sequences: int, case: str, steps: int = 48, *, overlapped: bool = False, backend: str = "cpu") -> HostTime:
-    """Decode with `sequences` requests for `steps` steps.
 
-    overlapped: plan each step while the one before is computed, and replay graphs, as on a GPU.
+def measure(case: str, sequences: int, steps: int = 128, *, overlapped: bool = False) -> HostTime:
+    """Decode with that many sequences for `steps` steps.
+
+    overlapped: plan each step while the one before it is computed, and replay graphs, as on a GPU.
     """
     tokenizer = cast(Tokenizer, find_tokenizer(files_of(locate(None, None))))
-    engine, model = make_engine(sequences, backend, overlapped=overlapped)
+    engine, model = make_engine(sequences, overlapped=overlapped)
     processor = OutputProcessor(engine, tokenizer)
-    with prepared(engine, tokenizer) as factory:
-        _add(factory, processor, sequences, SamplingParams(**CASES[case], max_tokens=WARM_UP + steps + 8, seed=1))
-        while any(request.num_generated < 1 for request in engine.scheduler.requests.values()):
+    with _factory(engine, tokenizer) as factory:
+        _add_prompts(
+            factory, processor, sequences, SamplingParams(**CASES[case], max_tokens=steps + MOST_STEPS, seed=1)
+        )
+        while any(request.num_generated < WARM_UP for request in engine.scheduler.requests.values()):
             list(processor.process(engine.step()))
-        for _ in range(WARM_UP):
-            list(processor.process(engine.step()))
+        seconds = _step_seconds(engine, processor, model, steps)
         clock = Clock()
         _time_parts(engine, processor, clock)
-        seconds = []
-        gc.collect()
-        gc.disable()  # as servers do
-        try:
-            for _ in range(steps):
-                model.logits_seconds, start = 0.0, _now()
-                processor.process(engine.step())
-                seconds.append(_now() - start - model.logits_seconds)
-        finally:
-            gc.enable()
-        assert all(request.num_generated >= steps for request in engine.scheduler.requests.values())
-    clock.seconds["other"] += sum(seconds) - sum(clock.seconds.values())
-    parts = {part: 1e3 * total / steps for part, total in clock.seconds.items()}
-    return HostTime(sequences, case, 1e3 * statistics.median(seconds), parts)
+        whole = _step_seconds(engine, processor, model, steps // 2)
+    clock.seconds["other"] += sum(whole) - sum(clock.seconds.values())
+    parts = {part: 1e3 * total / len(whole) for part, total in clock.seconds.items()}
+    quick = statistics.quantiles(seconds, n=10, method="inclusive")[0]
+    return HostTime(case, sequences, 1e3 * statistics.median(seconds), 1e3 * quick, parts)
 
 
-def make_engine(sequences: int, backend: str = "cpu", *, overlapped: bool = False) -> tuple[Engine, FakeModel]:
-    """Return an engine with a fake model for that many sequences."""
-    model = FakeModel(VOCABULARY, sequences)
+def make_engine(sequences: int, *, overlapped: bool = False) -> tuple[Engine, FakeModel]:
+    """Return an engine for that many sequences, and its model. overlapped: see `measure`."""
+    model = FakeModel(sequences)
     config = engine_config(
         max_num_seqs=sequences,
         max_num_batched_tokens=max(2_048, sequences),
-        num_blocks=sequences * 32,
+        num_blocks=sequences * BLOCKS,
         num_speculative_tokens=0,
     )
-    engine = build_engine(model, ops.load(backend), config)
+    engine = build_engine(model, ops.load("cpu"), config)
     if overlapped:
         engine.loop = OverlappedLoop()
         max_blocks = -(-model.max_model_len // config.cache.block_size)
@@ -194,8 +199,7 @@ def make_engine(sequences: int, backend: str = "cpu", *, overlapped: bool = Fals
 
 
 @contextmanager
-def prepared(engine: Engine, tokenizer: Tokenizer) -> Iterator[RequestFactory]:
-    """Yield the factory of the engine's requests."""
+def _factory(engine: Engine, tokenizer: Tokenizer) -> Iterator[RequestFactory]:
     factory = RequestFactory.of(engine, tokenizer, {})
     try:
         yield factory
@@ -204,12 +208,32 @@ def prepared(engine: Engine, tokenizer: Tokenizer) -> Iterator[RequestFactory]:
         engine.close()
 
 
-def _add(factory: RequestFactory, processor: OutputProcessor, count: int, params: SamplingParams) -> None:
-    ended: deque[Any] = deque()
-    tokenized = [TokenizedPrompt(None, [*array("i", [5 + i % 300, 5 + i // 300]), *range(5, 3 + CONTEXT)], "") for i in range(count)]
-    for output, requests in factory.generations(tokenized, params, None, None):
+def _prompt(number: int) -> list[int]:
+    """Return one of many prompts that share no block."""
+    return [5 + number % 300, 5 + number // 300, *range(5, 3 + CONTEXT)]
+
+
+def _add_prompts(factory: RequestFactory, processor: OutputProcessor, count: int, params: SamplingParams) -> None:
+    ended: deque[RequestOutput] = deque()
+    prompts = [TokenizedPrompt(None, _prompt(number)) for number in range(count)]
+    for output, requests in factory.generations(prompts, params, None, None):
         for request in requests:
             processor.add(request, output, ended, is_streamed=False)
+
+
+def _step_seconds(engine: Engine, processor: OutputProcessor, model: FakeModel, steps: int) -> list[float]:
+    """Return the seconds of each of these steps, with text."""
+    seconds = []
+    gc.collect()
+    gc.disable()  # as servers do
+    try:
+        for _ in range(steps):
+            model.seconds, start = 0.0, time.perf_counter()
+            list(processor.process(engine.step()))
+            seconds.append(time.perf_counter() - start - model.seconds)
+    finally:
+        gc.enable()
+    return seconds
 
 
 def _time_parts(engine: Engine, processor: OutputProcessor, clock: Clock) -> None:
@@ -229,4 +253,43 @@ def _time_parts(engine: Engine, processor: OutputProcessor, clock: Clock) -> Non
     for owner, name, part in parts:
         setattr(owner, name, clock.timed(part, getattr(owner, name)))
     process = processor.process
-    setattr(processor, "process", clock.timed("text", lambda events: list(process(events))))  # noqa: B010
+    processor.process = clock.timed("text", lambda events: list(process(events)))  # type: ignore[method-assign]
+
+
+def measure_http(streams: int, tokens: int = 64) -> float:
+    """Return the microseconds per token that the server's event loop takes for that many streams of completions.
+
+    Requests enter and leave at the application, so that sockets and a client take none of it.
+    """
+    parts = build_parts({"num_blocks": streams * BLOCKS, "max_num_seqs": streams}, ServerConfig(port=0))
+    cast(Runner, parts.llm.engine.runner).model = FakeModel(streams)
+    app = parts.app()
+    body = {"model": parts.service.model.names[0], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+
+    async def ask(number: int) -> None:
+        sent = [json.dumps({**body, "prompt": _prompt(number)}).encode()]
+        never = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if not sent:
+                await never.wait()  # the client stays
+            return {"type": "http.request", "body": sent.pop(), "more_body": False}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            if message.get("status", 200) != 200:
+                raise RuntimeError(f"the server answers with status {message['status']}")
+
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+                 "query_string": b"", "headers": headers, "scheme": "http", "http_version": "1.1", "root_path": "",
+                 "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "asgi": {"version": "3.0"}}  # fmt: skip
+        await app(scope, receive, send)
+
+    async def run() -> float:
+        async with app.router.lifespan_context(app):
+            await asyncio.gather(*map(ask, range(streams)))
+            start = time.thread_time()
+            await asyncio.gather(*map(ask, range(streams)))
+            return time.thread_time() - start
+
+    return 1e6 * asyncio.run(run()) / (streams * tokens)
