@@ -456,6 +456,7 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
     assert options["num_speculative_tokens"] == 2
     assert (server.served_model_name, server.log_stats, server.host) == (("a", "b"), False, "0.0.0.0")
     assert options["tokenizer"] == "some/model"
+    assert options["enforce_eager"] is True
     for arguments in (["-m", "x"], ["--model", "x"], ["x"]):
         assert served(monkeypatch, *arguments)[0]["model"] == "x"
 
@@ -467,7 +468,6 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
         ("-pp=2", "tensor_parallel_size divides a model"),
         ("--gpu-memory-utilization 0.9", "kv_cache_memory sets"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in chunks"),
-        ("--enforce-eager --device cuda", "on a GPU steps are captured as graphs"),
         ("--revision abc", "download the revision"),
         ("--ssl-keyfile x", "leave it to a proxy"),
         ("--hf-token x", "HF_TOKEN"),

@@ -17,7 +17,8 @@ from quire.errors import ConfigError, check_integer, check_known, check_number
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
 MAX_SPECULATIVE_TOKENS = 7  # with the token before them 8 rows, which take hardly longer than one
-MOST_TOKENS = 2048  # query tokens per step
+MOST_TOKENS = 2_048  # query tokens per step
+MOST_TOKENS_ON_GPU = 8_192  # there a step of so few would not use all processors
 EMBEDDED_NAME = "quire-embedded"  # the name for clients of the model that comes with Quire
 OPTION = "option"  # key of the Option in a field's metadata
 
@@ -205,8 +206,8 @@ class EngineConfig:
     max_num_seqs: int = option(256, "Maximum number of sequences that run at the same time.", lower=1)
     max_num_batched_tokens: int | None = option(
         None,
-        "Maximum number of query tokens per step. Default: 2048; while sequences decode, a server on a CPU computes "
-        "only as many as take half a second.",
+        "Maximum number of query tokens per step. Default: 2048, on a GPU 8192; while sequences decode, a server on a "
+        "CPU computes only as many as take half a second.",
         lower=1,
     )
     scheduling_policy: str = option(
@@ -216,6 +217,9 @@ class EngineConfig:
     )
     async_scheduling: bool | None = option(
         None, "Plan a step while the one before is computed. Default: on, if the device computes without the host."
+    )
+    enforce_eager: bool = option(
+        False, "Capture no CUDA graphs: a GPU's engine starts some seconds sooner, and its steps take longer."
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -237,7 +241,9 @@ class EngineConfig:
     @property
     def most_tokens(self) -> int:
         """Maximum number of query tokens per step."""
-        return MOST_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return MOST_TOKENS if self.device == "cpu" else MOST_TOKENS_ON_GPU
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -268,7 +274,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
     | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs"), Foreign((None, {}), ONLY_TEXT))
     | {"allowed_local_media_path": Foreign((None, ""), ONLY_TEXT)}
     | dict.fromkeys(
-        ("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "disable_cascade_attn"),
+        ("disable_log_stats", "use_tqdm_on_load", "disable_cascade_attn"),
         Foreign((None, True, False), "it must be True or False, and has no effect here"),
     )
     | {

@@ -17,6 +17,7 @@ from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine
 from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
+from quire.models.batch import Batch
 from quire.models.decoder_config import ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.ops.cpu import native
@@ -56,7 +57,17 @@ def on_gpu(
     monkeypatch.setattr(engine_module, "KVCache", lambda *given: SimpleNamespace(given=given))
     monkeypatch.setattr(engine_module, "Runner", lambda *given: SimpleNamespace(kind="eager", specs=given[3]))
     monkeypatch.setattr(engine_module, "CudaCapture", lambda device: device)
-    monkeypatch.setattr(engine_module, "GraphRunner", lambda eager, *given: SimpleNamespace(kind="graphs", eager=eager))
+
+    class Graphs(SimpleNamespace):
+        """Counts the graphs that are captured when the engine is built."""
+
+        captured = 0
+
+        def capture_all(self, batch: Batch) -> None:
+            assert batch.token_ids.shape[0] == 0
+            self.captured += 1
+
+    monkeypatch.setattr(engine_module, "GraphRunner", lambda eager, *given: Graphs(kind="graphs", eager=eager))
     return build_engine(
         model,
         SimpleNamespace(name=backend, graphable=backend == "triton", batch_invariant=lambda device: False),
@@ -68,7 +79,7 @@ def on_gpu(
 def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load_model(EMBEDDED, engine_config(), ops.load()).config
     a_block = bytes_per_block(decoder.groups, 16, llama_dtype())
-    reserve = working_memory(decoder, llama_dtype().itemsize, 2_048) + FIXED_RESERVE
+    reserve = working_memory(decoder, llama_dtype().itemsize, 8_192) + FIXED_RESERVE
     served = on_gpu(monkeypatch, reserve + 200 * a_block, kv_cache_memory="100%")
     assert served.scheduler.manager.num_blocks == 200
     served = on_gpu(monkeypatch, reserve + 200 * a_block)
@@ -102,7 +113,9 @@ def llama_dtype() -> Any:
 
 
 def test_graphs_are_for_backends_that_read_everything_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_gpu(monkeypatch, 8 * GIB).runner.kind == "graphs"  # type: ignore[attr-defined]
+    graphs: Any = on_gpu(monkeypatch, 8 * GIB).runner
+    assert (graphs.kind, graphs.captured) == ("graphs", 1)
+    assert on_gpu(monkeypatch, 8 * GIB, enforce_eager=True).runner.kind == "eager"  # type: ignore[attr-defined]
     assert on_gpu(monkeypatch, 8 * GIB, backend="reference").runner.kind == "eager"  # type: ignore[attr-defined]
 
 

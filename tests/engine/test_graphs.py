@@ -22,6 +22,7 @@ from quire.config import engine_config
 from quire.engine import runner as runner_module
 from quire.engine.engine import Engine, build_engine
 from quire.engine.graphs import LARGEST, CudaCapture, GraphRunner, bucket_sizes
+from quire.engine.plan import Plan
 from quire.engine.runner import Runner
 from quire.errors import Unsupported
 from quire.models import load_model
@@ -202,6 +203,17 @@ def test_parts_of_logit_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     expected = run(engine(model), asked(random.Random(1), 12))
     monkeypatch.setattr(runner_module, "MAX_LOGIT_ROWS", 3)
     assert run(graphed(model, Twin()), asked(random.Random(1), 12)) == expected
+
+
+def test_all_sizes_are_captured_before_the_first_step(model: Path) -> None:
+    twin = Twin()
+    served = graphed(model, twin)
+    assert isinstance(served.runner, GraphRunner)
+    served.runner.capture_all(served.flatten(Plan()))
+    assert twin.captures == len(served.runner.sizes) > 3
+    assert run(served, asked(random.Random(3), 12), poison) == run(engine(model), asked(random.Random(3), 12))
+    assert sum(twin.replays.values()) > 0
+    assert twin.captures == len(served.runner.sizes)
 
 
 @pytest.mark.parametrize("succeeding", [0, 2])

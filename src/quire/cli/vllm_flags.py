@@ -17,7 +17,6 @@ ABBREVIATED = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size
 HOLDS: dict[str, tuple[str, ...]] = {
     "--enable-prompt-tokens-details": (),
     "--enable-request-id-headers": (),
-    "--enforce-eager": (),
     "--disable-fastapi-docs": (),
     "--disable-log-requests": (),
     "--disable-log-stats": ("--no-log-stats",),
@@ -26,7 +25,7 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--trust-remote-code": (),  # code of a checkpoint is never run
 }
 PROXY = "leave it to a proxy in front of the server, such as nginx or caddy"
-NO_GRAPHS = "nothing is compiled or captured by choice; leave it out"
+NO_GRAPHS = "sizes of graphs are chosen here; --enforce-eager captures none"
 # Values of flags that ask for existing behaviour, and the hint for all other values.
 HOLDS_AT: dict[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), ONE_DEVICE),
@@ -85,8 +84,6 @@ def _translated(args: list[str], own: set[str]) -> Iterator[str]:
         if name in own:
             yield f"{name}={value}" if has_value else name
         elif name in HOLDS:
-            if name == "--enforce-eager" and any(each.startswith(("cuda", "--device=cuda")) for each in args):
-                fail(f"there is no option {flag} here; on a GPU steps are captured as graphs")
             yield from HOLDS[name]
         elif name in HOLDS_AT:
             taken, sentence = HOLDS_AT[name]

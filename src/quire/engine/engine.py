@@ -327,9 +327,10 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     eager = make_runner(Runner if model.exchange is None else LeadingRunner, model, backend, config, pools)
     runner: StepRunner = eager
     limits = runner_limits(model, config)
-    if is_queued:
-        runner = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(device))
     buffers = Buffers(groups, block_size, *limits)
+    if is_queued and not config.enforce_eager:
+        runner = graphs = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(device))
+        graphs.capture_all(flatten(Plan(), buffers))
     seed, loras = config.seed, model.loras
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, seed, loop, loras)
 

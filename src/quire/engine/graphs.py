@@ -64,10 +64,11 @@ class Bucket:
 class GraphRunner:
     """A runner that replays steps in which every sequence has one new token; the others run eagerly.
 
-    A bucket is captured when it is first needed, so that an engine is ready in seconds. But the largest one is captured
-    first: the others can reuse its memory, while the memory of a smaller one would not suffice for a larger one. If a
-    capture fails, this step and all later ones without a captured bucket run eagerly: the cause is the model or the
-    memory, and would be the same for other sizes. Blocks that are being swapped in arrive before a replay begins.
+    `capture_all` captures all buckets, which takes some seconds; without it, each is captured when it is first needed.
+    The largest one is captured first: the others can reuse its memory, while the memory of a smaller one would not
+    suffice for a larger one. If a capture fails, this step and all later ones without a captured bucket run eagerly:
+    the cause is the model or the memory, and would be the same for other sizes. Blocks that are being swapped in arrive
+    before a replay begins.
     """
 
     def __init__(self, runner: Runner, max_seqs: int, max_blocks: int, capture: Capture) -> None:
@@ -83,6 +84,16 @@ class GraphRunner:
         self._context_lens = torch.zeros(largest, dtype=torch.int32)
         self._slots = torch.zeros(num_groups, largest, dtype=torch.int64)
         self._block_tables = torch.zeros(num_groups, largest, max_blocks, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def capture_all(
+        self,
+        batch: Batch,  # of any step; its tensors are not read
+    ) -> None:
+        """Capture a graph for each number of rows, on padding alone."""
+        with device_context(self.runner.device):
+            for size in reversed(self.sizes):
+                self._capture_padding(size, batch)
 
     def is_lost(self) -> bool:
         """Return whether the device has failed for good, see `Runner.is_lost`."""
@@ -102,7 +113,7 @@ class GraphRunner:
             self.runner.move(batch)
             self.runner.cache.settle()  # a graph does not wait for events outside of it
             if bucket.replay is None and bucket.size < self.sizes[-1]:
-                self._capture_largest(batch)
+                self._capture_padding(self.sizes[-1], batch)
             if bucket.replay is None and self._can_capture:
                 self._capture_bucket(bucket, batch)
             if bucket.replay is None:
@@ -152,9 +163,9 @@ class GraphRunner:
             tables[:count, :width] = group.block_tables[:count]
             plan.update(self._query_starts[: size + 1], lens, tables[:size, :width], slots[:size])
 
-    def _capture_largest(self, batch: Batch) -> None:
-        """Capture the largest bucket, if not yet done, on padding alone."""
-        bucket = self._bucket(self.sizes[-1])
+    def _capture_padding(self, size: int, batch: Batch) -> None:
+        """Capture the bucket of that size, if not yet done, on padding alone."""
+        bucket = self._bucket(size)
         if bucket is not None and bucket.replay is None and self._can_capture:
             self._update(bucket, batch, 0)
             self._capture_bucket(bucket, batch)
