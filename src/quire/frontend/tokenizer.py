@@ -40,6 +40,7 @@ class Tokenizer:
         self._fast.no_truncation()  # a tokenizer saved after training may still cut and pad
         self._fast.no_padding()
         self._single: dict[tuple[int, bool], str] = {}  # the text of tokens alone, which every new token needs
+        self._pieces: dict[tuple[int, bool], str | None] = {}  # see `piece`
         self._decoders = _decoders(self._fast)
         self._joins_bytes = self._decoders == {"ByteLevel"}  # a text is the bytes of its tokens, one after the other
         self._marks_words = not {"ByteFallback", "Metaspace"}.isdisjoint(self._decoders)
@@ -135,11 +136,27 @@ class Tokenizer:
         return text
 
     def piece(self, token: int, skip_special_tokens: bool) -> str | None:
-        """Return the text that a token adds to any complete text, or None if that depends on the tokens around it."""
-        if not self._joins_bytes:
+        """Return the text that a token adds to a text of complete characters, or None if that depends on the text.
+
+        The text must not be empty: some tokenizers drop a leading space.
+        """
+        key = token, skip_special_tokens
+        if key not in self._pieces:
+            text = None
+            if self._joins_bytes:
+                text = self.decode((token,), skip_special_tokens)
+            elif self._anchor is not None:
+                known = self.decode((self._anchor,), skip_special_tokens)
+                text = self.decode((self._anchor, token), skip_special_tokens).removeprefix(known)
+            self._pieces[key] = None if text is None or REPLACEMENT in text else text
+        return self._pieces[key]
+
+    @cached_property
+    def _anchor(self) -> int | None:
+        """A token after which sentencepiece's decoding steps give a token's text as in any text; None: there is none."""
+        if not self._decoders or not self._decoders <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
             return None
-        text = self.decode((token,), skip_special_tokens)
-        return None if REPLACEMENT in text else text
+        return next((token for letter in "ae1." if (token := self.token_id(letter)) is not None), None)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, which need not be complete characters; empty for an id without a token."""
@@ -220,7 +237,7 @@ class Detokenizer:
         """Append a token. Return the text that is now certain."""
         if token in self._left_out:
             return ""
-        if self._num_told == len(self._window) >= self._num_prompt:  # no text is held back
+        if self._window and self._num_told == len(self._window) >= self._num_prompt:  # no text is held back
             piece = self._tokenizer.piece(token, self._skip)
             if piece is not None:
                 self._window, self._num_told, self._num_prompt = [token], 1, 0
