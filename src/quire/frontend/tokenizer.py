@@ -153,7 +153,7 @@ class Tokenizer:
 
     @cached_property
     def _anchor(self) -> int | None:
-        """A token after which sentencepiece's decoding steps give a token's text as in any text; None: there is none."""
+        """A token after which sentencepiece's decoding steps give a token the text that it has in any text, or None."""
         if not self._decoders or not self._decoders <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
             return None
         return next((token for letter in "ae1." if (token := self.token_id(letter)) is not None), None)
