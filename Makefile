@@ -58,7 +58,7 @@ bench: $(INSTALLED)  ## speed on this machine
 	$(BIN)/quire bench throughput decode single rose
 	$(BIN)/quire bench throughput rose --attention gather
 	$(BIN)/quire bench memory
-	$(BIN)/quire bench planning
+	$(BIN)/python bench/studies/planning.py
 
 bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see --help
 	$(BIN)/python -m quire_bench.peers $(PEERS)

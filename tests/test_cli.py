@@ -120,15 +120,14 @@ def test_bench_says_how_to_get_it_where_it_is_not_installed(monkeypatch: pytest.
 def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
     listed = CliRunner().invoke(app, ["bench", "--help"])
     assert listed.exit_code == 0
-    for command in ("attention", "blocks", "cascade", "gpu", "http", "latency", "memory", "planning", "recurrent",
-                    "scheduler", "serve", "soak", "startup", "throughput"):  # fmt: skip
+    for command in ("attention", "calibrate", "fleet", "gpu", "latency", "machine", "memory", "quantisation", "serve",
+                    "soak", "startup", "throughput"):  # fmt: skip
         assert re.search(rf"^\W*{command} ", listed.stdout, re.MULTILINE), command
-    for arguments in (["planning", "--sequences", "0"], ["planning", "--", "--json"], ["nothing"], []):
+    for arguments in (["startup", "--runs", "0"], ["memory", "--", "--json"], ["nothing"], []):
         assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
-    shown = CliRunner().invoke(app, ["bench", "planning", "--sequences", "2", "--context=20", "--spare", "3", "--json"])
-    assert {"sequences": 2, "context": 20, "pool": 2 * -(-(20 + 2048) // 16) + 3}.items() <= json.loads(
-        shown.stdout
-    ).items()
+    few = ["--distribution", "chat", "--requests=3", "--max-model-len", "64", "--json"]
+    shown = CliRunner().invoke(app, ["bench", "memory", *few])
+    assert {"requests": 3, "max_model_len": 64}.items() <= json.loads(shown.stdout.splitlines()[0]).items()
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from quire.cli import app
 from quire.engine.cost import model_cost
 from quire.engine.trace import TraceRow
-from quire.errors import QuireError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ReplicaCost, ServerFit, StepFit, model_digest, read_device
 from quire_bench.engine import calibrate, step_kinds, under_load
@@ -123,28 +122,6 @@ def test_steps_that_a_client_sees(budget: int) -> None:
         assert one.seconds == pytest.approx(step_seconds(cost, one.keys, one.prompts))
 
 
-def test_no_step_is_seen_where_a_replica_had_nothing_to_do() -> None:
-    rows = [TraceRow(0.0, 20, 4), TraceRow(50.0, 20, 3)]
-    found = list(steps_seen(records_of(KNOWN, rows), 1e-4))
-    assert [one.keys for one in found] == [(22,), (23,), (21,), (22,)]
-    assert not any(one.prompts or one.came for one in found)
-
-
-def test_a_step_whose_tokens_come_late_is_not_taken_for_two() -> None:
-    rows = [TraceRow(0.0, 20 + i, 20) for i in range(3)]
-    records = records_of(KNOWN, rows)
-    whole = list(steps_seen(records, 1e-4))
-    records[1].answer.times[9] += 5e-4
-    found = list(steps_seen(records, 1e-4))
-    assert len(whole) - 3 <= len(found) < len(whole)
-    assert all(one in whole for one in found)
-
-
-def test_an_answer_that_does_not_count_its_prompt() -> None:
-    with pytest.raises(QuireError, match="does not say how many tokens a prompt has"):
-        list(steps_seen([Record(0.0, 0.0)], 1e-4))
-
-
 def loaded_as(device: DeviceFile, rows: Sequence[TraceRow], count: int = 1) -> under_load._Loaded:
     """So many replicas that take what the device says, each with all of the rows."""
     records = [records_of(device, rows, computing=count) for _ in range(count)]
@@ -166,13 +143,6 @@ def test_what_a_server_adds_under_load_is_found_again() -> None:
     assert found.server.mixed_row == pytest.approx(2e-5, rel=0.05)
     assert found.server.loaded == pytest.approx(5e-5, rel=0.05)
     assert found.machine["prompts_seen"] >= under_load.LEAST_SEEN
-
-
-def test_few_steps_say_nothing_of_requests_that_come() -> None:
-    load = under_load._Load(Sizes(8, 512), some_rows(0.1)[:2], MODEL)
-    found = load.under_load(KNOWN, [loaded_as(replace(KNOWN, server=ServerFit(arrival=2e-3)), load.rows)])
-    assert found.server.arrival == 0.0
-    assert found.machine["prompts_seen"] < under_load.LEAST_SEEN
 
 
 WORKS = [under_load._Work(*counts, 5e-3 * counts[0] + 1e-3 * counts[1] + 3e-5 * counts[2])

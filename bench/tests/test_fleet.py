@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-from itertools import pairwise
 
 import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.errors import ConfigError, QuireError
-from quire_bench.fleet import kills, leaving, overhead, routing
-from quire_bench.fleet.kills import Kill, Kills
-from quire_bench.fleet.overhead import Overhead, Streams
-from quire_bench.fleet.running import fetch, fleet, pieces, waited_for
-from quire_bench.fleet.traces import ANSWER, BLOCK, TURNS, Trace, sessions, shared_prefixes
-from quire_bench.proc import cpu_seconds
+from quire.errors import QuireError
+from quire_bench.fleet import leaving, overhead, routing
+from quire_bench.fleet.running import fleet, pieces
+from quire_bench.fleet.traces import BLOCK, TURNS, Trace
 from quire_bench.server.prompts import Prompt
 from tests.forks import Spawner
 
@@ -24,39 +19,6 @@ OPTIONS = ("--num-blocks", "256", "--max-num-seqs", "8")
 
 
 # ------------------------------------------------------------------------------------------------------- the traces
-
-
-@pytest.mark.parametrize("longest", [1024, 4096])
-@pytest.mark.parametrize("name", routing.TRACES)
-def test_traces_are_the_same_every_time_and_fit(name: str, longest: int) -> None:
-    make = routing.TRACES[name]
-    trace = make(60, 3, longest)
-    assert trace == make(60, 3, longest)
-    assert trace != make(60, 4, longest)
-    assert len(trace.prompts) == 60
-    lengths = [len(one.content) + ANSWER for one in trace.prompts]
-    assert longest / 10 < max(lengths) <= longest
-    if name == "unshared":
-        assert trace.working_set == trace.hit_rate() == 0
-    else:
-        assert max(lengths) > longest / 2
-        assert 0.4 < trace.hit_rate() < 0.95
-
-
-def test_a_conversation_goes_on() -> None:
-    """All prompts of one are beginnings of its last one, and their answers stand between them."""
-    trace = sessions(TURNS, 0)
-    for before, after in pairwise(trace.prompts):
-        assert after.content[: len(before.content)] == before.content
-        assert len(after.content) >= len(before.content) + ANSWER + 30
-    assert len({tuple(one.content[:BLOCK]) for one in sessions(3 * TURNS, 0).prompts}) == 3
-
-
-def test_documents_are_asked_about_again() -> None:
-    trace = shared_prefixes(80, 0)
-    first = {tuple(one.content[: 48 * BLOCK]) for one in trace.prompts}
-    assert 1 < len(first) <= 10
-    assert len({tuple(one.content) for one in trace.prompts}) == 80
 
 
 def test_the_hit_rate_and_working_set_of_a_trace() -> None:
@@ -72,27 +34,7 @@ def test_the_hit_rate_and_working_set_of_a_trace() -> None:
 # ------------------------------------------------------------------------------------------------------- the figures
 
 
-def test_figures_of_a_gateway() -> None:
-    streams = Streams(8, (100.0, 200.0, 300.0), (90.0, 190.0, 400.0), (30e-6, 20e-6, 40e-6))
-    shown = Overhead((streams,), (0.001, 0.003), (0.002, 0.006)).as_dict()
-    assert shown["streams"][0]["share"] == pytest.approx(0.95)  # of 0.9, 0.95 and 1.33
-    assert shown["streams"][0]["cpu_microseconds_per_token"] == pytest.approx(30.0)
-    assert shown["first_token"]["added_p50_ms"] == pytest.approx(2.0)
-
-
-def test_figures_of_kills() -> None:
-    shown = Kills(10, (Kill(9, 0.1, is_same=True), Kill(20, 0.3, is_same=False))).as_dict()
-    assert (shown["kills"], shown["different"]) == (2, 1)
-    assert shown["stall_ms"] == {"mean": 200.0, "p50": 200.0, "p90": 280.0, "p99": 298.0, "max": 300.0}
-
-
 # ------------------------------------------------------------------------------------------------- what is refused
-
-
-def test_cpu_time_of_a_process() -> None:
-    assert cpu_seconds(os.getpid()) == pytest.approx(sum(os.times()[:2]), abs=0.1)
-    with pytest.raises(ConfigError, match="there is no /proc/0/stat"):
-        cpu_seconds(0)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +57,6 @@ def test_bad_options(arguments: str, said: str) -> None:
     result = CliRunner().invoke(app, ["bench", "fleet", *arguments.split()])
     assert result.exit_code == 1
     assert said in result.stderr
-
-
-def test_what_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_bench.fleet.running.PATIENCE", 0.05)
-    with pytest.raises(QuireError, match=r"it is not there within 0\.05 s"):
-        waited_for(lambda: None, "it is not there")
-    with pytest.raises(QuireError, match=":9 does not answer"):
-        fetch("http://127.0.0.1:9")
-    with pytest.raises(QuireError, match=":9 does not answer"):
-        list(pieces("http://127.0.0.1:9", {}))
 
 
 # ------------------------------------------------------------------------------------------------ each measurement
@@ -168,14 +100,6 @@ def test_what_a_gateway_costs() -> None:
         assert len(one["direct_runs"]) == len(one["gateway_runs"]) == len(one["cpu_runs"]) == 2
         assert min(*one["direct_runs"], *one["gateway_runs"]) > 0
     assert shown["first_token"]["gateway_p50_ms"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_forked")
-def test_a_kill_is_noticed_by_its_stall_alone() -> None:
-    found = kills.measure(OPTIONS, 1, 24)
-    assert [one.is_same for one in found.kills] == [True]
-    assert found.kills[0].stall > 0
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """quire bench latency: every token of every batch is counted once."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,8 @@ from typer.testing import CliRunner
 
 from quire import LLM
 from quire.cli import app
-from quire.errors import ConfigError, QuireError
 from quire_bench.engine import latency
-from quire_bench.engine.latency import PERCENTS, Batch, Iteration, Latency
+from quire_bench.engine.latency import PERCENTS, Batch
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [0, 5])  # with drafts, several tokens come in a step
@@ -27,30 +25,6 @@ def test_counts(num_speculative_tokens: int) -> None:
         assert max(one.ttft) < one.seconds
         assert sum(one.ttft) + sum(one.itl) <= 3 * one.seconds
     assert llm.engine.scheduler.manager.hits.cached_tokens == 0  # each batch begins without a prefix cache
-
-
-def test_prompts_are_the_same_every_time_and_share_nothing() -> None:
-    batch = Batch(20, 1, 4)
-    assert batch.prompts() == batch.prompts()
-    assert len({prompt[0] for prompt in batch.prompts()}) == 4
-    assert {len(prompt) for prompt in batch.prompts()} == {20}
-
-
-def test_figures() -> None:
-    found = Latency(Batch(8, 2, 2), (Iteration(1.0, (0.1, 0.3), (0.5, 0.7)), Iteration(3.0, (0.2, 0.2), (0.6, 0.6))))
-    shown = found.as_dict()
-    assert shown["seconds"] == [1.0, 3.0]
-    assert (shown["input_len"], shown["output_len"], shown["batch_size"]) == (8, 2, 2)
-    assert [shown[name]["mean"] for name in ("latency", "ttft", "itl")] == pytest.approx([2.0, 0.2, 0.6])
-    assert [shown["latency"][f"p{percent}"] for percent in PERCENTS] == pytest.approx([1.2, 1.5, 2.0, 2.5, 2.8, 2.98])
-
-
-def test_bad_batches() -> None:
-    for name in asdict(Batch(1, 1, 1)):
-        with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
-            Batch(**(asdict(Batch(1, 1, 1)) | {name: 0}))
-    with pytest.raises(QuireError, match="request 0 ended with 4 new tokens; expected 9"):
-        latency.measure(LLM(max_model_len=24), Batch(20, 9, 1), 0, 1)
 
 
 def run(arguments: str, status: int = 0) -> str:

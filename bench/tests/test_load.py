@@ -2,35 +2,25 @@
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from bench.tests.fake_openai import Fake, Reply, Script, answer_whole, chunk, event, whole
+from quire.cli import app
 from quire.errors import ConfigError, QuireError
-from quire_bench.cli.http import http
-from quire_bench.cli.serve import serve
-from quire_bench.server import http_path
 from quire_bench.server.client import Run, Server, first_model, send
-from quire_bench.server.process import Process, ready
+from quire_bench.server.process import ready
 from quire_bench.server.prompts import Prompt, arrival_times, random_prompts, request_body
 from quire_bench.server.report import Report
-from tests.server.interrupts import obey
 
 pytestmark = pytest.mark.slow
-
-app = typer.Typer()
-app.command()(serve)
-app.command()(http)
 
 
 def bodies(count: int, max_tokens: int = 4) -> list[bytes]:
@@ -43,21 +33,6 @@ def loaded(script: Script, count: int = 1, timeout: float = 20.0, **options: Any
 
 
 # ------------------------------------------------------------------------------------------------------- the client
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({"url": "localhost:8000"}, "url is"), ({"url": "http://"}, "url is"), ({"timeout": 0.0}, "timeout is"),
-     ({"endpoint": "embeddings"}, "endpoint is 'embeddings'; it must be completions or chat")],
-)  # fmt: skip
-def test_a_server_that_cannot_be(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        Server(**{"url": "http://127.0.0.1:1"} | options)
-
-
-def test_routes() -> None:
-    for url in ("http://host:1", "http://host:1/", "http://host:1/v1", "http://host:1/v1/"):
-        assert Server(url).route("/v1/models") == "http://host:1/v1/models"
 
 
 def test_moments_and_counts_of_a_run() -> None:
@@ -192,22 +167,11 @@ def test_the_key_is_sent_and_the_model_found() -> None:
     assert reply.headers["authorization"] == "bearer secret"  # the fake one lowers all headers
 
 
-def test_a_server_without_models_says_so() -> None:
-    with pytest.raises(ConfigError, match="/v1/models does not answer"):
-        first_model(Server("http://127.0.0.1:9"))
-
-
-def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(ConfigError, match="pip install aiohttp"):
-        send(Server("http://127.0.0.1:9"), bodies(1), [0.0])
-
-
 # ------------------------------------------------------------------------------------------------- the command line
 
 
 def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, ["bench", *arguments])
 
 
 def test_json() -> None:
@@ -275,53 +239,7 @@ def test_what_cannot_be_is_said(arguments: str, told: str) -> None:
     assert told in result.stderr
 
 
-PROGRAM = "import typer\nfrom quire_bench.cli.serve import serve\ntyper.run(serve)\n"
-
-
-def test_ctrl_c_tells_what_was_done() -> None:
-    async def first_alone(number: int, reply: Reply) -> None:
-        await (answer_whole(number, reply) if number == 0 else asyncio.sleep(60))
-
-    with Fake(first_alone) as fake:
-        command = [
-            sys.executable,
-            "-c",
-            PROGRAM,
-            "--url",
-            fake.url,
-            "--workload",
-            "single",
-            "--num-prompts",
-            "4",
-            "--json",
-        ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=obey)
-        with fake.came:
-            assert fake.came.wait_for(lambda: len(fake.replies) == 4, timeout=20)
-        time.sleep(0.1)  # for the first answer to be read
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    shown = json.loads(out)
-    assert (shown["requests"], shown["completed"], shown["unfinished"], shown["output_tokens"]) == (4, 1, 3, 128)
-
-
 # --------------------------------------------------------------------------------------------- the way over HTTP
-
-
-def test_overhead_figures() -> None:
-    load = http_path.Load(None, 4, 8, 25)
-    pairs = (http_path.Pair(1.0, 1.25, 0.25, 50), http_path.Pair(2.0, 2.5, 0.5, 80), http_path.Pair(9.0, 1.3, 0.1, 10))
-    shown = http_path.Overhead(load, pairs).as_dict()
-    assert shown["offline_tokens_per_second"] == 50.0
-    assert shown["http_tokens_per_second"] == pytest.approx(100 / 1.3)
-    assert shown["http_tokens_per_second_without_client"] == pytest.approx(100 / 1.2)
-    assert shown["ratio"] == pytest.approx(2 / 1.3)
-    assert shown["ratio_without_client"] == pytest.approx(2 / 1.2)
-    assert (shown["client_cpu_seconds"], shown["tokens_per_chunk"]) == (0.25, 2.0)
-    with pytest.raises(ConfigError, match="input_len is 0"):
-        http_path.Load(None, 1, 0, 1)
 
 
 @contextmanager
@@ -357,38 +275,3 @@ def test_a_server_is_waited_for(tmp_path: Path) -> None:
     program = "import sys; sys.exit('warning: slow\\nerror: there is no model')"
     with started(program, said) as process, pytest.raises(QuireError, match="did not get ready: there is no model"):
         ready(process, said)
-
-
-def test_both_ways_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    tokens = 6
-
-    def run(command: list[str], timeout: float) -> dict[str, Any]:
-        commands.append(command)
-        if "-c" in command:
-            return {"median_seconds": 2.0}
-        return {"seconds": 3.0, "client_cpu_seconds": 0.5, "output_tokens": tokens, "chunks": 6, "errors": ["oh no"]}
-
-    @contextmanager
-    def server(*options: str) -> Iterator[Process]:
-        commands.append(["start"])
-        yield Process("http://there", 1)
-        commands.append(["stop"])
-
-    monkeypatch.setattr(http_path, "_run", run)
-    monkeypatch.setattr(http_path, "server", server)
-    result = invoke("http", "--concurrency", "2", "--input-len", "5", "--output-len", "3", "--runs", "2")
-    assert result.exit_code == 0, result.output
-    lines = [line[19:].strip() for line in result.stdout.splitlines()]
-    assert lines[0] == "3.0 tok/s, 2 runs of 2.00 to 2.00 s"
-    assert lines[2] == "66.7% of offline; 1.00 tokens a chunk"
-    assert lines[4] == "80.0% of offline; its 0.50 s of CPU time are not counted"
-    seeds = [command[command.index("--seed") + 1] for command in commands if "--seed" in command]
-    offline = [command[-1] for command in commands if "-c" in command]
-    assert (seeds, offline) == (["2", "0", "3", "1"], ["0", "1"])  # no warm-up with prompts that are measured
-    whole_round = ["offline", "start", "http", "http", "stop"]
-    assert [c[0] if len(c) == 1 else "offline" if "-c" in c else "http" for c in commands] == whole_round * 2
-    tokens = 5
-    result = invoke("http", "--concurrency", "2", "--input-len", "5", "--output-len", "3")
-    assert result.exit_code == 1
-    assert "5 tokens came over HTTP; expected 6. ['oh no']" in result.stderr

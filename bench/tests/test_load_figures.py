@@ -15,15 +15,12 @@ from quire_bench.server.client import Record, Run
 from quire_bench.server.prompts import (
     Prompt,
     arrival_times,
-    in_words,
-    random_prompts,
     read_prompts,
     repeated,
     request_body,
-    workload_prompts,
 )
-from quire_bench.server.report import Report, percentile, token_gaps
-from quire_bench.server.stream import MAX_LINE, Answer, StreamError, error_message
+from quire_bench.server.report import Report, token_gaps
+from quire_bench.server.stream import MAX_LINE, Answer, StreamError
 
 # ------------------------------------------------------------------------------------------------------- one answer
 
@@ -151,29 +148,6 @@ def test_an_answer_that_is_none(stream: bytes, kind: str, message: str) -> None:
     assert raised.value.kind == kind
 
 
-def test_an_unfinished_line_counts_at_the_end() -> None:
-    answer = Answer()
-    answer.feed(chunk("a", "length") + b"data: [DONE]", 1.0)
-    answer.close(1.0)
-    assert answer.num_tokens == 1
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error":{"message":"too\\n long","type":"x"}}', "too long"),
-        (b'{"error":"busy"}', "busy"),
-        (b'{"message":"m"}', "m"),
-        (b'{"detail":[{"loc":1}]}', "[{'loc': 1}]"),
-        (b"<html>\n502 \xff</html>", "<html> 502 \ufffd</html>"),
-        (b"[" * 100_000, "[" * 200),
-        (b"", ""),
-    ],
-)
-def test_error_messages(body: bytes, message: str) -> None:
-    assert error_message(body) == message
-
-
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
@@ -182,13 +156,6 @@ def test_gaps() -> None:
     assert token_gaps([1.0, 3.0, 4.0], [5, 4, 1]) == [0.5] * 4 + [1.0]  # the first chunk has no gap before it
     assert token_gaps([1.0, 3.0, 4.0], [1, 0, 3]) == [1.0] * 3  # nothing came at 3.0
     assert token_gaps([1.0], [7]) == []
-
-
-def test_percentiles_are_numpys() -> None:
-    values = sorted(np.random.default_rng(0).exponential(size=37).tolist())
-    for percent in (0, 12.5, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-    assert percentile([3.0], 99) == 3.0
 
 
 def record(due: float, sent: float, times: list[float], ended: float, queued: float = 0.0) -> Record:
@@ -246,46 +213,6 @@ def test_goodput(limits: str, good: int) -> None:
     assert sum(load_report.met(found, report.limits) for found in report.found) == good
 
 
-def test_an_answer_of_one_token_has_no_gaps_and_keeps_their_limits() -> None:
-    report = Report(Run([record(0.0, 0.0, [0.1], 0.1)], 0.0, 1.0), limits={"itl": 0.0, "tpot": 0.0})
-    shown = report.as_dict()
-    assert shown["goodput"]["share"] == 1.0
-    assert shown["itl"] == {"mean": None, "p50": None, "p90": None, "p99": None}
-    assert dict(report.table())["ITL"].startswith("mean -, p50 -")
-
-
-def test_a_report_says_how_tokens_were_told_apart() -> None:
-    run = some_run()
-    assert Report(run).spread == "chunks"
-    run.records[0].answer.completion_tokens = 9
-    assert Report(run).as_dict()["spread"] == "evenly"
-    assert ("", "11 tokens in 5 chunks, thought to be evenly many in each") in Report(run).table()
-    for made in run.records[:2]:
-        made.answer.told = array("q", range(1, 1 + len(made.answer.times)))
-    assert Report(run).spread == "told"
-
-
-def test_input_tokens_that_a_server_does_not_tell_are_not_made_up() -> None:
-    run = some_run()
-    run.records[0].answer.prompt_tokens = None
-    shown = Report(run).as_dict()
-    assert (shown["input_tokens"], shown["total_token_throughput"]) == (None, None)
-    assert "with prompts" not in dict(Report(run).table())
-
-
-def test_a_client_that_was_too_busy_says_so() -> None:
-    run = some_run()
-    assert "too busy" not in dict(Report(run).table())["client"]
-    run.cpu_seconds = 4.9
-    assert "too busy" in dict(Report(run).table())["client"]
-
-
-@pytest.mark.parametrize("given", ["ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:nan", "latency:3"])
-def test_a_malformed_limit(given: str) -> None:
-    with pytest.raises(ConfigError, match="goodput is"):
-        load_report.parse_limits([given])
-
-
 # ------------------------------------------------------------------------------------------------ what is asked for
 
 
@@ -301,25 +228,6 @@ def test_arrivals() -> None:
     for rate in (0.0, -1.0, math.nan, -math.inf):
         with pytest.raises(ConfigError, match="request_rate is"):
             arrival_times(3, rate, seed=1)
-
-
-def test_random_prompts() -> None:
-    prompts = random_prompts(20, 30, 7, seed=1)
-    assert prompts == random_prompts(20, 30, 7, seed=1) != random_prompts(20, 30, 7, seed=2)
-    assert prompts[:5] == random_prompts(5, 30, 7, seed=1)
-    assert all(len(prompt.content) == 30 and prompt.max_tokens == 7 for prompt in prompts)
-    assert len({tuple(prompt.content) for prompt in prompts}) == 20
-    with pytest.raises(ConfigError, match="random_input_len is 0"):
-        random_prompts(1, 0, 1, seed=0)
-
-
-def test_words_for_tokens() -> None:
-    first, second = (in_words(prompt) for prompt in workload_prompts("prefix")[:2])
-    words = [str(prompt.content).split() for prompt in (first, second)]
-    assert [len(each) for each in words] == [1088, 1088]
-    assert words[0][:1024] == words[1][:1024]
-    assert words[0][1024:] != words[1][1024:]
-    assert first.max_tokens == 32
 
 
 def test_a_dataset(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """quire bench machine and lists of threads: each row has its figure, and what is missing is said."""
 
 import json
-import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,16 +9,13 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.errors import ConfigError
-from quire.models import EMBEDDED
 from quire_bench import machine, threads
 from quire_bench.kernels import attention, linear, onednn
 from quire_bench.kernels.attention import SETS, Shape
 from quire_bench.kernels.linear import LinearShape
-from quire_bench.machine import Row, Target
 from quire_bench.workloads import Workload
 
 TINY = Shape(batch=2, num_heads=4, num_kv_heads=2, head_dim=64, context_len=6, block_size=4)
-MODELS = machine.LINEARS  # LINEARS take their place in the other tests
 LINEARS = (LinearShape("135M", 32, 48), LinearShape("1B", 64, 32))
 ROWS = (4, linear.FEW_ROWS + 1)
 
@@ -46,13 +41,6 @@ def refused(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == 1
     return result.stderr
-
-
-def test_the_shapes_are_those_of_the_models() -> None:
-    found = {(shape.model, shape.in_size, shape.out_size) for shape in MODELS}
-    assert found >= {("135M", 576, 1536), ("135M", 1536, 576), ("135M", 576, 960)}
-    assert found >= {("GPT-2", 768, 3072), ("GPT-2", 3072, 768), ("GPT-2", 768, 2304)}
-    assert found >= {("1B", 2048, 8192), ("1B", 8192, 2048), ("1B", 2048, 3072), ("1B", 2048, 16384)}
 
 
 def test_every_row_has_its_figure() -> None:
@@ -83,61 +71,9 @@ def test_only_amx_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
             assert targets == [">= 1", ">= 1", ">= 0.85", "<= 1.15", ">= 1.2", ">= 1.2", ">= 0.35", ">= 0.8"]
 
 
-def test_the_table() -> None:
-    lines = run("machine", "--seconds", "0", "--runs", "1").splitlines()
-    assert [line.split()[0] for line in lines[:6]] == ["CPU", "kernels", "prefetch", "torch", "date", "measured"]
-    assert re.match(r"1B 64 -> 32, 1 row +[\d.,]+ GB/s +[\d.]+ x read rate", lines[12])
-    assert lines[-1].startswith("targets ")
-    assert "left out" in lines[-2]
-    row = Row(name="a", value=1.0, unit="us", ratio=1.2, compared_to="b", target=Target(1.15, at_most=True))
-    assert row.met is False
-    assert str(row).endswith("<= 1.15  not met")
-    assert replace(row, target=Target(1.2)).met
-    assert replace(row, target=None).met is None
-
-
-def test_without_onednn_there_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "lacking", lambda: "there is none")
-    rows = list(machine.linears(0, judged=True))
-    compared = [row for row in rows if row.unit == "GFLOP/s"]
-    assert len(compared) == len(LINEARS) * len(ROWS)
-    assert all(row.value and row.ratio is None and row.note == "there is none" for row in compared)
-
-
-def test_workloads_that_a_model_is_too_short_for_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = {"prefix": 2000}
-    monkeypatch.setattr(machine, "workload", lambda name: Workload(name, [[2] * lengths.get(name, 3)], [2]))
-    rows = list(machine.workloads(str(EMBEDDED)))
-    assert [row.name.partition(",")[0] for row in rows] == list(machine.WORKLOADS)
-    assert all(row.value and row.unit == "new tok/s" for row in rows[:-1])
-    assert rows[-1].value is None
-    assert "not measured: " in rows[-1].note
-
-
 def test_a_model_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "rates", None)
     assert "neither a directory" in refused("machine", "--model", "no such model")
-
-
-@pytest.mark.parametrize("few", [True, False])
-def test_linears_take_turns_in_a_pool(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
-    monkeypatch.setattr(linear, "FEW_ROWS", 8 if few else 0)
-    used: list[int] = []
-    called = linear.PackedLinear.__call__
-
-    def call(self: linear.PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        used.append(self.packed.data_ptr())
-        return called(self, x)
-
-    monkeypatch.setattr(linear.PackedLinear, "__call__", call)
-    reads: Callable[[], float] = iter(range(1, 100)).__next__
-    figure = linear.measure(LINEARS[0], 4, torch.zeros(2**15, dtype=torch.uint8), reads, seconds=0)
-    assert figure.read == 4.5  # the upper quartile of 1 to 5
-    assert (figure.one_row_seconds is not None) == few
-    size = LINEARS[0].weight_bytes
-    assert len(set(used)) == (2**15 // size if few else 1)
-    assert all(used[i] != used[i + 1] for i in range(len(used) - 1)) == few
-    assert figure.rate == pytest.approx(2 * 4 * 32 * 48 / figure.seconds / 1e9)
 
 
 # -------------------------------------------------------------------------------------------- lists of threads

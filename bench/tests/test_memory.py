@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from quire.cache.groups import CacheGroup, Heads
-from quire.cache.manager import BlockManager
 from quire.cli import app
 from quire.engine.workloads import WORKLOADS
-from quire.errors import BadValue, ConfigError, ModelError, QuireError
+from quire.errors import ModelError
 from quire_bench.engine import memory
-from quire_bench.engine.contiguous import ContiguousAllocator, ContiguousScheduler, Reservation
+from quire_bench.engine.contiguous import ContiguousAllocator
 from quire_bench.engine.memory import KVSize, Moment, Setup
 from tests.marks import of_long_runs
 
@@ -42,16 +40,6 @@ def test_first_fit() -> None:
     assert slots.gaps == ((3, 4), (8, 12))
 
 
-@pytest.mark.parametrize("order", [(0, 4, 8), (0, 8, 4), (4, 0, 8), (4, 8, 0), (8, 0, 4), (8, 4, 0)])
-def test_gaps_join(order: tuple[int, ...]) -> None:
-    slots = ContiguousAllocator(12)
-    assert [slots.allocate(4) for _ in range(3)] == [0, 4, 8]
-    for start in order:
-        slots.free(start)
-    assert slots.gaps == ((0, 12),)
-    assert slots.allocate(12) == 0
-
-
 def test_refused_though_enough_is_free() -> None:
     slots = ContiguousAllocator(12)
     for _ in range(3):
@@ -63,20 +51,6 @@ def test_refused_though_enough_is_free() -> None:
     assert slots.allocate(5) is None
     assert (slots.num_free, slots.gaps) == (8, before)
     assert slots.allocate(4) == 0
-
-
-def test_misuse_of_the_allocator() -> None:
-    slots = ContiguousAllocator(8)
-    start = slots.allocate(3)
-    for wrong in (1, 3, -1):
-        with pytest.raises(BadValue, match=f"slot {wrong} is freed, but no allocation begins there"):
-            slots.free(wrong)
-    slots.free(start)
-    with pytest.raises(BadValue, match="slot 0 is freed"):
-        slots.free(start)
-    with pytest.raises(BadValue, match="0 slots were asked for"):
-        slots.allocate(0)
-    assert ContiguousAllocator(0).allocate(1) is None
 
 
 @given(st.integers(1, 40), st.lists(st.integers(-6, 12).filter(bool), max_size=80))
@@ -106,54 +80,12 @@ def test_the_allocator_against_a_bitmap(num_slots: int, actions: list[int]) -> N
         assert slots.num_free == taken.count(False)
 
 
-def test_a_reservation_that_can_never_be() -> None:
-    for size in (3, 13):
-        with pytest.raises(ConfigError, match=f"request 1 reserves {size} slots; .* at least 4, .* at most the 12"):
-            ContiguousScheduler([Reservation(1, 5, 6), Reservation(3, 5, size)], 12, 8)
-
-
 # ------------------------------------------------------------------------------------------------- the load
 
 
 def test_the_chat_load_is_that_of_the_workloads() -> None:
     assert memory.draw("chat", 48, 2048) == WORKLOADS["mixed"][0]
     assert memory.draw("chat", 100, 2048)[:48] == WORKLOADS["mixed"][0]
-
-
-@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
-def test_lengths(name: str) -> None:
-    lengths = memory.draw(name, 300, 2048)
-    assert lengths == memory.draw(name, 300, 2048)
-    assert lengths != memory.draw(name, 300, 2048, seed=1)
-    for longest in (2, 3, 64, 2048, 100_000):
-        assert all(
-            prompt >= 1 and new >= 1 and prompt + new <= longest for prompt, new in memory.draw(name, 300, longest)
-        )
-    totals = sorted(prompt + new for prompt, new in lengths)
-    if name == "uniform":
-        assert all(abs(totals[300 * i // 8] - 2048 * i / 8) < 200 for i in range(1, 8))
-    if name == "long-tailed":
-        assert totals[270] < 500
-        assert 5 <= sum(total >= 1024 for total in totals) <= 30
-
-
-def test_bad_setups() -> None:
-    with pytest.raises(ConfigError, match="no distribution 'normal'; there are chat, uniform, long-tailed"):
-        _ = Setup(distribution="normal").lengths
-    with pytest.raises(ConfigError, match="requests is 0"):
-        _ = Setup(requests=0).lengths
-    with pytest.raises(ConfigError, match="seed is -1"):
-        _ = Setup(seed=-1).lengths
-    with pytest.raises(ConfigError, match="max_model_len is 1"):
-        Setup(max_model_len=1)
-    with pytest.raises(ConfigError, match=r"shared_prefix is 63; it must be in 0\.\.62"):
-        Setup(max_model_len=64, shared_prefix=63)
-    with pytest.raises(ConfigError, match="block_size is 0"):
-        Setup(block_size=0)
-    with pytest.raises(ConfigError, match="num_blocks is 3; one request of max_model_len=64 tokens needs 4 blocks"):
-        Setup(max_model_len=64, num_blocks=3)
-    assert Setup(max_model_len=64, num_blocks=4).slots == 64
-    assert Setup(max_model_len=50, block_size=16).slots == 800
 
 
 # ------------------------------------------------------------------------------------------------- the runs
@@ -192,14 +124,6 @@ def test_contiguous_by_hand(load: Load) -> None:
     assert (use.free, use.waste, use.mean_batch, use.largest_batch) == pytest.approx((0, 1 - 12 / 36, 5 / 3, 3))
 
 
-def test_a_rest_that_is_too_small_for_max_model_len_is_waste_too(load: Load) -> None:
-    setup = load(FOUR, block_size=4, num_blocks=3, max_model_len=8)
-    run = memory.run_contiguous(setup, "max_model_len", [8] * 4)
-    assert [moment.running for moment in run.moments] == [1] * 6
-    assert [moment.unusable for moment in run.moments] == [4, 4, 4, 4, 0, 0]  # the last one has no room in four slots
-    assert run.refused == 2
-
-
 def test_paged_by_hand(load: Load) -> None:
     setup = load(FOUR, block_size=4, num_blocks=3, max_model_len=8)
     run = memory.run_paged(setup)
@@ -209,19 +133,6 @@ def test_paged_by_hand(load: Load) -> None:
         Moment(running=1, used=4, live=3, shared=0, unusable=0, is_short=False),
     )
     assert (run.refused, run.preemptions) == (0, 0)
-
-
-def test_the_systems_differ_in_memory_alone() -> None:
-    """With room for all they take the same steps, prompts of several pieces included."""
-    setup = Setup(distribution="uniform", requests=60, max_model_len=5000, num_blocks=60 * 313)
-    paged, whole, exact = memory.compare(setup)
-    assert max(prompt for prompt, _ in setup.lengths) > 2 * memory.MAX_NUM_BATCHED_TOKENS
-    for run in (whole, exact):
-        assert [(m.running, m.live) for m in run.moments] == [(m.running, m.live) for m in paged.moments]
-    assert [run.short for run in (paged, whole, exact)] == [(), (), ()]
-    assert paged.pressed == paged.use(paged.moments)
-    assert paged.as_dict()["short"] is None
-    assert "paged, all fit" in memory.table([paged])[2]
 
 
 @pytest.mark.parametrize("seed", [0, of_long_runs(1), of_long_runs(2)])
@@ -240,33 +151,6 @@ def test_the_targets_on_the_chat_like_load(seed: int) -> None:
     assert all(len(run.short) > 50 for run in (paged, whole, exact))
 
 
-@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
-def test_the_books_balance(name: str) -> None:
-    setup = Setup(distribution=name, requests=100, max_model_len=512)
-    tokens = sum(prompt + new - 1 for prompt, new in setup.lengths)  # the last one is never computed
-    for run in memory.compare(setup):
-        for moment in run.moments:
-            assert 0 < moment.live <= moment.used <= setup.slots
-            assert moment.used + moment.unusable <= setup.slots
-        shown = json.loads(json.dumps(run.as_dict()))
-        assert shown["overall"] == asdict(run.use(run.moments))
-        assert shown["short"] == asdict(run.pressed)
-        assert shown["prompt_tokens"] + shown["new_tokens"] == tokens + 100
-        for use in (shown["overall"], shown["short"]):
-            assert use["live"] + use["wasted"] + use["unusable"] + use["free"] == pytest.approx(setup.slots)
-            lost = use["wasted"] + use["unusable"]
-            assert use["waste"] == pytest.approx(lost / (lost + use["live"]))
-    assert memory.run_paged(setup) == memory.run_paged(setup)
-
-
-def test_waste_grows_with_the_block() -> None:
-    wastes = [
-        memory.run_paged(Setup(requests=200, block_size=size, num_blocks=16 * 2048 // size)).pressed.waste
-        for size in (1, 16, 128)
-    ]
-    assert wastes[0] == 0 < wastes[1] < 0.04 < wastes[2]
-
-
 def test_a_shared_prefix() -> None:
     setup = {"requests": 100, "max_model_len": 512, "shared_prefix": 128}
     alone = memory.run_paged(Setup(**setup)).pressed
@@ -276,15 +160,6 @@ def test_a_shared_prefix() -> None:
     assert together.pressed.mean_batch > 1.4 * alone.mean_batch
     assert together.refused == 0
     assert "sharing saves" in memory.table([together])[-1]
-
-
-def test_a_request_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def grow(*arguments: object) -> bool:
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(BlockManager, "grow", grow)
-    with pytest.raises(QuireError, match="request 0 failed: RuntimeError: injected"):
-        memory.run_paged(Setup(requests=1))
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -325,20 +200,6 @@ def test_the_table() -> None:
     assert "1,024 tokens, full length" in run("--requests 2 --distribution chat")  # what the model was made for
 
 
-def test_json() -> None:
-    lines = [json.loads(line) for line in run(f"{SMALL} --json --distribution chat --block-size 32").splitlines()]
-    assert [line.get("system") for line in lines] == [
-        "paged", "contiguous, max_model_len", "contiguous, exact length", None
-    ]  # fmt: skip
-    assert (lines[0]["num_blocks"], lines[0]["block_size"], lines[0]["distribution"]) == (128, 32, "chat")
-    assert lines[0]["short"]["mean_batch"] > lines[1]["short"]["mean_batch"]
-    model = lines[3]
-    assert (model["bytes_per_token"], model["bytes_per_request"], model["memory"]) == (1280, 256 * 1280, 2**30)
-    assert model["contiguous"] == model["paged"]["full length"]["requests"] == 2**30 // (256 * 1280)
-    chat = model["paged"]["mean of chat"]
-    assert chat["requests"] == 2**30 // (32 * 1280) // -(-chat["tokens"] // 32)
-
-
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
     "max_position_embeddings": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
@@ -360,19 +221,3 @@ def test_model_config(tmp_path: Path) -> None:
     assert "other.json: 3 layers" in run(f"--requests 5 --model-config {other}")
     with pytest.raises(ModelError, match=r"holds no config\.json"):
         memory.model_fit(tmp_path, "1GB", 16, None, 5, 0)
-
-
-def test_plot(tmp_path: Path) -> None:
-    path = tmp_path / "memory.png"
-    run(f"{SMALL} --plot {path}")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert "there is no directory" in run(f"--plot {tmp_path / 'none' / 'x.png'}", status=1)
-
-
-def test_bad_options() -> None:
-    assert "there is no distribution 'normal'" in run("--distribution normal", status=1)
-    assert "requests is 0; it must be at least 1" in run("--requests 0", status=1)
-    assert "memory is 'much'; give bytes with a unit" in run("--memory much", status=1)
-    assert "num_blocks is 4; one request of max_model_len=2048" in run("--num-blocks 4", status=1)
-    assert "block_size is 0" in run("--block-size 0", status=1)
-    assert "max_model_len is 1" in run("--max-model-len 1", status=1)

@@ -3,39 +3,30 @@
 import ast
 import json
 import os
-import platform
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import quire
 from quire.models import read_json
 from quire.models.quantisation.module import Module
 from quire.models.quantisation.policy import read_scheme
 from quire.models.weights import Checkpoint
-from quire_bench.peers import logits, make_awq
+from quire_bench.peers import make_awq
 from quire_bench.peers import run as program
 from quire_bench.peers.cases import CASES, ENGINES, READY, Case
 from quire_bench.peers.process import EngineProcess, Failed, runners_in
-from quire_bench.peers.race import Race, plain_dtype
+from quire_bench.peers.race import Race
 from quire_bench.peers.result import COLUMNS, Result, line
-from quire_bench.peers.runners import mistral_rs
 from quire_bench.peers.runners.protocol import Settings
-from quire_bench.proc import cpu_flags
-from quire_bench.workloads import Workload
-from tests.models.checkpoints import engine, probed_logits, save
-from tests.models.gguf.writer import write_model
+from tests.models.checkpoints import save
 
 SETTINGS = Settings(
     model=None, threads=1, max_model_len=256, max_requests=2, max_tokens=64, prefix_caching=False, kv_cache_gib=1
@@ -115,18 +106,6 @@ class TestEngineProcess:
         process.close()
         assert process._process.returncode == 1
 
-    def test_an_interrupted_answer_leaves_no_timer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        process = EngineProcess(fake("a", tmp_path / "told"), SETTINGS, tmp_path / "log")
-        before = threading.enumerate()
-        with monkeypatch.context() as patch:
-            patch.setattr(process._process, "stdout", Interrupting())
-            with pytest.raises(KeyboardInterrupt):
-                process.wait()
-        process.close()
-        for thread in set(threading.enumerate()) - set(before):
-            thread.join(timeout=10)
-            assert not thread.is_alive()
-
     def test_a_stopped_engine_ends_with_a_killed_program(self, tmp_path: Path) -> None:
         """Also where that program has no time to end it."""
         script = f"""
@@ -152,21 +131,7 @@ sys.stdin.read()
         pytest.fail("the engine is still there")
 
 
-class Interrupting:
-    """A pipe at which Ctrl-C is pressed."""
-
-    def readline(self) -> str:
-        raise KeyboardInterrupt
-
-
 class TestRace:
-    @pytest.mark.parametrize(
-        ("flags", "dtype"),
-        [({"avx2"}, "float32"), ({"avx2", "avx512f"}, "bfloat16"), (set(), "bfloat16")],
-    )
-    def test_plain_weights_are_multiplied_in_the_dtype_that_the_cpu_multiplies(self, flags, dtype) -> None:
-        assert plain_dtype(flags) == dtype
-
     @pytest.mark.slow
     def test_engines_take_turns_on_tokens_that_no_cache_knows(self, tmp_path: Path) -> None:
         log = tmp_path / "told"
@@ -188,12 +153,6 @@ class TestRace:
         assert prefix.seconds.keys() == {"quire", "vllm"}
         assert single.read == [50.0] * 2
         assert one.versions == dict.fromkeys(commands, "1.2")
-
-    @pytest.mark.parametrize(("quantization", "passed"), [(None, ""), ("int4", " int4"), ("awq", ""), ("q4_0", "")])
-    def test_engines_round_what_is_not_rounded(self, tmp_path: Path, quantization: str | None, passed: str) -> None:
-        cases = [Case("single", "small", {}, quantization=quantization)]
-        race(tmp_path, {"quire": fake("quire", tmp_path / "said")}, cases, runs=1, warmup=0)
-        assert (tmp_path / "said").read_text().splitlines()[0] == f"quire starts {tmp_path}/small False 1 144{passed}"
 
     def test_an_engine_that_fails_leaves_the_others_alone(self, tmp_path: Path) -> None:
         log = tmp_path / "told"
@@ -244,33 +203,8 @@ class TestResult:
         assert all(len(row) == len(COLUMNS) for row in rows)
         assert line(rows[2], markdown=True) == "| single, small | OpenVINO GenAI | failed: no |  |  |  |  |"
 
-    def test_json(self) -> None:
-        found = json.loads(json.dumps(self.result().as_dict()))
-        assert found["ratios"].keys() == {"vllm", "llama-cpp"}
-        assert found["ratios"]["vllm"]["target"] == 2.0
-        assert (found["prompt_tokens"], found["new_tokens"], found["weights_read"]) == (16, 128, pytest.approx(0.64))
-
 
 class TestProgram:
-    @pytest.mark.slow
-    def test_quire_alone(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (tmp_path / "smol135").symlink_to(Path(quire.__file__).parent / "embedded")
-        pinned = []
-        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: pinned.append(cpus))
-        monkeypatch.setattr(program, "machine_rates", lambda threads: lambda: (50.0, 800.0))
-        given = f"--models {tmp_path} --workloads ready --runs 1 --warmup 0 --threads 1 --markdown --json {tmp_path}/x"
-        assert program.main(given.split()) == 0
-        head, rule, row, _, about = capsys.readouterr().out.splitlines()
-        assert head.count("|") == rule.count("|") == row.count("|") == len(COLUMNS) + 1
-        assert row.startswith("| ready, smol135 | Quire | ")
-        assert f"Quire {quire.__version__}" in about
-        assert "1 threads" in about
-        assert [len(cpus) for cpus in pinned] == [1]
-        [result] = json.loads((tmp_path / "x").read_text())["results"]
-        assert len(result["seconds"]["quire"]) == 1
-
     def test_chooses_cases_and_interpreters(self, tmp_path: Path) -> None:
         (tmp_path / "llama1b").mkdir()
         (tmp_path / "llama1b" / "config.json").write_text("{}")
@@ -332,26 +266,6 @@ def test_each_engine_has_the_checkpoint_of_its_own_rounding(tmp_path: Path, monk
     } == {made["llama-cpp"]}
 
 
-def test_all_engines_have_one_awq_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[object]] = []
-
-    def run(command: list[object], **_: object) -> None:
-        commands.append(command)
-        Path(str(command[-1])).mkdir()
-
-    monkeypatch.setattr(subprocess, "run", run)
-    case = Case("single", "small", {}, quantization="awq")
-    made = {
-        program.converted(engine, dict.fromkeys(ENGINES, tmp_path / "python"), case, tmp_path / "small", tmp_path)
-        for engine in ("quire", "vllm", "vllm-w4a8")
-    }
-    assert made == {tmp_path / "converted" / "small-awq"}
-    module, *paths = commands[0][2:]
-    assert len(commands) == 1
-    assert find_spec(str(module)) is not None
-    assert paths == [tmp_path / "small", tmp_path / "converted" / "small-awq.part"]
-
-
 class TestAwq:
     def made(self, folder: Path, **sizes: int) -> tuple[dict[str, Tensor], Path]:
         """Its tensors before, and the checkpoint after."""
@@ -391,22 +305,6 @@ class TestAwq:
                 assert found.zeros[:2].tolist() == [[0] * groups.shape[1], [15] * groups.shape[1]]
                 assert not found.dequantised()[2].any()
 
-    def test_the_rest_stays(self, tmp_path: Path) -> None:
-        before, directory = self.made(tmp_path)
-        after = load_file(directory / "model.safetensors")
-        kept = {name for name in before if not name.endswith("_proj.weight")}
-        assert kept == {name for name in after if not name.endswith(("qweight", "qzeros", "scales"))}
-        assert all(torch.equal(after[name], before[name]) for name in kept)
-        assert (directory / "tokenizer.json").read_text() == "{}"
-        plain, config = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "awq"))
-        assert config == plain | {"quantization_config": config["quantization_config"]}
-        probe = probed_logits(engine(directory, attention_backend="reference", dtype="float32"), [[5, 6, 7]], 1)[0]
-        assert probe.found[5, 6, 7].isfinite().all()
-
-    def test_inputs_that_no_group_divides(self, tmp_path: Path) -> None:
-        with pytest.raises(SystemExit, match=r"have \[96, 128, 256\] inputs"):
-            self.made(tmp_path, hidden_size=96)
-
 
 class TestInterpreters:
     cases = (Case("decode", "small", {"vllm": 1.5, "vllm-w4a8": 1.5}),)
@@ -422,31 +320,6 @@ class TestInterpreters:
         assert found == {"quire": Path("ours"), "vllm": Path("theirs")} | able
         left_out = "no amx_tile, so vLLM-CPU, rounding activations is left out: it would be vLLM-CPU"
         assert (left_out in capsys.readouterr().err) == (not able)
-
-    def test_nothing_is_said_of_who_was_not_asked(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert program.interpreters({"quire": Path("ours")}, self.cases).keys() == {"quire"}
-        assert program.interpreters({"vllm": Path("theirs")}, CASES[:1]).keys() == {"vllm"}
-        assert capsys.readouterr().err == ""
-
-    def test_flags_are_those_of_the_system(self) -> None:
-        assert ("fpu" in cpu_flags()) == (platform.machine() == "x86_64")
-
-
-class TestMistralRs:
-    def test_its_copy_has_rope_theta_where_it_looks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "small").mkdir()
-        config = {"hidden_size": 8, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
-        (tmp_path / "small" / "config.json").write_text(json.dumps(config))
-        (tmp_path / "small" / "model.safetensors").write_bytes(b"numbers")
-        monkeypatch.chdir(tmp_path)
-        copy = mistral_rs.readable(tmp_path / "small")
-        assert copy.parent == tmp_path
-        assert json.loads((copy / "config.json").read_text()) == config | config["rope_parameters"]
-        assert (copy / "model.safetensors").read_bytes() == b"numbers"
-        assert json.loads((tmp_path / "small" / "config.json").read_text()) == config
-
-    def test_it_knows_how_to_round(self) -> None:
-        assert {case.at_load for case in CASES if "mistralrs" in case.peers} <= mistral_rs.KINDS.keys()
 
 
 def test_cases_of_one_process_stand_together() -> None:
@@ -475,24 +348,3 @@ def test_another_interpreter_finds_the_runners_and_nothing_else_of_ours(tmp_path
     program = "import importlib.util, quire_bench.peers.runners.protocol; print(importlib.util.find_spec('quire'))"
     command = [sys.executable, "-S", "-E", "-c", program]  # one that has nothing installed
     assert subprocess.check_output(command, cwd=runners_in(tmp_path), text=True) == "None\n"
-
-
-@pytest.mark.slow
-def test_logits_of_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With a llama.cpp that computes what Quire does."""
-    model = write_model(tmp_path / "model.gguf")
-    monkeypatch.setattr(logits, "workload", lambda _: Workload("small", [[3 + i % 50 for i in range(40)]], [1]))
-
-    def run(command: list[Path], **_: object) -> None:
-        asked = json.loads(command[-2].read_text())
-        rows = torch.stack(logits.ours(command[-3], asked, {"dtype": "bfloat16"}))
-        np.save(command[-1], torch.cat([rows, rows[:, -1:]], 1).numpy())  # Quire gives none of the last token
-
-    monkeypatch.setattr(subprocess, "run", run)
-    logits.main(["--llama-cpp", sys.executable, str(model)])
-    [found] = capsys.readouterr().out.splitlines()
-    far = dict(re.findall(r"(llama\.cpp|float32|bfloat16) ([0-9.e+-]+)", found))
-    assert far["llama.cpp"] == far["bfloat16"]
-    assert 0 < float(far["float32"]) < float(far["bfloat16"])

@@ -2,14 +2,12 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from quire.cli import app
-from quire.errors import ConfigError
 from quire.frontend.llm import LLM
 from quire_bench.engine import quantisation
 
@@ -36,19 +34,6 @@ def test_logits_of_every_position_are_those_of_the_model() -> None:
     logs = torch.log_softmax(logits.double(), -1)[range(39), ids[1:]]
     torch.testing.assert_close(logs, torch.tensor(scored.token_logprobs).double(), rtol=1e-5, atol=1e-5)
     assert "logits" not in vars(llm.decoder)
-
-
-def test_texts(tmp_path: Path) -> None:
-    llm = LLM(num_blocks=40)
-    assert len(quantisation.standard_texts()) >= 10
-    text = tmp_path / "text"
-    text.write_text("x = 1\n" * 100)
-    stretches = quantisation.windows(llm, [text], 32, 3)
-    assert [len(one) for one in stretches] == [32, 32, 32]
-    with pytest.raises(ConfigError, match="no text has 9999 tokens"):
-        quantisation.windows(llm, [text], 9999, 3)
-    with pytest.raises(ConfigError, match="cannot be read as a text"):
-        quantisation.windows(llm, [tmp_path / "missing"], 32, 3)
 
 
 @pytest.mark.long

@@ -15,13 +15,12 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from quire.errors import ConfigError
 from quire_bench.cli.soak import soak as command
 from quire_bench.server import soak as module
 from quire_bench.server.mix import Asker, Wrong, read_answer
 from quire_bench.server.process import Process
 from quire_bench.server.soak import Soak, soak
-from quire_bench.server.verdict import MAX_TOLD, POOL_THREADS, TRIAL_DESCRIPTORS, Findings, Sample, growth, judge, table
+from quire_bench.server.verdict import POOL_THREADS, TRIAL_DESCRIPTORS, Findings, Sample, judge
 
 MIB = 2**20
 IDLE = Sample(0.0, 500 * MIB, 400 * MIB, 10, 14, 0, 0, 0, 0, 0)
@@ -40,17 +39,6 @@ def sound() -> Findings:
     found.canaries["a"] = 9
     found.num_healthy, found.status = 720, -signal.SIGTERM
     return found
-
-
-def test_the_line_through_samples() -> None:
-    times = list(range(100))
-    assert growth(times, [500 + 0.5 * t for t in times]) == pytest.approx(49.5 / 500)
-    assert growth(times, [7.0] * 100) == 0
-    assert growth(times, [500 - 0.5 * t for t in times]) == pytest.approx(-49.5 / 500)
-    assert growth([3.0], [5.0]) == 0
-    # One high sample in the middle is no growth; neither are waves.
-    assert growth(times, [900 if t == 50 else 500 for t in times]) < 1e-3
-    assert abs(growth(times, [500 + 5 * (t % 10) for t in times])) < 0.01
 
 
 def test_a_sound_server_has_no_problems() -> None:
@@ -84,15 +72,6 @@ def test_a_leak_is_found_after_noise() -> None:
 def test_whatever_is_left_or_wrong_is_told(change: dict[str, object], words: str) -> None:
     [problem] = judge(replace(sound(), **change))  # type: ignore[arg-type]
     assert words in problem
-
-
-def test_wrong_answers_are_counted_and_the_first_ones_told() -> None:
-    found = sound()
-    for i in range(3 * MAX_TOLD):
-        found.note_wrong("chat", f"number {i}")
-    assert judge(found) == [f"{3 * MAX_TOLD} answers were wrong; the first: chat: number 0"]
-    assert len(found.wrong) == MAX_TOLD
-    assert ("chat", f"1 answered, {3 * MAX_TOLD} wrong") in table(found)
 
 
 def test_answers_are_read_streamed_or_not() -> None:
@@ -142,13 +121,6 @@ def test_requests_are_of_all_kinds_and_answers_are_checked() -> None:
                 answer = json.dumps({"data": [{"embedding": vector} for vector in vectors]}).encode()
                 with nullcontext() if is_right else pytest.raises(Wrong):
                     ask.check(200, answer)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="seconds"):
-        Soak(0.1, 1)
-    with pytest.raises(ConfigError, match="clients"):
-        Soak(10, 1, clients=0)
 
 
 @pytest.mark.long

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cli import app
 from quire.engine.workloads import WORKLOADS
-from quire.errors import ConfigError, QuireError
-from quire_bench.engine import loading, planning, startup, throughput
+from quire_bench.engine import loading, startup, throughput
 from quire_bench.engine.loading import Loading
 from quire_bench.workloads import Workload, workload
 from tests.marks import of_long_runs
@@ -57,19 +56,6 @@ def test_the_tokens_of_a_workload_never_change(name: str) -> None:
     assert hashlib.sha256(content.encode()).hexdigest()[:16] == DIGESTS[name]
 
 
-def test_shared_prompts() -> None:
-    assert len({tuple(prompt) for prompt in workload("rose").prompts}) == 64
-    assert len({tuple(prompt) for prompt in workload("rose_shared").prompts}) == 1
-    prefix = workload("prefix").prompts
-    assert len({tuple(prompt[:1024]) for prompt in prefix}) == 1
-    assert len({tuple(prompt) for prompt in prefix}) == 32
-
-
-def test_an_unknown_workload_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=f"no workload 'nope'; there are {', '.join(WORKLOADS)}"):
-        workload("nope")
-
-
 def test_throughput_counts_what_was_done() -> None:
     work = Workload("tiny", [[5, 6, 7], [8] * 20], [4, 9])
     ticks = []
@@ -82,24 +68,6 @@ def test_throughput_counts_what_was_done() -> None:
     assert figures["most_blocks"] == 3  # one of 7 tokens, one of 29
     assert throughput.measure(LLM(num_blocks=8), work, warmup=0, runs=1).most_blocks is None
     assert len(ticks) == 3 * 13
-
-
-def test_a_run_that_does_less_than_it_should_is_an_error() -> None:
-    with pytest.raises(QuireError, match="workload tiny: 4 new tokens; expected 9"):
-        throughput.measure(LLM(max_model_len=24), Workload("tiny", [[8] * 20], [9]), warmup=0, runs=1)
-
-
-@pytest.mark.slow
-def test_planning_measures_what_it_says() -> None:
-    found = planning.measure(3, 20, spare=5, steps=7)
-    assert (found.sequences, found.context, found.pool) == (3, 20, 3 * 2 + 5)
-    assert 0 < found.step_seconds <= found.worst_seconds
-    assert found.microseconds_each == pytest.approx(1e6 * found.step_seconds / 3)
-    points = ["--sequences", "3", "--context", "20", "--spare", "5", "--json"]
-    result = CliRunner().invoke(app, ["bench", "planning", *points])
-    assert json.loads(result.stdout)["worst_each"] > 0
-    result = CliRunner().invoke(app, ["bench", "planning", *points[:-1], "--sequences", "2"])
-    assert [line.split()[0] for line in result.stdout.splitlines()] == ["3", "2"]
 
 
 @pytest.mark.slow
@@ -122,12 +90,6 @@ def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path, saved:
     assert found.mapped > 0
     assert found.as_dict()["ratio"] == found.peak / found.resident
     assert f"{found.ratio:.2f} times" in loading.told(found)
-
-
-def test_a_system_that_tells_nothing_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(loading, "STATUS", tmp_path / "status")
-    assert loading.measure(None) is None
-    assert loading.told(None) == "this system does not tell"
 
 
 def run(arguments: str) -> str:

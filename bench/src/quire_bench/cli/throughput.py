@@ -29,6 +29,7 @@ from quire_bench.cli.options import (
     PrefixCaching,
     SchedulingPolicy,
     SwapSpace,
+    TensorParallelSize,
     Threads,
 )
 
@@ -51,6 +52,7 @@ def throughput(
     swap_space: SwapSpace = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
     num_speculative_tokens: MeasuredGuesses = 0,
+    tensor_parallel_size: TensorParallelSize = 1,
     threads: Threads = None,
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is reported.")] = 3,
@@ -86,6 +88,7 @@ def throughput(
             swap_space=swap_space,
             scheduling_policy=scheduling_policy,
             num_speculative_tokens=num_speculative_tokens,
+            tensor_parallel_size=tensor_parallel_size,
         )
         for work in chosen:
             first = None
@@ -103,6 +106,7 @@ def throughput(
                 message = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
                 gain = "" if len(counts) == 1 else f" {figures['speedup_over_first']:6.2f} x"
                 print(f"{name:{12 if len(counts) == 1 else 24}s} {measured.median:9.2f} s {message}{gain}", flush=True)
+        llm.close()
         if plot is not None:
             plot_runs(plot, "total tokens a second", found)
     except QuireError as error:

@@ -87,13 +87,6 @@ LONG = ("64 x 4096", "8 x 32768")
 CASCADE = "256 x (32768 shared + 256)"
 
 
-def _correct(rows: Rows) -> float | None:
-    """The share of checks that passed."""
-    listed = [row for row in rows.rows if row["stage"].startswith("correctness") and "skipped" not in row]
-    checked = [row for row in listed if row["case"] != "stage" or "error" in row]
-    return sum(row.get("passed", False) for row in checked) / len(checked) if checked else None
-
-
 def _against(peer: str, case: str) -> Callable[[Rows], float | None]:
     """How many times as fast as the peer, in the run that has both."""
 
@@ -145,7 +138,7 @@ def _cost(stage: str, cases: Iterable[str]) -> Callable[[Rows], float | None]:
 
 
 TARGETS = (
-    Target("correctness: checks that pass", _correct, 1.0, "%"),
+    Target("correctness: tests that pass", _share("correctness", "tests/ops", "pytest", "value"), 1.0, "%"),
     *(
         Target(
             f"decode {case}, bf16, 32/8 heads, D 128: share of the copy's bandwidth",

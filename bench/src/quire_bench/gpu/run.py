@@ -4,8 +4,8 @@
 
 Each stage runs in a process of its own with a limit to its time: one that fails, hangs or takes the GPU's context with
 it leaves the others alone, and what it had found until then stays. The report is written after every stage. First the
-checks of correctness run side by side, and beside them, for the sake of what they compile, the stages that compile
-much; what these find then is thrown away. All that is timed runs alone.
+repository's tests of the operators run, and with them, to fill the caches of compilers, the stages that compile much;
+their figures of then are not reported. All that is timed runs alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -38,11 +39,12 @@ from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
 from quire_bench.gpu import attention, engine, libraries
 from quire_bench.gpu.common import Bench, Row, Settings, ceilings, shortened
-from quire_bench.gpu.correctness import PARTS, correctness
 from quire_bench.gpu.linears import linears
 from quire_bench.gpu.report import judged, markdown
 from quire_bench.gpu.small import small
 from quire_bench.gpu.sweep import sweep
+
+ROOT = Path(__file__).parents[4]  # of the repository, where it is run from a clone
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,20 @@ class Stage:
     compiles: bool = False  # also runs beside these, for the caches of its compilers
 
 
-def repository_tests(bench: Bench) -> None:
-    """Stage: the repository's own tests of the operators on this backend; only with --tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-k", bench.settings.backend, "tests/ops"]
+def correctness(bench: Bench) -> None:
+    """Stage: the repository's tests of the operators on this backend and device, which compare them with float64."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", bench.settings.backend]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    bench.row("tests/ops", "pytest", passed=done.returncode == 0, note=shortened(done.stdout, 1500))
+    command += ["tests/ops/test_sizes.py"] if bench.settings.tiny else ["tests/ops"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    share = counts.get("passed", 0) / max(1, sum(counts.values()))
+    bench.row("tests/ops", "pytest", passed=done.returncode == 0, value=share, note=shortened(done.stdout, 1500))
 
 
 STAGES: dict[str, Stage] = {
-    **{f"correctness.{part}": Stage(partial(correctness, part=part), 120, beside=True) for part in range(PARTS)},
-    "tests": Stage(repository_tests, 120, beside=True),
+    "correctness": Stage(correctness, 120, beside=True),
     "ceilings": Stage(ceilings, 25),
     "decode": Stage(attention.decode, 60, compiles=True),
     "prefill": Stage(attention.prefill, 60, compiles=True),
@@ -84,7 +88,7 @@ STAGES: dict[str, Stage] = {
 }
 
 
-def chosen(only: str | None, settings: Settings, *, tests: bool) -> dict[str, Stage]:
+def chosen(only: str | None, settings: Settings) -> dict[str, Stage]:
     """The stages of these names, all parts of them; without names all that can run here.
 
     Raises ConfigError for an unknown name.
@@ -97,7 +101,7 @@ def chosen(only: str | None, settings: Settings, *, tests: bool) -> dict[str, St
                 raise ConfigError(f"there is no stage {name!r}; there are {', '.join(known)}, and parts: peers.sdpa")
         return {name: stage for name, stage in STAGES.items() if name in wanted or name.split(".")[0] in wanted}
     absent = {f"peers.{name}" for name, module in libraries.MODULES.items() if not _importable(module)}
-    absent |= set() if tests else {"tests"}
+    absent |= set() if _importable("pytest") and (ROOT / "tests" / "ops").is_dir() else {"correctness"}
     absent |= set() if settings.fa3 else {"peers.fa3"}
     absent |= set() if _importable("transformers") else {"engine.transformers"}
     return {name: stage for name, stage in STAGES.items() if name not in absent}
@@ -252,7 +256,6 @@ def run(
     markdown_path: Path | None = None,
     *,
     isolated: bool = True,
-    tests: bool = False,
     seconds: float = 570,
 ) -> Report:
     """Run the stages and report. isolated: each in a process of its own.
@@ -261,7 +264,7 @@ def run(
     """
     ops.load(settings.backend, settings.device)  # or say at once that it cannot run here
     report = Report(environment(settings), json_path, markdown_path, [])
-    stages = chosen(only, settings, tests=tests)
+    stages = chosen(only, settings)
     deadline = time.monotonic() + seconds
     with progress_bar("stages", len(stages)) as advance, TemporaryDirectory() as folder:
         for name, rows, took in (
@@ -332,7 +335,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, dest="json_path", help="write everything into this file")
     parser.add_argument("--markdown", type=Path, dest="markdown_path", help="write tables into this file")
     parser.add_argument("--fa3", help="the library of FlashAttention 3 that vLLM's wheel has")
-    parser.add_argument("--tests", action="store_true", help="run the repository's tests of the operators, too")
     parser.add_argument("--seconds", type=float, default=570, help="that all of it may take; default 570")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
     parser.add_argument(
@@ -351,7 +353,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.json_path,
             given.markdown_path,
             isolated=isolated,
-            tests=given.tests,
             seconds=given.seconds,
         )
     except QuireError as error:

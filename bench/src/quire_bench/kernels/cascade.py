@@ -1,22 +1,18 @@
-"""What sharing a prefix saves in decode: sequences with the same first blocks, against as many with their own.
+"""Decode of sequences with a common prefix: with the same first blocks, and with as many blocks for each.
 
-Both calls have the same shapes, and the plan finds the shared blocks by itself. The roof of the speedup is the smaller
-of two numbers: the bytes of KV of the one over those of the other; and, since shared keys are read once but multiplied
-for all sequences, the time to read everything over the time to multiply everything. All of it is measured between the
-runs, because a shared machine's speed drifts.
+Both calls have the same shapes, and the plan finds the shared blocks.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quire import ops
-from quire_bench.kernels.attention import filled_cache, product_rate, random_numbers, read_rate, seconds_of
+from quire_bench.kernels.attention import filled_cache, random_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,33 +78,6 @@ class CascadeFigure:
     def roof(self) -> float:
         """What the speedup could be at best: in decode a byte of bf16 KV takes G operations."""
         return min(self.shape.bytes_saved, self.multiply / (self.shape.group_size * self.read))
-
-    def as_dict(self) -> dict[str, object]:
-        """The figures, for JSON."""
-        return asdict(self) | {
-            "group_size": self.shape.group_size,
-            "speedup": self.speedup,
-            "roof": self.roof,
-            "share": self.speedup / self.roof,
-        }
-
-
-def shapes(batch: int, shared: int, own: int, head_dim: int) -> list[CascadeShape]:
-    """The same query heads over fewer and fewer KV heads: G = 1, 4 and 8."""
-    sizes = {"batch": batch, "shared": shared, "own": own, "head_dim": head_dim}
-    return [CascadeShape(num_kv_heads=8 // group, **sizes) for group in (1, 4, 8)]
-
-
-def measure(backend: ops.Backend, shape: CascadeShape, runs: int) -> CascadeFigure:
-    """Time both calls in turn, the ceilings in between."""
-    threads = torch.get_num_threads()
-    reader = read_rate(threads)
-    multiplier = product_rate("bfloat16", threads)
-    apart, shared = call(backend, shape, shares=False), call(backend, shape, shares=True)
-    apart(), shared()
-    rounds = [(seconds_of(apart), reader(), seconds_of(shared), multiplier()) for _ in range(runs)]
-    apart_seconds, read, shared_seconds, multiply = (statistics.median(column) for column in zip(*rounds, strict=True))
-    return CascadeFigure(shape, apart_seconds, shared_seconds, read, multiply)
 
 
 def call(backend: ops.Backend, shape: CascadeShape, *, shares: bool, device: str = "cpu") -> Callable[[], torch.Tensor]:

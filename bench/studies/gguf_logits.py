@@ -1,6 +1,6 @@
-"""How far Quire's and llama.cpp's next tokens are from those of the model that a GGUF file means.
+"""Measure how far Quire's and llama.cpp's next tokens are from those of the model that a GGUF file means.
 
-    python -m quire_bench.peers.logits --llama-cpp PYTHON FILE ...
+    python bench/studies/gguf_logits.py --llama-cpp PYTHON FILE ...
 
 That model has the file's weights dequantised, and is computed in fp32 without rounding what they are multiplied with.
 The distance is the Kullback-Leibler divergence in nats, the mean over all tokens of a few prompts of random tokens.
@@ -59,7 +59,7 @@ def ours(model: Path, asked: Sequence[list[int]], options: Mapping[str, Any]) ->
 
 def main(given: Sequence[str] | None = None) -> None:
     """Print a line a file."""
-    parser = argparse.ArgumentParser(prog="python -m quire_bench.peers.logits")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a GGUF file with a vocabulary")
     parser.add_argument("--llama-cpp", type=Path, required=True, metavar="PYTHON", help="of llama.cpp's environment")
     options = parser.parse_args(given)

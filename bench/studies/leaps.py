@@ -1,4 +1,7 @@
-"""Leaps of the simulator against stepping: the same results, and how much faster. python -m quire_bench.engine.leaps"""
+"""Measure the simulator's leaps against single steps: the same results, and the ratio of their CPU time.
+
+python bench/studies/leaps.py
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Predictions of the simulator against real servers: the same traces, replayed and simulated.
+"""Measure the simulator's predictions against real servers: the same traces, replayed and simulated.
 
-The prediction is made with a device file. `quire bench calibrate`, which wrote it, has sent none of these requests.
+    quire bench calibrate --model MODEL --threads 1 --max-num-seqs 32 --out device.json
+    python bench/studies/validate.py --model MODEL --device device.json --replicas 1,2 --out table.md
 
 A run of some seconds has few requests, of which a percentile says little. So a load is sent several times, each time
 with rows of its own, and the requests of all runs are looked at together; how far the errors of single runs lie apart
-is noted besides. Memory and cores are as fast as others on the same machine let them be, from minute to minute. So
+is noted as well. Memory and cores are as fast as others on the same machine let them be, from minute to minute. So
 around each run a stream shows how long reading takes now, at one replica and at all of them, prompts how long computing
 does, and many streams how long what each sequence adds. Each run is simulated with that; all else is as it was
 calibrated.
@@ -12,24 +13,30 @@ calibrated.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from quire.cli.options import AsJson, fail, row
 from quire.engine.cost import ModelCost, model_cost
 from quire.engine.trace import TraceRow
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, check_number
 from quire.models import expected_weight_bytes, locate, read_config
-from quire.simulate.device import DeviceFile
+from quire.progress import progress_bar
+from quire.simulate.device import DeviceFile, read_device
 from quire.simulate.outcome import Outcome
+from quire_bench.cli.options import Model
 from quire_bench.fleet.replaying import TRACES, Serving, Sizes, at_once, seconds_of, sent, serving, simulated
 from quire_bench.fleet.running import Replica
 from quire_bench.fleet.speed import PROMPT, Probes, at_speed, expected, mean, probed
 from quire_bench.server.client import Run
 from quire_bench.server.report import latencies, percentile
 
-LOADS = (0.3, 0.6, 0.8, 0.95)  # of what the replicas sustain
 SIZES = Sizes()  # of each replica
 TURN_SEEDS = 10  # from the seed of a run to that of the next one
 SATURATING = 3  # times as many requests as there are seats, to find what the replicas sustain
@@ -38,6 +45,97 @@ GOALS: Mapping[str, float] = MappingProxyType(  # the largest error of each figu
 )
 FIGURES = tuple(GOALS)
 MOST_LOAD = 0.8  # to which they are goals
+
+
+def main(
+    device: Annotated[Path, typer.Option(help="What `quire bench calibrate` wrote of this model.")] = Path(
+        "device.json"
+    ),
+    model: Model = None,
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas; more than one have a gateway.")] = "1,2",
+    traces: Annotated[str, typer.Option(help="That are replayed.")] = "poisson,clusters,sessions",
+    loads: Annotated[str, typer.Option(help="In percent of what the replicas sustain.")] = "30,60,80,95",
+    seconds: Annotated[float, typer.Option(help="In which the requests of a run come.")] = 20.0,
+    repeats: Annotated[int, typer.Option(help="Runs of each load, looked at together.", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="Of the traces.", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="A file for the table, in Markdown.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay traces to replicas and simulate the same: throughput, latencies and hits, and the errors.
+
+    Starts replicas with as many threads as the device file was measured with, and stops them again.
+    """
+    try:
+        counts = [int(one) for one in _numbers("replicas", replicas, 1, 16)]
+        shares = [one / 100 for one in _numbers("loads", loads, 1, 200)]
+        names = traces.split(",")
+        for one in names:
+            if one not in TRACES:
+                raise ConfigError(f"there is no trace {one!r}; choose from {', '.join(TRACES)}")
+        check_number(ConfigError, "seconds", seconds, 1.0)
+        known = read_device(device)
+        found: list[Compared] = []
+        with progress_bar("validate", len(counts) * len(names) * (1 + len(shares))) as advance:
+            found += validate(known, model, counts, names, shares, seconds, repeats, seed, advance=advance)
+    except QuireError as error:
+        fail(error)
+    table = _table(found)
+    if out is not None:
+        try:
+            out.write_text(table, encoding="utf-8")
+        except OSError as error:
+            fail(ConfigError(f"{out} cannot be written: {error}"))
+    if as_json:
+        print(json.dumps([one.as_dict() for one in found]))
+        return
+    print(table, end="")
+    for name in FIGURES:
+        met, count, median, largest = within_goals(found, name)
+        row(
+            _title(name),
+            f"{met} of {count} loads up to 80% are within the goal; errors: median {median:.1%}, largest {largest:.1%}",
+        )
+
+
+def _numbers(name: str, given: str, least: float, most: float) -> list[float]:
+    """Numbers with commas between. Raises ConfigError for what is none."""
+    try:
+        found = [float(one) for one in given.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} is {given!r}; it must be numbers with commas between") from error
+    for one in found:
+        check_number(ConfigError, name, one, least, most)
+    return found
+
+
+def _table(found: Sequence[Compared]) -> str:
+    """Measured, simulated, by how much that is wrong and how far this lies apart in runs, a line for each load."""
+    speeds_of = ["reads", "computes", "16 streams", "all read"]
+    titles = ["replicas", "trace", "load", "requests", *speeds_of, *map(_title, FIGURES)]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for one in found:
+        load = "all at once" if one.load == float("inf") else f"{one.load:.0%}"
+        speeds = [f"{min(those):.2f} to {max(those):.2f}" for those in zip(*one.speeds, strict=True)]
+        cells = [str(one.replicas), one.trace, load, str(one.requests), *speeds]
+        for name in FIGURES:
+            real, predicted = (_shown(name, those[name]) for those in (one.real, one.simulated))
+            apart = f" ± {one.spread[name]:.0%}" if one.spread[name] else ""
+            wrong = f": {one.error(name):+.1%}{apart}" if one.real[name] else ""
+            cells.append(f"{real}, {predicted}{wrong}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(figure: str) -> str:
+    if figure == "throughput":
+        return "tokens a second"
+    return f"{figure.upper().replace('_', ' ')}, ms" if "_p" in figure else figure.replace("_", " ")
+
+
+def _shown(figure: str, value: float) -> str:
+    if figure == "throughput":
+        return f"{value:,.0f}"
+    return f"{value:.1%}" if figure == "hit_rate" else f"{1e3 * value:.1f}"
 
 
 @dataclass(frozen=True)
@@ -207,3 +305,7 @@ def within_goals(found: Sequence[Compared], figure: str) -> tuple[int, int, floa
     if not errors:
         return 0, 0, 0.0, 0.0
     return sum(error <= GOALS[figure] for error in errors), len(errors), percentile(errors, 50), errors[-1]
+
+
+if __name__ == "__main__":
+    typer.run(main)

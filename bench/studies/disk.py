@@ -1,4 +1,10 @@
-"""The first token of a known prompt after `quire serve --kv-disk` was started again, a process each time."""
+"""Measure KV blocks that come from a disk, and decoding while they go there.
+
+    python bench/studies/disk.py --model DIR --tokens 1088
+
+Prints the first token of a known prompt after `quire serve --kv-disk` was started again, computed, read and cached,
+and steps of decoding with and without writing.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,18 @@ import time
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import typer
+
+from quire import LLM, SamplingParams
 from quire.cache.disk.store import SLOTS
+from quire.cache.disk.tier import DiskTier
+from quire.cli.options import fail
 from quire.errors import QuireError
+from quire_bench.cli.options import Model
 from quire_bench.server.process import server
 
 VOCABULARY = 500  # token ids that every model has
@@ -22,6 +35,39 @@ WRITTEN_AFTER = 0.5  # s without a further byte after which all is written
 WRITTEN_WITHIN = 120.0  # s
 TOO_SLOW = ("slower", "late")  # reasons for which a prompt is computed though its blocks are on the disk
 MISSES = re.compile(r'^quire:kv_disk_misses_total{.*reason="(\w+)".*} (\S+)$', re.MULTILINE)
+FLUSH_WITHIN = 600.0  # s
+ROUNDS = 6  # half of them without writing
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+def main(
+    model: Model = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where the blocks go; a directory below it is made, and removed.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Of each prompt.")] = 1088,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts; their median is reported.")] = 7,
+    steps: Annotated[int, typer.Option(min=2, help="That decode, with and without writing.")] = 200,
+    sequences: Annotated[int, typer.Option(min=1, help="That decode.")] = 1,
+) -> None:
+    """Print both."""
+    try:
+        with TemporaryDirectory(prefix="quire-disk-", dir=directory) as made:
+            found = first_tokens(model, Path(made) / "kv", tokens, prompts)
+            step = measure(model, Path(made) / "kv", tokens, prompts, steps, sequences)
+    except QuireError as error:
+        fail(error)
+    print(f"first token of {found.tokens:,} tokens, {found.bytes / 2**20:.1f} MiB of blocks:")
+    for name in ("computed", "on_disk", "in_memory", "cached"):
+        if (seconds := getattr(found, name)) is not None:
+            print(f"  {name.replace('_', ' '):12s} {1e3 * seconds:8.1f} ms  {seconds / found.computed:6.1%}")
+    if found.unread:
+        print(f"  {found.unread} of {2 * prompts} prompts after a restart were computed, as reading was no faster")
+    slower = step.seconds_writing / step.seconds - 1
+    print(
+        f"a step that decodes: {1e3 * step.seconds:.2f} ms, while {step.bytes_written / 2**20:.1f} MiB/s are written:"
+    )
+    print(f"  {1e3 * step.seconds_writing:.2f} ms  {slower:+.1%}")
 
 
 @dataclass(frozen=True)
@@ -136,3 +182,65 @@ def _forget_pages(directory: Path) -> None:
         with path.open("rb") as file:
             os.fdatasync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Means of steps that decode."""
+
+    seconds: float
+    seconds_writing: float  # while blocks are written
+    bytes_written: float  # a second, meanwhile
+
+
+def measure(model: str | None, directory: Path, tokens: int, prompts: int, steps: int, sequences: int) -> Steps:
+    """Measure with blocks of so many prompts. steps: to decode with, and as many without writing, in turn."""
+    with LLM(model, kv_disk=str(directory), max_num_seqs=sequences, num_speculative_tokens=0) as llm:
+        engine, disk = llm.engine, _disk(llm)
+        for i in range(prompts):  # reusable blocks without owners
+            llm.generate([{"prompt_token_ids": prompt(i, tokens)}], ONE, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=(ROUNDS + 1) * steps, ignore_eos=True)
+        asked = [llm.factory.tokenize({"prompt_token_ids": prompt(100 + i, 64)}) for i in range(sequences)]
+        for _, [request] in llm.factory.generations(asked, params, None, None):
+            engine.add(request)
+        for _ in range(4):
+            engine.step()
+        manager = engine.scheduler.manager
+        blocks = [
+            [(i, one) for i, one in enumerate(index.by_block.values()) if pool.ref_counts[one.block] == 0]
+            for pool, index in zip(manager.pools, manager.indexes, strict=True)
+        ]
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        written, took = 0, 0.0
+        for i in range(ROUNDS):
+            is_writing = i % 2 == 1
+            if not disk.flush(FLUSH_WITHIN):
+                raise QuireError(f"the disk has not taken all blocks in {FLUSH_WITHIN:.0f} s")
+            if is_writing:
+                disk.store.clear()
+                for group, those in enumerate(blocks):
+                    disk.offer(group, those, disk.store.next_tick())
+            before, start = disk.counts.bytes, time.perf_counter()
+            for _ in range(steps // 2):
+                began = time.perf_counter()
+                engine.step()
+                seconds[is_writing].append(time.perf_counter() - began)
+            if is_writing:
+                written += disk.counts.bytes - before
+                took += time.perf_counter() - start
+        for request_id in list(engine.scheduler.requests):
+            engine.abort(request_id)
+        while engine.has_work:
+            engine.step()
+    return Steps(statistics.fmean(seconds[False]), statistics.fmean(seconds[True]), written / took)
+
+
+def _disk(llm: LLM) -> DiskTier:
+    disk = llm.engine.scheduler.manager.disk
+    if disk is None:
+        raise QuireError("the engine has no disk")
+    return disk
+
+
+if __name__ == "__main__":
+    typer.run(main)
