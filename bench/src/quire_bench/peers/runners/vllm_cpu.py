@@ -1,4 +1,4 @@
-"""vLLM's CPU engine; where weights have 4 bits, x keeps its 16.
+"""vLLM's CPU engine; where weights have 4 bits, x keeps its 16, or with the argument w4a8 is rounded to 8.
 
 Its wheel asks for packages of vision and sound that text does not need. An environment without them, where the second
 command installs what the wheel's metadata requires except for torchaudio, torchvision, torchcodec and opencv:
@@ -16,25 +16,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 
 from quire_bench.peers.runners.protocol import Generate, Settings, serve
 
 
-def starter(w4a8: bool) -> Callable[[Settings], tuple[str, Generate]]:
-    """What starts it; w4a8: with x rounded to 8 bits where weights have 4."""
-    return lambda settings: start(settings, w4a8)
-
-
-def start(settings: Settings, w4a8: bool) -> tuple[str, Generate]:
-    """The version and what generates."""
+def start(settings: Settings) -> tuple[str, Generate]:
+    """Return the version and the function that generates."""
     cpus = sorted(os.sched_getaffinity(0))[: settings.threads]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        "VLLM_CPU_INT4_W4A8": str(int(w4a8)),
+        "VLLM_CPU_INT4_W4A8": str(int("w4a8" in sys.argv)),
         "VLLM_NO_USAGE_STATS": "1",
     }
     # vLLM's manual advises to preload these; the processes that compute are started with them.
@@ -62,4 +56,4 @@ def start(settings: Settings, w4a8: bool) -> tuple[str, Generate]:
 
 
 if __name__ == "__main__":
-    serve(starter(w4a8=False))
+    serve(start)
