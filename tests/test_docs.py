@@ -24,6 +24,7 @@ from tests.forks import Process, Spawner
 from tests.models.fake_hub import fake_hub
 from tests.models.gguf.writer import write_model
 from tests.server.test_serve_command import running
+from tools import performance_page
 
 ROOT = Path(__file__).parent.parent
 # tests/server/test_serving_page.py and tests/fleet/test_fleet_page.py run what is in these.
@@ -230,6 +231,20 @@ def test_every_figure_of_the_readme_is_of_the_page() -> None:
         numbers = re.findall(r"\d[\d,.]*\d|\d", found)
         assert numbers, row
         assert all(number in page for number in numbers), row
+
+
+def test_the_page_of_figures_is_made_of_the_results() -> None:
+    """And is short; each result has a command, a date and a machine, whether the page shows it or not."""
+    page = performance_page.page()
+    assert performance_page.PAGE.read_text() == page, "run python tools/performance_page.py"
+    assert len(page.splitlines()) <= 150
+    names = [path.stem for path in performance_page.RESULTS.glob("*.json")]
+    assert len(names) > 10
+    for name in names:
+        found = performance_page.read(name)
+        assert all(found[key] for key in ("title", "date", "machine")), name
+        assert found["command"] or "command" in found["columns"], name
+        assert all(len(row) == len(found["columns"]) for row in found["rows"]), name
 
 
 def public(module: ModuleType) -> Iterator[tuple[str, object]]:

@@ -72,6 +72,7 @@ SUITE = (
         "tools/inspector_*.py",
         "tools/lowest.py",
         "tools/ngram.py",
+        "tools/performance_page.py",
     ),
     *("tools/parts.py", "tools/release.py", "tools/train_tiny.py"),
 )

@@ -10,7 +10,7 @@ import typer
 
 from quire.cli.options import AsJson, fail, row
 from quire.errors import QuireError
-from quire_bench.cli.options import Backend, Threads
+from quire_bench.cli.options import Backend, Save, Threads
 
 
 def attention(
@@ -27,12 +27,14 @@ def attention(
     runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is reported.")] = 9,
     sdpa_runs: Annotated[int, typer.Option(min=0, help="Calls of torch's attention to compare with.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="Draw the shares of the ceilings into this file.")] = None,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """Attention alone: GB/s of KV or GFLOP/s, and the share of what the machine reads or multiplies meanwhile."""
     from quire import ops
     from quire_bench.kernels import attention as bench_attention
     from quire_bench.plot import check_path
+    from quire_bench.tables import save as write
     from quire_bench.threads import on_threads, thread_counts
 
     try:
@@ -70,6 +72,7 @@ def attention(
         else:
             row("kernels", f"{backend.name}, {name}")
             row("smallest call", f"{1e6 * beside:.1f} us on one thread")
+        write(save, "Attention", (figure.as_dict() for figure in figures))
         if plot is not None:
             bench_attention.plot(figures, plot)
     except QuireError as error:

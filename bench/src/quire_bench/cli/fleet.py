@@ -12,7 +12,7 @@ import typer
 from quire.cli.options import AsJson, fail, row
 from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
-from quire_bench.cli.options import Model
+from quire_bench.cli.options import Model, Save
 
 WHAT = ("gateway", "kills", "routing", "leaving")
 
@@ -29,6 +29,7 @@ def fleet(
     traces: Annotated[str, typer.Option(help="That are routed.")] = "sessions,documents,unshared",
     jobs: Annotated[int, typer.Option(help="Requests of each of them.")] = 240,
     trace_len: Annotated[int, typer.Option(help="Tokens of their longest prompts.")] = 1024,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """What a gateway costs, how long a kill stalls an answer, what routing brings, how soon a replica is left alone.
@@ -37,6 +38,7 @@ def fleet(
     """
     from quire_bench.fleet import kills as killing
     from quire_bench.fleet import leaving, overhead, routing
+    from quire_bench.tables import save as write
 
     figures: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     try:
@@ -57,6 +59,7 @@ def fleet(
         if "leaving" in chosen:
             with progress_bar("leaving", 3 * runs) as advance:
                 figures["leaving"] = [one.as_dict() for one in leaving.measure(options, 8, runs, advance)]
+        write(save, "Fleet", _flat(figures))
     except QuireError as error:
         fail(error)
     if as_json:
@@ -64,6 +67,15 @@ def fleet(
         return
     for name, shown in _rows(figures):
         row(name, shown)
+
+
+def _flat(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each figure that is one of several, and for each part."""
+    for name, found in figures.items():
+        parts = found if isinstance(found, list) else [{name: found}] if not isinstance(found, dict) else [found]
+        for part in parts:
+            yield {"part": name} | part
+        yield from ({"part": name} | one for one in (found.get("streams", ()) if isinstance(found, dict) else ()))
 
 
 def _chosen(what: Sequence[str] | None) -> Sequence[str]:

@@ -24,6 +24,7 @@ from quire_bench.cli.options import (
     Model,
     NumBlocks,
     PrefixCaching,
+    Save,
 )
 
 NAMES = {"latency": "whole batch", "ttft": "first token", "itl": "between tokens"}
@@ -48,6 +49,7 @@ def latency(
     prefix_caching: PrefixCaching = True,
     num_speculative_tokens: MeasuredGuesses = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the distributions into this file.")] = None,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """Seconds of one batch after another: the whole, the time to each first token, and between tokens.
@@ -57,6 +59,7 @@ def latency(
     from quire import LLM
     from quire_bench.engine.latency import Batch, measure
     from quire_bench.plot import check_path
+    from quire_bench.tables import save as write
 
     try:
         check_path(plot)
@@ -83,6 +86,7 @@ def latency(
             for name, summary in found.summaries.items():
                 if shown := [f"{what} {1e3 * value:.2f}" for what, value in summary.items() if value is not None]:
                     row(NAMES[name], ", ".join(shown) + " ms")
+        write(save, "Latency of a batch", [found.as_dict()])
         if plot is not None:
             found.plot(plot)
     except QuireError as error:

@@ -9,6 +9,7 @@ import typer
 
 from quire.cli.options import AsJson, fail, row
 from quire.errors import QuireError
+from quire_bench.cli.options import Save
 
 
 def machine(
@@ -18,6 +19,7 @@ def machine(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="That each comparison of linears takes.")] = 2.0,
     runs: Annotated[int, typer.Option(min=1, help="Calls of attention that count; their median is reported.")] = 21,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """All that is to be known of this CPU, in under ten minutes: rates, linears, attention, and the targets.
@@ -25,6 +27,7 @@ def machine(
     All of it is in bf16. It takes 4 GiB of memory. The targets are for CPUs with AMX; on others there are figures only.
     """
     from quire_bench import machine as bench
+    from quire_bench.tables import save as write
 
     try:
         found = bench.about()
@@ -37,6 +40,7 @@ def machine(
             rows.append(one)
             if not as_json:
                 print(one, flush=True)
+        write(save, "The machine", (one.as_dict() for one in rows))
     except QuireError as error:
         fail(error)
     if as_json:

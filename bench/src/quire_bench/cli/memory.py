@@ -10,7 +10,7 @@ import typer
 
 from quire.cli.options import AsJson, fail, row
 from quire.errors import QuireError
-from quire_bench.cli.options import BlockSize, PrefixCaching
+from quire_bench.cli.options import BlockSize, PrefixCaching, Save
 
 
 def memory(
@@ -35,6 +35,7 @@ def memory(
         str, typer.Option("--memory", help="For that model's KV: bytes (54GB) or a share of the free memory.")
     ] = "100%",
     plot: Annotated[Path | None, typer.Option(help="Draw the use of the memory into this file.")] = None,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """KV slots live and wasted, and the batch that fits: paged against contiguous, without running a model.
@@ -45,6 +46,7 @@ def memory(
     """
     from quire_bench.engine import memory as bench_memory
     from quire_bench.plot import check_path
+    from quire_bench.tables import save as write
 
     try:
         check_path(plot)
@@ -70,6 +72,7 @@ def memory(
         else:
             for name, shown in model.table():
                 row(name, shown)
+        write(save, "KV memory", (run.as_dict() for runs in comparisons for run in runs))
         if plot is not None:
             bench_memory.plot(comparisons, plot)
     except QuireError as error:

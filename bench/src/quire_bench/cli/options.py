@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,6 +29,7 @@ CacheMemory = Annotated[str, field_option(CacheConfig, "kv_cache_memory")]
 PrefixCaching = Annotated[bool, field_option(CacheConfig, "enable_prefix_caching")]
 Preemption = Annotated[str, field_option(CacheConfig, "preemption")]
 SwapSpace = Annotated[str | None, field_option(CacheConfig, "swap_space")]
+Save = Annotated[Path | None, typer.Option(help="Write the figures into this file, in the format of bench/results.")]
 Threads = Annotated[
     str | None,
     typer.Option(help="Numbers of threads, as in 1,2,4, and the speed-up over the first. Default: torch's number."),

@@ -10,7 +10,7 @@ import typer
 
 from quire.cli.options import AsJson, fail
 from quire.errors import ConfigError, QuireError
-from quire_bench.cli.options import Backend, Dtype, Model
+from quire_bench.cli.options import Backend, Dtype, Model, Save
 
 
 def quantisation(
@@ -24,6 +24,7 @@ def quantisation(
     windows: Annotated[int, typer.Option(min=1, help="Stretches of text of each length, at most.")] = 20,
     runs: Annotated[int, typer.Option(min=0, help="Of each workload against the clock; 0: accuracy alone.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against speed into this file.")] = None,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """Accuracy and speed of int8 and int4 weights, rounded at load, and of an int8 cache.
@@ -34,6 +35,7 @@ def quantisation(
     from quire_bench.engine import quantisation as bench
     from quire_bench.plot import check_path
     from quire_bench.tables import markdown_row, markdown_rule
+    from quire_bench.tables import save as write
 
     options = {"dtype": dtype, "attention_backend": attention_backend}
     try:
@@ -48,12 +50,14 @@ def quantisation(
             if not as_json:
                 print(markdown_row(one.cells()), flush=True)
         speeds = bench.measure_speed(model, runs, options) if runs else []
+        rows = [one.as_dict() for one in accuracies] + [one.as_dict() for one in speeds]
+        write(save, "Rounded weights and caches", rows)
         if plot is not None:
             bench.plot(plot, accuracies, speeds)
     except QuireError as error:
         fail(error)
     if as_json:
-        for found in (*(one.as_dict() for one in accuracies), *(one.as_dict() for one in speeds)):
+        for found in rows:
             print(json.dumps(found))
         return
     if speeds:

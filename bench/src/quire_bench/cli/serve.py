@@ -13,6 +13,7 @@ from quire.cli.options import AsJson, fail, row
 from quire.engine.workloads import WORKLOADS
 from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
+from quire_bench.cli.options import Save
 
 if TYPE_CHECKING:
     from quire_bench.server.prompts import Prompt
@@ -55,12 +56,14 @@ def serve(
         typer.Option(help="Limits in ms, as in 'ttft:200 itl:30': what a good answer keeps; itl is its longest gap."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """Load any OpenAI-compatible server: latencies, tokens a second, goodput. Requests do not wait for answers."""
     from quire_bench.plot import check_path
     from quire_bench.server import client, report
     from quire_bench.server.prompts import arrival_times, in_words, request_body
+    from quire_bench.tables import save as write
 
     try:
         check_path(plot)
@@ -84,6 +87,7 @@ def serve(
         else:
             for title, shown in found.table():
                 row(title, shown)
+        write(save, "Load on a server", [found.as_dict()])
         if plot is not None:
             found.plot(plot)
     except QuireError as error:

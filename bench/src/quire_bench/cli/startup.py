@@ -13,19 +13,21 @@ import typer
 from quire.cli.options import AsJson, fail
 from quire.errors import QuireError
 from quire.progress import progress_bar
-from quire_bench.cli.options import Model
+from quire_bench.cli.options import Model, Save
 
 
 def startup(
     model: Model = None,
     runs: Annotated[int, typer.Option(min=1, help="Fresh processes; their median is reported.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """Seconds from the start of a process to the first token, with a warm page cache, and the memory of loading."""
     from quire_bench.engine import loading
     from quire_bench.engine.startup import measure, measured
     from quire_bench.plot import check_path, plot_runs
+    from quire_bench.tables import save as write
 
     try:
         check_path(plot)
@@ -35,6 +37,8 @@ def startup(
             advance()
         if plot is not None:
             plot_runs(plot, "seconds", figures)
+        rows = [{"what": name, "median_seconds": statistics.median(taken)} for name, taken in figures.items()]
+        write(save, "Start-up", [*rows, {"what": "memory of loading"} | ({} if memory is None else memory.as_dict())])
     except QuireError as error:
         fail(error)
     except subprocess.CalledProcessError as error:

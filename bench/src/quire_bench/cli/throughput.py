@@ -27,6 +27,7 @@ from quire_bench.cli.options import (
     NumBlocks,
     Preemption,
     PrefixCaching,
+    Save,
     SchedulingPolicy,
     SwapSpace,
     TensorParallelSize,
@@ -57,19 +58,21 @@ def throughput(
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is reported.")] = 3,
     plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
+    save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokens a second of whole workloads, greedily, without stopping early. Default: decode."""
     from quire import LLM
     from quire_bench.engine.throughput import measure
     from quire_bench.plot import check_path, plot_runs
+    from quire_bench.tables import save as write
     from quire_bench.threads import counted, on_threads, thread_counts
     from quire_bench.workloads import workload
 
     try:
         counts = thread_counts(threads)
         check_path(plot)
-        found = {}
+        found, rows = {}, []
         chosen = [workload(name) for name in workloads or ["decode"]]
         llm = LLM(
             model,
@@ -97,6 +100,7 @@ def throughput(
                     measured = measure(llm, work, warmup, runs, advance)
                 first = first or measured.median
                 figures = measured.as_dict() | {"threads": count, "speedup_over_first": first / measured.median}
+                rows.append(figures)
                 name = work.name if len(counts) == 1 else f"{work.name}, {counted(count)}"
                 found[name] = [measured.num_tokens / seconds for seconds in measured.seconds]
                 if as_json:
@@ -107,6 +111,7 @@ def throughput(
                 gain = "" if len(counts) == 1 else f" {figures['speedup_over_first']:6.2f} x"
                 print(f"{name:{12 if len(counts) == 1 else 24}s} {measured.median:9.2f} s {message}{gain}", flush=True)
         llm.close()
+        write(save, "Workloads", rows)
         if plot is not None:
             plot_runs(plot, "total tokens a second", found)
     except QuireError as error:

@@ -43,6 +43,7 @@ from quire_bench.gpu.linears import linears
 from quire_bench.gpu.report import judged, markdown
 from quire_bench.gpu.small import small
 from quire_bench.gpu.sweep import sweep
+from quire_bench.tables import save
 
 ROOT = Path(__file__).parents[4]  # of the repository, where it is run from a clone
 
@@ -334,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help=f"stages, with commas between: {', '.join(STAGES)}; or peers, correctness")
     parser.add_argument("--json", type=Path, dest="json_path", help="write everything into this file")
     parser.add_argument("--markdown", type=Path, dest="markdown_path", help="write tables into this file")
+    parser.add_argument("--save", type=Path, help="write the targets into this file, in the format of bench/results")
     parser.add_argument("--fa3", help="the library of FlashAttention 3 that vLLM's wheel has")
     parser.add_argument("--seconds", type=float, default=570, help="that all of it may take; default 570")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
@@ -347,14 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(device=given.device, backend=given.backend, tiny=given.tiny, fa3=given.fa3)
     isolated = given.device != "cpu" if given.isolated is None else given.isolated
     try:
-        run(
-            settings,
-            given.only,
-            given.json_path,
-            given.markdown_path,
-            isolated=isolated,
-            seconds=given.seconds,
-        )
+        paths = given.json_path, given.markdown_path
+        found = run(settings, given.only, *paths, isolated=isolated, seconds=given.seconds)
+        save(given.save, f"Targets on {found.environment['device']}", judged(found.rows))
     except QuireError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -31,7 +31,7 @@ from quire_bench.peers.process import runners_in
 from quire_bench.peers.race import Race, Rates, note
 from quire_bench.peers.result import COLUMNS, Result, line, short
 from quire_bench.proc import cpu_flags, num_cores, processor
-from quire_bench.tables import markdown_rule
+from quire_bench.tables import markdown_rule, save
 
 
 def converted(engine: str, pythons: Mapping[str, Path], case: Case, checkpoint: Path, folder: Path) -> Path:
@@ -133,6 +133,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1, help="runs before those; default: %(default)s")
     parser.add_argument("--threads", type=int, default=cores, help="of each engine; default: %(default)s, all cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the table there, as bench/results keeps it")
     parser.add_argument("--markdown", action="store_true", help="print the table as a document wants it")
     options = parser.parse_args(given)
     if not 1 <= options.threads <= cores:
@@ -205,6 +206,8 @@ def main(given: Sequence[str] | None = None) -> int:
                 note(f"{engine} failed: {why}")
             if options.json:
                 options.json.write_text(json.dumps(report(race, results), indent=1) + "\n")
+    rows = (dict(zip(COLUMNS, row, strict=True)) for result in results for row in result.rows())
+    save(options.save, "Other engines", rows)
     print()
     print(about(report(race, results)))
     return int(any(result.failures for result in results))
