@@ -13,7 +13,7 @@ from quire import ops
 from quire.cli import app
 from quire.errors import Unsupported
 from quire.ops.cpu import native
-from quire_bench.kernels import attention, cascade
+from quire_bench.kernels import attention
 from quire_bench.kernels.attention import SETS, Shape
 
 TINY = Shape(batch=2, num_heads=4, num_kv_heads=2, head_dim=8, context_len=6, block_size=4, dtype="float32")
@@ -47,19 +47,6 @@ def test_measured_calls(query_len: int, dtype: str, kv_dtype: str | None) -> Non
     assert json.loads(json.dumps(figure.as_dict()))["rate"] == figure.rate
 
 
-def test_each_call_reads_another_part_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    backend = ops.load("reference")
-    monkeypatch.setattr(backend, "attention", lambda q, kv, plan, out: seen.append(plan.block_tables.tolist()))
-    call = attention._paged(backend, TINY)
-    for _ in range(6):
-        call()
-    copies = -(-4096 // TINY.kv_bytes)
-    used = [block for tables in seen[:copies] for table in tables for block in table]
-    assert len(used) == len(set(used)) == copies * 4
-    assert seen[copies] == seen[0]
-
-
 def test_another_instruction_set_runs_and_an_unknown_one_does_not() -> None:
     best = native.default()
     other = native.runnable(native.library_path())[-1]
@@ -89,14 +76,3 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- cascades
-
-
-def test_sequences_apart_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And sequences that share have not: seen by the blocks of the cache that each call makes."""
-    made = []
-    real = cascade.filled_cache
-    monkeypatch.setattr(cascade, "filled_cache", lambda spec: (made.append(spec.num_blocks), real(spec))[1])
-    shape = cascade.CascadeShape(batch=4, shared=64, own=32, num_heads=2, num_kv_heads=2, head_dim=8)
-    for shares in (False, True):
-        cascade.call(ops.load("cpu"), shape, shares=shares)
-    assert made == [4 * 4 + 4 * 2, 4 + 4 * 2]

@@ -1,6 +1,5 @@
 """quire bench serve: how a stream is read, what is computed from it, and what is asked for."""
 
-import json
 import math
 from array import array
 from pathlib import Path
@@ -17,7 +16,6 @@ from quire_bench.server.prompts import (
     arrival_times,
     read_prompts,
     repeated,
-    request_body,
 )
 from quire_bench.server.report import Report, token_gaps
 from quire_bench.server.stream import MAX_LINE, Answer, StreamError
@@ -82,16 +80,6 @@ def test_other_servers_chunks_are_counted(line: bytes) -> None:
     assert len(answer.times) == 1
 
 
-@pytest.mark.parametrize(
-    "line", [b'data: {"type":"ping"}\n', b'data: {"usage":{"prompt_tokens":1,"completion_tokens":0}}\n',
-             b'data: {"choices": [ ], "usage": {"prompt_tokens": 1}}\n', b"data:\n", b"event: x\n", b": data: y\n"]
-)  # fmt: skip
-def test_events_without_choices_are_no_tokens(line: bytes) -> None:
-    answer = Answer()
-    answer.feed(line, 1.0)
-    assert len(answer.times) == 0
-
-
 @pytest.mark.parametrize(("counted", "chunks"), [(2, 2), (1, 1), (5, 1), (None, 1)])
 def test_a_closing_chunk_without_text_is_a_token_if_one_is_missing(counted: int | None, chunks: int) -> None:
     answer = Answer()
@@ -113,17 +101,6 @@ def test_several_tokens_a_chunk_as_told_with_each() -> None:
     assert answer.counts_are_told
     assert answer.chunk_tokens() == [2, 1, 0, 4]
     assert (answer.num_tokens, answer.prompt_tokens) == (7, 9)
-
-
-def test_several_tokens_a_chunk_are_spread_evenly_where_only_the_sum_is_told() -> None:
-    for tokens, shown in ((10, [3, 3, 4]), (3, [1, 1, 1]), (2, [1, 1, 1])):
-        answer = Answer()
-        answer.feed(chunk("a") + chunk("b"), 1.0)
-        answer.feed(chunk("c", "stop", usage=usage(4, tokens)) + DONE, 2.0)  # usage with the last chunk, as some do
-        answer.close(3.0)
-        assert not answer.counts_are_told
-        assert answer.chunk_tokens() == shown
-        assert answer.num_tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -254,14 +231,3 @@ def test_a_dataset(tmp_path: Path) -> None:
             read_prompts(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(tmp_path / "none")
-
-
-def test_bodies() -> None:
-    body = json.loads(request_body(Prompt([1, 2], 9), "completions", "m", {"ignore_eos": True, "model": "other"}))
-    assert body == {"model": "other", "prompt": [1, 2], "max_tokens": 9, "stream": True, "ignore_eos": True,
-                    "stream_options": {"include_usage": True}}  # fmt: skip
-    chat = json.loads(request_body(Prompt("hi", 9), "chat", "m", {}))
-    assert chat["messages"] == [{"role": "user", "content": "hi"}]
-    assert "prompt" not in chat
-    with pytest.raises(ConfigError, match="the endpoint chat takes texts"):
-        request_body(Prompt([1], 9), "chat", "m", {})

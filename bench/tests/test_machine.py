@@ -71,11 +71,6 @@ def test_only_amx_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
             assert targets == [">= 1", ">= 1", ">= 0.85", "<= 1.15", ">= 1.2", ">= 1.2", ">= 0.35", ">= 0.8"]
 
 
-def test_a_model_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "rates", None)
-    assert "neither a directory" in refused("machine", "--model", "no such model")
-
-
 # -------------------------------------------------------------------------------------------- lists of threads
 
 

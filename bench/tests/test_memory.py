@@ -6,18 +6,16 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from quire.cache.groups import CacheGroup, Heads
+from quire.cache.groups import Heads
 from quire.cli import app
-from quire.engine.workloads import WORKLOADS
 from quire.errors import ModelError
 from quire_bench.engine import memory
 from quire_bench.engine.contiguous import ContiguousAllocator
-from quire_bench.engine.memory import KVSize, Moment, Setup
+from quire_bench.engine.memory import Moment, Setup
 from tests.marks import of_long_runs
 
 pytestmark = pytest.mark.slow
@@ -83,11 +81,6 @@ def test_the_allocator_against_a_bitmap(num_slots: int, actions: list[int]) -> N
 # ------------------------------------------------------------------------------------------------- the load
 
 
-def test_the_chat_load_is_that_of_the_workloads() -> None:
-    assert memory.draw("chat", 48, 2048) == WORKLOADS["mixed"][0]
-    assert memory.draw("chat", 100, 2048)[:48] == WORKLOADS["mixed"][0]
-
-
 # ------------------------------------------------------------------------------------------------- the runs
 
 Load = Callable[..., Setup]
@@ -151,29 +144,7 @@ def test_the_targets_on_the_chat_like_load(seed: int) -> None:
     assert all(len(run.short) > 50 for run in (paged, whole, exact))
 
 
-def test_a_shared_prefix() -> None:
-    setup = {"requests": 100, "max_model_len": 512, "shared_prefix": 128}
-    alone = memory.run_paged(Setup(**setup)).pressed
-    together = memory.run_paged(Setup(**setup, prefix_caching=True))
-    assert alone.shared == 0
-    assert together.pressed.shared >= 0.9 * 128 * (together.pressed.mean_batch - 1)
-    assert together.pressed.mean_batch > 1.4 * alone.mean_batch
-    assert together.refused == 0
-    assert "sharing saves" in memory.table([together])[-1]
-
-
 # ------------------------------------------------------------------------------------------------ the model
-
-
-def test_layers_with_a_window_take_fewer_blocks() -> None:
-    windowed = KVSize((CacheGroup((0, 2), 64, HEADS), CacheGroup((1, 3), None, HEADS)), torch.float32)
-    whole = KVSize((CacheGroup((0, 1, 2, 3), None, HEADS),), torch.float32)
-    assert windowed.bytes_per_token == whole.bytes_per_token == 2 * 4 * 2 * 8 * 4
-    assert whole.paged_bytes(4096) == 4096 * whole.bytes_per_token
-    assert windowed.paged_bytes(4096) == (4096 + 2128) * whole.bytes_per_token // 2  # 63 keys before 2,048 new ones
-    assert windowed.paged_fit(2**30, 4096) == whole.paged_fit(2**30, 4096)  # both groups have the same blocks
-    sliding = KVSize((CacheGroup((0, 1, 2, 3), 64, HEADS),), torch.float32)
-    assert sliding.paged_fit(2**30, 4096) == 2**30 // (2128 * whole.bytes_per_token)
 
 
 # ---------------------------------------------------------------------------------------------- the command

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import random
 import signal
-import socket
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +15,6 @@ from typer.testing import CliRunner
 from quire_bench.cli.soak import soak as command
 from quire_bench.server import soak as module
 from quire_bench.server.mix import Asker, Wrong, read_answer
-from quire_bench.server.process import Process
 from quire_bench.server.soak import Soak, soak
 from quire_bench.server.verdict import POOL_THREADS, TRIAL_DESCRIPTORS, Findings, Sample, judge
 
@@ -140,17 +136,6 @@ def test_a_short_soak() -> None:
     shown = json.loads(json.dumps(found.as_dict()))
     assert shown["after"]["blocks"] == 0
     assert shown["spread_bytes"] >= 0
-
-
-def test_a_server_that_is_gone_ends_it() -> None:
-    found = Findings()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # where nobody listens
-        soaking = module._Soaking(Soak(60, 60), Process(url, os.getpid()), found, lambda: None)
-        asyncio.run(soaking.run())
-    assert found.ended_early is not None
-    assert "the soak ended early: the server does not answer" in judge(found)[0]
 
 
 def test_the_command_tells_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from quire.errors import QuireError
 from quire_bench.fleet.replaying import OPTIONS
-from quire_bench.server.client import Run, Server, send
+from quire_bench.server.client import Run, Server, completed
 from quire_bench.server.prompts import random_prompts, request_body
 from quire_bench.server.report import latencies
 
@@ -30,8 +29,4 @@ def asked(server: Server, count: int, length: int, new: int, at_a_time: int) -> 
     """Send that many requests. Raises QuireError where one fails."""
     seed = random.randrange(2**30)
     bodies = [request_body(one, "completions", "", OPTIONS) for one in random_prompts(count, length, new, seed)]
-    run = send(server, bodies, [0.0] * count, at_a_time)
-    for record in run.records:
-        if not record.completed:
-            raise QuireError(f"a request of the calibration failed: {record.error}")
-    return run
+    return completed(server, bodies, [0.0] * count, at_a_time)

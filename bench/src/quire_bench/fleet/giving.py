@@ -9,13 +9,12 @@ from array import array
 
 from quire.cache.incoming import Arrivals, Name, Read
 from quire.cache.prefix import block_digest, root_digest, root_salt
-from quire.errors import QuireError
 from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.peers import PeerSource
 from quire.frontend.llm import LLM
 from quire.request import Holder, Request
 from quire_bench.fleet.running import Replica, fetch
-from quire_bench.server.client import Server, send
+from quire_bench.server.client import Server, completed
 from quire_bench.server.prompts import Prompt, request_body
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 
@@ -31,8 +30,7 @@ class GivenBlocks:
         size, widths = hello["block_size"], llm.engine.runner.cache.widths()  # type: ignore[attr-defined]
         tokens = array("i", random.choices(range(FIRST_TOKEN, VOCABULARY), k=GIVEN * size + 1))
         body = request_body(Prompt(tokens.tolist(), 1), "completions", "", {"temperature": 0.0, "ignore_eos": True})
-        if not send(Server(replica.url), [body], [0.0]).records[0].completed:
-            raise QuireError(f"a request to {replica.url} failed")
+        completed(Server(replica.url), [body], [0.0])
         self._blocks: list[tuple[Name, bytes, bytes]] = []  # each with its parent and tokens
         digest = root_digest(root_salt(hello["salt"], "", ""))
         for start in range(0, GIVEN * size, size):

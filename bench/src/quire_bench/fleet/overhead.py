@@ -8,10 +8,10 @@ from itertools import count
 from statistics import median
 from typing import Any
 
-from quire.errors import ConfigError, QuireError, check_integer
+from quire.errors import ConfigError, check_integer
 from quire_bench.fleet.running import ONE_THREAD, fleet
 from quire_bench.proc import cpu_seconds
-from quire_bench.server.client import Run, Server, send
+from quire_bench.server.client import Run, Server, completed
 from quire_bench.server.process import server
 from quire_bench.server.prompts import random_prompts, request_body
 from quire_bench.server.report import percentile
@@ -113,11 +113,7 @@ def _send(url: str, streams: int, requests: int, output_len: int, seed: int) -> 
     """So many requests, so many at a time. No two seeds have a prompt in common."""
     prompts = random_prompts(requests, PROMPT, output_len, seed)
     bodies = [request_body(prompt, "completions", "", OPTIONS) for prompt in prompts]
-    run = send(Server(url), bodies, [0.0] * requests, streams)
-    for record in run.records:
-        if not record.completed:
-            raise QuireError(f"a request to {url} failed: {record.error}")
-    return run
+    return completed(Server(url), bodies, [0.0] * requests, streams)
 
 
 def _num_tokens(run: Run) -> int:

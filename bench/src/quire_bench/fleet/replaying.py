@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from quire.engine.trace import TraceRow, write_trace
-from quire.errors import QuireError
 from quire.simulate.device import DeviceFile, write_device
 from quire.simulate.fleet import FleetSimulation
 from quire.simulate.loads import arrivals, drawn
@@ -24,7 +23,7 @@ from quire.simulate.outcome import Outcome
 from quire.simulate.spec import Lengths, LoadSpec, make_spec
 from quire_bench.fleet.running import Replica, fleet
 from quire_bench.proc import cpu_seconds, first_thread_seconds, tells_cpu_time
-from quire_bench.server.client import Run, Server, send
+from quire_bench.server.client import Run, Server, completed
 from quire_bench.server.prompts import Prompt, request_body
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY
 
@@ -174,11 +173,7 @@ def sent(url: str, rows: Sequence[TraceRow], seed: int, turn: int) -> Run:
         request_body(Prompt(tokens_of(row, i, seed, turn), row.new_tokens), "completions", "", OPTIONS)
         for i, row in enumerate(rows)
     ]
-    run = send(Server(url), bodies, [row.arrival for row in rows])
-    for record in run.records:
-        if not record.completed:
-            raise QuireError(f"a request to {url} failed: {record.error}")
-    return run
+    return completed(Server(url), bodies, [row.arrival for row in rows])
 
 
 def seconds_of(run: Run) -> float:

@@ -15,10 +15,10 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-from quire.errors import ConfigError, QuireError, check_integer
+from quire.errors import ConfigError, check_integer
 from quire_bench.fleet.running import Fleet, fleet
 from quire_bench.fleet.traces import ANSWER, BLOCK, LONGEST, TURNS, Trace, sessions, shared_prefixes, unshared
-from quire_bench.server.client import Record, Server, send
+from quire_bench.server.client import Record, Server, completed
 from quire_bench.server.prompts import MAX_TOKENS, Prompt, arrival_times, random_prompts, request_body
 from quire_bench.server.report import percentile
 
@@ -149,8 +149,4 @@ def _body(prompt: Prompt) -> bytes:
 
 
 def _send(url: str, bodies: Sequence[bytes], arrivals: Sequence[float], at_a_time: int | None = None) -> list[Record]:
-    run = send(Server(url), bodies, arrivals, at_a_time)
-    for record in run.records:
-        if not record.completed:
-            raise QuireError(f"a request to {url} failed: {record.error}")
-    return run.records
+    return completed(Server(url), bodies, arrivals, at_a_time).records

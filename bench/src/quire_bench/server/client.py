@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import ConfigError, check_integer, check_number
+from quire.errors import ConfigError, QuireError, check_integer, check_number
 from quire_bench.server.stream import MAX_LINE, MAX_MESSAGE, Answer, StreamError, error_message
 
 if TYPE_CHECKING:
@@ -107,6 +107,17 @@ def send(
     ends = [record.ended for record in run.records if record.ended is not None]
     run.seconds = (time.perf_counter() if run.interrupted else max(ends, default=run.started)) - run.started
     run.cpu_seconds = time.process_time() - run.cpu_seconds
+    return run
+
+
+def completed(
+    server: Server, bodies: Sequence[bytes], arrivals: Sequence[float], max_concurrency: int | None = None
+) -> Run:
+    """Send as `send` does. Raises QuireError where a request fails."""
+    run = send(server, bodies, arrivals, max_concurrency)
+    for record in run.records:
+        if not record.completed:
+            raise QuireError(f"a request to {server.url} failed: {record.error}")
     return run
 
 
