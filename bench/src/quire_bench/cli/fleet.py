@@ -47,18 +47,17 @@ def fleet(
         options = [] if model is None else ["--model", model]
         if "gateway" in chosen:
             with progress_bar("gateway", -(-requests // overhead.AT_A_TIME) + runs * len(counts)) as advance:
-                figures["gateway"] = overhead.measure(options, counts, requests, output_len, runs, advance).as_dict()
+                figures["gateway"] = overhead.measure(options, counts, requests, output_len, runs, advance)
         if "kills" in chosen:
             with progress_bar("kills", kills) as advance:
-                figures["kills"] = killing.measure(options, kills, prompt_len, advance=advance).as_dict()
+                figures["kills"] = killing.measure(options, kills, prompt_len, advance=advance)
         if "routing" in chosen:
             names = traces.split(",")
             with progress_bar("routing", routing.RUNS * len(names)) as advance:
-                found = routing.measure(options, names, jobs, trace_len, advance=advance)
-                figures["routing"] = [one.as_dict() for one in found]
+                figures["routing"] = routing.measure(options, names, jobs, trace_len, advance=advance)
         if "leaving" in chosen:
             with progress_bar("leaving", 3 * runs) as advance:
-                figures["leaving"] = [one.as_dict() for one in leaving.measure(options, 8, runs, advance)]
+                figures["leaving"] = leaving.measure(options, 8, runs, advance)
         write(save, "Fleet", _flat(figures))
     except QuireError as error:
         fail(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ConfigError, check_integer
@@ -17,37 +16,9 @@ NEW_TOKENS = 256
 EARLIEST, LATEST = 8, 128  # pieces of an answer that have come at the kill
 
 
-@dataclass(frozen=True)
-class Kill:
-    """One answer, and the kill within it."""
-
-    after: int  # pieces of the answer
-    stall: float  # longest wait for a piece from then on, seconds
-    is_same: bool  # the text, as the undisturbed one
-
-
-@dataclass(frozen=True)
-class Kills:
-    """All of them, in order."""
-
-    prompt_len: int
-    kills: tuple[Kill, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        stalls = summary((1e3 * one.stall for one in self.kills), (50, 90, 99))
-        return {
-            "prompt_len": self.prompt_len,
-            "kills": len(self.kills),
-            "different": sum(not one.is_same for one in self.kills),
-            "stall_ms": stalls | {"max": 1e3 * max(one.stall for one in self.kills)},
-            "stalls": [one.stall for one in self.kills],
-        }
-
-
 def measure(
     options: Sequence[str], kills: int, prompt_len: int, seed: int = 0, advance: Callable[[], None] = lambda: None
-) -> Kills:
+) -> dict[str, Any]:
     """Stream one sampled answer after the other, and kill the replica that computes it; it is restarted then.
 
     options: of each of the two replicas. prompt_len: tokens, which have to be computed again after a kill, as has what
@@ -56,19 +27,28 @@ def measure(
     """
     for name, value in (("kills", kills), ("prompt_len", prompt_len)):
         check_integer(ConfigError, name, value, 1)
-    rng = random.Random(f"{seed}/kills")
+    rng, stalls, different = random.Random(f"{seed}/kills"), [], 0
     with fleet(2, *options) as found:
-        measured = []
         for i, prompt in enumerate(random_prompts(kills, prompt_len, NEW_TOKENS, seed)):
             body = {"prompt": prompt.content, "max_tokens": NEW_TOKENS, "temperature": 0.8, "seed": i}
             body |= {"ignore_eos": True, "cache_salt": "disturbed"}
             undisturbed = "".join(pieces(found.replicas[0].url, body | {"cache_salt": "undisturbed"}))
-            measured.append(_kill(found, body, rng.randint(EARLIEST, LATEST), undisturbed))
+            text, stall = _disturbed(found, body, rng.randint(EARLIEST, LATEST))
+            stalls.append(stall)
+            different += text != undisturbed
             advance()
-    return Kills(prompt_len, tuple(measured))
+    milliseconds = [1e3 * stall for stall in stalls]
+    return {
+        "prompt_len": prompt_len,
+        "kills": kills,
+        "different": different,
+        "stall_ms": summary(milliseconds, (50, 90, 99)) | {"max": max(milliseconds)},
+        "stalls": stalls,
+    }
 
 
-def _kill(found: Fleet, body: dict[str, Any], after: int, undisturbed: str) -> Kill:
+def _disturbed(found: Fleet, body: dict[str, Any], after: int) -> tuple[str, float]:
+    """Return an answer, and the longest wait for a piece of it since the kill, which follows that many pieces."""
     texts, stall, last, killed = [], 0.0, 0.0, None
     for text in pieces(found.url, body):
         now = time.perf_counter()
@@ -82,4 +62,4 @@ def _kill(found: Fleet, body: dict[str, Any], after: int, undisturbed: str) -> K
             last = time.perf_counter()
     if killed is not None:
         found.restart(killed)
-    return Kill(after, stall, "".join(texts) == undisturbed)
+    return "".join(texts), stall

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -20,25 +20,13 @@ PROMPT, NEW_TOKENS = 64, 128
 BEFORE, AFTER = 1.0, 1.0  # seconds of load around what happens
 
 
-@dataclass(frozen=True)
-class Leaving:
-    """What happened once to a replica under load."""
-
-    what: str  # killed, hung or drained
-    seconds: float  # until the gateway gave it no request any more; drained: and had moved all that it computed
-    longest_wait: float  # of a client for a piece of its answer, seconds
-    answers: int
-    errors: tuple[str, ...]  # of clients
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        return asdict(self)
-
-
 def measure(
     options: Sequence[str], streams: int, runs: int, advance: Callable[[], None] = lambda: None
-) -> list[Leaving]:
-    """Let one of two replicas hang, die, and be drained, each `runs` times, while so many clients stream answers.
+) -> list[dict[str, Any]]:
+    """Let one of two replicas hang, die, and be drained, each `runs` times, while clients stream answers.
+
+    seconds: until the gateway gave the replica no request any more; when drained, and all that it computed was moved.
+    longest_wait: of a client for a piece of its answer, in seconds.
 
     advance: is called each time. Raises QuireError where the gateway does not notice.
     """
@@ -57,7 +45,8 @@ def measure(
                 if what == "hung":
                     os.kill(replica.pid, signal.SIGCONT)
                 running.restart(replica)
-                found.append(Leaving(what, seconds, clients.longest_wait, clients.answers, tuple(clients.errors)))
+                of_clients = {name: getattr(clients, name) for name in ("longest_wait", "answers", "errors")}
+                found.append({"what": what, "seconds": seconds} | of_clients)
                 advance()
     return found
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
@@ -31,25 +30,6 @@ WARM_UP = 16  # requests that share nothing
 OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 
 
-@dataclass(frozen=True)
-class Routed:
-    """A trace, sent one way."""
-
-    trace: str
-    load: float
-    way: str  # gateway, or round robin
-    rate: float  # requests a second
-    mean_first_token: float  # seconds
-    p99_first_token: float
-    hit_rate: float  # share of the prompts' tokens that were cached
-    pooled_hit_rate: float  # of one cache as large as all replicas' together
-    infinite_hit_rate: float  # of one cache that never evicts
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        return asdict(self) | {"of_infinite": self.hit_rate / (self.infinite_hit_rate or 1.0)}
-
-
 Way = Callable[[Fleet, Sequence[bytes], Sequence[float]], list[Record]]
 
 
@@ -60,7 +40,7 @@ def measure(
     longest: int = LONGEST,
     seed: int = 0,
     advance: Callable[[], None] = lambda: None,
-) -> list[Routed]:
+) -> list[dict[str, Any]]:
     """Send traces at both loads both ways, each time to fresh processes.
 
     options: of each replica. names: of TRACES. jobs: requests of a trace. longest: tokens of its longest prompts.
@@ -84,9 +64,20 @@ def measure(
                 with _fresh(own) as running:
                     records, hit_rate = _asked(running, trace, load * sustained, way, seed)
                 times = sorted(record.answer.times[0] - record.due for record in records)
-                rates = hit_rate, trace.hit_rate(2 * num_blocks), trace.hit_rate()
+                infinite = trace.hit_rate()  # of one cache that never evicts
                 found.append(
-                    Routed(trace.name, load, name, load * sustained, fmean(times), percentile(times, 99), *rates)
+                    {
+                        "trace": trace.name,
+                        "load": load,
+                        "way": name,
+                        "rate": load * sustained,  # requests a second
+                        "mean_first_token": fmean(times),  # seconds
+                        "p99_first_token": percentile(times, 99),
+                        "hit_rate": hit_rate,  # share of the prompts' tokens that were cached
+                        "pooled_hit_rate": trace.hit_rate(2 * num_blocks),  # of a cache as large as all together
+                        "infinite_hit_rate": infinite,
+                        "of_infinite": hit_rate / (infinite or 1.0),
+                    }
                 )
                 advance()
     return found
