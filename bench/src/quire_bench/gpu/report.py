@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quire_bench.gpu.common import Row
@@ -40,8 +40,8 @@ class Target:
     measure: Callable[[Rows], float | None]
     bound: float
     unit: str  # of the bound: "%" of a share, "x" of a ratio, "TFLOP/s", ...
+    peers: str = ""  # the case whose other libraries are reported
     at_most: bool = False  # the bound is an upper one
-    beside: tuple[tuple[str, str], ...] = field(default=())  # stage and case whose other contestants are reported
 
     def told(self, value: float | None) -> str:
         """A value in the target's unit."""
@@ -59,7 +59,7 @@ class Target:
             "measured": value,
             "told": self.told(value),
             "met": met,
-            "beside": "; ".join(_others(rows, *where) for where in self.beside),
+            "beside": _others(rows, "peers", self.peers),
         }
 
 
@@ -116,120 +116,63 @@ def _share(stage: str, case: str, who: str, key: str) -> Callable[[Rows], float 
     return lambda rows: rows.figure(stage, case, who, key)
 
 
-def _times(case: str, slower: str, faster: str) -> Callable[[Rows], float | None]:
-    return lambda rows: _ratio(rows.fastest("engine", case, slower), rows.figure("engine", case, faster))
+def _times(case: str, slower: str, faster: str, key: str = "us") -> Callable[[Rows], float | None]:
+    """How many times as fast one way of the engine is: by its time, or by the tokens a second of another load."""
+
+    def measure(rows: Rows) -> float | None:
+        if key == "us":
+            return _ratio(rows.fastest("engine", case, slower), rows.figure("engine", case, faster))
+        return _ratio(rows.figure("engine", case, faster, key), rows.figure("engine", case, slower, key))
+
+    return measure
 
 
-def _cost_of(plain: float | None, reproducible: float | None) -> float | None:
-    ratio = _ratio(reproducible, plain)
-    return None if ratio is None else ratio - 1
-
-
-def _cost(stage: str, cases: Iterable[str]) -> Callable[[Rows], float | None]:
-    """What reproducibility costs, at worst: a share of the time."""
+def _cost(stage: str, cases: Iterable[str], who: str = "quire") -> Callable[[Rows], float | None]:
+    """The share of the time that reproducibility costs, at worst."""
 
     def measure(rows: Rows) -> float | None:
         kept = _least(
-            _ratio(rows.figure(stage, case, "quire"), rows.figure(stage, case, "quire, reproducible")) for case in cases
+            _ratio(rows.figure(stage, case, who), rows.figure(stage, case, f"{who}, reproducible")) for case in cases
         )
         return None if kept is None else 1 / kept - 1
 
     return measure
 
 
+WIDE, NARROW, ROSE, SHARED = "8 x 4096 D128", "8 x 4096 D64", "engine, rose", "engine, rose_shared"
+GPT2, LARGE = "gpt2, batch 64", "8B, batch 32"
+COPY = "bf16, 32/8 heads, D 128: share of the copy's bandwidth"
 TARGETS = (
     Target("correctness: tests that pass", _share("correctness", "tests/ops", "pytest", "value"), 1.0, "%"),
-    *(
-        Target(
-            f"decode {case}, bf16, 32/8 heads, D 128: share of the copy's bandwidth",
-            _share("decode", case, "quire", "share"),
-            0.9,
-            "%",
-            beside=(("peers", case),),
-        )
-        for case in LONG
-    ),
+    *(Target(f"decode {case}, {COPY}", _share("decode", case, "quire", "share"), 0.9, "%", case) for case in LONG),
     Target("decode against FA3 paged", _both("fa3"), 1.0, "x"),
     Target("decode against FlashInfer", _both("flashinfer"), 1.0, "x"),
     Target("decode: blocks of 16 against 256", _layouts("quire", "quire, blocks of 256"), 0.97, "%"),
     Target("decode: paged against contiguous", _layouts("quire", "quire, contiguous"), 0.97, "%"),
-    Target(
-        "prefill, causal, 8 x 4096, D 128",
-        _share("prefill", "8 x 4096 D128", "quire", "value"),
-        450,
-        "TFLOP/s",
-        beside=(("peers", "8 x 4096 D128"),),
-    ),
-    Target("prefill against vLLM's Triton kernel", _against("vllm's triton", "8 x 4096 D128"), 1.5, "x"),
-    Target(
-        "prefill, causal, 8 x 4096, D 64",
-        _share("prefill", "8 x 4096 D64", "quire", "value"),
-        330,
-        "TFLOP/s",
-        beside=(("peers", "8 x 4096 D64"),),
-    ),
+    Target("prefill, causal, 8 x 4096, D 128", _share("prefill", WIDE, "quire", "value"), 450, "TFLOP/s", WIDE),
+    Target("prefill against vLLM's Triton kernel", _against("vllm's triton", WIDE), 1.5, "x"),
+    Target("prefill, causal, 8 x 4096, D 64", _share("prefill", NARROW, "quire", "value"), 330, "TFLOP/s", NARROW),
     Target(
         "cascade, 256 sequences, 32k shared: share of the roof",
         _share("cascade", CASCADE, "shared tables, speedup", "share"),
         0.6,
         "%",
     ),
+    Target(f"{ROSE}: against transformers' continuous batching", _times("rose", "transformers", "paged"), 3.0, "x"),
     Target(
-        "engine, rose: against transformers' continuous batching",
-        _times("rose", "transformers", "paged"),
-        3.0,
-        "x",
-        beside=(("engine", "rose"),),
+        f"{SHARED}: paged over gathered, online", _times("rose_shared", "gathered, online", "paged, online"), 4.02, "x"
+    ),
+    Target(f"{SHARED}: paged over gathered, offline", _times("rose_shared", "gathered", "paged", "value"), 5.35, "x"),
+    Target(
+        f"{SHARED}: paged over one by one", _times("rose_shared", "gathered, one by one", "paged", "value"), 6.73, "x"
     ),
     Target(
-        "engine, rose_shared: paged over gathered, online",
-        _times("rose_shared", "gathered, online", "paged, online"),
-        4.02,
-        "x",
-        beside=(("engine", "rose_shared"),),
+        "decode step over its floor, GPT-2, batch 64", _share("steps", GPT2, "step", "value"), 1.8, "x", at_most=True
     ),
-    Target(
-        "engine, rose_shared: paged over gathered, offline",
-        lambda rows: _ratio(
-            rows.figure("engine", "rose_shared", "gathered"), rows.figure("engine", "rose_shared", "paged")
-        ),
-        5.35,
-        "x",
-    ),
-    Target(
-        "engine, rose_shared: paged over one by one",
-        lambda rows: _ratio(
-            rows.figure("engine", "rose_shared", "paged", "value"),
-            rows.figure("engine", "rose_shared", "gathered, one by one", "value"),
-        ),
-        6.73,
-        "x",
-    ),
-    Target(
-        "decode step over its floor, GPT-2, batch 64",
-        _share("steps", "gpt2, batch 64", "step", "value"),
-        1.8,
-        "x",
-        True,
-    ),
-    Target("decode step over its floor, 8B", _share("steps", "8B, batch 32", "step", "value"), 1.3, "x", True),
-    Target(
-        "engine, rose: cost of being reproducible",
-        lambda rows: _cost_of(
-            rows.figure("engine", "rose", "paged"), rows.figure("engine", "rose", "paged, reproducible")
-        ),
-        0.05,
-        "%",
-        True,
-    ),
-    Target("decode: cost of being reproducible", _cost("decode", LONG), 0.05, "%", True),
-    Target(
-        "prefill: cost of being reproducible",
-        _cost("prefill", ("8 x 4096 D128", "8 x 4096 D64")),
-        0.05,
-        "%",
-        True,
-    ),
+    Target("decode step over its floor, 8B", _share("steps", LARGE, "step", "value"), 1.3, "x", at_most=True),
+    Target(f"{ROSE}: cost of being reproducible", _cost("engine", ("rose",), "paged"), 0.05, "%", at_most=True),
+    Target("decode: cost of being reproducible", _cost("decode", LONG), 0.05, "%", at_most=True),
+    Target("prefill: cost of being reproducible", _cost("prefill", (WIDE, NARROW)), 0.05, "%", at_most=True),
 )
 
 
