@@ -80,18 +80,6 @@ def test_other_servers_chunks_are_counted(line: bytes) -> None:
     assert len(answer.times) == 1
 
 
-@pytest.mark.parametrize(("counted", "chunks"), [(2, 2), (1, 1), (5, 1), (None, 1)])
-def test_a_closing_chunk_without_text_is_a_token_if_one_is_missing(counted: int | None, chunks: int) -> None:
-    answer = Answer()
-    answer.feed(chunk("a") + chunk("", "length"), 1.0)
-    if counted is not None:
-        answer.feed(event({"choices": [], "usage": usage(3, counted)}), 2.0)
-    answer.feed(DONE, 2.0)
-    answer.close(3.0)
-    assert list(answer.times) == [1.0] * chunks
-    assert sum(answer.chunk_tokens()) == (counted or 1)
-
-
 def test_several_tokens_a_chunk_as_told_with_each() -> None:
     answer = Answer()
     for i, total in enumerate([2, 3, 3, 7]):

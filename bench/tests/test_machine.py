@@ -13,7 +13,6 @@ from quire_bench import machine, threads
 from quire_bench.kernels import attention, linear, onednn
 from quire_bench.kernels.attention import SETS, Shape
 from quire_bench.kernels.linear import LinearShape
-from quire_bench.workloads import Workload
 
 TINY = Shape(batch=2, num_heads=4, num_kv_heads=2, head_dim=64, context_len=6, block_size=4)
 LINEARS = (LinearShape("135M", 32, 48), LinearShape("1B", 64, 32))
@@ -98,17 +97,3 @@ def test_attention_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second["speedup_over_first"] == second["rate"] / first["rate"]
     assert torch.get_num_threads() == before
     assert "threads has '3'" in refused("attention", "--threads", "1,3")
-
-
-@pytest.mark.slow
-def test_throughput_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "num_cores", lambda: 2)
-    monkeypatch.setattr("quire_bench.workloads.workload", lambda name: Workload(name, [[5, 6, 7]], [4]))
-    arguments = ["throughput", "single", "--warmup", "0", "--runs", "1", "--threads", "1,2", "--num-blocks", "8"]
-    lines = run(*arguments).splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["single, 1 thread", "single, 2 threads"]
-    assert all(line.endswith(" x") for line in lines)
-    first, second = map(json.loads, run(*arguments, "--json").splitlines())
-    assert (first["threads"], second["threads"], first["speedup_over_first"]) == (1, 2, 1.0)
-    assert second["speedup_over_first"] == pytest.approx(first["median_seconds"] / second["median_seconds"])
-    assert "threads has '0'" in refused("throughput", "single", "--threads", "0")

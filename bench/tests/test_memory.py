@@ -1,9 +1,7 @@
 """quire bench memory: the contiguous allocator is what it is said to be, and the figures are those of the run."""
 
-import json
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +10,6 @@ from typer.testing import CliRunner
 
 from quire.cache.groups import Heads
 from quire.cli import app
-from quire.errors import ModelError
 from quire_bench.engine import memory
 from quire_bench.engine.contiguous import ContiguousAllocator
 from quire_bench.engine.memory import Moment, Setup
@@ -169,26 +166,3 @@ def test_the_table() -> None:
     assert "bytes a token      1,280" in shown
     assert "3,276 requests of 256 tokens, full length" in shown
     assert "1,024 tokens, full length" in run("--requests 2 --distribution chat")  # what the model was made for
-
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
-    "max_position_embeddings": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float16", "vocab_size": 99, "hidden_act": "silu",
-}  # fmt: skip
-
-
-def test_model_config(tmp_path: Path) -> None:
-    path = tmp_path / "small" / "config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(CONFIG))
-    shown = run(f"--requests 5 --memory 1.5MB --model-config {path}")
-    assert shown.endswith(run(f"--requests 5 --memory 1.5MB --model-config {path.parent}"))
-    assert "small: 3 layers, 2 KV heads of 16, float16" in shown
-    assert "bytes a token      384\n" in shown
-    assert "bytes a request    49,152 of 128 tokens" in shown
-    assert "contiguous         30 requests fit" in shown
-    other = path.rename(path.with_name("other.json"))
-    assert "other.json: 3 layers" in run(f"--requests 5 --model-config {other}")
-    with pytest.raises(ModelError, match=r"holds no config\.json"):
-        memory.model_fit(tmp_path, "1GB", 16, None, 5, 0)

@@ -11,22 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from quire.models import read_json
-from quire.models.quantisation.module import Module
-from quire.models.quantisation.policy import read_scheme
-from quire.models.weights import Checkpoint
-from quire_bench.peers import make_awq
 from quire_bench.peers import run as program
 from quire_bench.peers.cases import CASES, ENGINES, READY, Case
 from quire_bench.peers.process import EngineProcess, Failed
 from quire_bench.peers.race import Race
 from quire_bench.peers.result import COLUMNS, Result, line
 from quire_bench.peers.runners.protocol import Settings
-from tests.models.checkpoints import save
 
 SETTINGS = Settings(
     model=None, threads=1, max_model_len=256, max_requests=2, max_tokens=64, prefix_caching=False, kv_cache_gib=1
@@ -244,46 +235,6 @@ def test_each_engine_has_the_checkpoint_of_its_own_rounding(tmp_path: Path, monk
     assert {
         program.converted(engine, pythons, of_one_file, checkpoint, tmp_path) for engine in ("quire", "llama-cpp")
     } == {made["llama-cpp"]}
-
-
-class TestAwq:
-    def made(self, folder: Path, **sizes: int) -> tuple[dict[str, Tensor], Path]:
-        """Its tensors before, and the checkpoint after."""
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
-        save(folder / "plain", dtype=torch.bfloat16, **heads | {"hidden_size": 128, "intermediate_size": 256} | sizes)
-        before = load_file(folder / "plain" / "model.safetensors")
-        weight = before["model.layers.0.self_attn.q_proj.weight"]
-        weight[0].abs_()
-        weight[1].abs_().neg_()
-        weight[2].zero_()
-        save_file(before, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-        (folder / "plain" / "tokenizer.json").write_text("{}")
-        make_awq.main(folder / "plain", folder / "awq")
-        return before, folder / "awq"
-
-    @pytest.mark.parametrize(("intermediate_size", "group_size"), [(256, 128), (192, 64)])
-    def test_quire_reads_what_was_rounded(self, tmp_path: Path, intermediate_size: int, group_size: int) -> None:
-        before, directory = self.made(tmp_path, intermediate_size=intermediate_size)
-        scheme = read_scheme(read_json(directory / "config.json"))
-        assert scheme is not None
-        checkpoint = Checkpoint(directory)
-        linears = {name.removesuffix(".weight") for name in before if name.endswith("_proj.weight")}
-        assert len(linears) == 2 * 7
-        for name in linears:
-            weight, form = before[f"{name}.weight"].double(), scheme.form(name)
-            assert form is not None
-            found = form.read(Module(checkpoint, name, *weight.shape), torch.bfloat16)
-            assert (found.bits, found.group_size) == (4, group_size)
-            assert found.zeros is not None
-            groups = weight.unflatten(1, (-1, group_size))
-            low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-            assert torch.allclose(found.scales.double(), (high - low) / 15, rtol=2**-11, atol=2**-14)
-            steps = found.scales.double()[..., None]
-            error = (found.dequantised().double().view_as(groups) - groups).abs()
-            assert (error <= 0.51 * steps).all(), name  # half a step; a scale itself is rounded to fp16
-            if name.endswith("layers.0.self_attn.q_proj"):
-                assert found.zeros[:2].tolist() == [[0] * groups.shape[1], [15] * groups.shape[1]]
-                assert not found.dequantised()[2].any()
 
 
 def test_cases_of_one_process_stand_together() -> None:
