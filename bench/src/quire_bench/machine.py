@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 import torch
 
@@ -99,39 +100,18 @@ class Row:
 HEAD = f"{'measured':36s}{'':20s}{'ratio':28s}{'must':>8s}  met"
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What is measured on."""
-
-    processor: str
-    cores: int
-    threads: int
-    isa: str
-    fetching: str
-    torch: str
-    date: str
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
-
-    def table(self) -> list[tuple[str, str]]:
-        """For a reader."""
-        return [
-            ("CPU", f"{self.processor}, cores: {self.cores}, threads: {self.threads}"),
-            ("kernels", self.isa),
-            ("prefetch", self.fetching),
-            ("torch", self.torch),
-            ("date", self.date),
-        ]
-
-
-def about() -> Machine:
-    """This machine. Raises Unsupported where the native kernels do not run."""
+def about() -> dict[str, Any]:
+    """Return the machine that is measured. Raises Unsupported where the native kernels do not run."""
     library = native.default()
-    today = datetime.now(timezone.utc).date().isoformat()
-    threads = torch.get_num_threads()
-    return Machine(processor(), num_cores(), threads, library.isa, str(library.fetching), str(torch.__version__), today)
+    return {
+        "processor": processor(),
+        "cores": num_cores(),
+        "threads": torch.get_num_threads(),
+        "isa": library.isa,
+        "fetching": str(library.fetching),
+        "torch": str(torch.__version__),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
 
 
 def measure(models: Sequence[str], seconds: float, runs: int) -> Iterator[Row]:

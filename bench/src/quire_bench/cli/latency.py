@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,8 @@ def latency(
     Greedy, without stopping early, and with an empty prefix cache before each batch.
     """
     from quire import LLM
-    from quire_bench.engine.latency import Batch, measure
+    from quire_bench.engine.latency import Batch, measure, summaries
+    from quire_bench.engine.latency import plot as draw
     from quire_bench.plot import check_path
     from quire_bench.tables import save as write
 
@@ -80,14 +82,16 @@ def latency(
         )
         with progress_bar("batches", num_iters_warmup + num_iters) as advance:
             found = measure(llm, batch, num_iters_warmup, num_iters, advance)
+        shown = summaries(found)
+        figures = {**asdict(batch), "seconds": found["latency"], **shown}
         if as_json:
-            print(json.dumps(found.as_dict()))
+            print(json.dumps(figures))
         else:
-            for name, summary in found.summaries.items():
-                if shown := [f"{what} {1e3 * value:.2f}" for what, value in summary.items() if value is not None]:
-                    row(NAMES[name], ", ".join(shown) + " ms")
-        write(save, "Latency of a batch", [found.as_dict()])
+            for name, values in shown.items():
+                if cells := [f"{what} {1e3 * value:.2f}" for what, value in values.items() if value is not None]:
+                    row(NAMES[name], ", ".join(cells) + " ms")
+        write(save, "Latency of a batch", [figures])
         if plot is not None:
-            found.plot(plot)
+            draw(found, plot)
     except QuireError as error:
         fail(error)

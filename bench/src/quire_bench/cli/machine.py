@@ -32,8 +32,8 @@ def machine(
     try:
         found = bench.about()
         if not as_json:
-            for name, shown in found.table():
-                row(name, shown)
+            for name, shown in found.items():
+                row(name, str(shown))
             print(bench.HEAD, flush=True)
         rows = []
         for one in bench.measure(model or (), seconds, runs):
@@ -44,10 +44,10 @@ def machine(
     except QuireError as error:
         fail(error)
     if as_json:
-        print(json.dumps({"machine": found.as_dict(), "rows": [one.as_dict() for one in rows]}))
+        print(json.dumps({"machine": found, "rows": [one.as_dict() for one in rows]}))
         return
     judged = [one for one in rows if one.met is not None]
     if judged:
         row("targets", f"{sum(bool(one.met) for one in judged)} of {len(judged)} met")
     else:
-        row("targets", f"none for {found.isa}; they are for amx")
+        row("targets", f"none for {found['isa']}; they are for amx")

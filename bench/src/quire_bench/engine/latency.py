@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from quire_bench.server.report import summary, token_gaps
 from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
+Seconds = dict[str, list[float]]  # "latency": of a batch; "ttft": of each request; "itl": before each further token
 
 
 @dataclass(frozen=True)
@@ -31,81 +32,35 @@ class Batch:
             check_integer(ConfigError, name, value, 1)
 
     def prompts(self) -> list[list[int]]:
-        """Token ids, the same every time, with nothing in common."""
+        """Return token ids, the same every time, with nothing in common."""
         rng = random.Random(0)
         return [[rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(self.input_len)] for _ in range(self.batch_size)]
 
 
-@dataclass(frozen=True)
-class Iteration:
-    """The batch once, in seconds."""
-
-    seconds: float
-    ttft: tuple[float, ...]  # of each request
-    itl: tuple[float, ...]  # before each token but the first ones
-
-
-@dataclass(frozen=True)
-class Latency:
-    """What the iterations that count took, in order."""
-
-    batch: Batch
-    iterations: tuple[Iteration, ...]
-
-    @property
-    def values(self) -> dict[str, list[float]]:
-        """All seconds, by what they are of."""
-        return {
-            "latency": [iteration.seconds for iteration in self.iterations],
-            "ttft": [seconds for iteration in self.iterations for seconds in iteration.ttft],
-            "itl": [seconds for iteration in self.iterations for seconds in iteration.itl],
-        }
-
-    @property
-    def summaries(self) -> dict[str, dict[str, float | None]]:
-        """Mean and percentiles of these; None where there are none."""
-        return {name: summary(values, PERCENTS) for name, values in self.values.items()}
-
-    def as_dict(self) -> dict[str, object]:
-        """The figures, for JSON."""
-        return {**asdict(self.batch), "seconds": self.values["latency"], **self.summaries}
-
-    def plot(self, path: Path) -> None:
-        """The share that took at most so long. Raises ConfigError where that cannot be drawn."""
-        with drawn(path, 1, 3, (12, 4)) as (_, axes):
-            for panel, (name, values) in zip(axes[0], self.values.items(), strict=True):
-                panel.ecdf([1e3 * seconds for seconds in values] or [0.0])
-                panel.set_title(name)
-                panel.set_xlabel("ms")
-
-
 def measure(
     llm: LLM, batch: Batch, warmup: int, iterations: int, advance: Callable[[], None] = lambda: None
-) -> Latency:
-    """The batch `warmup` times, then `iterations` times against the clock. `advance` is called after each of them.
+) -> Seconds:
+    """Run the batch `warmup` times, then `iterations` times against the clock. `advance` is called after each of them.
 
     Greedy, without stopping at the model's end tokens, and with an empty prefix cache, so that every iteration does the
     same work. Raises RequestError for requests that can never fit, QuireError where one fails or ends early.
     """
-
-    def run() -> Iteration:
-        found = iterate(llm, batch)
+    found: Seconds = {"latency": [], "ttft": [], "itl": []}
+    for turn in range(warmup + iterations):
+        once = iterate(llm, batch)
         advance()
-        return found
-
-    for _ in range(warmup):
-        run()
-    return Latency(batch, tuple(run() for _ in range(iterations)))
+        for name, seconds in once.items() if turn >= warmup else ():
+            found[name] += seconds
+    return found
 
 
-def iterate(llm: LLM, batch: Batch) -> Iteration:
-    """The batch once."""
+def iterate(llm: LLM, batch: Batch) -> Seconds:
+    """Run the batch once."""
     llm.reset_prefix_cache()
     prompts = [{"prompt_token_ids": prompt} for prompt in batch.prompts()]
-    params = greedy(batch.output_len)
     arrivals: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)  # when a request has how many tokens
     start = time.perf_counter()
-    for output in llm.stream(prompts, params):
+    for output in llm.stream(prompts, greedy(batch.output_len)):
         sample = output.outputs[0]
         arrivals[output.request_id].append((time.perf_counter() - start, len(sample.token_ids)))
         if sample.error is not None:
@@ -118,4 +73,18 @@ def iterate(llm: LLM, batch: Batch) -> Iteration:
     for seen in arrivals.values():
         times, counts = zip(*seen, strict=True)
         gaps += token_gaps(times, [count - before for before, count in zip((0, *counts), counts, strict=False)])
-    return Iteration(seconds, tuple(seen[0][0] for seen in arrivals.values()), tuple(gaps))
+    return {"latency": [seconds], "ttft": [seen[0][0] for seen in arrivals.values()], "itl": gaps}
+
+
+def summaries(found: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | None]]:
+    """Return the mean and percentiles of each; None where there are no values."""
+    return {name: summary(values, PERCENTS) for name, values in found.items()}
+
+
+def plot(found: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw the share that took at most a time. Raises ConfigError where that cannot be drawn."""
+    with drawn(path, 1, 3, (12, 4)) as (_, axes):
+        for panel, (name, values) in zip(axes[0], found.items(), strict=True):
+            panel.ecdf([1e3 * seconds for seconds in values] or [0.0])
+            panel.set_title(name)
+            panel.set_xlabel("ms")
