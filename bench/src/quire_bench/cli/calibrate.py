@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, fail, row
-from quire.errors import QuireError
+from quire.cli.options import AsJson, row
 from quire.progress import progress_bar
 from quire_bench.cli.options import Dtype, MaxNumSeqs, Model
 
@@ -38,21 +37,18 @@ def calibrate(
     from quire_bench.engine.under_load import LONGEST
     from quire_bench.proc import processor
 
-    try:
-        if threads is not None:
-            torch.set_num_threads(threads)
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # of the server
-        common = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
-        llm = LLM(model, num_speculative_tokens=0, **common)  # type: ignore[arg-type]
-        options = [] if model is None else ["--model", model]
-        for name, value in common.items():
-            options += [f"--{name.replace('_', '-')}", str(value)]
-        options += ["--num-speculative-tokens", "0"]
-        with progress_bar("calibrate", PARTS) as advance:
-            found = measure(llm, options, kind or processor(), advance)
-        write_device(out, found)
-    except QuireError as error:
-        fail(error)
+    if threads is not None:
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the server
+    common = {"dtype": dtype, "max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
+    llm = LLM(model, num_speculative_tokens=0, **common)  # type: ignore[arg-type]
+    options = [] if model is None else ["--model", model]
+    for name, value in common.items():
+        options += [f"--{name.replace('_', '-')}", str(value)]
+    options += ["--num-speculative-tokens", "0"]
+    with progress_bar("calibrate", PARTS) as advance:
+        found = measure(llm, options, kind or processor(), advance)
+    write_device(out, found)
     if as_json:
         print(out.read_text())
         return

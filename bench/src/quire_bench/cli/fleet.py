@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.options import AsJson, fail, row
-from quire.errors import ConfigError, QuireError
+from quire.cli.options import AsJson, row
+from quire.errors import ConfigError
 from quire.progress import progress_bar
 from quire_bench.cli.options import Model, Save
 
@@ -41,26 +41,23 @@ def fleet(
     from quire_bench.tables import save as write
 
     figures: dict[str, Any] = {"load_average": os.getloadavg()[0]}
-    try:
-        chosen = _chosen(what)
-        counts = _counts(streams)
-        options = [] if model is None else ["--model", model]
-        if "gateway" in chosen:
-            with progress_bar("gateway", -(-requests // overhead.AT_A_TIME) + runs * len(counts)) as advance:
-                figures["gateway"] = overhead.measure(options, counts, requests, output_len, runs, advance)
-        if "kills" in chosen:
-            with progress_bar("kills", kills) as advance:
-                figures["kills"] = killing.measure(options, kills, prompt_len, advance=advance)
-        if "routing" in chosen:
-            names = traces.split(",")
-            with progress_bar("routing", routing.RUNS * len(names)) as advance:
-                figures["routing"] = routing.measure(options, names, jobs, trace_len, advance=advance)
-        if "leaving" in chosen:
-            with progress_bar("leaving", 3 * runs) as advance:
-                figures["leaving"] = leaving.measure(options, 8, runs, advance)
-        write(save, "Fleet", _flat(figures))
-    except QuireError as error:
-        fail(error)
+    chosen = _chosen(what)
+    counts = _counts(streams)
+    options = [] if model is None else ["--model", model]
+    if "gateway" in chosen:
+        with progress_bar("gateway", -(-requests // overhead.AT_A_TIME) + runs * len(counts)) as advance:
+            figures["gateway"] = overhead.measure(options, counts, requests, output_len, runs, advance)
+    if "kills" in chosen:
+        with progress_bar("kills", kills) as advance:
+            figures["kills"] = killing.measure(options, kills, prompt_len, advance=advance)
+    if "routing" in chosen:
+        names = traces.split(",")
+        with progress_bar("routing", routing.RUNS * len(names)) as advance:
+            figures["routing"] = routing.measure(options, names, jobs, trace_len, advance=advance)
+    if "leaving" in chosen:
+        with progress_bar("leaving", 3 * runs) as advance:
+            figures["leaving"] = leaving.measure(options, 8, runs, advance)
+    write(save, "Fleet", _flat(figures))
     if as_json:
         print(json.dumps(figures))
         return

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, fail, row
-from quire.errors import QuireError
+from quire.cli.options import AsJson, row
 from quire.progress import progress_bar
 from quire_bench.cli.options import (
     Backend,
@@ -63,35 +62,32 @@ def latency(
     from quire_bench.plot import check_path
     from quire_bench.tables import save as write
 
-    try:
-        check_path(plot)
-        batch = Batch(input_len, output_len, batch_size)
-        llm = LLM(
-            model,
-            dtype=dtype,
-            device=device,
-            attention_backend=attention_backend,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            enable_prefix_caching=prefix_caching,
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        with progress_bar("batches", num_iters_warmup + num_iters) as advance:
-            found = measure(llm, batch, num_iters_warmup, num_iters, advance)
-        shown = summaries(found)
-        figures = {**asdict(batch), "seconds": found["latency"], **shown}
-        if as_json:
-            print(json.dumps(figures))
-        else:
-            for name, values in shown.items():
-                if cells := [f"{what} {1e3 * value:.2f}" for what, value in values.items() if value is not None]:
-                    row(NAMES[name], ", ".join(cells) + " ms")
-        write(save, "Latency of a batch", [figures])
-        if plot is not None:
-            draw(found, plot)
-    except QuireError as error:
-        fail(error)
+    check_path(plot)
+    batch = Batch(input_len, output_len, batch_size)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        attention_backend=attention_backend,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_memory=kv_cache_memory,
+        enable_prefix_caching=prefix_caching,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    with progress_bar("batches", num_iters_warmup + num_iters) as advance:
+        found = measure(llm, batch, num_iters_warmup, num_iters, advance)
+    shown = summaries(found)
+    figures = {**asdict(batch), "seconds": found["latency"], **shown}
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        for name, values in shown.items():
+            if cells := [f"{what} {1e3 * value:.2f}" for what, value in values.items() if value is not None]:
+                row(NAMES[name], ", ".join(cells) + " ms")
+    write(save, "Latency of a batch", [figures])
+    if plot is not None:
+        draw(found, plot)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, fail, row
-from quire.errors import QuireError
+from quire.cli.options import AsJson, row
 from quire_bench.cli.options import Save
 
 
@@ -29,20 +28,17 @@ def machine(
     from quire_bench import machine as bench
     from quire_bench.tables import save as write
 
-    try:
-        found = bench.about()
+    found = bench.about()
+    if not as_json:
+        for name, shown in found.items():
+            row(name, str(shown))
+        print(bench.HEAD, flush=True)
+    rows = []
+    for one in bench.measure(model or (), seconds, runs):
+        rows.append(one)
         if not as_json:
-            for name, shown in found.items():
-                row(name, str(shown))
-            print(bench.HEAD, flush=True)
-        rows = []
-        for one in bench.measure(model or (), seconds, runs):
-            rows.append(one)
-            if not as_json:
-                print(one, flush=True)
-        write(save, "The machine", (one.as_dict() for one in rows))
-    except QuireError as error:
-        fail(error)
+            print(one, flush=True)
+    write(save, "The machine", (one.as_dict() for one in rows))
     if as_json:
         print(json.dumps({"machine": found, "rows": [one.as_dict() for one in rows]}))
         return

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, fail, row
-from quire.errors import QuireError
+from quire.cli.options import AsJson, row
 from quire_bench.cli.options import BlockSize, PrefixCaching, Save
 
 
@@ -48,32 +47,29 @@ def memory(
     from quire_bench.plot import check_path
     from quire_bench.tables import save as write
 
-    try:
-        check_path(plot)
-        model = bench_memory.model_fit(model_config, kv_memory, block_size, max_model_len, requests, seed)
-        comparisons = []
-        for name in distribution or bench_memory.DISTRIBUTIONS:
-            setup = bench_memory.Setup(
-                distribution=name,
-                requests=requests,
-                seed=seed,
-                shared_prefix=shared_prefix,
-                prefix_caching=prefix_caching,
-                max_model_len=2048 if max_model_len is None else max_model_len,
-                block_size=block_size,
-                num_blocks=num_blocks,
-            )
-            runs = bench_memory.compare(setup)
-            comparisons.append(runs)
-            lines = [json.dumps(run.as_dict()) for run in runs] if as_json else [*bench_memory.table(runs), ""]
-            print("\n".join(lines))
-        if as_json:
-            print(json.dumps(model.as_dict()))
-        else:
-            for name, shown in model.table():
-                row(name, shown)
-        write(save, "KV memory", (run.as_dict() for runs in comparisons for run in runs))
-        if plot is not None:
-            bench_memory.plot(comparisons, plot)
-    except QuireError as error:
-        fail(error)
+    check_path(plot)
+    model = bench_memory.model_fit(model_config, kv_memory, block_size, max_model_len, requests, seed)
+    comparisons = []
+    for name in distribution or bench_memory.DISTRIBUTIONS:
+        setup = bench_memory.Setup(
+            distribution=name,
+            requests=requests,
+            seed=seed,
+            shared_prefix=shared_prefix,
+            prefix_caching=prefix_caching,
+            max_model_len=2048 if max_model_len is None else max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        runs = bench_memory.compare(setup)
+        comparisons.append(runs)
+        lines = [json.dumps(run.as_dict()) for run in runs] if as_json else [*bench_memory.table(runs), ""]
+        print("\n".join(lines))
+    if as_json:
+        print(json.dumps(model.as_dict()))
+    else:
+        for name, shown in model.table():
+            row(name, shown)
+    write(save, "KV memory", (run.as_dict() for runs in comparisons for run in runs))
+    if plot is not None:
+        bench_memory.plot(comparisons, plot)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, fail
-from quire.errors import ConfigError, QuireError
+from quire.cli.options import AsJson
+from quire.errors import ConfigError
 from quire_bench.cli.options import Backend, Dtype, Model, Save
 
 
@@ -38,24 +38,21 @@ def quantisation(
     from quire_bench.tables import save as write
 
     options = {"dtype": dtype, "attention_backend": attention_backend}
-    try:
-        check_path(plot)
-        if plot is not None and not runs:
-            raise ConfigError("--plot draws accuracy against speed, which takes runs; --runs is 0")
-        accuracies = []
+    check_path(plot)
+    if plot is not None and not runs:
+        raise ConfigError("--plot draws accuracy against speed, which takes runs; --runs is 0")
+    accuracies = []
+    if not as_json:
+        print(markdown_row(bench.HEAD), markdown_rule(len(bench.HEAD)), sep="\n")
+    for one in bench.measure_accuracy(model, text or (), windows, options):
+        accuracies.append(one)
         if not as_json:
-            print(markdown_row(bench.HEAD), markdown_rule(len(bench.HEAD)), sep="\n")
-        for one in bench.measure_accuracy(model, text or (), windows, options):
-            accuracies.append(one)
-            if not as_json:
-                print(markdown_row(one.cells()), flush=True)
-        speeds = bench.measure_speed(model, runs, options) if runs else []
-        rows = [one.as_dict() for one in accuracies] + [one.as_dict() for one in speeds]
-        write(save, "Rounded weights and caches", rows)
-        if plot is not None:
-            bench.plot(plot, accuracies, speeds)
-    except QuireError as error:
-        fail(error)
+            print(markdown_row(one.cells()), flush=True)
+    speeds = bench.measure_speed(model, runs, options) if runs else []
+    rows = [one.as_dict() for one in accuracies] + [one.as_dict() for one in speeds]
+    write(save, "Rounded weights and caches", rows)
+    if plot is not None:
+        bench.plot(plot, accuracies, speeds)
     if as_json:
         for found in rows:
             print(json.dumps(found))

@@ -11,7 +11,7 @@ import typer
 
 from quire.cli.options import AsJson, fail, row
 from quire.engine.workloads import WORKLOADS
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError
 from quire.progress import progress_bar
 from quire_bench.cli.options import Save
 
@@ -65,33 +65,30 @@ def serve(
     from quire_bench.server.prompts import arrival_times, in_words, request_body
     from quire_bench.tables import save as write
 
-    try:
-        check_path(plot)
-        metrics = report.parse_metrics(percentile_metrics)
-        percents = report.parse_percents(metric_percentiles)
-        limits = report.parse_limits(goodput or [])
-        server = client.Server(url, endpoint, api_key, timeout)
-        sizes = (random_input_len, random_output_len)
-        prompts = _prompts(workload, dataset, sizes, num_prompts, seed)
-        if endpoint == "chat" and dataset is None:
-            prompts = [in_words(prompt) for prompt in prompts]
-        arrivals = arrival_times(len(prompts), request_rate, seed)
-        options = {"temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {}) | _fields(extra_body)
-        name = client.first_model(server) if model is None else model
-        bodies = [request_body(prompt, endpoint, name, options) for prompt in prompts]
-        with progress_bar("requests", len(bodies)) as advance:
-            run = client.send(server, bodies, arrivals, max_concurrency, advance)
-        found = report.Report(run, metrics, percents, limits)
-        if as_json:
-            print(json.dumps({"url": url, "model": name, "endpoint": endpoint, "seed": seed} | found.as_dict()))
-        else:
-            for title, shown in found.table():
-                row(title, shown)
-        write(save, "Load on a server", [found.as_dict()])
-        if plot is not None:
-            found.plot(plot)
-    except QuireError as error:
-        fail(error)
+    check_path(plot)
+    metrics = report.parse_metrics(percentile_metrics)
+    percents = report.parse_percents(metric_percentiles)
+    limits = report.parse_limits(goodput or [])
+    server = client.Server(url, endpoint, api_key, timeout)
+    sizes = (random_input_len, random_output_len)
+    prompts = _prompts(workload, dataset, sizes, num_prompts, seed)
+    if endpoint == "chat" and dataset is None:
+        prompts = [in_words(prompt) for prompt in prompts]
+    arrivals = arrival_times(len(prompts), request_rate, seed)
+    options = {"temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {}) | _fields(extra_body)
+    name = client.first_model(server) if model is None else model
+    bodies = [request_body(prompt, endpoint, name, options) for prompt in prompts]
+    with progress_bar("requests", len(bodies)) as advance:
+        run = client.send(server, bodies, arrivals, max_concurrency, advance)
+    found = report.Report(run, metrics, percents, limits)
+    if as_json:
+        print(json.dumps({"url": url, "model": name, "endpoint": endpoint, "seed": seed} | found.as_dict()))
+    else:
+        for title, shown in found.table():
+            row(title, shown)
+    write(save, "Load on a server", [found.as_dict()])
+    if plot is not None:
+        found.plot(plot)
     if run.interrupted:
         raise typer.Exit(130)
     if not found.completed:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from quire.cli.options import AsJson, fail, row
-from quire.errors import QuireError
 from quire.progress import progress_bar
 
 
@@ -22,17 +21,14 @@ def soak(
     as_json: AsJson = False,
 ) -> None:
     """Is quire serve as it was after hours of mixed load, hang-ups and bad requests? Status 1 if it is not."""
-    try:
-        from quire_bench.server.soak import Soak
-        from quire_bench.server.soak import soak as run
-        from quire_bench.server.verdict import judge, table
+    from quire_bench.server.soak import Soak
+    from quire_bench.server.soak import soak as run
+    from quire_bench.server.verdict import judge, table
 
-        warm_up = min(20.0, max(3.0, minutes / 3)) if warm_up is None else warm_up
-        plan = Soak(60 * minutes, 60 * warm_up, clients, seed)
-        with progress_bar("seconds", round(plan.warm_up + plan.seconds)) as advance:
-            found = run(plan, advance)
-    except QuireError as error:
-        fail(error)
+    warm_up = min(20.0, max(3.0, minutes / 3)) if warm_up is None else warm_up
+    plan = Soak(60 * minutes, 60 * warm_up, clients, seed)
+    with progress_bar("seconds", round(plan.warm_up + plan.seconds)) as advance:
+        found = run(plan, advance)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, fail
+from quire.cli.options import AsJson
 from quire.engine.workloads import WORKLOADS
-from quire.errors import QuireError
 from quire.progress import progress_bar
 from quire_bench.cli.options import (
     Backend,
@@ -69,50 +68,47 @@ def throughput(
     from quire_bench.threads import counted, on_threads, thread_counts
     from quire_bench.workloads import workload
 
-    try:
-        counts = thread_counts(threads)
-        check_path(plot)
-        found, rows = {}, []
-        chosen = [workload(name) for name in workloads or ["decode"]]
-        llm = LLM(
-            model,
-            dtype=dtype,
-            model_impl=model_impl,
-            device=device,
-            attention_backend=attention_backend,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            enable_prefix_caching=prefix_caching,
-            preemption=preemption,
-            swap_space=swap_space,
-            scheduling_policy=scheduling_policy,
-            num_speculative_tokens=num_speculative_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        for work in chosen:
-            first = None
-            for count in counts:
-                with on_threads(count), progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:
-                    measured = measure(llm, work, warmup, runs, advance)
-                first = first or measured.median
-                figures = measured.as_dict() | {"threads": count, "speedup_over_first": first / measured.median}
-                rows.append(figures)
-                name = work.name if len(counts) == 1 else f"{work.name}, {counted(count)}"
-                found[name] = [measured.num_tokens / seconds for seconds in measured.seconds]
-                if as_json:
-                    print(json.dumps(figures))
-                    continue
-                new, total = figures["new_tokens_per_second"], figures["total_tokens_per_second"]
-                message = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
-                gain = "" if len(counts) == 1 else f" {figures['speedup_over_first']:6.2f} x"
-                print(f"{name:{12 if len(counts) == 1 else 24}s} {measured.median:9.2f} s {message}{gain}", flush=True)
-        llm.close()
-        write(save, "Workloads", rows)
-        if plot is not None:
-            plot_runs(plot, "total tokens a second", found)
-    except QuireError as error:
-        fail(error)
+    counts = thread_counts(threads)
+    check_path(plot)
+    found, rows = {}, []
+    chosen = [workload(name) for name in workloads or ["decode"]]
+    llm = LLM(
+        model,
+        dtype=dtype,
+        model_impl=model_impl,
+        device=device,
+        attention_backend=attention_backend,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_memory=kv_cache_memory,
+        enable_prefix_caching=prefix_caching,
+        preemption=preemption,
+        swap_space=swap_space,
+        scheduling_policy=scheduling_policy,
+        num_speculative_tokens=num_speculative_tokens,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    for work in chosen:
+        first = None
+        for count in counts:
+            with on_threads(count), progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:
+                measured = measure(llm, work, warmup, runs, advance)
+            first = first or measured.median
+            figures = measured.as_dict() | {"threads": count, "speedup_over_first": first / measured.median}
+            rows.append(figures)
+            name = work.name if len(counts) == 1 else f"{work.name}, {counted(count)}"
+            found[name] = [measured.num_tokens / seconds for seconds in measured.seconds]
+            if as_json:
+                print(json.dumps(figures))
+                continue
+            new, total = figures["new_tokens_per_second"], figures["total_tokens_per_second"]
+            message = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
+            gain = "" if len(counts) == 1 else f" {figures['speedup_over_first']:6.2f} x"
+            print(f"{name:{12 if len(counts) == 1 else 24}s} {measured.median:9.2f} s {message}{gain}", flush=True)
+    llm.close()
+    write(save, "Workloads", rows)
+    if plot is not None:
+        plot_runs(plot, "total tokens a second", found)
