@@ -89,6 +89,7 @@ def test_a_fleet_is_read_killed_and_restarted() -> None:
             list(pieces(found.url, {"prompt": "x", "max_tokens": -1}))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forked")
 def test_what_a_gateway_costs() -> None:

@@ -109,6 +109,7 @@ def test_the_command() -> None:
     assert "--fa3" in CliRunner().invoke(app, ["bench", "gpu", "--help"]).output
 
 
+@pytest.mark.long
 def test_it_needs_neither_the_native_library_nor_the_command_line() -> None:
     code = """
 import sys

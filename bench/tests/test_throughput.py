@@ -15,7 +15,6 @@ from quire.engine.workloads import WORKLOADS
 from quire_bench.engine import loading, startup, throughput
 from quire_bench.engine.loading import Loading
 from quire_bench.workloads import Workload, workload
-from tests.marks import of_long_runs
 from tests.models.checkpoints import save
 
 
@@ -71,8 +70,9 @@ def test_throughput_counts_what_was_done() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
-@pytest.mark.parametrize("saved", [of_long_runs(torch.bfloat16), torch.float32])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
 def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path, saved: torch.dtype) -> None:
     """A sharded checkpoint of 64 MB with a tied embedding, as it was saved and narrowed."""
     shape = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,

@@ -23,9 +23,8 @@ from quire.frontend.llm import LLM
 from quire.models import expected_weight_bytes, read_config
 from quire.simulate.device import DeviceFile, ServerFit, model_digest
 from quire.simulate.fitting import fit_steps, nonnegative_least_squares, predicted, residuals
-from quire_bench.engine.asked import FIRST_GAPS, asked, mean_gap, ttft
 from quire_bench.engine.step_kinds import Timed, checked, decoding, medians, new_request, one_round
-from quire_bench.engine.under_load import LONGEST, measured_under_load
+from quire_bench.engine.under_load import FIRST_GAPS, LONGEST, asked, mean_gap, measured_under_load, ttft
 from quire_bench.fleet.speed import SHORTEST
 from quire_bench.kernels.attention import product_rate, read_rate
 from quire_bench.proc import num_cores, processor

@@ -26,15 +26,16 @@ from quire.simulate.device import DeviceFile
 from quire.simulate.fitting import nonnegative_least_squares
 from quire.simulate.loads import drawn
 from quire.simulate.spec import Lengths
-from quire_bench.engine.asked import FIRST_GAPS, asked, mean_gap, ttft
 from quire_bench.engine.step_kinds import cost_block
 from quire_bench.fleet.giving import GivenBlocks
-from quire_bench.fleet.replaying import BLOCK, Serving, Sizes, alone, behind_gateway, sent, simulated
+from quire_bench.fleet.replaying import BLOCK, OPTIONS, Serving, Sizes, alone, behind_gateway, sent, simulated
 from quire_bench.fleet.speed import SHORTEST, Probes, at_speed, cost_at, mean, probed, server_token
 from quire_bench.fleet.steps_seen import step_seconds, steps_seen
-from quire_bench.server.client import Record, Run, Server
+from quire_bench.server.client import Record, Run, Server, completed
+from quire_bench.server.prompts import random_prompts, request_body
 from quire_bench.server.report import latencies
 
+FIRST_GAPS = 4  # of a stream, in which prompts of others are computed
 LOADED = 64  # requests for each replica, to find how long steps take where others come and end
 TOGETHER = 0.2  # of a stream's step, within which a client has all tokens of a step
 OTHERS = 0.02  # of the steps, those that are farthest from what is found of all of them: they are of other programs
@@ -240,3 +241,21 @@ def _peer_byte(running: Serving, llm: LLM) -> float:
         took = [seconds for _ in range(FIRST_GAPS + AGAIN_READ) if (seconds := blocks.read())][FIRST_GAPS:]
         sending.result()
     return statistics.median(took) if took else 0.0
+
+
+def mean_gap(gaps: Sequence[float]) -> float:
+    """The mean of seconds, the longest ones left out: they are of other programs."""
+    return statistics.fmean(sorted(gaps)[: len(gaps) * 98 // 100])
+
+
+def ttft(server: Server, length: int) -> float:
+    """Seconds to the first token of a prompt."""
+    run = asked(server, 1, length, 1, 1)
+    return statistics.fmean(one.ttft for one in map(latencies, run.records) if one is not None)
+
+
+def asked(server: Server, count: int, length: int, new: int, at_a_time: int) -> Run:
+    """Send that many requests. Raises QuireError where one fails."""
+    seed = random.randrange(2**30)
+    bodies = [request_body(one, "completions", "", OPTIONS) for one in random_prompts(count, length, new, seed)]
+    return completed(server, bodies, [0.0] * count, at_a_time)
