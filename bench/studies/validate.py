@@ -13,16 +13,15 @@ calibrated.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, fail, row
+from quire.cli.options import fail, row
 from quire.engine.cost import ModelCost, model_cost
 from quire.engine.trace import TraceRow
 from quire.errors import ConfigError, QuireError, check_number
@@ -32,7 +31,7 @@ from quire.simulate.device import DeviceFile, read_device
 from quire.simulate.outcome import Outcome
 from quire_bench.cli.options import Model
 from quire_bench.fleet.replaying import TRACES, Serving, Sizes, at_once, seconds_of, sent, serving, simulated
-from quire_bench.fleet.running import Replica
+from quire_bench.fleet.running import prefix_hits
 from quire_bench.fleet.speed import PROMPT, Probes, at_speed, expected, mean, probed
 from quire_bench.server.client import Run
 from quire_bench.server.report import latencies, percentile
@@ -59,7 +58,6 @@ def main(
     repeats: Annotated[int, typer.Option(help="Runs of each load, looked at together.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Of the traces.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="A file for the table, in Markdown.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Replay traces to replicas and simulate the same: throughput, latencies and hits, and the errors.
 
@@ -85,9 +83,6 @@ def main(
             out.write_text(table, encoding="utf-8")
         except OSError as error:
             fail(ConfigError(f"{out} cannot be written: {error}"))
-    if as_json:
-        print(json.dumps([one.as_dict() for one in found]))
-        return
     print(table, end="")
     for name in FIGURES:
         met, count, median, largest = within_goals(found, name)
@@ -150,15 +145,10 @@ class Compared:
     simulated: Mapping[str, float]
     spread: Mapping[str, float]  # half of how far the errors of single runs lie apart
     speeds: Sequence[Probes]  # before and after each run, how many times as fast as by the device file
-    client_share: float  # of a core that sending took
 
     def error(self, figure: str) -> float:
         """Of the prediction, relative to what was measured."""
         return _error(self.simulated[figure], self.real[figure])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return asdict(self) | {"errors": {name: self.error(name) for name in self.real}}
 
 
 def _error(simulated: float, real: float) -> float:
@@ -235,9 +225,9 @@ class _Replay:
 def _replayed(running: Serving, rows: Sequence[TraceRow], seed: int, turn: int) -> _Replay:
     if not rows:
         raise QuireError("a trace has no request within its seconds; give more of them")
-    probes, before = probed(running.replicas), _hits(running.replicas)
+    probes, before = probed(running.replicas), prefix_hits(running.replicas)
     run = sent(running.url, rows, seed, turn)
-    looked_for, hits = (after - other for after, other in zip(_hits(running.replicas), before, strict=True))
+    looked_for, hits = (after - other for after, other in zip(prefix_hits(running.replicas), before, strict=True))
     return _Replay(rows, run, looked_for, hits, (probes, probed(running.replicas)))
 
 
@@ -262,14 +252,6 @@ def _rate(ends: Sequence[float]) -> float:
     return (high - low) / max(1e-9, ends[high] - ends[low]) if high > low else len(ends) / max(1e-9, ends[-1])
 
 
-def _hits(replicas: Sequence[Replica]) -> tuple[float, float]:
-    """Tokens of prompts that were looked for in the replicas' caches, and those that were found."""
-    looked_for, found = (
-        sum(one.metric(f"prefix_cache_{name}_total") for one in replicas) for name in ("queries", "hits")
-    )
-    return looked_for, found
-
-
 def _compared(known: _Known, count: int, name: str, load: float, replays: Sequence[_Replay]) -> Compared:
     outcomes = [_simulated(known, count, one) for one in replays]
     each = [(_figures([one]), _predicted([outcome])) for one, outcome in zip(replays, outcomes, strict=True)]
@@ -277,9 +259,8 @@ def _compared(known: _Known, count: int, name: str, load: float, replays: Sequen
     spread = {figure: (max(those) - min(those)) / 2 for figure, those in errors.items()}
     says = expected(known.cost, known.device, count)
     speeds = [Probes(*(a / b for a, b in zip(says, took, strict=True))) for replay in replays for took in replay.probes]
-    share = sum(one.run.cpu_seconds for one in replays) / max(1e-9, sum(one.run.seconds for one in replays))
     sent_rows = sum(len(one.rows) for one in replays)
-    return Compared(count, name, load, sent_rows, _figures(replays), _predicted(outcomes), spread, speeds, share)
+    return Compared(count, name, load, sent_rows, _figures(replays), _predicted(outcomes), spread, speeds)
 
 
 def _simulated(known: _Known, count: int, replay: _Replay) -> Outcome:

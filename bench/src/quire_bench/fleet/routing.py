@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError, check_integer
-from quire_bench.fleet.running import Fleet, fleet
+from quire_bench.fleet.running import Fleet, fleet, prefix_hits
 from quire_bench.fleet.traces import ANSWER, BLOCK, LONGEST, TURNS, Trace, sessions, shared_prefixes, unshared
 from quire_bench.server.client import Record, Server, completed
 from quire_bench.server.prompts import MAX_TOKENS, Prompt, arrival_times, random_prompts, request_body
@@ -101,18 +101,10 @@ def _sustained(running: Fleet, trace: Trace) -> float:
 
 def _asked(running: Fleet, trace: Trace, rate: float, way: Way, seed: int) -> tuple[list[Record], float]:
     """What became of each request, and the share of the prompts' tokens that were cached."""
-    before = _hits(running)
+    before = prefix_hits(running.replicas)
     records = way(running, [_body(one) for one in trace.prompts], arrival_times(len(trace.prompts), rate, seed))
-    looked_for, found = (after - other for after, other in zip(_hits(running), before, strict=True))
+    looked_for, found = (after - other for after, other in zip(prefix_hits(running.replicas), before, strict=True))
     return records, found / looked_for
-
-
-def _hits(running: Fleet) -> tuple[float, float]:
-    """Tokens of prompts that were looked for in the replicas' caches, and those that were found."""
-    looked_for, found = (
-        sum(one.metric(f"prefix_cache_{name}_total") for one in running.replicas) for name in ("queries", "hits")
-    )
-    return looked_for, found
 
 
 def _through_gateway(running: Fleet, bodies: Sequence[bytes], arrivals: Sequence[float]) -> list[Record]:

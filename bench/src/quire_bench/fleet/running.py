@@ -138,6 +138,14 @@ def fleet(num_replicas: int, *options: str, threads: int = 1) -> Iterator[Fleet]
         yield found
 
 
+def prefix_hits(replicas: Sequence[Replica]) -> tuple[float, float]:
+    """Return the prompt tokens that were looked for in the replicas' caches, and those that were found."""
+    looked_for, found = (
+        sum(one.metric(f"prefix_cache_{name}_total") for one in replicas) for name in ("queries", "hits")
+    )
+    return looked_for, found
+
+
 def waited_for(look: Callable[[], T | None], problem: str) -> T:
     """What a function returns once it is not None. Raises QuireError, with the problem, where that takes too long."""
     deadline = time.monotonic() + PATIENCE
