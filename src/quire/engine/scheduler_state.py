@@ -1,4 +1,4 @@
-"""SchedulerState: the requests of an engine, by what they wait for."""
+"""SchedulerState: the requests of an engine, by their state."""
 
 from __future__ import annotations
 

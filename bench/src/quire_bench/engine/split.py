@@ -19,6 +19,7 @@ from quire.engine.graphs import GraphRunner
 from quire.engine.loops import SequentialLoop
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
+from quire.engine.step_events import StepEvents
 from quire.errors import Unsupported
 from quire.frontend.llm import LLM
 from quire.models.decoder import Decoder
@@ -115,7 +116,7 @@ class _TimedEngine(Engine):
 
     def __init__(self, engine: Engine, runner: Runner, timeline: Timeline) -> None:
         vars(self).update(vars(engine))
-        self._events = []
+        self._events = StepEvents()
         self.loop = SequentialLoop()  # so that parts do not run at the same time
         self.scheduler = cast(Scheduler, _TimedScheduler(engine.scheduler, timeline))
         self.runner = _TimedRunner(runner, timeline)
