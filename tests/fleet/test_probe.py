@@ -267,8 +267,8 @@ def test_the_last_bit_is_seen_where_operators_write(
     ("kind", "operator"),
     [
         ("convolution", "_convolve"),
-        ("gated delta", "_gated_delta"),
-        ("state space", "_state_space"),
+        ("gated delta", "_recur"),
+        ("state space", "_recur"),
         ("gated norm", "_gated_norm"),
     ],
 )
@@ -302,7 +302,7 @@ def test_what_is_recalled_is_what_was_stored(tmp_path: Path, monkeypatch: pytest
     save(tmp_path, "Qwen3_5")
     model, backend, config = model_of(tmp_path)
     expected = probe(model, backend, config)
-    plain: Callable[..., Tensor] = type(backend)._gated_delta
+    plain: Callable[..., Tensor] = type(backend)._recur
 
     def other(*args: Any) -> Tensor:
         cache, plan = args[-2:]
@@ -310,7 +310,7 @@ def test_what_is_recalled_is_what_was_stored(tmp_path: Path, monkeypatch: pytest
             nudged(cache.state[int(plan.state_tables[1, 0])])
         return plain(*args)
 
-    monkeypatch.setattr(type(backend), "_gated_delta", other)
+    monkeypatch.setattr(type(backend), "_recur", other)
     found = probe(model, backend, config)
     assert {one for one in found if found[one] != expected[one]} == {"gated delta"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,6 +13,15 @@ from quire.ops.checks import INT32_MAX, host_integers
 from quire.ops.spec import AttentionSpec
 
 MAX_CONTEXT = 2**31 - 1024  # tokens: kernels count keys in an int32, up to a tile beyond the last one
+
+
+class Step(NamedTuple):
+    """The arguments of `AttentionPlan.update`, on the host, or of `update_on_device`."""
+
+    query_starts: torch.Tensor  # int32 [S+1]
+    context_lens: torch.Tensor  # int32 [S]
+    block_tables: torch.Tensor  # int32 [S, M]
+    slots: torch.Tensor | None  # int64 [T]
 
 
 def step_sizes(
@@ -35,16 +46,13 @@ def step_sizes(
 def check_metadata(
     spec: AttentionSpec,
     room: tuple[int, int, int],  # largest number of query tokens, sequences, and blocks per sequence
-    query_starts: torch.Tensor,  # int32 [S+1], host
-    context_lens: torch.Tensor,  # int32 [S], host
-    block_tables: torch.Tensor,  # int32 [S, M], host
-    slots: torch.Tensor | None,  # int64 [T], host
+    step: Step,
 ) -> None:
     """Check a step's metadata against a plan's spec and room. Raises BadShape, BadDtype or BadValue."""
     max_tokens, max_seqs, max_blocks = room
-    starts = host_integers("query_starts", query_starts, 1)
-    lens = host_integers("context_lens", context_lens, 1)
-    tables = host_integers("block_tables", block_tables, 2)
+    starts = host_integers("query_starts", step.query_starts, 1)
+    lens = host_integers("context_lens", step.context_lens, 1)
+    tables = host_integers("block_tables", step.block_tables, 2)
     num_seqs = len(lens)
     if len(starts) != num_seqs + 1:
         raise BadShape(
@@ -59,8 +67,8 @@ def check_metadata(
         raise BadShape(f"block_tables has {tables.shape[1]} columns; the plan was made for at most {max_blocks}")
     num_tokens = check_query_starts(starts, max_tokens)
     _check_tables(spec, starts, lens, tables)
-    if slots is not None:
-        _check_slots(spec, host_integers("slots", slots, 1), num_tokens)
+    if step.slots is not None:
+        _check_slots(spec, host_integers("slots", step.slots, 1), num_tokens)
 
 
 def check_query_starts(starts: NDArray[np.integer], max_tokens: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from quire.errors import BadValue, Unsupported, check_integer
 from quire.ops.checks import INT32_MAX
-from quire.ops.metadata import check_metadata
+from quire.ops.metadata import Step, check_metadata
 from quire.ops.spec import AttentionSpec
 
 _KEYS = itertools.count(1)
@@ -89,23 +89,11 @@ class AttentionPlan:
             BadShape, BadDtype, BadValue: naming the argument, the sequence and the value. The plan is then unchanged.
         """
         with self.lock:
-            self._update(query_starts, context_lens, block_tables, slots)
+            self._update(Step(query_starts, context_lens, block_tables, slots))
 
-    def _update(
-        self,
-        query_starts: torch.Tensor,  # int32 [S+1], host
-        context_lens: torch.Tensor,  # int32 [S], host
-        block_tables: torch.Tensor,  # int32 [S, M], host
-        slots: torch.Tensor | None,  # int64 [T], host
-    ) -> None:
-        check_metadata(
-            self.spec,
-            (self.max_tokens, self.max_seqs, self.max_blocks),
-            query_starts,
-            context_lens,
-            block_tables,
-            slots,
-        )
+    def _update(self, step: Step) -> None:
+        check_metadata(self.spec, (self.max_tokens, self.max_seqs, self.max_blocks), step)
+        query_starts, context_lens, block_tables, slots = step
         num_seqs, num_blocks = block_tables.shape
         num_tokens = int(query_starts[-1])
         self.query_starts[: num_seqs + 1].copy_(query_starts)
@@ -140,15 +128,9 @@ class AttentionPlan:
             Unsupported: if the plan needs the metadata on the host to divide its work.
         """
         with self.lock:
-            self._update_on_device(num_tokens, query_starts, context_lens, block_tables)
+            self._update_on_device(num_tokens, Step(query_starts, context_lens, block_tables, None))
 
-    def _update_on_device(
-        self,
-        num_tokens: int,  # T
-        query_starts: torch.Tensor,  # int32 or int64 [S+1], on the device
-        context_lens: torch.Tensor,  # int32 or int64 [S], on the device
-        block_tables: torch.Tensor,  # int32 or int64 [S, M], on the device
-    ) -> None:
+    def _update_on_device(self, num_tokens: int, step: Step) -> None:
         raise Unsupported("this plan is made on the host: give host tensors to its update")
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -166,6 +167,15 @@ def check_cache(cache: RecurrentCache, spec: RecurrentSpec) -> None:
                 )
 
 
+class RecurrentStep(NamedTuple):
+    """The arguments of `RecurrentPlan.update`."""
+
+    query_starts: Tensor  # int32 [S+1], host
+    context_lens: Tensor  # int32 [S], host
+    state_tables: Tensor  # int32 [S, P], host
+    row_tables: Tensor  # int32 [S, P], host
+
+
 class RecurrentPlan:
     """The metadata of one step, validated once and then used by every layer of a state kind.
 
@@ -218,17 +228,11 @@ class RecurrentPlan:
             BadShape, BadDtype, BadValue: naming the argument, the sequence and the value. The plan is then unchanged.
         """
         with self.lock:
-            self._update(query_starts, context_lens, state_tables, row_tables)
+            self._update(RecurrentStep(query_starts, context_lens, state_tables, row_tables))
 
-    def _update(
-        self,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        state_tables: Tensor,  # int32 [S, P], host
-        row_tables: Tensor,  # int32 [S, P], host
-    ) -> None:
-        room = self.max_tokens, self.max_seqs, self.max_pieces
-        _check_step(self.spec, room, query_starts, context_lens, state_tables, row_tables)
+    def _update(self, step: RecurrentStep) -> None:
+        _check_step(self.spec, (self.max_tokens, self.max_seqs, self.max_pieces), step)
+        query_starts, context_lens, state_tables, row_tables = step
         num_seqs, num_pieces = state_tables.shape
         self.query_starts[: num_seqs + 1].copy_(query_starts)
         self.context_lens[:num_seqs].copy_(context_lens)
@@ -264,16 +268,13 @@ def step_sizes(
 def _check_step(
     spec: RecurrentSpec,
     room: tuple[int, int, int],  # largest number of query tokens, sequences, and pieces per sequence
-    query_starts: Tensor,  # int32 [S+1], host
-    context_lens: Tensor,  # int32 [S], host
-    state_tables: Tensor,  # int32 [S, P], host
-    row_tables: Tensor,  # int32 [S, P], host
+    step: RecurrentStep,
 ) -> None:
     max_tokens, max_seqs, max_pieces = room
-    starts = host_integers("query_starts", query_starts, 1)
-    lens = host_integers("context_lens", context_lens, 1).astype(np.int64)
-    states = host_integers("state_tables", state_tables, 2)
-    rows = host_integers("row_tables", row_tables, 2)
+    starts = host_integers("query_starts", step.query_starts, 1)
+    lens = host_integers("context_lens", step.context_lens, 1).astype(np.int64)
+    states = host_integers("state_tables", step.state_tables, 2)
+    rows = host_integers("row_tables", step.row_tables, 2)
     num_seqs = len(lens)
     if len(starts) != num_seqs + 1:
         raise BadShape(

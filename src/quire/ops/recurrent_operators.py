@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.errors import BadValue, Unsupported, check_number
 from quire.ops import checks, validate_small
 from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec, check_cache, step_sizes
+from quire.ops.recurrent_calls import Convolution, GatedNorm, Recurrence
 from quire.ops.spec import Limits
 
 
@@ -101,17 +102,15 @@ class RecurrentOperators(ABC):
             _check_weights(spec, (spec.width,), bias=bias)
             if activation not in ("silu", None):
                 raise BadValue(f"activation is {activation!r}; it must be 'silu' or None")
-            return self._convolve(x, weight, bias, activation, cache, plan)
+            return self._convolve(x, Convolution(weight, bias, activation), cache, plan)
 
     @abstractmethod
     def _convolve(
         self,
         x: Tensor,  # [T, W]
-        weight: Tensor,  # fp32 [W, K]
-        bias: Tensor | None,  # fp32 [W]
-        activation: Literal["silu"] | None,
+        convolution: Convolution,
         cache: RecurrentCache,
-        plan: RecurrentPlan,
+        plan: Any,  # RecurrentPlan, of `_make_recurrent_plan`; locked
     ) -> Tensor: ...
 
     def gated_delta(
@@ -138,18 +137,7 @@ class RecurrentOperators(ABC):
             spec = _with_state(_checked(cache, plan))
             _check_rows(plan, qkv=(qkv, 2 * spec.key_width + spec.value_width), gates=(gates, 2 * spec.num_heads))
             _check_weights(spec, (spec.num_heads,), decay_rate=decay_rate, dt_bias=dt_bias)
-            return self._gated_delta(qkv, gates, decay_rate, dt_bias, cache, plan)
-
-    @abstractmethod
-    def _gated_delta(
-        self,
-        qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
-        gates: Tensor,  # [T, 2 * Hv]
-        decay_rate: Tensor,  # fp32 [Hv]
-        dt_bias: Tensor,  # fp32 [Hv]
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
-    ) -> Tensor: ...
+            return self._recur(qkv, gates, Recurrence(decay_rate, dt_bias), cache, plan)
 
     def state_space(
         self,
@@ -177,19 +165,16 @@ class RecurrentOperators(ABC):
             _check_rows(plan, xbc=(xbc, 2 * spec.key_width + spec.value_width), dt=(dt, spec.num_heads))
             _check_weights(spec, (spec.num_heads,), decay_rate=decay_rate, skip=skip, dt_bias=dt_bias)
             check_dt_limits(dt_limits)
-            return self._state_space(xbc, dt, decay_rate, skip, dt_bias, dt_limits, cache, plan)
+            return self._recur(xbc, dt, Recurrence(decay_rate, dt_bias, skip, dt_limits), cache, plan)
 
     @abstractmethod
-    def _state_space(
+    def _recur(
         self,
-        xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
-        dt: Tensor,  # [T, Hv]
-        decay_rate: Tensor,  # fp32 [Hv]
-        skip: Tensor,  # fp32 [Hv]
-        dt_bias: Tensor,  # fp32 [Hv]
-        dt_limits: tuple[float, float],
+        x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]: qkv or xbc
+        gates: Tensor,  # [T, 2 * Hv], or dt: [T, Hv]
+        recurrence: Recurrence,  # without a skip: the gated delta rule
         cache: RecurrentCache,
-        plan: RecurrentPlan,
+        plan: Any,  # RecurrentPlan, of `_make_recurrent_plan`; locked
     ) -> Tensor: ...
 
     def gated_norm(
@@ -208,18 +193,10 @@ class RecurrentOperators(ABC):
             [T, H].
         """
         validate_small.check_gated_norm(x, gate, weight, eps, heads, first)
-        return self._gated_norm(x, gate, weight, eps, heads, first)
+        return self._gated_norm(x, gate, GatedNorm(weight, eps, heads, first))
 
     @abstractmethod
-    def _gated_norm(
-        self,
-        x: Tensor,  # [T, H]
-        gate: Tensor,  # [T, H]
-        weight: Tensor,  # [H]
-        eps: float,
-        heads: int,
-        first: Literal["norm", "gate"],
-    ) -> Tensor: ...
+    def _gated_norm(self, x: Tensor, gate: Tensor, norm: GatedNorm) -> Tensor: ...
 
     def gate(
         self,

@@ -21,6 +21,7 @@ from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
+from quire.ops.recurrent_calls import GatedNorm
 from quire.ops.rounding import quantised_rows
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
@@ -182,15 +183,8 @@ class ReferenceBackend(Backend):
     def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
         return F.gelu(_widen(x), approximate=approximate).to(x.dtype)
 
-    def _gated_norm(
-        self,
-        x: Tensor,  # [T, H]
-        gate: Tensor,  # [T, H]
-        weight: Tensor,  # [H]
-        eps: float,
-        heads: int,
-        first: Literal["norm", "gate"],
-    ) -> Tensor:
+    def _gated_norm(self, x: Tensor, gate: Tensor, norm: GatedNorm) -> Tensor:
+        weight, eps, heads, first = norm
         wide, factor = _widen(x), F.silu(_widen(gate))
         if first == "gate":
             wide = wide * factor
@@ -204,8 +198,7 @@ class ReferenceBackend(Backend):
     # --------------------------------------------------------------------------- of layers that keep a state
 
     _convolve = staticmethod(reference_recurrent.convolve)
-    _gated_delta = staticmethod(reference_recurrent.gated_delta)
-    _state_space = staticmethod(reference_recurrent.state_space)
+    _recur = staticmethod(reference_recurrent.recur)
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

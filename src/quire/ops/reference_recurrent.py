@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan
+from quire.ops.recurrent_calls import Convolution, Recurrence
 
 EPS = 1e-6  # of the L2 norm of queries and keys
 
@@ -45,13 +45,12 @@ def sequences(plan: RecurrentPlan) -> Iterator[Sequence]:
 
 def convolve(
     x: Tensor,  # [T, W]
-    weight: Tensor,  # fp32 [W, K]
-    bias: Tensor | None,  # fp32 [W]
-    activation: str | None,
+    convolution: Convolution,
     cache: RecurrentCache,
     plan: RecurrentPlan,
 ) -> Tensor:
     """Implement `Backend.convolve`."""
+    weight, bias, activation = convolution
     taps = weight.shape[1]
     out = torch.zeros_like(x, dtype=weight.dtype)
     for seq in sequences(plan):
@@ -91,58 +90,34 @@ def _keep_inputs(seq: Sequence, taps: int, known: Tensor, cache: RecurrentCache)
 # ------------------------------------------------------------------------------------------------- recurrences
 
 
-def gated_delta(
-    qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
-    gates: Tensor,  # [T, 2 * Hv]
-    decay_rate: Tensor,  # fp32 [Hv]
-    dt_bias: Tensor,  # fp32 [Hv]
+def recur(
+    x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
+    gates: Tensor,  # [T, 2 * Hv] or [T, Hv]
+    recurrence: Recurrence,
     cache: RecurrentCache,
     plan: RecurrentPlan,
 ) -> Tensor:
-    """Implement `Backend.gated_delta`."""
+    """Implement `Backend.gated_delta` and `Backend.state_space`."""
     spec = plan.spec
-    key_width, value_width = spec.key_width, spec.value_width
-    q, k, v = _parts(qkv.to(spec.state_dtype), key_width, key_width, value_width)
-    q, k = (_normalised(x.reshape(len(x), spec.num_k_heads, spec.dim_k)) for x in (q, k))
-    v = v.reshape(len(v), spec.num_heads, spec.dim_v)
-    b, a = gates.to(spec.state_dtype).chunk(2, dim=1)
-    beta, decay = torch.sigmoid(b), decay_rate * F.softplus(a + dt_bias)
-
-    def update(row: int, recalled: Tensor) -> Tensor:
-        return beta[row, :, None] * (v[row] - recalled)
-
-    out = _recur(q * (1 / math.sqrt(spec.dim_k)), k, decay, update, cache, plan)
-    return out.flatten(1).to(qkv.dtype)
-
-
-def _parts(x: Tensor, *widths: int) -> list[Tensor]:
-    """Split the columns of x by widths."""
-    return [x[:, end - width : end] for width, end in zip(widths, accumulate(widths), strict=True)]
+    decay_rate, dt_bias, skip, dt_limits = recurrence
+    q, k, v = recurrence.parts(x.to(spec.state_dtype), spec)
+    q, k = (part.reshape(len(x), spec.num_k_heads, spec.dim_k) for part in (q, k))
+    v = v.reshape(len(x), spec.num_heads, spec.dim_v)
+    gates = gates.to(spec.state_dtype)
+    if skip is None:
+        q, k = _normalised(q) * (1 / math.sqrt(spec.dim_k)), _normalised(k)
+        b, a = gates.chunk(2, dim=1)
+        beta, decay = torch.sigmoid(b), decay_rate * F.softplus(a + dt_bias)
+        out = _recur(q, k, decay, lambda row, recalled: beta[row, :, None] * (v[row] - recalled), cache, plan)
+    else:
+        step = F.softplus(gates + dt_bias).clamp(*dt_limits)
+        out = _recur(q, k, decay_rate * step, lambda row, _: step[row, :, None] * v[row], cache, plan)
+        out = out + skip[:, None] * v
+    return out.flatten(1).to(x.dtype)
 
 
 def _normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
-
-
-def state_space(
-    xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
-    dt: Tensor,  # [T, Hv]
-    decay_rate: Tensor,  # fp32 [Hv]
-    skip: Tensor,  # fp32 [Hv]
-    dt_bias: Tensor,  # fp32 [Hv]
-    dt_limits: tuple[float, float],
-    cache: RecurrentCache,
-    plan: RecurrentPlan,
-) -> Tensor:
-    """Implement `Backend.state_space`."""
-    spec = plan.spec
-    key_width, value_width = spec.key_width, spec.value_width
-    x, k, q = _parts(xbc.to(spec.state_dtype), value_width, key_width, key_width)
-    q, k = (x.reshape(len(x), spec.num_k_heads, spec.dim_k) for x in (q, k))
-    x = x.reshape(len(x), spec.num_heads, spec.dim_v)
-    step = F.softplus(dt.to(spec.state_dtype) + dt_bias).clamp(*dt_limits)
-    out = _recur(q, k, decay_rate * step, lambda row, _: step[row, :, None] * x[row], cache, plan)
-    return (out + skip[:, None] * x).flatten(1).to(xbc.dtype)
 
 
 def _recur(

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.program import Executor, Program
 from quire.ops.recurrent import RecurrentCache, RecurrentSpec
+from quire.ops.recurrent_calls import Convolution, GatedNorm, Recurrence
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
@@ -323,52 +324,27 @@ class CpuBackend(Backend):
     def _convolve(
         self,
         x: Tensor,  # [T, W]
-        weight: Tensor,  # fp32 [W, K]
-        bias: Tensor | None,  # fp32 [W]
-        activation: Literal["silu"] | None,
+        convolution: Convolution,
         cache: RecurrentCache,
-        plan: Any,  # CpuRecurrentPlan
+        plan: recurrent.CpuRecurrentPlan,
     ) -> Tensor:
-        transposed = weight.T.contiguous()
-        return recurrent.convolve(recurrent.convolution_params(transposed, bias, activation), x, cache, plan)
+        convolution = convolution._replace(weight=convolution.weight.T.contiguous())
+        return recurrent.convolve(recurrent.convolution_params(convolution), x, cache, plan)
 
-    def _gated_delta(
+    def _recur(
         self,
-        qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
-        gates: Tensor,  # [T, 2 * Hv]
-        decay_rate: Tensor,  # fp32 [Hv]
-        dt_bias: Tensor,  # fp32 [Hv]
+        x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
+        gates: Tensor,  # [T, 2 * Hv] or [T, Hv]
+        recurrence: Recurrence,
         cache: RecurrentCache,
-        plan: Any,  # CpuRecurrentPlan
+        plan: recurrent.CpuRecurrentPlan,
     ) -> Tensor:
-        return recurrent.recur(recurrent.recurrence_params(decay_rate, dt_bias), qkv, gates, cache, plan)
+        return recurrent.recur(recurrent.recurrence_params(recurrence), x, gates, cache, plan)
 
-    def _state_space(
-        self,
-        xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
-        dt: Tensor,  # [T, Hv]
-        decay_rate: Tensor,  # fp32 [Hv]
-        skip: Tensor,  # fp32 [Hv]
-        dt_bias: Tensor,  # fp32 [Hv]
-        dt_limits: tuple[float, float],
-        cache: RecurrentCache,
-        plan: Any,  # CpuRecurrentPlan
-    ) -> Tensor:
-        params = recurrent.recurrence_params(decay_rate, dt_bias, skip, dt_limits)
-        return recurrent.recur(params, xbc, dt, cache, plan)
-
-    def _gated_norm(
-        self,
-        x: Tensor,  # [T, H]
-        gate: Tensor,  # [T, H]
-        weight: Tensor,  # [H]
-        eps: float,
-        heads: int,
-        first: Literal["norm", "gate"],
-    ) -> Tensor:
-        dtype, weight = _dtype("x", x), _fp32(weight)
+    def _gated_norm(self, x: Tensor, gate: Tensor, norm: GatedNorm) -> Tensor:
+        dtype, weight, heads = _dtype("x", x), _fp32(norm.weight), norm.heads
         out = torch.empty(x.shape, dtype=x.dtype)
-        params = native.GatedNormParams(weight.data_ptr(), heads, x.shape[1] // heads, eps, first == "gate")
+        params = native.GatedNormParams(weight.data_ptr(), heads, x.shape[1] // heads, norm.eps, norm.first == "gate")
         rows = (y for z in (x, gate, out) for y in (z.data_ptr(), z.stride(0)))
         native.default()("gated_norm", *rows, len(x), byref(params), dtype)
         return out

@@ -57,6 +57,7 @@ from quire.ops.program import (
     Write,
 )
 from quire.ops.recurrent import RecurrentCache, RecurrentSpec, check_cache
+from quire.ops.recurrent_calls import Convolution, Recurrence
 from quire.ops.spec import AttentionSpec, PagedKV
 
 Described = TypeVar("Described", Operator, Choice)
@@ -181,14 +182,14 @@ class NativeExecutor:
             case Convolve(x=x, out=out):
                 weight = operator.weight.T.contiguous()
                 self._kept.append(weight)
-                convolution = recurrent.convolution_params(weight, operator.bias, operator.activation)
-                return self._recurrent(operator, convolution, x, None, out)
+                convolution = Convolution(weight, operator.bias, operator.activation)
+                return self._recurrent(operator, recurrent.convolution_params(convolution), x, None, out)
             case GatedDelta(qkv=qkv, gates=gates, out=out):
-                delta = recurrent.recurrence_params(operator.decay_rate, operator.dt_bias)
-                return self._recurrent(operator, delta, qkv, gates, out)
+                delta = Recurrence(operator.decay_rate, operator.dt_bias)
+                return self._recurrent(operator, recurrent.recurrence_params(delta), qkv, gates, out)
             case StateSpace(xbc=xbc, dt=dt, out=out, decay_rate=rate, dt_bias=bias):
-                space = recurrent.recurrence_params(rate, bias, operator.skip, operator.dt_limits)
-                return self._recurrent(operator, space, xbc, dt, out)
+                space = Recurrence(rate, bias, operator.skip, operator.dt_limits)
+                return self._recurrent(operator, recurrent.recurrence_params(space), xbc, dt, out)
             case Gather(x=x, columns=columns, out=out):
                 return self._op(operator, gather_params(columns), x, None, out)
             case AddLora(x=x, table=table, out=out):

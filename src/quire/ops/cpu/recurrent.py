@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from ctypes import addressof, byref
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quire.ops.cpu import native
-from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec
+from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec, RecurrentStep
+from quire.ops.recurrent_calls import Convolution, Recurrence
 
 
 class CpuRecurrentPlan(RecurrentPlan):
@@ -34,14 +33,8 @@ class CpuRecurrentPlan(RecurrentPlan):
         )
         self.view = addressof(self.step)  # address of the structure that kernels read
 
-    def _update(
-        self,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        state_tables: Tensor,  # int32 [S, P], host
-        row_tables: Tensor,  # int32 [S, P], host
-    ) -> None:
-        super()._update(query_starts, context_lens, state_tables, row_tables)
+    def _update(self, step: RecurrentStep) -> None:
+        super()._update(step)
         self.step.num_seqs, self.step.num_rows = self.num_seqs, self.num_tokens
 
 
@@ -52,29 +45,22 @@ def records(cache: RecurrentCache) -> native.RecurrentRecords:
     return native.RecurrentRecords(**{name: x.data_ptr() for name, x in tensors.items()}, **strides)
 
 
-def convolution_params(
-    weight: Tensor,  # fp32 [K, W], contiguous: transposed
-    bias: Tensor | None,  # fp32 [W]
-    activation: Literal["silu"] | None,
-) -> native.ConvolutionParams:
-    """Return the parameters of a convolution, without the cache and the rows."""
+def convolution_params(convolution: Convolution) -> native.ConvolutionParams:
+    """Return the parameters of a convolution, without the cache and the rows. Its weight is transposed: [K, W]."""
+    weight, bias, activation = convolution
     offset = None if bias is None else bias.data_ptr()
     return native.ConvolutionParams(weight=weight.data_ptr(), bias=offset, silu=activation == "silu")
 
 
-def recurrence_params(
-    decay_rate: Tensor,  # fp32 [Hv]
-    dt_bias: Tensor,  # fp32 [Hv]
-    skip: Tensor | None = None,  # fp32 [Hv]; None: the gated delta rule
-    dt_limits: tuple[float, float] = (0.0, math.inf),
-) -> native.RecurrenceParams:
+def recurrence_params(recurrence: Recurrence) -> native.RecurrenceParams:
     """Return the parameters of a recurrence, without the cache and the rows."""
+    decay_rate, dt_bias, skip, (low, high) = recurrence
     return native.RecurrenceParams(
         decay_rate=decay_rate.data_ptr(),
         dt_bias=dt_bias.data_ptr(),
         skip=None if skip is None else skip.data_ptr(),
-        dt_low=dt_limits[0],
-        dt_high=dt_limits[1],
+        dt_low=low,
+        dt_high=high,
     )
 
 

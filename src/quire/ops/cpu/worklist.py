@@ -9,11 +9,11 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from quire.errors import Unsupported
 from quire.ops import overlap
 from quire.ops.cpu import native
+from quire.ops.metadata import Step
 from quire.ops.plan import AttentionPlan
 from quire.ops.recurrent import RecurrentCache
 from quire.ops.rows import used_strides
@@ -83,15 +83,9 @@ class CpuPlan(AttentionPlan):
         self._set_shapes()
         self._caches: dict[int, Cache] = {}  # by the id of the PagedKV; an entry is removed when that is freed
 
-    def _update(
-        self,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        block_tables: Tensor,  # int32 [S, M], host
-        slots: Tensor | None,  # int64 [T], host
-    ) -> None:
-        super()._update(query_starts, context_lens, block_tables, slots)
-        step = native.StepParams(
+    def _update(self, step: Step) -> None:
+        super()._update(step)
+        params = native.StepParams(
             query_starts=self.query_starts.data_ptr(),
             context_lens=self.context_lens.data_ptr(),
             block_tables=self.block_tables.data_ptr(),
@@ -102,7 +96,7 @@ class CpuPlan(AttentionPlan):
             num_threads=torch.get_num_threads(),
         )
         self._set_shapes()
-        if status := self.library.plan_update(self._handle, byref(step)):
+        if status := self.library.plan_update(self._handle, byref(params)):
             wanted, self.num_tokens, self.num_seqs, self.writable = self.num_tokens, 0, 0, False
             self._set_shapes()
             if status == native.NO_MEMORY:

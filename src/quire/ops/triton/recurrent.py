@@ -22,7 +22,6 @@ product, and rows that see them become NaN. Rows of a matrix product do not affe
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
 
 import torch
 import triton
@@ -30,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.recurrent import PIECE, RecurrentCache
+from quire.ops.recurrent_calls import Convolution, Recurrence
 from quire.ops.triton.functions import exp, is_finite, sigmoid, softplus
 from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
@@ -119,13 +119,12 @@ def convolve_piece(
 
 def convolve(
     x: Tensor,  # [T, W]
-    weight: Tensor,  # fp32 [W, K]
-    bias: Tensor | None,  # fp32 [W]
-    activation: Literal["silu"] | None,
+    convolution: Convolution,
     cache: RecurrentCache,
-    plan: Any,  # TritonRecurrentPlan
+    plan: TritonRecurrentPlan,
 ) -> Tensor:
     """Compute the causal convolution of each channel: [T, W]."""
+    weight, bias, activation = convolution
     width, taps = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -326,54 +325,24 @@ def recur_columns(
             tl.debug_barrier()  # other threads read the stored state
 
 
-def gated_delta(
-    qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
-    gates: Tensor,  # [T, 2 * Hv]
-    decay_rate: Tensor,  # fp32 [Hv]
-    dt_bias: Tensor,  # fp32 [Hv]
-    cache: RecurrentCache,
-    plan: Any,  # TritonRecurrentPlan
-) -> Tensor:
-    """Compute the gated delta rule: [T, Hv * Dv]."""
-    width = plan.spec.key_width
-    q, k, v = qkv[:, :width], qkv[:, width : 2 * width], qkv[:, 2 * width :]
-    return _recur(q, k, v, gates, (decay_rate, dt_bias, None), (0.0, math.inf), cache, plan)
-
-
-def state_space(
-    xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
-    dt: Tensor,  # [T, Hv]
-    decay_rate: Tensor,  # fp32 [Hv]
-    skip: Tensor,  # fp32 [Hv]
-    dt_bias: Tensor,  # fp32 [Hv]
-    dt_limits: tuple[float, float],
-    cache: RecurrentCache,
-    plan: Any,  # TritonRecurrentPlan
-) -> Tensor:
-    """Compute Mamba-2's recurrence: [T, Hv * Dv]."""
-    first, width = plan.spec.value_width, plan.spec.key_width
-    x, k, q = xbc[:, :first], xbc[:, first : first + width], xbc[:, first + width :]
-    return _recur(q, k, x, dt, (decay_rate, dt_bias, skip), dt_limits, cache, plan)
-
-
-def _recur(
-    q: Tensor,  # [T, Hk * Dk]
-    k: Tensor,  # [T, Hk * Dk]
-    v: Tensor,  # [T, Hv * Dv]
+def recur(
+    x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
     gates: Tensor,  # [T, 2 * Hv] or [T, Hv]
-    weights: tuple[Tensor, Tensor, Tensor | None],  # decay_rate, dt_bias, skip: fp32 [Hv]
-    dt_limits: tuple[float, float],
+    recurrence: Recurrence,
     cache: RecurrentCache,
     plan: TritonRecurrentPlan,
 ) -> Tensor:
+    """Compute the gated delta rule or Mamba-2's recurrence: [T, Hv * Dv]."""
     spec = plan.spec
+    decay_rate, dt_bias, skip, dt_limits = recurrence
+    q, k, v = recurrence.parts(x, spec)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel():
         records = cache.state, cache.keys, cache.updates, cache.decays
         passed = cache.state.new_empty(plan.num_passing, *cache.state.shape[1:])
         with on_device_of(out):
             recur_columns[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.dim_v, COLUMNS))](
-                q, k, v, gates, out, *weights, *records, passed, plan.nonfinite,
+                q, k, v, gates, out, decay_rate, dt_bias, skip, *records, passed, plan.nonfinite,
                 *_step(plan), plan.slots, *dt_limits, 1 / math.sqrt(spec.dim_k),
                 v.stride(0), gates.stride(0), *(x.stride(0) for x in records),
                 spec.num_heads, spec.num_k_heads, spec.dim_k, spec.dim_v, COLUMNS,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
-from quire.ops.recurrent import PIECE, RecurrentPlan, RecurrentSpec
+from quire.ops.recurrent import PIECE, RecurrentPlan, RecurrentSpec, RecurrentStep
 from quire.ops.triton.lists import DeviceLists
 
 
@@ -34,15 +33,9 @@ class TritonRecurrentPlan(RecurrentPlan):
         self.num_pieces = 0  # largest number of pieces of a sequence in the last update
         self.num_passing = 0  # sequences of the last update, see the class
 
-    def _update(
-        self,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        state_tables: Tensor,  # int32 [S, P], host
-        row_tables: Tensor,  # int32 [S, P], host
-    ) -> None:
+    def _update(self, step: RecurrentStep) -> None:
         self._lists.open()
-        super()._update(query_starts, context_lens, state_tables, row_tables)
+        super()._update(step)
         starts, lens = self.query_starts[: self.num_seqs + 1].numpy(), self.context_lens[: self.num_seqs].numpy()
         rows = np.diff(starts)
         begins = (lens - rows) // PIECE

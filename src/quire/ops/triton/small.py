@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.ops import validate_small
 from quire.ops.activation import FUNCTIONS, Activation
+from quire.ops.recurrent_calls import GatedNorm
 from quire.ops.rows import as_rows, count_rows, row_strides
 from quire.ops.triton.functions import exp, sigmoid
 from quire.ops.triton.launch import check_dtype, on_device_of
@@ -307,15 +308,9 @@ def layer_norm(
     return out
 
 
-def gated_norm(
-    x: Tensor,  # [T, H]
-    gate: Tensor,  # [T, H]
-    weight: Tensor,  # [H]
-    eps: float,
-    heads: int,
-    first: Literal["norm", "gate"],
-) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, norm: GatedNorm) -> Tensor:
     """Compute RMSNorm of each head, before or after the multiplication by silu(gate): [T, H]."""
+    weight, eps, heads, first = norm
     check_dtype("x", x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.errors import BadShape
 from quire.ops import checks
+from quire.ops.metadata import Step
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import AttentionSpec
 from quire.ops.triton import device_plan
@@ -59,14 +60,8 @@ class TritonPlan(AttentionPlan):
         self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
         self.mixed = False, False
 
-    def _update(
-        self,
-        query_starts: Tensor,  # int32 [S+1], host
-        context_lens: Tensor,  # int32 [S], host
-        block_tables: Tensor,  # int32 [S, M], host
-        slots: Tensor | None,  # int64 [T], host
-    ) -> None:
-        super()._update(query_starts, context_lens, block_tables, slots)
+    def _update(self, step: Step) -> None:
+        super()._update(step)
         starts = self.query_starts[: self.num_seqs + 1].numpy().astype(np.int64)
         lens = self.context_lens[: self.num_seqs].numpy().astype(np.int64)
         width = int(-(-lens.max(initial=0) // self.spec.block_size))
@@ -79,17 +74,12 @@ class TritonPlan(AttentionPlan):
         self.mixed = self.partitioner.mixes(lists.few), self.partitioner.mixes(lists.many)
         self._lists.send(tables.size)
 
-    def _update_on_device(
-        self,
-        num_tokens: int,  # T
-        query_starts: Tensor,  # int32 or int64 [S+1], on the device
-        context_lens: Tensor,  # int32 or int64 [S], on the device
-        block_tables: Tensor,  # int32 or int64 [S, M], on the device
-    ) -> None:
+    def _update_on_device(self, num_tokens: int, step: Step) -> None:
         """Make the lists on the device. Values are not checked: wrong ones give wrong results, all from this cache.
 
         Raises BadShape or BadDtype.
         """
+        query_starts, context_lens, block_tables, _ = step
         for name, x, dims in (("query_starts", query_starts, 1), ("context_lens", context_lens, 1)):
             checks.check_integers(name, x, dims)
         checks.check_integers("block_tables", block_tables, 2)

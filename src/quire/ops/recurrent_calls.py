@@ -1,0 +1,47 @@
+"""The arguments of the recurrent operators that are the same in every step of a layer, one object for each operator."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from quire.ops.recurrent import RecurrentSpec
+
+
+class Convolution(NamedTuple):
+    """The arguments of `convolve`."""
+
+    weight: Tensor  # fp32 [W, K]
+    bias: Tensor | None  # fp32 [W]
+    activation: Literal["silu"] | None
+
+
+class Recurrence(NamedTuple):
+    """The arguments of `gated_delta`, which has no `skip`, or of `state_space`."""
+
+    decay_rate: Tensor  # fp32 [Hv]
+    dt_bias: Tensor  # fp32 [Hv]
+    skip: Tensor | None = None  # fp32 [Hv]
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+
+    def parts(
+        self,
+        x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]: qkv of `gated_delta`, or xbc of `state_space`
+        spec: RecurrentSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of the queries and keys, [T, Hk * Dk], and of the values, [T, Hv * Dv]."""
+        keys, values = spec.key_width, spec.value_width
+        if self.skip is None:
+            return x[:, :keys], x[:, keys : 2 * keys], x[:, 2 * keys :]
+        return x[:, values + keys :], x[:, values : values + keys], x[:, :values]
+
+
+class GatedNorm(NamedTuple):
+    """The arguments of `gated_norm`."""
+
+    weight: Tensor  # [H]
+    eps: float
+    heads: int
+    first: Literal["norm", "gate"]
