@@ -51,7 +51,13 @@ NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/
             "fleet/index.py", "fleet/score.py", "fleet/rates.py", "fleet/membership.py", "fleet/process.py",
             "ray/membership.py", "ray/scaling.py", "fleet/scaling.py", "fleet/averages.py")  # fmt: skip
 
-SHAPED = ("models/batch.py", "ops/backend.py", "ops/program.py")
+SHAPED = (
+    "models/batch.py",
+    "ops/backend.py",
+    "ops/decoder_operators.py",
+    "ops/program.py",
+    "ops/recurrent/operators.py",
+)
 
 # Lines of Python, C++, JavaScript, HTML and CSS that a package may have. Lower a number when a package has become
 # smaller; raise one only for a feature that is worth it.
@@ -149,8 +155,22 @@ def test_only_the_backend_object_leads_to_a_device() -> None:
     def find(path: Path, tree: ast.Module) -> Iterator[str]:
         if room(path) in {"models", "cache", "engine", "server", "frontend", "integrations"}:
             for module in sorted(imported_modules(tree)):
-                if re.match(r"quire\.ops\.(cpu|triton)\b", module):
+                if re.match(r"quire\.ops\.(cpu|native|triton)\b", module):
                     yield f" imports {module}; a Backend has what it needs"
+
+    found = violations(find)
+    assert not found, found
+
+
+def test_backends_stand_on_the_other_rooms_of_the_operators() -> None:
+    """Weights, layers with a state, and checks are below all backends, and below the interface of these."""
+    below = {SRC / "ops" / name for name in ("checks", "recurrent", "weights")}
+
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        if path.parent in below:
+            for module in sorted(imported_modules(tree)):
+                if re.match(r"quire\.ops\.(backends?|compat|cpu|program|registry|triton)\b", module):
+                    yield f" imports {module}, which is above it"
 
     found = violations(find)
     assert not found, found

@@ -19,7 +19,7 @@ import quire
 from quire import LLM, SamplingParams, ops
 from quire.cli import app
 from quire.models.hub import EMBEDDED, pull
-from quire.ops.cpu import native
+from quire.ops import native
 from tests.forks import Process, Spawner
 from tests.models.fake_hub import fake_hub
 from tests.models.gguf.writer import write_model

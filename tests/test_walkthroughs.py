@@ -12,7 +12,7 @@ import torch
 
 from quire import ops
 from quire.errors import Unsupported
-from quire.ops.cpu import native
+from quire.ops import native
 from tests.forks import Spawner
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops.cpu import native
+from quire.ops import native
 from tests.test_library import OPERATORS
 from tools.check_install import check
 

@@ -22,7 +22,7 @@ PARTS = {
     ),
     "documents": (
         *("*.md", "docs/*", "mkdocs.yml", "tools/docs.py", "tools/griffe_comments.py", "tests/test_walkthroughs.py"),
-        *("CMakeLists.txt", "src/quire/ops/cpu/csrc/*", "src/quire/ops/cpu/native.py", "src/quire/ops/backend.py"),
+        *("CMakeLists.txt", "src/quire/ops/cpu/csrc/*", "src/quire/ops/native.py", "src/quire/ops/backend.py"),
         *("src/quire/models/families/*", ".ci/parts"),
     ),
     "clients": (

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from quire import ops
 from quire.cli import app
 from quire.errors import Unsupported
-from quire.ops.cpu import native
+from quire.ops import native
 from quire_bench.kernels import attention
 from quire_bench.kernels.attention import SETS, Shape
 

@@ -12,7 +12,7 @@ from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, group
 from quire.config import CacheConfig, parse_memory
 from quire.errors import BadValue, ConfigError
 from quire.ops.memory import HUGE_PAGE
-from quire.ops.recurrent import RecurrentCache, check_cache
+from quire.ops.recurrent.records import RecurrentCache, check_cache
 from quire.ops.spec import check_kv
 
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=8)

@@ -20,7 +20,7 @@ from quire.models import EMBEDDED, load_model
 from quire.models.batch import Batch
 from quire.models.decoder_config import ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.executor import NativeExecutor
 from tests.models.checkpoints import engine, save
 

@@ -18,7 +18,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.models import EMBEDDED
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Request, SampleGroup, SamplingParams
 from tests.engine.stateful import stateful_engine
 from tests.marks import of_long_runs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from quire.engine.scheduler import Scheduler
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Event, Request
 from tests.engine.differential import Report, Targets, run
 from tests.marks import of_long_runs

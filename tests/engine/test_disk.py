@@ -31,7 +31,7 @@ from quire.errors import ConfigError
 from quire.fingerprint import components
 from quire.frontend import disk_cache as kv_disk
 from quire.models import EMBEDDED
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Request
 from tests.engine.test_cache_bits import BATCH, SOME_SHAPES, Bits, asked, bits, built, expected, model
 from tests.forks import Spawner

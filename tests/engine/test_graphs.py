@@ -26,7 +26,7 @@ from quire.engine.plan import Plan
 from quire.engine.runner import Runner
 from quire.errors import Unsupported
 from quire.models import load_model
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Request, SamplingParams, TokenLogprobs
 from tests.marks import of_long_runs, quick, spread
 from tests.models.checkpoints import engine, save

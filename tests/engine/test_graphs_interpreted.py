@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.models.lora.fitting import prepare
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Request, SamplingParams
 from tests.engine.test_graphs import Found, Twin, graphed, poison, run
 from tests.models.adapters import linears, save_adapter

@@ -15,10 +15,9 @@ from quire import LLM, SamplingParams, ops
 from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache, bytes_per_block
 from quire.errors import ConfigError, Unsupported
-from quire.ops import AttentionPlan, PagedKV
-from quire.ops.cpu import native
-from quire.ops.reference import ReferenceBackend
-from quire.ops.rounding import quantised_rows
+from quire.ops import AttentionPlan, PagedKV, native
+from quire.ops.backends.reference import ReferenceBackend
+from quire.ops.weights.rounding import quantised_rows
 from quire.request import Request
 from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import engine, probed_logits, save

@@ -21,7 +21,7 @@ from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.engine.plan import Plan
 from quire.engine.runner import Runner
 from quire.models.batch import Batch
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Event, Request, SamplingParams
 from tests.engine.fakes import LaterRunner
 from tests.engine.test_graphs import Twin, asked

@@ -14,7 +14,7 @@ import torch
 from quire.engine.engine import Engine
 from quire.models import EMBEDDED
 from quire.models.lora.fitting import prepare
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import Bits, bits
 from tests.marks import of_long_runs
@@ -92,7 +92,7 @@ def test_bits(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
 
 def test_the_native_program_has_the_bits_of_its_operators(tmp_path: Path) -> None:
     """One call of the library, or each operator by itself."""
-    from quire.ops.eager import EagerExecutor
+    from quire.ops.backends.eager import EagerExecutor
 
     save_adapter(tmp_path / "all", embedded_linears())
     found = []

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Request, SampleGroup, SamplingParams
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save

@@ -18,7 +18,7 @@ import torch
 
 from quire import ops
 from quire.engine.engine import Engine
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Request, SamplingParams
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save

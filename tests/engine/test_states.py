@@ -14,7 +14,7 @@ from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup
 from quire.errors import ConfigError
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Event, Miss
 from tests.engine.fakes import VOCAB, circling, continuation, fake_engine, request, run, siblings
 from tests.engine.stateful import stateful_engine

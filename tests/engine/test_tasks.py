@@ -25,7 +25,7 @@ from quire.engine.runner import Runner
 from quire.errors import RequestError
 from quire.frontend.embedding import embedding_request
 from quire.frontend.loglikelihood import loglikelihood_request
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import FinishReason, Request, SamplingParams, Task
 from tests.engine.fakes import fake_engine, run
 from tests.marks import of_long_runs

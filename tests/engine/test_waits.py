@@ -30,8 +30,8 @@ from quire.models import FAMILIES
 from quire.models.batch import SamplingRows
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import weight_shapes
-from quire.ops.linear import Linears
-from quire.ops.reference import ReferenceBackend
+from quire.ops.backends.reference import ReferenceBackend
+from quire.ops.weights.linear import Linears
 from quire.request import Request, SamplingParams
 from tests.marks import spread
 from tests.models.checkpoints import save

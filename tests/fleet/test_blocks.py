@@ -33,7 +33,7 @@ from quire.fleet.blocks import MOST_ANSWERS, MOST_BLOCKS, PATH, RECORD, BlockSer
 from quire.fleet.peers import PeerSource
 from quire.fleet.wire import dumps
 from quire.models import EMBEDDED
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.request import Holder, Request
 from quire.server.http.api_error import ApiError
 from tests.engine.test_cache_bits import BATCH, SHAPES, Bits, asked, bits, built, expected, model

@@ -25,7 +25,7 @@ from quire.fingerprint.weights import MAX_PAGES, PAGE, sampled_pages, weights_di
 from quire.frontend import model_fingerprint
 from quire.frontend.model_fingerprint import replica_fingerprint
 from quire.models import EMBEDDED
-from quire.ops.cpu import fetching, native
+from quire.ops import fetching, native
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 PARTS = st.dictionaries(st.text(max_size=20), st.text(max_size=20), min_size=1, max_size=8)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.fleet.blocks import PATH
-from quire.ops.cpu import native
+from quire.ops import native
 from tests.fleet.gateways import at, drain, fronting, get_the_request, replicas, say_rates, slow, until, value
 from tests.fleet.serving import SECRET, Front
 from tests.forks import QUIRE, Process, Spawner

@@ -20,8 +20,7 @@ from quire.config import EngineConfig, engine_config
 from quire.fingerprint.probe import _numbers, _words, probe
 from quire.models import EMBEDDED, load_model
 from quire.models.model import Model
-from quire.ops import Backend, load, unavailable
-from quire.ops.cpu import native
+from quire.ops import Backend, load, native, unavailable
 from quire.ops.cpu.linear import PackedLinear
 from tests.marks import spread
 from tests.models.checkpoints import save

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quire.ops.cpu import native
+from quire.ops import native
 from tests.fleet.asks import COMPLETIONS
 from tests.fleet.gateways import SECRET, fronting, replica_of, until
 from tests.server.serving import Serving, serving

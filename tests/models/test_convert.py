@@ -19,7 +19,7 @@ from quire.errors import ConfigError, ModelError
 from quire.models import convert as module
 from quire.models.convert import convert
 from quire.models.weights import INDEX
-from quire.ops.quantised import quantised
+from quire.ops.weights.quantised import quantised
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
 from tests.models.quantisation.test_formats import logits

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from quire.errors import BadShape, BadValue, ModelError, Unsupported
 from quire.models.decoder_config import ExpertsConfig, MlpConfig
-from quire.ops import load, unavailable
+from quire.ops import load, native, unavailable
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
-from quire.ops.cpu import native
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
 from quire.ops.experts import ExpertLayer, weighted_experts
-from quire.ops.linear import PlainLinear
 from quire.ops.program import MixExperts, Place, Program
-from quire.ops.quantised import quantised
+from quire.ops.weights.linear import PlainLinear
+from quire.ops.weights.quantised import quantised
 from tests.ops.conftest import OTHER_ISAS, use_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

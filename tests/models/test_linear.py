@@ -7,9 +7,9 @@ import importlib
 import pytest
 import torch
 
-from quire.ops import linear, load
-from quire.ops.cpu import native
-from quire.ops.linear import (
+from quire.ops import load, native
+from quire.ops.weights import linear
+from quire.ops.weights.linear import (
     CutLinear,
     Linears,
     OneDnnLinear,

@@ -24,10 +24,9 @@ from quire.models import load_model, locate, read_config
 from quire.models.decoder_config import weight_shapes
 from quire.models.hub import locate_description
 from quire.models.rope import rope_table
-from quire.ops import load
-from quire.ops.cpu import native
-from quire.ops.linear import product_dtype
+from quire.ops import load, native
 from quire.ops.program import Normalize
+from quire.ops.weights.linear import product_dtype
 from tests.marks import of_long_runs
 from tests.models.checkpoints import NEOX, TINY, engine, probed_logits, save
 

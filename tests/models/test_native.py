@@ -11,11 +11,10 @@ import torch
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue
 from quire.models.decoder import Decoder
-from quire.ops import AttentionSpec, PagedKV, load
+from quire.ops import AttentionSpec, PagedKV, load, native
 from quire.ops.activation import Activation
-from quire.ops.cpu import native
+from quire.ops.backends.eager import EagerExecutor
 from quire.ops.cpu.executor import NativeExecutor
-from quire.ops.eager import EagerExecutor
 from quire.ops.program import (
     Activate,
     Add,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.cpu import native
-from quire.ops.rounding import LARGEST, quantised_rows
+from quire.ops import native
+from quire.ops.weights.rounding import LARGEST, quantised_rows
 from tests.ops import dense
 
 HEAD_DIMS = (1, 2, 3, 8, 15, 16, 17, 24, 31, 32, 40, 64, 80, 96, 128, 192, 256)

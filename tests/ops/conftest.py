@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import ops
-from quire.ops.cpu import native
+from quire.ops import native
 from tests.marks import meetings, of_long_runs
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import QuireError, Unsupported
-from quire.ops.cpu import native
-from quire.ops.reference import BACKEND as REFERENCE
+from quire.ops import native
+from quire.ops.backends.reference import BACKEND as REFERENCE
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ODD_DTYPES = (torch.float64, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.weights.quantised import QuantisedWeight
 
 # bits, group, zeros, order, whole rows
 KINDS = {

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan, RecurrentSpec, num_pieces
+from quire.ops.recurrent.plan import RecurrentPlan, num_pieces
+from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
 
 
 @dataclass(frozen=True)

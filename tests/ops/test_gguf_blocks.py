@@ -10,11 +10,11 @@ from gguf import quants
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.linear import Packer
-from quire.ops.gguf_blocks import FLOATS, FORMATS, BlockWeight, row_bytes, weight_of
-from quire.ops.linear import Linears
-from quire.ops.narrow import NarrowWeight
+from quire.ops.weights.gguf_blocks import FLOATS, FORMATS, BlockWeight, row_bytes, weight_of
+from quire.ops.weights.linear import Linears
+from quire.ops.weights.narrow import NarrowWeight
 
 HALVES = {  # where blocks of each kind have fp16 numbers
     "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2),

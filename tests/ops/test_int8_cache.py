@@ -10,7 +10,7 @@ import torch
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
-from quire.ops.rounding import LARGEST, SMALLEST, quantised_rows
+from quire.ops.weights.rounding import LARGEST, SMALLEST, quantised_rows
 from tests.marks import quick, spread
 from tests.ops import dense
 from tests.ops.cases import LAYOUTS, Case, Step, errors_of_bytes

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadShape, BadValue
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.lora import LoraMemory, PackedLoraTable
-from quire.ops.linear import Linears
-from quire.ops.lora import LoraPart, LoraRows, LoraTable
+from quire.ops.weights.linear import Linears
+from quire.ops.weights.lora import LoraPart, LoraRows, LoraTable
 from tests.ops.conftest import DEVICES
 
 SLOTS = 5

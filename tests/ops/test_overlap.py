@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire import ops
 from quire.errors import BadStride
-from quire.ops import overlap
+from quire.ops.checks import overlap
 from tests.ops.conftest import checked_once
 from tests.ops.test_validate import cache_tensors, good_metadata, good_spec
 

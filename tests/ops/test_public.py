@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
-from quire.ops import backend as backends
+from quire.ops import registry
 from tests.marks import spread
 from tests.ops import dense
 from tests.ops.cases import Case, Step, half_dtype
@@ -172,7 +172,7 @@ def test_auto_takes_the_first_backend_that_can(monkeypatch):
     first, second = (types.SimpleNamespace(unavailable=lambda device: None) for _ in range(2))
     for name, backend in (("never", never), ("first", first), ("second", second)):
         monkeypatch.setitem(sys.modules, f"quire_{name}", types.SimpleNamespace(BACKEND=backend))
-    monkeypatch.setattr(backends, "BACKENDS", {name: f"quire_{name}" for name in ("never", "first", "second")})
+    monkeypatch.setattr(registry, "BACKENDS", {name: f"quire_{name}" for name in ("never", "first", "second")})
     assert ops.load("auto") is first
     assert ops.load("second") is second
     assert ops.unavailable("never", "cpu") == "no cpu unit"
@@ -180,7 +180,7 @@ def test_auto_takes_the_first_backend_that_can(monkeypatch):
         ops.unavailable("nope")
     with pytest.raises(Unsupported, match="never: no cpu unit"):
         ops.load("never")
-    monkeypatch.setattr(backends, "BACKENDS", {"never": "quire_never"})
+    monkeypatch.setattr(registry, "BACKENDS", {"never": "quire_never"})
     with pytest.raises(Unsupported, match="never: no cuda unit"):
         ops.load("auto", "cuda")
 

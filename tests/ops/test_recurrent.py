@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec, num_pieces
+from quire.ops.recurrent.plan import num_pieces
+from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
 from tests.marks import quick
 from tests.ops.conftest import checked_once
 from tests.ops.recurrent import Layer, Run, Sizes, bits, exact_convolution, exact_recurrence, make_plan

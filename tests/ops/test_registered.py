@@ -267,7 +267,7 @@ def test_operators_run_while_another_thread_compiles(backend, device, monkeypatc
     step = Step(Case(query_lens=(3, 1), context_lens=(5, 2)), device)
     plan = step.write(backend)
     attended = backend.attention(step.q, step.kv, plan, return_lse=True)
-    monkeypatch.setattr("quire.ops.backend.is_compiling", lambda: True)
+    monkeypatch.setattr("quire.ops.in_graph.is_compiling", lambda: True)
     for name, arguments in given.items():
         found = getattr(backend, name)(*copied(arguments))
         torch.testing.assert_close(found, expected[name], msg=lambda text, name=name: f"{name}: {text}")

@@ -22,8 +22,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, GroupLost, Unsupported
 from quire.frontend.startup_summary import chosen
 from quire.models.weights import Weights
-from quire.ops import Backend
-from quire.ops.cpu import native
+from quire.ops import Backend, native
 from quire.parallel import launch
 from quire.parallel.cores import Binding, by_place
 from quire.parallel.group import ProcessGroup

@@ -20,9 +20,9 @@ from quire.models import EMBEDDED, read_config
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.sharding import Shard, check_shards
+from quire.ops import native
 from quire.ops.collectives import Communicator, SharedEmbedding, own_share, shares
-from quire.ops.cpu import native
-from quire.ops.linear import PlainEmbedding
+from quire.ops.weights.linear import PlainEmbedding
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import asked, bits
 from tests.marks import of_long_runs, spread

@@ -17,7 +17,7 @@ from quire import ops
 from quire.errors import QuireError
 from quire.frontend.llm import LLM
 from quire.models import choose, locate
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.memory import in_huge_pages
 from quire_bench.engine import throughput
 from quire_bench.kernels import attention, linear, onednn

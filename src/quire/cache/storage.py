@@ -16,7 +16,7 @@ from quire.config import CacheConfig
 from quire.errors import BadValue
 from quire.ops import AttentionSpec, Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
+from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
 from quire.ops.swap import HostSwap, Swap
 
 if TYPE_CHECKING:

@@ -103,7 +103,7 @@ def _show_machine() -> None:
 
     from quire import ops
     from quire.cache.sizing import free_memory
-    from quire.ops.cpu import native
+    from quire.ops import native
 
     config = EngineConfig()
     free = free_memory()

@@ -21,7 +21,7 @@ from quire.models.model import Model
 from quire.ops import AttentionSpec, Backend
 from quire.ops.collectives import Communicator
 from quire.ops.program import Plan
-from quire.ops.recurrent import RecurrentSpec
+from quire.ops.recurrent.records import RecurrentSpec
 
 END = b""  # sent instead of a step
 

@@ -20,7 +20,7 @@ from quire.models.batch import Batch, Pairs
 from quire.models.model import Model
 from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
 from quire.ops.program import Plan
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
+from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
 from quire.request import TokenLogprobs
 
 MAX_LOGIT_ROWS = 256  # rows of V numbers in memory at a time: 128 MiB for a vocabulary of 128k

@@ -36,9 +36,10 @@ from quire.ops import AttentionPlan, AttentionSpec, Backend
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.experts import ExpertLayer
-from quire.ops.linear import Linear, Linears
-from quire.ops.quantised import QuantisedWeight
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan, RecurrentSpec
+from quire.ops.recurrent.plan import RecurrentPlan
+from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
+from quire.ops.weights.linear import Linear, Linears
+from quire.ops.weights.quantised import QuantisedWeight
 from quire.request import Request, SamplingParams
 
 ROWS = (1, 7, 40)  # of a linear: one, fewer than in a tile, and more

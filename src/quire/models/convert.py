@@ -20,7 +20,7 @@ from quire.errors import ConfigError, ModelError
 from quire.models import Own, choose
 from quire.models.quantisation.policy import ROUNDINGS, Quantisation
 from quire.models.weights import INDEX, Checkpoint, RoundedPart, Weights
-from quire.ops.quantised import GROUPS, QuantisedWeight
+from quire.ops.weights.quantised import GROUPS, QuantisedWeight
 from quire.progress import progress_bar
 
 SHARD = 2**31  # bytes of a file, which also bounds the memory; a larger tensor has a separate file

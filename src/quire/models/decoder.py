@@ -20,8 +20,8 @@ from quire.models.sharding import Shard, ShardWeights
 from quire.models.state_config import StateConfig
 from quire.ops import Backend
 from quire.ops.collectives import Communicator, SharedEmbedding, SharedHead
-from quire.ops.linear import Embedding, Linear
 from quire.ops.program import Plan
+from quire.ops.weights.linear import Embedding, Linear
 
 
 class Decoder:

@@ -23,7 +23,6 @@ from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.collectives import Columns
 from quire.ops.experts import ExpertLayer
-from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
     Activate,
     Add,
@@ -48,6 +47,7 @@ from quire.ops.program import (
     StateSpace,
     Write,
 )
+from quire.ops.weights.linear import Linear, Linears
 
 Table = tuple[Tensor, Tensor]  # cos and sin: fp32 [max_model_len, D_rot / 2] each
 

@@ -21,7 +21,7 @@ from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentCo
 from quire.models.quantisation.stacking import StackedWeight, Weight
 from quire.models.state_config import StateConfig
 from quire.ops.collectives import MOST_RANKS, Columns, Communicator, own_share, shares
-from quire.ops.linear import LinearWeight
+from quire.ops.weights.linear import LinearWeight
 
 TABLES = ("embedding", "per_layer_embedding")
 Mixer: TypeAlias = AttentionConfig | LatentConfig | StateConfig

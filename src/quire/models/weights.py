@@ -26,11 +26,11 @@ from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
 from quire.models.text_part import TextPart
-from quire.ops.gguf_blocks import BlockWeight
-from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
-from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.weights.gguf_blocks import BlockWeight
+from quire.ops.weights.linear import LinearWeight
+from quire.ops.weights.narrow import NarrowWeight
+from quire.ops.weights.quantised import QuantisedWeight
 
 INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears

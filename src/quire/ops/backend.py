@@ -1,32 +1,26 @@
-"""The interface of all backends, the list of backends, and the choice of one for a device."""
+"""The interface of all backends."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from quire.errors import BadValue, Unsupported
-from quire.ops import metadata, validate, validate_small
-from quire.ops.activation import Activation
-from quire.ops.choice import Choice, chosen_experts
+from quire.ops import in_graph
+from quire.ops.checks import metadata
+from quire.ops.checks.attention import check_attention, check_copy, check_sinks, check_states, check_write
 from quire.ops.collectives import Communicator
-from quire.ops.experts import ExpertLayer, weighted_experts
-from quire.ops.linear import Linears
+from quire.ops.decoder_operators import DecoderOperators
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
-from quire.ops.recurrent_operators import RecurrentOperators
+from quire.ops.recurrent.operators import RecurrentOperators
 from quire.ops.spec import AttentionSpec, Limits, PagedKV, check_supported
 from quire.ops.swap import Swap
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from quire.ops.weights.linear import Linears
 
 
 class Scores(NamedTuple):
@@ -39,74 +33,12 @@ class Scores(NamedTuple):
     chunk: int | None = None
 
 
-def _operator(in_graph: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
-    """Decorate a public operator: while torch traces a graph, call the registered operator instead (`registered.py`).
-
-    `in_graph` calls the registered operator with the arguments of the public one; None if both take the same. The graph
-    runs the undecorated operator, `__wrapped__`, since torch may trace in one thread while others run graphs.
-    """
-
-    def decorate(operator: Function) -> Function:
-        name = operator.__name__
-
-        @functools.wraps(operator)
-        def call(backend: Backend, *args: Any, **kwargs: Any) -> Any:
-            if not is_compiling():
-                return operator(backend, *args, **kwargs)
-            if in_graph is not None:
-                return in_graph(backend.name, *args, **kwargs)
-            return getattr(torch.ops.quire, name)(backend.name, *args, **kwargs)
-
-        return cast(Function, call)
-
-    return decorate
-
-
-def _attention_in_graph(
-    backend: str,
-    q: Tensor,
-    kv: PagedKV,
-    plan: AttentionPlan,
-    *,
-    out: Tensor | None = None,
-    return_lse: bool = False,
-    **scores: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    arguments = backend, q, kv.k, kv.v, plan.key
-    scores |= {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
-    if out is None:
-        out, lse = torch.ops.quire.attention(*arguments, **scores, return_lse=return_lse)
-    else:
-        lse = torch.ops.quire.attention_out(*arguments, **scores, out=out, return_lse=return_lse)
-    return (out, lse) if return_lse else out
-
-
-def _write_kv_in_graph(backend: str, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: AttentionPlan) -> None:
-    torch.ops.quire.write_kv(backend, k_new, v_new, kv.k, kv.v, plan.key, kv.k_scale, kv.v_scale)
-
-
-def _copy_blocks_in_graph(backend: str, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
-    torch.ops.quire.copy_blocks(backend, kv.k, kv.v, src, dst, kv.k_scale, kv.v_scale)
-
-
-def _add_rms_norm_in_graph(backend: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed, total = torch.ops.quire.add_rms_norm(backend, x, residual, weight, eps)
-    residual.copy_(total)
-    return cast(Tensor, normed)
-
-
-def _rope_in_graph(backend: str, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-    turned_q, turned_k = torch.ops.quire.rope(backend, q, k, positions, cos, sin)
-    q.copy_(turned_q)
-    k.copy_(turned_k)
-
-
-class Backend(RecurrentOperators):
+class Backend(DecoderOperators, RecurrentOperators):
     """All device-dependent operators. Use `load` to get one; subclass it to add one.
 
     A public operator checks its arguments once and calls the implementation of the backend, whose name begins with an
-    underscore. `quire.ops.reference` defines each result; `quire.ops.spec` defines the conventions and the letters of
-    dimensions. `experts` and `choose` are composed of other operators unless a backend overrides them.
+    underscore. `quire.ops.backends.reference` defines each result; `quire.ops.spec` defines the conventions and the
+    letters of dimensions. `experts` and `choose` are composed of other operators unless a backend overrides them.
 
     Every operator raises BadShape, BadDtype, BadStride or BadValue for an invalid argument, naming it. Only additional
     errors are listed at the operators.
@@ -291,7 +223,7 @@ class Backend(RecurrentOperators):
         out: Tensor | None = None,  # [T, Hq, Dv]
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
-    @_operator(_attention_in_graph)
+    @in_graph.operator(in_graph.attention)
     def attention(
         self,
         q: Tensor,  # [T, Hq, D]
@@ -355,9 +287,9 @@ class Backend(RecurrentOperators):
         out: Tensor | None,  # [T, Hq, Dv]
         return_lse: bool,
     ) -> None:
-        validate.check_attention(q, kv, plan, *scores, out, return_lse)
+        check_attention(q, kv, plan, *scores, out, return_lse)
 
-    @_operator()
+    @in_graph.operator()
     def merge_states(
         self,
         out_a: Tensor,  # [T, Hq, Dv]
@@ -372,13 +304,13 @@ class Backend(RecurrentOperators):
         Returns:
             out [T, Hq, Dv] and the LSE, fp32 [T, Hq].
         """
-        validate.check_states(out_a, lse_a, out_b, lse_b)
+        check_states(out_a, lse_a, out_b, lse_b)
         return self._merge_states(out_a, lse_a, out_b, lse_b)
 
     @abstractmethod
     def _merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    @_operator()
+    @in_graph.operator()
     def apply_sinks(
         self,
         out: Tensor,  # [T, Hq, Dv]
@@ -390,7 +322,7 @@ class Backend(RecurrentOperators):
         Returns:
             out · e^lse / (e^lse + e^sink), [T, Hq, Dv].
         """
-        validate.check_sinks(out, lse, sinks)
+        check_sinks(out, lse, sinks)
         return self._apply_sinks(out, lse, sinks)
 
     @abstractmethod
@@ -398,7 +330,7 @@ class Backend(RecurrentOperators):
 
     # ----------------------------------------------------------------------------------------------- the cache
 
-    @_operator(_write_kv_in_graph)
+    @in_graph.operator(in_graph.write_kv)
     def write_kv(
         self,
         k_new: Tensor,  # [T, Hkv, D]
@@ -423,9 +355,9 @@ class Backend(RecurrentOperators):
     def _write_kv(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: Any) -> None: ...
 
     def _check_write(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: Any) -> None:
-        validate.check_write(k_new, v_new, kv, plan)
+        check_write(k_new, v_new, kv, plan)
 
-    @_operator(_copy_blocks_in_graph)
+    @in_graph.operator(in_graph.copy_blocks)
     def copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy K and V of block src[i] to block dst[i]: copy-on-write of a shared block before it is written.
 
@@ -434,282 +366,8 @@ class Backend(RecurrentOperators):
             src: ids of the blocks to read.
             dst: ids of the blocks to write, as many. None may occur twice, or be in `src`.
         """
-        validate.check_copy(kv, src, dst)
+        check_copy(kv, src, dst)
         self._copy_blocks(kv, src, dst)
 
     @abstractmethod
     def _copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None: ...
-
-    # --------------------------------------------------------------------------------- operators of a decoder
-
-    @_operator()
-    def rms_norm(
-        self,
-        x: Tensor,  # [..., H]
-        weight: Tensor,  # [H]
-        eps: float,  # added to the mean of squares
-    ) -> Tensor:
-        """Compute RMSNorm over the last dimension (Zhang & Sennrich 2019).
-
-        Returns:
-            x / sqrt(mean(x²) + eps) * weight, [..., H].
-        """
-        validate_small.check_norm(x, eps, weight=weight)
-        return self._rms_norm(x, weight, eps)
-
-    @abstractmethod
-    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    @_operator(_add_rms_norm_in_graph)
-    def add_rms_norm(
-        self,
-        x: Tensor,  # [T, H]
-        residual: Tensor,  # [T, H], becomes x + residual in place; no memory shared with x or weight
-        weight: Tensor,  # [H]
-        eps: float,  # added to the mean of squares
-    ) -> Tensor:
-        """Add x to the residual in place, and compute RMSNorm of the sum.
-
-        Returns:
-            rms_norm(residual, weight, eps), [T, H].
-        """
-        validate_small.check_residual(x, residual, weight)
-        validate_small.check_norm(x, eps, weight=weight)
-        return self._add_rms_norm(x, residual, weight, eps)
-
-    @abstractmethod
-    def _add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    @_operator()
-    def layer_norm(
-        self,
-        x: Tensor,  # [..., H]
-        weight: Tensor,  # [H]
-        bias: Tensor | None,  # [H]
-        eps: float,  # added to the variance
-    ) -> Tensor:
-        """Compute LayerNorm over the last dimension (Ba et al. 2016).
-
-        Returns:
-            (x - mean) / sqrt(var + eps) * weight + bias, [..., H].
-        """
-        validate_small.check_norm(x, eps, weight=weight, bias=bias)
-        return self._layer_norm(x, weight, bias, eps)
-
-    @abstractmethod
-    def _layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
-
-    @_operator(_rope_in_graph)
-    def rope(
-        self,
-        q: Tensor,  # [T, Hq, D], rotated in place
-        k: Tensor,  # [T, Hkv, D], rotated in place; no memory shared with q
-        positions: Tensor,  # int32 or int64 [T], in 0..P - 1
-        cos: Tensor,  # fp32 [P, D_rot / 2]
-        sin: Tensor,  # fp32 [P, D_rot / 2]
-    ) -> None:
-        """Rotate q and k in place by the angles of their positions (RoPE, Su et al. 2021).
-
-        The pairs are (i, i + D_rot/2) of the first D_rot dimensions, as in GPT-NeoX.
-
-        Raises:
-            BadValue: also for a position outside the tables. Positions on a GPU are not checked.
-        """
-        validate_small.check_rope(q, k, positions, cos, sin)
-        self._rope(q, k, positions, cos, sin)
-
-    @abstractmethod
-    def _rope(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None: ...
-
-    @_operator()
-    def swiglu(
-        self,
-        gate_up: Tensor,  # [T, 2 * I]: gates, then ups
-    ) -> Tensor:
-        """Compute SwiGLU (Shazeer 2020).
-
-        Returns:
-            silu(gate) * up, [T, I].
-        """
-        validate_small.check_swiglu(gate_up)
-        return self._swiglu(gate_up)
-
-    @abstractmethod
-    def _swiglu(self, gate_up: Tensor) -> Tensor: ...
-
-    @_operator()
-    def gelu(
-        self,
-        x: Tensor,  # [..., I]
-        approximate: Literal["none", "tanh"],  # the exact form with erf, or the one with tanh
-    ) -> Tensor:
-        """Compute GELU (Hendrycks & Gimpel 2016).
-
-        Returns:
-            gelu(x), [..., I].
-        """
-        validate_small.check_gelu(x, approximate)
-        return self._gelu(x, approximate)
-
-    @abstractmethod
-    def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor: ...
-
-    def activate(
-        self,
-        x: Tensor,  # [T, 2 I] with a gate, else [T, I]
-        activation: Activation,  # the function and its parameters
-    ) -> Tensor:
-        """Compute the activation between the linears of an MLP, in fp32.
-
-        Returns:
-            The activation in the dtype of x, [T, I].
-        """
-        validate_small.check_activation(x, activation)
-        return self._activate(x, activation)
-
-    @abstractmethod
-    def _activate(self, x: Tensor, activation: Activation) -> Tensor: ...
-
-    def choose(
-        self,
-        logits: Tensor,  # fp32 [T, E], no NaN
-        choice: Choice,  # the rule of the router
-    ) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each row from its router's logits.
-
-        Returns:
-            The experts, int64 [T, k], most preferred first and ties by the lower id, and their shares, fp32 [T, k].
-        """
-        validate_small.check_choice(logits, choice)
-        return self._choose(logits, choice)
-
-    def _choose(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-        return chosen_experts(logits, choice, self.top_k_softmax, self.top_k)
-
-    def experts(
-        self,
-        x: Tensor,  # [T, H]
-        layer: ExpertLayer,  # the router and its experts
-        seen: Tensor | None = None,  # [T, H], the router's input; None: x
-    ) -> Tensor:
-        """Compute a mixture of experts: each row's experts, weighted by the router (Shazeer et al. 2017).
-
-        Rows are gathered by expert, so that a weight is read once for all rows of its expert. Their number has to be
-        known on the host, so this synchronises with a GPU. The sum is computed in fp32, the preferred expert first.
-
-        Returns:
-            The weighted sum, [T, H].
-        """
-        return weighted_experts(x, layer, self.choose, self.activate, seen)
-
-    # -------------------------------------------------------------------------- for a sampler, and for a router
-
-    @_operator()
-    def logsumexp(
-        self,
-        logits: Tensor,  # fp32 [R, V]
-    ) -> Tensor:
-        """Compute log(sum(exp(logits))) of each row.
-
-        Returns:
-            fp32 [R].
-        """
-        validate_small.check_logits(logits)
-        return self._logsumexp(logits)
-
-    @abstractmethod
-    def _logsumexp(self, logits: Tensor) -> Tensor: ...
-
-    @_operator()
-    def top_k(
-        self,
-        logits: Tensor,  # fp32 [R, V], no NaN
-        k: int,  # in 0..V
-    ) -> Tensor:
-        """Find the k largest logits of each row.
-
-        Returns:
-            Their ids, int64 [R, k], largest first and ties by the lower id.
-        """
-        validate_small.check_logits(logits, k)
-        return self._top_k(logits, k)
-
-    @abstractmethod
-    def _top_k(self, logits: Tensor, k: int) -> Tensor: ...
-
-    @_operator()
-    def top_k_softmax(
-        self,
-        logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
-        k: int,  # in 0..V
-    ) -> tuple[Tensor, Tensor]:
-        """Find the k largest logits of each row and their probabilities, as a router chooses experts.
-
-        Returns:
-            The ids of `top_k`, int64 [R, k], and each one's value of the row's softmax, fp32 [R, k].
-        """
-        validate_small.check_logits(logits, k)
-        return self._top_k_softmax(logits, k)
-
-    @abstractmethod
-    def _top_k_softmax(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
-
-
-# -------------------------------------------------------------------------------------- which backends there are
-
-BACKENDS = {  # name -> the module with its BACKEND, by preference: "auto" takes the first one that is available
-    "cpu": "quire.ops.cpu",
-    "triton": "quire.ops.triton",
-    "reference": "quire.ops.reference",
-    "gather": "quire.ops.gather",
-}
-
-NEEDS = {"triton": "triton"}  # name -> the package that the module imports
-
-
-def load(name: str = "auto", device: str = "cpu") -> Backend:
-    """Return a backend by name, or with "auto" the fastest one that serves the device.
-
-    Args:
-        name: a key of BACKENDS, or "auto".
-        device: a device of torch, for example "cpu" or "cuda".
-
-    Raises:
-        Unsupported: if there is no such backend or it cannot run here. The message has the reason.
-
-    Example:
-        >>> ops.load("reference").name
-        'reference'
-    """
-    reasons = []
-    for candidate in BACKENDS if name == "auto" else (name,):
-        reason = unavailable(candidate, device)
-        if reason is None:
-            return _backend(candidate)
-        reasons.append(f"{candidate}: {reason}")
-    raise Unsupported(f"no attention backend for device {device!r} ({'; '.join(reasons)})")
-
-
-def unavailable(name: str, device: str = "cpu") -> str | None:
-    """Return the reason why a backend cannot serve the device on this machine, or None if it can.
-
-    Args:
-        name: a key of BACKENDS.
-        device: a device of torch, for example "cpu" or "cuda".
-
-    Raises:
-        Unsupported: if there is no such backend.
-
-    Example:
-        >>> print(ops.unavailable("reference"))
-        None
-    """
-    if name not in BACKENDS:
-        raise Unsupported(f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
-    if name in NEEDS and find_spec(NEEDS[name]) is None:
-        return f"the package {NEEDS[name]!r} is not installed"
-    return _backend(name).unavailable(device)
-
-
-def _backend(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(BACKENDS[name]).BACKEND)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
-from quire.ops import validate
-from quire.ops.backend import Backend, load
+from quire.ops.backend import Backend
+from quire.ops.checks.attention import check_slopes
 from quire.ops.plan import AttentionPlan
+from quire.ops.registry import load
 from quire.ops.spec import PagedKV
 from quire.ops.state import AttentionState
 
@@ -98,7 +99,7 @@ def cascade_attention(
     found = load(backend, q.device.type)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         last = levels[-1].plan
-        validate.check_slopes(alibi_slopes, last.spec.num_heads, last.num_seqs, q.device)
+        check_slopes(alibi_slopes, last.spec.num_heads, last.num_seqs, q.device)
         slopes_of = alibi_slopes[_sequences(last).to(q.device)]
         levels, by_level = _divided(levels, alibi_slopes, found)
     states = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadValue, check_integer
-from quire.ops.checks import check_tensor
+from quire.ops.checks.tensors import check_tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

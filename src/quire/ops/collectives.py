@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from quire.errors import ConfigError, GroupLost
-from quire.ops.linear import Embedding, Linear
+from quire.ops.weights.linear import Embedding, Linear
 
 MOST_RANKS = 8  # of a group
 BEAT, HUNG = 0.2, 5.0  # s between two heartbeats of a rank, and without one until it counts as lost

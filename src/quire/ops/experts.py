@@ -13,7 +13,7 @@ from quire.errors import BadShape
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.collectives import Columns
-from quire.ops.linear import Linear
+from quire.ops.weights.linear import Linear
 
 
 @dataclass(frozen=True)

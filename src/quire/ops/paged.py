@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape
-from quire.ops import checks
-from quire.ops.backend import load
+from quire.ops.checks.tensors import check_integers, renamed, to_host
+from quire.ops.registry import load
 from quire.ops.spec import AttentionSpec, PagedKV
 
 
@@ -40,7 +40,7 @@ def paged_prefill(
         >>> ops.paged_prefill(q, kv[0], kv[1], tables, lens, starts).shape
         torch.Size([3, 4, 64])
     """
-    with checks.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
+    with renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
         return _attend(q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes, scale, backend)
 
 
@@ -71,11 +71,11 @@ def paged_decode(
         >>> ops.paged_decode(q, kv[0], kv[1], tables, lens).shape
         torch.Size([2, 4, 64])
     """
-    checks.check_integers("context_lens", context_lens, 1)
+    check_integers("context_lens", context_lens, 1)
     if len(q) != len(context_lens):
         raise BadShape(f"q has {len(q)} rows and context_lens {len(context_lens)} entries; decode takes one row each")
     one_row_each = torch.arange(len(q) + 1, dtype=torch.int32)
-    with checks.renamed(k="k_cache", v="v_cache"):
+    with renamed(k="k_cache", v="v_cache"):
         return _attend(q, k_cache, v_cache, block_tables, context_lens, one_row_each, alibi_slopes, scale, backend)
 
 
@@ -91,10 +91,8 @@ def _attend(
     backend: str,
 ) -> Tensor:
     ops, spec = load(backend, q.device.type), describe(q, k_cache, v_cache)
-    starts, lens = (
-        checks.to_host(name, x, 1) for name, x in (("query_starts", query_starts), ("context_lens", context_lens))
-    )
-    plan = ops.plan(spec, starts, lens, checks.to_host("block_tables", block_tables, 2))
+    starts, lens = (to_host(name, x, 1) for name, x in (("query_starts", query_starts), ("context_lens", context_lens)))
+    plan = ops.plan(spec, starts, lens, to_host("block_tables", block_tables, 2))
     return ops.attention(q, PagedKV(k_cache, v_cache), plan, scale=scale, alibi_slopes=alibi_slopes)
 
 

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from quire.errors import BadValue, Unsupported, check_integer
-from quire.ops.checks import INT32_MAX
-from quire.ops.metadata import Step, check_metadata
+from quire.ops.checks.metadata import Step, check_metadata
+from quire.ops.checks.tensors import INT32_MAX
 from quire.ops.spec import AttentionSpec
 
 _KEYS = itertools.count(1)

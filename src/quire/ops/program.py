@@ -18,11 +18,12 @@ from quire.errors import BadValue
 from quire.ops.activation import Activation
 from quire.ops.collectives import Columns
 from quire.ops.experts import ExpertLayer
-from quire.ops.linear import HeadsLinear, JoinedLinear, Linear
-from quire.ops.lora import LoraTable
 from quire.ops.plan import AttentionPlan
-from quire.ops.recurrent import RecurrentCache, RecurrentPlan
+from quire.ops.recurrent.plan import RecurrentPlan
+from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.spec import PagedKV
+from quire.ops.weights.linear import HeadsLinear, JoinedLinear, Linear
+from quire.ops.weights.lora import LoraTable
 
 
 @dataclass(frozen=True)

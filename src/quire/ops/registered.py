@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops import checks
-from quire.ops.backend import load
+from quire.ops.checks.tensors import begin_alike
 from quire.ops.plan import plan_of
+from quire.ops.registry import load
 from quire.ops.spec import PagedKV
 
 _ATTENTION = (
@@ -82,7 +82,7 @@ def _write_kv(
     v_scale: Tensor | None = None,
 ) -> None:
     size = v_new.shape[-1]
-    if checks.begin_alike(k, v) and k_new.dtype == v_new.dtype and torch.equal(k_new[..., :size], v_new):
+    if begin_alike(k, v) and k_new.dtype == v_new.dtype and torch.equal(k_new[..., :size], v_new):
         v_new = k_new[..., :size]  # of a latent cache: a compiler may have copied this view
     _function(backend, "write_kv", k.device.type)(k_new, v_new, PagedKV(k, v, k_scale, v_scale), plan_of(plan))
 

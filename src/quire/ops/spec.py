@@ -19,9 +19,9 @@ Sums and the LSE are in fp32 for every dtype (float64 for float64). A row that s
 -inf. If the context is shorter than the query, the first rows have negative positions: causal ones see no key.
 Keys below the window, but in a block that is not entirely below it, still belong to the sequence.
 
-A cache of int8 holds rows of integers, each with one scale for K and one for V (`quire.ops.rounding` defines the
-rounding of a row). A score is then computed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is
-weighted by `softmax weight * v_scale`. That product is rounded to the dtype of q where weights are; the sum of the
+A cache of int8 holds rows of integers, each with one scale for K and one for V (`quire.ops.weights.rounding` defines
+the rounding of a row). A score is then computed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value
+is weighted by `softmax weight * v_scale`. That product is rounded to the dtype of q where weights are; the sum of the
 weights does not include v_scale. A backend may multiply 16-bit integers instead of q and these weights. Their unit is
 1/32,512 of the largest number in a row of q (1/16,256 for heads longer than 512), and 1/65,535 of a row's largest
 weight among 256 keys. Each is off by at most half a unit, except for one number of q, which may be off by 1.5 units.
@@ -49,7 +49,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
-from quire.ops.checks import INT32_MAX, begin_alike, check_tensor
+from quire.ops.checks.tensors import INT32_MAX, begin_alike, check_tensor
 
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_SIZE = 256

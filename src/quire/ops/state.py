@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue, check_number
-from quire.ops import validate
-from quire.ops.backend import load
+from quire.ops.checks.attention import check_state
+from quire.ops.registry import load
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
@@ -36,7 +36,7 @@ class AttentionState:
     base: float = math.e  # of the logarithm
 
     def __post_init__(self) -> None:
-        validate.check_state("out", self.out, "lse", self.lse)
+        check_state("out", self.out, "lse", self.lse)
         _check_base(self.base)
 
     def merge(self, *others: AttentionState, backend: str = "auto") -> AttentionState:

@@ -15,7 +15,7 @@ from quire.models import choose, load_model
 from quire.models.quantisation.policy import Quantisation
 from quire.models.weights import Checkpoint, Weights
 from quire.ops import load
-from quire.ops.quantised import QuantisedWeight, quantised
+from quire.ops.weights.quantised import QuantisedWeight, quantised
 from quire_bench.engine import loading
 from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import save

@@ -15,7 +15,7 @@ from quire.models.quantisation.module import Module
 from quire.models.quantisation.policy import read_scheme
 from quire.models.weights import Checkpoint
 from quire.ops import load
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.weights.quantised import QuantisedWeight
 from tests.marks import of_long_runs, quick, spread
 from tests.models.checkpoints import engine, probed_logits
 from tests.models.quantisation import writers

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.cpu import native
+from quire.ops import native
+from quire.ops.backends.eager import EagerExecutor
 from quire.ops.cpu.executor import NativeExecutor
-from quire.ops.eager import EagerExecutor
-from quire.ops.linear import JoinedLinear
 from quire.ops.program import Operator, Project
+from quire.ops.weights.linear import JoinedLinear
 from tests.models.checkpoints import engine, probed_logits
 from tests.models.quantisation import writers
 from tests.models.quantisation.test_formats import gptq_config, ordered, packed_config

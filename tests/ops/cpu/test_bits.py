@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.ops.activation import Activation
-from quire.ops.rounding import quantised_rows
+from quire.ops.weights.rounding import quantised_rows
 from tests.marks import spread
 from tests.ops.cases import Case, Step
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams, ops
 from quire.cli import app
 from quire.errors import ConfigError, Unsupported
-from quire.ops.cpu import fetching, native
+from quire.ops import fetching, native
 from quire.ops.cpu.linear import Packer
 from tests.ops.cases import Case, Step
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from quire import ops
 from quire.errors import BadShape
 from quire.ops.activation import Activation
+from quire.ops.backends.eager import EagerExecutor
 from quire.ops.choice import Choice
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import Packer
-from quire.ops.eager import EagerExecutor
 from quire.ops.experts import ExpertLayer
 from quire.ops.program import Attend, MixExperts, Normalize, Place, Program, Project, Rotate, Write
 from tests.ops.cpu.test_recurrent_program import SIZES, make_caches, make_program, make_steps, run

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.linear import PackedLinears, Packer
-from quire.ops.linear import Linears
-from quire.ops.narrow import E2M1, E4M3, NarrowFormat, NarrowWeight
+from quire.ops.weights.linear import Linears
+from quire.ops.weights.narrow import E2M1, E4M3, NarrowFormat, NarrowWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # out, in: single numbers, vectors and strips +- 1, lines +- 1, groups +- 1, several panels of strips

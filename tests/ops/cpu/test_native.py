@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from quire import LLM, ops
 from quire.cli import app
 from quire.errors import BadValue, Unsupported
-from quire.ops.cpu import native
+from quire.ops import native
 from tests.ops.cases import Case, Step
 
 BUILT = ", ".join(native.built(native.library_path())) if native.library_path().exists() else ""
@@ -149,7 +149,7 @@ FREEING = """
 import dataclasses
 import torch
 from quire.ops import AttentionSpec
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.worklist import CpuPlan
 
 library = dataclasses.replace(native.default(), plan_free=lambda handle: print("freed", flush=True))

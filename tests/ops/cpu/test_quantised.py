@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.linear import PackedLinears, Packer
-from quire.ops.linear import Linears
-from quire.ops.quantised import QuantisedWeight, quantised
+from quire.ops.weights.linear import Linears
+from quire.ops.weights.quantised import QuantisedWeight, quantised
 from tests.marks import spread
 from tests.ops.conftest import use_library
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight

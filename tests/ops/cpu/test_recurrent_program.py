@@ -11,10 +11,11 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadShape, BadValue
+from quire.ops.backends.eager import EagerExecutor
 from quire.ops.cpu.executor import NativeExecutor
-from quire.ops.eager import EagerExecutor
 from quire.ops.program import Convolve, Gate, GatedDelta, GatedNormalize, Place, Program, StateSpace
-from quire.ops.recurrent import RecurrentCache, RecurrentPlan
+from quire.ops.recurrent.plan import RecurrentPlan
+from quire.ops.recurrent.records import RecurrentCache
 from tests.ops.recurrent import Layer, Sizes, bits, make_plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

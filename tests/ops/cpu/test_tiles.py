@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.linear import Packer
 from tests.ops.cases import Case, Step
 
@@ -178,7 +178,7 @@ if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(wanted), 0, 0):
 
 import torch
 from quire.cli import main
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.cpu.linear import Packer
 
 assert "amx" not in native.runnable(native.library_path())

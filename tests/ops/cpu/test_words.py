@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops.cpu import native
+from quire.ops import native
 
 pytestmark = pytest.mark.slow
 

@@ -23,12 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire import ops
-from quire.ops.quantised import PARTS, QuantisedWeight
 from quire.ops.triton import cache, linear, quantised, recurrent, sampling, small, states
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
 from quire.ops.triton.packed import PackedWeight, has_sums
 from quire.ops.triton.tiles import CHUNK, Kind, choose, precision
+from quire.ops.weights.quantised import PARTS, QuantisedWeight
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue
-from quire.ops.linear import Linears
-from quire.ops.quantised import PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight, rounded_groups
 from quire.ops.triton import quantised
 from quire.ops.triton.backend import TritonBackend
 from quire.ops.triton.linear import TiledLinears
@@ -27,6 +25,8 @@ from quire.ops.triton.quantised import (
     rounded_rows,
 )
 from quire.ops.triton.tiles import processors_of
+from quire.ops.weights.linear import Linears
+from quire.ops.weights.quantised import PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight, rounded_groups
 from tests.marks import of_long_runs, spread
 from tests.ops.conftest import DEVICES
 from tests.ops.integers import BLOCKS, KINDS, as_bits, random_rows, random_weight

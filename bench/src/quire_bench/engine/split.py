@@ -23,8 +23,8 @@ from quire.engine.step_events import StepEvents
 from quire.errors import Unsupported
 from quire.frontend.llm import LLM
 from quire.models.decoder import Decoder
-from quire.ops.eager import EagerExecutor
-from quire.ops.gather import GatherBackend
+from quire.ops.backends.eager import EagerExecutor
+from quire.ops.backends.gather import GatherBackend
 
 SMALL = "small operators"
 PARTS = ("plan", "flatten", "update", "gather", "linears", "attention", "states", "cache write", SMALL, "sampling",

@@ -13,9 +13,9 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from quire.ops.gguf_blocks import FORMATS, BlockWeight
-from quire.ops.linear import Linear, Linears, LinearWeight
-from quire.ops.quantised import quantised
+from quire.ops.weights.gguf_blocks import FORMATS, BlockWeight
+from quire.ops.weights.linear import Linear, Linears, LinearWeight
+from quire.ops.weights.quantised import quantised
 from quire_bench.gpu.common import Bench, Call, Contestant, race
 
 ROWS = (1, 32, 512, 8192)

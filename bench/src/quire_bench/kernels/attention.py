@@ -24,9 +24,9 @@ from quire import ops
 from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
-from quire.ops.cpu import native
+from quire.ops import native
 from quire.ops.memory import in_huge_pages
-from quire.ops.rounding import quantised_rows
+from quire.ops.weights.rounding import quantised_rows
 from quire_bench.kernels import onednn
 from quire_bench.plot import drawn
 from quire_bench.threads import counted

@@ -16,7 +16,7 @@ from quire.errors import Unsupported
 from quire.integrations.gate import HARMLESS
 from quire.models.adapter.lora import CurrentLora
 from quire.ops import AttentionPlan, Backend
-from quire.ops.lora import LoraRows
+from quire.ops.weights.lora import LoraRows
 
 NAME = "quire_paged"  # the name of the attn_implementation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire.ops.lora import LoraRows
+from quire.ops.weights.lora import LoraRows
 
 
 class CurrentLora:

@@ -38,8 +38,8 @@ from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_w
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
 from quire.ops.collectives import Communicator
-from quire.ops.lora import LoraRows
 from quire.ops.program import Plan
+from quire.ops.weights.lora import LoraRows
 
 
 class AdaptedModel:

@@ -21,11 +21,11 @@ from quire.models.adapter.lora import CurrentLora
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import Backend
-from quire.ops.gguf_blocks import BlockWeight
-from quire.ops.linear import Embedding, Linear, Linears, LinearWeight, PlainEmbedding
-from quire.ops.lora import LoraTable
-from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.weights.gguf_blocks import BlockWeight
+from quire.ops.weights.linear import Embedding, Linear, Linears, LinearWeight, PlainEmbedding
+from quire.ops.weights.lora import LoraTable
+from quire.ops.weights.narrow import NarrowWeight
+from quire.ops.weights.quantised import QuantisedWeight
 
 GELUS: dict[type, Literal["none", "tanh"]] = {
     activations.ACT2CLS["gelu"]: "none",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.ops.gguf_blocks import SIZES
+from quire.ops.weights.gguf_blocks import SIZES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

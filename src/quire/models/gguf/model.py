@@ -21,7 +21,7 @@ from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.vocabulary import Vocabulary
 from quire.models.template import default_template
 from quire.models.text_part import TextPart
-from quire.ops.gguf_blocks import FLOATS, MXFP4, weight_of
+from quire.ops.weights.gguf_blocks import FLOATS, MXFP4, weight_of
 
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 NO_VOCABULARY = ("no_vocab", "none")  # tokenizer models of files without a vocabulary

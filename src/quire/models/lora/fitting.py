@@ -13,7 +13,7 @@ from quire.models.decoder_config import DecoderConfig
 from quire.models.lora.peft import LowRank, read_adapter
 from quire.models.lora.slots import Loras, LoraTables, Prepared, Target
 from quire.models.weights import Sources
-from quire.ops.lora import LoraPart, LoraTable
+from quire.ops.weights.lora import LoraPart, LoraTable
 
 SHOWN = 3  # modules in an error
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.errors import ConfigError, RequestError
 from quire.models.text_part import TextPart
-from quire.ops.linear import Linears
-from quire.ops.lora import LoraPart, LoraTable
+from quire.ops.weights.linear import Linears
+from quire.ops.weights.lora import LoraPart, LoraTable
 
 
 class LoraLimits(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from quire.models.patterns import Patterns
 from quire.models.quantisation.module import Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.weights.quantised import QuantisedWeight
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each number of a word

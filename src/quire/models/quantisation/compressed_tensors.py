@@ -15,7 +15,7 @@ from quire.models.patterns import Patterns
 from quire.models.quantisation.fp8 import Fp8Form, block_size, fp8_description
 from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, nibbles, unpacked
 from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
-from quire.ops.quantised import ACTIVATION_GROUP, QuantisedWeight
+from quire.ops.weights.quantised import ACTIVATION_GROUP, QuantisedWeight
 
 FORMATS = ("pack-quantized", "int-quantized")
 FLOATS = ("float-quantized", "naive-quantized")  # e4m3, with and without quantised activations

@@ -17,7 +17,7 @@ from quire.models.hf_config import shown
 from quire.models.patterns import Patterns
 from quire.models.quantisation.module import Form, Module
 from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
-from quire.ops.narrow import E4M3, NarrowWeight, narrow_bytes
+from quire.ops.weights.narrow import E4M3, NarrowWeight, narrow_bytes
 
 SCALES = ("weight_scale_inv", "weight_scale")  # both have the same meaning: the number is the code times the scale
 # Keys about activations, and about other programs' kernels.

@@ -11,8 +11,8 @@ import torch
 from quire.errors import QuireError, Unsupported
 from quire.models.gguf.architecture import Turns
 from quire.models.quantisation.module import Form, Module
-from quire.ops.gguf_blocks import MXFP4, SIZES, BlockWeight, weight_of
-from quire.ops.narrow import NarrowWeight
+from quire.ops.weights.gguf_blocks import MXFP4, SIZES, BlockWeight, weight_of
+from quire.ops.weights.narrow import NarrowWeight
 
 KIND = "blocks"  # suffix of a quantised tensor in our names, instead of "weight"
 

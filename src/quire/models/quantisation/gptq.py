@@ -14,7 +14,7 @@ from quire.models.hf_config import shown
 from quire.models.patterns import Pattern, Patterns
 from quire.models.quantisation.module import Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import PLACE, Modules, SchemeReader, unserved
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.weights.quantised import QuantisedWeight
 
 VERSIONS = ("gptq", "gptq_v2")
 # Keys that do not affect the weights: settings of the quantisation algorithm, and of other programs' kernels.

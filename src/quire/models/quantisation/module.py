@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError, QuireError
-from quire.ops.gguf_blocks import BlockWeight
 from quire.ops.memory import mapped
-from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import ACTIVATION_GROUP, GROUPS, QuantisedWeight, number_bytes
+from quire.ops.weights.gguf_blocks import BlockWeight
+from quire.ops.weights.narrow import NarrowWeight
+from quire.ops.weights.quantised import ACTIVATION_GROUP, GROUPS, QuantisedWeight, number_bytes
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = -1  # a group size: all inputs of an output share a scale

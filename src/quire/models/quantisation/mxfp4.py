@@ -11,7 +11,7 @@ import torch
 from quire.errors import ModelError, QuireError
 from quire.models.quantisation.module import Form, Module, nibbles
 from quire.models.quantisation.reader import SchemeReader
-from quire.ops.narrow import E2M1, NarrowWeight, narrow_bytes, powers_of_two
+from quire.ops.weights.narrow import E2M1, NarrowWeight, narrow_bytes, powers_of_two
 
 # Excluded modules have other tensor names; `dequantize` is for other programs' kernels.
 IMMATERIAL = ["modules_to_not_convert", "dequantize"]

@@ -20,11 +20,11 @@ from quire.models.quantisation.gptq import Gptq
 from quire.models.quantisation.module import WHOLE, Scheme
 from quire.models.quantisation.mxfp4 import Mxfp4
 from quire.models.quantisation.reader import unserved
-from quire.ops.gguf_blocks import BlockWeight
-from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
-from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import GROUPS, QuantisedWeight, quantised
+from quire.ops.weights.gguf_blocks import BlockWeight
+from quire.ops.weights.linear import LinearWeight
+from quire.ops.weights.narrow import NarrowWeight
+from quire.ops.weights.quantised import GROUPS, QuantisedWeight, quantised
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": Awq.of,

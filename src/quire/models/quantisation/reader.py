@@ -9,7 +9,7 @@ from quire.errors import ModelError
 from quire.models.hf_config import ConfigReader, shown
 from quire.models.patterns import Pattern, Patterns
 from quire.models.quantisation.module import WHOLE
-from quire.ops.quantised import GROUPS
+from quire.ops.weights.quantised import GROUPS
 
 PLACE = "config.json: quantization_config"
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.ops.gguf_blocks import BlockWeight
-from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
-from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import PARTS, QuantisedWeight
+from quire.ops.weights.gguf_blocks import BlockWeight
+from quire.ops.weights.linear import LinearWeight
+from quire.ops.weights.narrow import NarrowWeight
+from quire.ops.weights.quantised import PARTS, QuantisedWeight
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue
-from quire.ops import checks
-from quire.ops.backend import load
+from quire.ops.checks.tensors import check_tensor, renamed, to_host
 from quire.ops.paged import describe
+from quire.ops.registry import load
 from quire.ops.spec import AttentionSpec, PagedKV
 
 # An operator's name of an argument -> its name here.
@@ -56,13 +56,13 @@ def paged_attention_decode(
         >>> out = ops.paged_attention_decode(q, *cached)
         >>> ops.append_token(*cached)
     """
-    table, lens = checks.to_host("block_table", block_table, 2), checks.to_host("context_lens", context_lens, 1)
+    table, lens = to_host("block_table", block_table, 2), to_host("context_lens", context_lens, 1)
     if q.dim() != 3 or len(q) != len(lens):
         raise BadShape(
             f"q has shape {tuple(q.shape)} for {len(lens)} sequences; decoding takes exactly one query token a "
             f"sequence, [S, Hq, D] (paged_prefill takes more)"
         )
-    with checks.renamed(**LAYER):
+    with renamed(**LAYER):
         ops, spec = load(backend, q.device.type), describe(q, k_cache_layer, v_cache_layer)
         _check_new(k_new, v_new, spec, len(q))
         if block_size is not None and block_size != spec.block_size:
@@ -95,8 +95,8 @@ def append_token(
         BadShape, BadDtype: naming the argument. Nothing is written then.
         BadValue: for a table without room, naming the sequence. Nothing is written then.
     """
-    table, lens = checks.to_host("block_table", block_table, 2), checks.to_host("context_lens", context_lens, 1)
-    with checks.renamed(**LAYER, q="k_new", slots="new_token_slots"):
+    table, lens = to_host("block_table", block_table, 2), to_host("context_lens", context_lens, 1)
+    with renamed(**LAYER, q="k_new", slots="new_token_slots"):
         ops, spec = load(backend, k_new.device.type), describe(k_new, k_cache_layer, v_cache_layer)
         _check_new(k_new, v_new, spec, len(k_new))
         slots = _slots_after(lens.long(), table.long(), len(k_new), spec)
@@ -107,8 +107,8 @@ def append_token(
 
 def _check_new(k_new: Tensor, v_new: Tensor, spec: AttentionSpec, num_seqs: int) -> None:
     device = torch.device(spec.device)
-    checks.check_tensor("k_new", k_new, (num_seqs, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
-    checks.check_tensor("v_new", v_new, (num_seqs, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
+    check_tensor("k_new", k_new, (num_seqs, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
+    check_tensor("v_new", v_new, (num_seqs, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
 
 
 def _slots_after(lens: Tensor, table: Tensor, num_new: int, spec: AttentionSpec) -> Tensor:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported, check_number
-from quire.ops import checks, validate
-from quire.ops.backend import load
+from quire.ops.checks.attention import check_slopes
+from quire.ops.checks.tensors import check_integers, renamed
 from quire.ops.plan import AttentionPlan
+from quire.ops.registry import load
 from quire.ops.spec import MAX_HEAD_DIM, AttentionSpec, PagedKV
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -206,7 +207,7 @@ class PagedPrefill:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if host_metadata is not None:
                 tables, lens, starts = self._check_host(host_metadata)
-                with checks.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
+                with renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
                     plan.update(starts, lens, tables)
                     kv = PagedKV(k_cache, v_cache)
                     self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
@@ -292,7 +293,7 @@ class PagedPrefill:
         tables, lens, starts = metadata
         for name, x in (("block_tables", tables), ("seq_lens", lens), ("cum_seq_lens_q", starts)):
             look = self._looks[name]
-            checks.check_integers(name, x, 2 if name == "block_tables" else 1)
+            check_integers(name, x, 2 if name == "block_tables" else 1)
             if look is not None and x.shape != look.shape:
                 raise BadShape(f"{name} on the host has shape {tuple(x.shape)}; described was {tuple(look.shape)}")
         self._check_values(lens, starts)
@@ -384,7 +385,7 @@ def _check_looks(tensors: dict[str, Tensor | None]) -> None:
         if x.dtype != q.dtype:
             raise BadDtype(f"{name} has dtype {x.dtype} and q {q.dtype}; they must be the same")
     for name, x in (("block_tables", tables), ("seq_lens", lens), ("cum_seq_lens_q", starts)):
-        checks.check_integers(name, x, x.dim())
+        check_integers(name, x, x.dim())
     _check_sizes(out, q, k, v, tables, lens, starts, slopes)
     for name, x in (("out", out), ("q", q), ("k_cache", k), ("v_cache", v)):
         if x.stride(-1) != 1 and x.shape[-1] > 1:
@@ -420,4 +421,4 @@ def _check_sizes(
         if tuple(x.shape) != shape:
             raise BadShape(f"{name} has shape {tuple(x.shape)}; expected {shape}")
     if slopes is not None:
-        validate.check_slopes(slopes, num_heads, len(lens), slopes.device)
+        check_slopes(slopes, num_heads, len(lens), slopes.device)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported, check_integer
-from quire.ops import checks, validate
-from quire.ops.backend import load
+from quire.ops.checks.attention import check_attention
+from quire.ops.checks.tensors import check_integers, check_written, renamed, to_host
 from quire.ops.paged import describe
+from quire.ops.registry import load
 from quire.ops.spec import PagedKV
 
 Window: TypeAlias = tuple[SupportsIndex, SupportsIndex] | Tensor  # two integers, or an integer tensor [2]
@@ -72,7 +73,7 @@ def varlen_attention(
     if len(k) == 0:  # a cache needs at least one block
         k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
     kv = PagedKV(k.unsqueeze(2), v.unsqueeze(2))  # blocks of one token: nothing is copied
-    with checks.renamed(k_cache="k", v_cache="v", k="k", v="v"):
+    with renamed(k_cache="k", v_cache="v", k="k", v="v"):
         ops, spec = load(backend, q.device.type), describe(q, kv.k, kv.v, causal=causal, window=window)
         lens = starts_k.diff()
         longest = int(lens.max()) if len(lens) else 0
@@ -122,10 +123,10 @@ def attention_with_kvcache(
         torch.Size([1, 1, 8, 64])
     """
     causal, window = _window(causal, window_size)
-    table = checks.to_host("block_table", block_table, 2).long()
+    table = to_host("block_table", block_table, 2).long()
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((len(q),), cache_seqlens)
-    cached = checks.to_host("cache_seqlens", cache_seqlens, 1).long()
+    cached = to_host("cache_seqlens", cache_seqlens, 1).long()
     if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k_cache, v_cache))
         raise BadShape(f"q, k_cache and v_cache have shapes {shapes}; expected [S, Tq, Hq, D] and twice [N, B, Hkv, D]")
@@ -141,13 +142,13 @@ def attention_with_kvcache(
         )
     flat = q.flatten(0, 1)
     kv = PagedKV(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-    with checks.renamed(block_tables="block_table", slots="new_token_slots", k="k_cache", v="v_cache"):
+    with renamed(block_tables="block_table", slots="new_token_slots", k="k_cache", v="v_cache"):
         ops, spec = load(backend, q.device.type), describe(flat, kv.k, kv.v, causal=causal, window=window)
         slots = _slots_after(cached, num_new, table, spec.block_size)
         lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
         plan = ops.plan(spec, starts * rows, lens, table)
         # Check all arguments before the cache is written.
-        validate.check_attention(flat, kv, plan, softmax_scale, alibi_slopes, cap, None, None, None, True)
+        check_attention(flat, kv, plan, softmax_scale, alibi_slopes, cap, None, None, None, True)
         if k is not None and v is not None:
             writer = ops.plan(spec, starts * num_new, lens, table, slots)
             ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, writer)
@@ -247,7 +248,7 @@ def _window(causal: bool, window_size: Window) -> tuple[bool, int | None]:
 
 def _starts(name: str, cu_seqlens: Tensor, total: int, max_name: str, longest: int) -> Tensor:
     """Check that the offsets divide `total` rows into sequences of up to `longest`. Return them on the host, int64."""
-    starts = checks.to_host(name, cu_seqlens, 1).long()
+    starts = to_host(name, cu_seqlens, 1).long()
     if len(starts) == 0:
         raise BadShape(f"{name} has shape (0,); expected [S+1]")
     check_integer(BadValue, max_name, longest, 0)
@@ -311,7 +312,7 @@ def _check_update(
             raise BadDtype(f"{name} has dtype {states.dtype} and its cache {cache.dtype}; they must be the same")
     num_slots, num_new = k_cache.shape[0] * k_cache.shape[1], key_states.shape[2]
     for name, index in (("read_index", read_index), ("write_index", write_index)):
-        checks.check_integers(name, index, 1)
+        check_integers(name, index, 1)
         outside = ((index < -1) | (index >= num_slots)).nonzero().flatten()
         if len(outside):
             t = int(outside[0])
@@ -326,7 +327,5 @@ def _check_update(
     twice = (slots.diff() == 0).nonzero().flatten()
     if len(twice):
         raise BadValue(f"write_index names slot {slots[twice[0]]} twice; every token needs its own slot")
-    checks.check_written(
-        {"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states}
-    )
+    check_written({"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states})
     return read, write

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, check_integer
-from quire.ops import checks, layouts, validate
-from quire.ops.backend import load
+from quire.ops import layouts
+from quire.ops.checks.attention import check_slopes
+from quire.ops.checks.tensors import check_tensor, check_written, renamed, to_host
 from quire.ops.paged import describe
+from quire.ops.registry import load
 from quire.ops.spec import PagedKV
 from quire.ops.state import AttentionState
 
@@ -113,9 +115,9 @@ def paged_attention_v1(
     tables, lens = _check(
         query, key_cache, value_cache, head_mapping, block_tables, context_lens, block_size, max_context_len
     )
-    checks.check_written({"out": out}, {"query": query, "key_cache": key_cache, "value_cache": value_cache})
+    check_written({"out": out}, {"query": query, "key_cache": key_cache, "value_cache": value_cache})
     kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
-    with checks.renamed(**NAMES):
+    with renamed(**NAMES):
         ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
         plan = ops.plan(spec, torch.arange(len(lens) + 1, dtype=torch.int32), lens, tables)
         ops.attention(query, kv, plan, scale=scale, alibi_slopes=alibi_slopes, out=out)
@@ -156,7 +158,7 @@ def paged_attention_v2(
         raise BadValue(f"block_size is {block_size}; V2's partitions of {PARTITION} tokens consist of whole blocks")
     num_seqs, P = len(query), num_partitions(max_context_len)
     _check_buffers(query, P, out, exp_sums, max_logits, tmp_out)
-    checks.check_written(
+    check_written(
         {"out": out, "exp_sums": exp_sums, "max_logits": max_logits, "tmp_out": tmp_out},
         {"query": query, "key_cache": key_cache, "value_cache": value_cache, "alibi_slopes": alibi_slopes},
     )
@@ -168,12 +170,12 @@ def paged_attention_v2(
     part_lens = (lens[:, None] - first).clamp(0, PARTITION)  # [S, P]
     rows = query[:, None].expand(-1, P, -1, -1).flatten(0, 1)
     starts = torch.arange(num_seqs * P + 1, dtype=torch.int32)
-    with checks.renamed(**NAMES):
+    with renamed(**NAMES):
         ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
         plan = ops.plan(spec, starts, part_lens.flatten(), padded.reshape(num_seqs * P, columns))
         slopes = alibi_slopes
         if slopes is not None:
-            validate.check_slopes(slopes, spec.num_heads, num_seqs, query.device)
+            check_slopes(slopes, spec.num_heads, num_seqs, query.device)
             slopes = slopes.repeat_interleave(P, 0) if slopes.dim() == 2 else slopes
         parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=slopes, return_lse=True)
     states = [AttentionState(parts[p::P], lse[p::P].contiguous()) for p in range(P)]
@@ -191,7 +193,7 @@ def _check_buffers(query: Tensor, P: int, out: Tensor, exp_sums: Tensor, max_log
     """Check the tensors that V2 writes."""
     num_seqs, num_heads, head_dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
-    checks.check_tensor("out", out, tuple(query.shape), query.dtype, query.device)
+    check_tensor("out", out, tuple(query.shape), query.dtype, query.device)
     tails: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {
         "exp_sums": (exp_sums, wide, ()),
         "max_logits": (max_logits, wide, ()),
@@ -239,14 +241,14 @@ def _check(
     if tuple(value_cache.shape) != (num_blocks, num_kv_heads, head_dim, block_size):
         wanted = (num_blocks, num_kv_heads, head_dim, block_size)
         raise BadShape(f"value_cache has shape {tuple(value_cache.shape)}; expected {wanted}")
-    mapping = checks.to_host("head_mapping", head_mapping, 1)
+    mapping = to_host("head_mapping", head_mapping, 1)
     if tuple(mapping.shape) != (query.shape[1],):
         raise BadShape(f"head_mapping has shape {tuple(mapping.shape)}; expected ({query.shape[1]},)")
     outside = ((mapping < 0) | (mapping >= num_kv_heads)).nonzero().flatten()
     if len(outside):
         h = int(outside[0])
         raise BadValue(f"head_mapping[{h}] is {mapping[h]}; it must be a KV head in 0..{num_kv_heads - 1}")
-    tables, lens = checks.to_host("block_tables", block_tables, 2), checks.to_host("context_lens", context_lens, 1)
+    tables, lens = to_host("block_tables", block_tables, 2), to_host("context_lens", context_lens, 1)
     if not len(query) == len(tables) == len(lens):
         raise BadShape(
             f"query has shape {tuple(query.shape)}, block_tables {tuple(tables.shape)} and context_lens "

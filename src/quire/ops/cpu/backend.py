@@ -20,23 +20,25 @@ import torch
 from torch import Tensor
 
 from quire.errors import Unsupported
-from quire.ops import overlap, validate_small
+from quire.ops import fetching, native
 from quire.ops.activation import Activation
 from quire.ops.backend import Backend, Scores
+from quire.ops.backends.eager import EagerExecutor
+from quire.ops.checks import overlap
+from quire.ops.checks.small import bad_position
 from quire.ops.choice import Choice
-from quire.ops.cpu import fetching, native, recurrent
+from quire.ops.cpu import recurrent
 from quire.ops.cpu.exchange import MemoryExchange, shared_bytes
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
-from quire.ops.eager import EagerExecutor
-from quire.ops.linear import Linears
 from quire.ops.program import Executor, Program
-from quire.ops.recurrent import RecurrentCache, RecurrentSpec
-from quire.ops.recurrent_calls import Convolution, GatedNorm, Recurrence
+from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence
+from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
+from quire.ops.weights.linear import Linears
 
 
 class CpuBackend(Backend):
@@ -262,7 +264,7 @@ class CpuBackend(Backend):
             dtype,
         )
         if beyond >= 0:
-            raise validate_small.bad_position(positions, beyond, len(cos))
+            raise bad_position(positions, beyond, len(cos))
 
     def _swiglu(self, gate_up: Tensor) -> Tensor:
         dtype, size = _dtype("gate_up", gate_up), gate_up.shape[-1] // 2

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import GroupLost
+from quire.ops import native
 from quire.ops.collectives import Columns, loss
-from quire.ops.cpu import native
 
 SLOT = 2**20  # bytes that one rank exchanges at a time
 HEADER = 16  # bytes of a message's part before its content

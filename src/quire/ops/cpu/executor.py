@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadStride, BadValue
-from quire.ops import checks
+from quire.ops import native
+from quire.ops.checks.tensors import check_tensor
 from quire.ops.choice import Choice
-from quire.ops.cpu import native, recurrent
+from quire.ops.cpu import recurrent
 from quire.ops.cpu.exchange import MemoryExchange, gather_params
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
@@ -56,8 +57,8 @@ from quire.ops.program import (
     StateSpace,
     Write,
 )
-from quire.ops.recurrent import RecurrentCache, RecurrentSpec, check_cache
-from quire.ops.recurrent_calls import Convolution, Recurrence
+from quire.ops.recurrent.calls import Convolution, Recurrence
+from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec, check_cache
 from quire.ops.spec import AttentionSpec, PagedKV
 
 Described = TypeVar("Described", Operator, Choice)
@@ -410,6 +411,6 @@ def _native_cache(plan: CpuPlan | CpuRecurrentPlan, cache: PagedKV | RecurrentCa
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_tensor(name, x, shape, dtype, HOST)
+    check_tensor(name, x, shape, dtype, HOST)
     if not x.is_contiguous():
         raise BadStride(f"{name} has strides {x.stride()} for shape {shape}; it must be contiguous")

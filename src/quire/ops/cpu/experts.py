@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, Unsupported
+from quire.ops import native
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.collectives import Columns
-from quire.ops.cpu import native
 from quire.ops.cpu.exchange import gather_params
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.experts import ExpertLayer

@@ -2,7 +2,7 @@
 
 A row's bits depend only on the row, the weight and the instruction set: not on the other rows, the threads, or the
 division of the work. Sums are in fp32: the bias, and one sum for each segment of inputs, all in ascending order.
-Products with quantised weights are those of `quire.ops.quantised`, with the same bits on every instruction set.
+Products with quantised weights are those of `quire.ops.weights.quantised`, with the same bits on every instruction set.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue, Unsupported
-from quire.ops import checks
-from quire.ops.cpu import native
+from quire.ops import native
+from quire.ops.checks.tensors import INT32_MAX
 from quire.ops.cpu.lora import LoraMemory, PackedLoraTable
-from quire.ops.gguf_blocks import FORMATS, BlockWeight
-from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
-from quire.ops.lora import LoraTable
 from quire.ops.memory import in_huge_pages
-from quire.ops.narrow import NarrowFormat, NarrowWeight
-from quire.ops.quantised import PARTS, QuantisedWeight
+from quire.ops.weights.gguf_blocks import FORMATS, BlockWeight
+from quire.ops.weights.linear import Embedding, Linear, Linears, LinearWeight
+from quire.ops.weights.lora import LoraTable
+from quire.ops.weights.narrow import NarrowFormat, NarrowWeight
+from quire.ops.weights.quantised import PARTS, QuantisedWeight
 
 BLOCK = 64 * 2**20  # bytes allocated for several weights, since a small one alone fills no huge page
 
@@ -233,7 +233,7 @@ class Packer:
         if out_size * in_size == 0 or (bias is not None and bias.shape != (out_size,)):
             shown = None if bias is None else tuple(bias.shape)
             raise BadShape(f"weight has shape {(out_size, in_size)} and bias {shown}; expected [out, in] and [out]")
-        if in_size > checks.INT32_MAX:
+        if in_size > INT32_MAX:
             raise BadShape(f"weight has shape {(out_size, in_size)}; its inputs are numbered in an int32")
         for name, tensor in (("weight", weight), ("bias", bias)):
             if tensor is not None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue
-from quire.ops.cpu import native
-from quire.ops.lora import LoraPart, LoraRows
+from quire.ops import native
 from quire.ops.memory import in_huge_pages
+from quire.ops.weights.lora import LoraPart, LoraRows
 
 BLOCK = 4 * 2**20  # bytes allocated for several matrices of an adapter
 

@@ -7,9 +7,10 @@ from ctypes import addressof, byref
 import torch
 from torch import Tensor
 
-from quire.ops.cpu import native
-from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec, RecurrentStep
-from quire.ops.recurrent_calls import Convolution, Recurrence
+from quire.ops import native
+from quire.ops.recurrent.calls import Convolution, Recurrence
+from quire.ops.recurrent.plan import RecurrentPlan, RecurrentStep
+from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec
 
 
 class CpuRecurrentPlan(RecurrentPlan):

@@ -11,11 +11,11 @@ from typing import TypeAlias
 import torch
 
 from quire.errors import Unsupported
-from quire.ops import overlap
-from quire.ops.cpu import native
-from quire.ops.metadata import Step
+from quire.ops import native
+from quire.ops.checks import overlap
+from quire.ops.checks.metadata import Step
 from quire.ops.plan import AttentionPlan
-from quire.ops.recurrent import RecurrentCache
+from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.rows import used_strides
 from quire.ops.spec import AttentionSpec, PagedKV, check_kv
 

@@ -18,12 +18,12 @@ import triton
 from torch import Tensor
 
 from quire.errors import Unsupported
-from quire.ops import checks
-from quire.ops.backend import Backend, Scores, load, unavailable
-from quire.ops.eager import EagerExecutor
-from quire.ops.linear import Linears
+from quire.ops.backend import Backend, Scores
+from quire.ops.backends.eager import EagerExecutor
+from quire.ops.checks.tensors import check_beside
 from quire.ops.program import Executor, Program
-from quire.ops.recurrent import RecurrentSpec
+from quire.ops.recurrent.records import RecurrentSpec
+from quire.ops.registry import load, unavailable
 from quire.ops.side_stream import SideStream
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
@@ -35,6 +35,7 @@ from quire.ops.triton.quantised import IntegerLinears
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
 from quire.ops.triton.tiles import CHUNK, Tile, chip_of, launchable, pieces, precision
 from quire.ops.triton.worklist import TritonPlan
+from quire.ops.weights.linear import Linears
 
 LOG2_E = math.log2(math.e)
 
@@ -114,7 +115,7 @@ class TritonBackend(Backend):
     ) -> None:
         super()._check_attention(q, kv, plan, scores, out, return_lse)
         slopes, sinks = scores.alibi_slopes, scores.sinks
-        checks.check_beside(plan.rows, q=q, k=kv.k, v=kv.v, alibi_slopes=slopes, sinks=sinks, out=out)
+        check_beside(plan.rows, q=q, k=kv.k, v=kv.v, alibi_slopes=slopes, sinks=sinks, out=out)
 
     def _attention(
         self,

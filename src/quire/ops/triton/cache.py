@@ -52,7 +52,7 @@ def _round_heads(
     new, new_head, cache, cache_head, scales, scale_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store one token's row of all heads as integers with a scale, by the rule of `quire.ops.rounding`.
+    """Store one token's row of all heads as integers with a scale, by the rule of `quire.ops.weights.rounding`.
 
     Returns 1 if a number of the row is not finite, otherwise 0.
     """

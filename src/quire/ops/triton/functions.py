@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.ops import rounding
+from quire.ops.weights import rounding
 
 LN2_HIGH = tl.constexpr(0.693359375)  # exact in few bits
 LN2_LOW = tl.constexpr(-2.12194440e-4)  # ln 2 - LN2_HIGH
@@ -50,7 +50,7 @@ def is_finite(x):
 
 @triton.jit
 def int8_scale(largest):
-    """Return the factor of the numbers of a row, and its scale, by the rule of `quire.ops.rounding`.
+    """Return the factor of the numbers of a row, and its scale, by the rule of `quire.ops.weights.rounding`.
 
     largest: the largest magnitude of each row, infinite if one of its numbers is infinite or NaN.
     """

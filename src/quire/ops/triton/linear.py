@@ -16,11 +16,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.errors import BadShape, BadStride
-from quire.ops import checks
-from quire.ops.linear import Linear, LinearWeight, rows_are_independent
+from quire.ops.checks.tensors import check_beside, check_tensor
 from quire.ops.triton.launch import check_dtype, on_device_of
 from quire.ops.triton.quantised import IntegerLinears
 from quire.ops.triton.tiles import chip_of
+from quire.ops.weights.linear import Linear, LinearWeight, rows_are_independent
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     size, columns = x.shape[1], weight.shape[0]
     if x.stride(1) != 1 and size > 1:
         raise BadStride(f"x has strides {x.stride()}; the last one must be 1")
-    checks.check_tensor("weight", weight, (columns, size), x.dtype, x.device)
+    check_tensor("weight", weight, (columns, size), x.dtype, x.device)
     if bias is not None and bias.shape != (columns,):
         raise BadShape(f"bias has shape {tuple(bias.shape)}; expected ({columns},)")
-    checks.check_beside(x, bias=bias)
+    check_beside(x, bias=bias)
 
 
 def describable(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.quantised import ACTIVATION_GROUP, PARTS, QuantisedWeight
+from quire.ops.weights.quantised import ACTIVATION_GROUP, PARTS, QuantisedWeight
 
 RUN = 512  # inputs: the rows of weights and of rounded x are padded to a multiple
 BLOCK = tl.constexpr(32)  # outputs whose values of a part are contiguous; no tile has fewer

@@ -1,4 +1,4 @@
-"""Products with weights of integers, with the bits that `quire.ops.quantised` defines.
+"""Products with weights of integers, with the bits that `quire.ops.weights.quantised` defines.
 
 One kernel rounds rows of x to integers, another multiplies them. All rounding follows the order of the definition, and
 sums of integers are exact, so the results do not depend on the shape of a tile or on the other rows.
@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.errors import BadShape
-from quire.ops import checks
-from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
-from quire.ops.quantised import ACTIVATION_GROUP, PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight
+from quire.ops.checks.tensors import check_tensor
 from quire.ops.triton.functions import int8_scale, to_int8
 from quire.ops.triton.launch import FLOATS, on_device_of
 from quire.ops.triton.packed import BLOCK, PackedWeight, has_sums, is_apart, is_whole, padded_size, part_size
 from quire.ops.triton.tiles import processors_of
+from quire.ops.weights.linear import Embedding, Linear, Linears, LinearWeight
+from quire.ops.weights.quantised import ACTIVATION_GROUP, PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def rounded_rows(
     kind: QuantisedWeight,
     tile: int,  # rows
 ) -> RoundedRows:
-    """Round rows for the product with a kind of weight: the integers of `quire.ops.quantised`."""
+    """Round rows for the product with a kind of weight: the integers of `quire.ops.weights.quantised`."""
     (rows, size), padded = x.shape, padded_size(kind)
     room = triton.cdiv(rows, tile) * tile
     made = RoundedRows(
@@ -325,7 +325,7 @@ def integer_linear(
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, in]")
     kind, rows = weight.kind, len(x)
-    checks.check_tensor("x", x, (rows, weight.in_size), weight.dtype, weight.device, any_strides=True)
+    check_tensor("x", x, (rows, weight.in_size), weight.dtype, weight.device, any_strides=True)
     out = torch.empty(rows, weight.out_size, dtype=out_dtype, device=x.device)
     if rows:
         rounded = rounded_rows(x, kind, tile.rows)
@@ -465,7 +465,7 @@ class IntegerLinears(Linears):
 
     def _of(self, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> IntegerLinear:
         if bias is not None:
-            checks.check_tensor("bias", bias, (weight.out_size,), bias.dtype, weight.device, any_strides=True)
+            check_tensor("bias", bias, (weight.out_size,), bias.dtype, weight.device, any_strides=True)
             bias = bias.float().contiguous()
         return IntegerLinear(weight, bias, out_dtype, tiles_of(weight))
 

@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.recurrent import PIECE, RecurrentCache
-from quire.ops.recurrent_calls import Convolution, Recurrence
+from quire.ops.recurrent.calls import Convolution, Recurrence
+from quire.ops.recurrent.records import PIECE, RecurrentCache
 from quire.ops.triton.functions import exp, is_finite, sigmoid, softplus
 from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.ops.recurrent import PIECE, RecurrentPlan, RecurrentSpec, RecurrentStep
+from quire.ops.recurrent.plan import RecurrentPlan, RecurrentStep
+from quire.ops.recurrent.records import PIECE, RecurrentSpec
 from quire.ops.triton.lists import DeviceLists
 
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops import validate_small
 from quire.ops.activation import FUNCTIONS, Activation
-from quire.ops.recurrent_calls import GatedNorm
+from quire.ops.checks.small import check_positions
+from quire.ops.recurrent.calls import GatedNorm
 from quire.ops.rows import as_rows, count_rows, row_strides
 from quire.ops.triton.functions import exp, sigmoid
 from quire.ops.triton.launch import check_dtype, on_device_of
@@ -347,7 +347,7 @@ def rope(
     """
     check_dtype("q", q)
     if positions.is_cpu or not len(cos):
-        validate_small.check_positions(positions, len(cos))
+        check_positions(positions, len(cos))
     half = cos.shape[1]
     if not len(q) or not half:
         return

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import BadShape
-from quire.ops import checks
-from quire.ops.metadata import Step
+from quire.ops.checks.metadata import Step
+from quire.ops.checks.tensors import check_integers
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import AttentionSpec
 from quire.ops.triton import device_plan
@@ -81,8 +81,8 @@ class TritonPlan(AttentionPlan):
         """
         query_starts, context_lens, block_tables, _ = step
         for name, x, dims in (("query_starts", query_starts, 1), ("context_lens", context_lens, 1)):
-            checks.check_integers(name, x, dims)
-        checks.check_integers("block_tables", block_tables, 2)
+            check_integers(name, x, dims)
+        check_integers("block_tables", block_tables, 2)
         num_seqs, width = block_tables.shape
         if len(context_lens) != num_seqs or len(query_starts) != num_seqs + 1:
             raise BadShape(

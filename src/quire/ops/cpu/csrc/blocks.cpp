@@ -1,5 +1,5 @@
 // Conversion of GGUF blocks to the tensors of a quantised weight. It only moves bits, the same on every ISA. The formats are those of
-// llama.cpp (ggml/src/ggml-common.h); quire/ops/gguf_blocks.py reads them with torch's operators.
+// llama.cpp (ggml/src/ggml-common.h); ops/weights/gguf_blocks.py reads them with torch's operators.
 
 #include <cstring>
 
@@ -105,7 +105,7 @@ struct Reader {
 template <class Format>
 constexpr Reader READER = {read_row<Format>, Format::INPUTS, Format::SUBS};
 
-// In the order of FORMATS of quire/ops/gguf_blocks.py.
+// In the order of FORMATS of ops/weights/gguf_blocks.py.
 constexpr Reader READERS[] = {
     READER<Q8_0>, READER<Small<false, false>>, READER<Small<true, false>>, READER<Small<false, true>>, READER<Small<true, true>>,
     READER<Large<false>>, READER<Large<true>>, READER<Q6_K>};

@@ -1,5 +1,5 @@
 // Prefetching: the best settings depend on the core, not on the instruction set, and do not affect any bit of the results.
-// quire/ops/cpu/fetching.py chooses them when the library is loaded.
+// quire/ops/fetching.py chooses them when the library is loaded.
 #pragma once
 
 #include <cstdint>

@@ -213,7 +213,7 @@ struct LinearIntegerTiles {
         return found;
     }
 
-    // Add `count` rows of the totals to the sums, as in quire/ops/quantised.py. The subtraction of zeros is exact.
+    // Add `count` rows of the totals to the sums, as in ops/weights/quantised.py. The subtraction of zeros is exact.
     template <Scales S>
     QUIRE_INLINE_MEMBER void add_totals(Pending<S>& of, int64_t count, Block& sums) const {
         if constexpr (S == Scales::OF_ROWS) return;

@@ -1,4 +1,4 @@
-// Products of integers: weights of 4, 5, 6 or 8 bits with scales, and rows of x as bytes with scales. quire/ops/quantised.py defines
+// Products of integers: weights of 4, 5, 6 or 8 bits with scales, and rows of x as bytes with scales. ops/weights/quantised.py defines
 // the computation and the order of rounding, which are the same on every instruction set.
 //
 // For each segment of inputs, a strip has the lines of its sub-scales if there are any, then the lines of its values, then the lines of

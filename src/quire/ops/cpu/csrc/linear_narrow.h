@@ -1,4 +1,4 @@
-// Products of floating-point weights of 8 or 4 bits with scales, see quire/ops/narrow.py: numbers are widened exactly to the operands of
+// Products of floating-point weights of 8 or 4 bits with scales, see ops/weights/narrow.py: numbers are widened exactly to the operands of
 // rows of x (fp32, or pairs of bf16), and every group's sum is scaled in fp32:
 //
 //     out = bias;  for each group of inputs, ascending:  out = fma(the group's sum, its scale, out)

@@ -12,7 +12,7 @@ extern "C" __attribute__((weak)) int32_t quire_amx_adds_as_documented(void);  //
 
 namespace {
 
-// The reason why AMX is not used. quire/ops/cpu/native.py has the error messages.
+// The reason why AMX is not used. quire/ops/native.py has the error messages.
 enum Refusal : int32_t { NONE, NO_AVX512_BF16, NO_PROCESSOR, NO_SYSTEM, NO_PERMISSION, OTHER_SUMS, NOT_COMPILED };
 
 bool has_tiles() {

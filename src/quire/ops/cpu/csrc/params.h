@@ -1,4 +1,4 @@
-// The parameters that Python passes. quire/ops/cpu/native.py declares the same structures, field by field.
+// The parameters that Python passes. quire/ops/native.py declares the same structures, field by field.
 #pragma once
 
 #include <cstdint>

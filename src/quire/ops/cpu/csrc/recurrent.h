@@ -1,4 +1,4 @@
-// Recurrent layers: short convolutions, the gated delta rule, Mamba-2. quire/ops/recurrent.py has the formulas.
+// Recurrent layers: short convolutions, the gated delta rule, Mamba-2. ops/recurrent/__init__.py has the formulas.
 //
 // A task is one head of one sequence, or some of its columns. It processes the sequence chunk by chunk: first the products of keys and
 // queries with the state and with each other, then the updates row by row, the outputs, and the next state. Each number is one chain of

@@ -1,4 +1,4 @@
-// Rounding of weights to integers when a model is loaded: `quantised` of quire/ops/quantised.py in one pass over the weight. Every
+// Rounding of weights to integers when a model is loaded: `quantised` of ops/weights/quantised.py in one pass over the weight. Every
 // operation is exact or rounded once, so the numbers equal those of torch's operators on every ISA.
 
 #include <cstring>

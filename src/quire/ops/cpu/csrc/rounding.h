@@ -1,4 +1,4 @@
-// Rounding of rows of numbers to bytes with a scale, with the same bits as quire/ops/rounding.py.
+// Rounding of rows of numbers to bytes with a scale, with the same bits as ops/weights/rounding.py.
 #pragma once
 
 #include "elements.h"

@@ -14,17 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.errors import Unsupported
-from quire.ops import reference_recurrent, validate_small
 from quire.ops.activation import Activation
-from quire.ops.backend import Backend, Scores, load, unavailable
-from quire.ops.eager import EagerExecutor
-from quire.ops.linear import Linears
+from quire.ops.backend import Backend, Scores
+from quire.ops.backends.eager import EagerExecutor
+from quire.ops.checks.small import check_positions
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
-from quire.ops.recurrent_calls import GatedNorm
-from quire.ops.rounding import quantised_rows
+from quire.ops.recurrent import reference as reference_recurrent
+from quire.ops.recurrent.calls import GatedNorm
+from quire.ops.registry import load, unavailable
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
+from quire.ops.weights.linear import Linears
+from quire.ops.weights.rounding import quantised_rows
 
 _FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
@@ -166,7 +168,7 @@ class ReferenceBackend(Backend):
 
     def _rope(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         if positions.is_cpu:  # reading those on a GPU would synchronise
-            validate_small.check_positions(positions, len(cos))
+            check_positions(positions, len(cos))
         half = cos.shape[1]
         c, s = cos[positions][:, None], sin[positions][:, None]  # [T, 1, D_rot / 2]
         for x in (q, k):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan
-from quire.ops.recurrent_calls import Convolution, Recurrence
+from quire.ops.recurrent.calls import Convolution, Recurrence
+from quire.ops.recurrent.plan import RecurrentPlan
+from quire.ops.recurrent.records import PIECE, RecurrentCache
 
 EPS = 1e-6  # of the L2 norm of queries and keys
 

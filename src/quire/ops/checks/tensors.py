@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError
-from quire.ops import overlap
+from quire.ops.checks import overlap
 from quire.ops.rows import used_strides
 
 INT32_MAX = 2**31 - 1

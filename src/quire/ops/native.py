@@ -1,6 +1,6 @@
 """The native library: its path, the instruction sets that this machine runs, and its C entry points.
 
-The structures below are those of csrc/params.h, field by field.
+The structures below are those of cpu/csrc/params.h, field by field.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from quire.errors import Unsupported
+from quire.ops import fetching
 from quire.ops.activation import FUNCTIONS, Activation
 from quire.ops.choice import Choice
-from quire.ops.cpu import fetching
 
 # Instruction sets of x86-64 and of Arm, the best first; the last one is for tests.
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "amx_emulated")
@@ -426,8 +426,8 @@ def copied_rows(rows: int) -> int:
 
 
 def library_path() -> Path:
-    """Return the path of the library, which the build puts next to this file."""
-    return Path(__file__).parent / "libquire_cpu.so"
+    """Return the path of the library, which the build puts next to its sources."""
+    return Path(__file__).parent / "cpu" / "libquire_cpu.so"
 
 
 def unavailable() -> str | None:

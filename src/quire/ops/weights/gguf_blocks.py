@@ -4,7 +4,7 @@ A row consists of blocks of 32 or 256 inputs, each with its integers and their s
 (ggml/src/ggml-common.h). Integers, scales, minimums and sub-scales become those of a `QuantisedWeight`, and MXFP4's
 codes and exponents those of a `NarrowWeight`: nothing is rounded. If a weight is packed later, its blocks are kept
 until then, since one integer per byte would take twice the memory. The native library reads blocks if it is available
-(csrc/blocks.cpp), torch's operators otherwise.
+(cpu/csrc/blocks.cpp), torch's operators otherwise.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops import native
 from quire.ops.memory import mapped
-from quire.ops.narrow import E2M1, NarrowWeight, powers_of_two
-from quire.ops.quantised import ACTIVATION_GROUP, BLOCK, SUB_SIZES, SUPER_BLOCK, QuantisedWeight
+from quire.ops.weights.narrow import E2M1, NarrowWeight, powers_of_two
+from quire.ops.weights.quantised import ACTIVATION_GROUP, BLOCK, SUB_SIZES, SUPER_BLOCK, QuantisedWeight
 
 MXFP4 = "MXFP4"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -179,8 +180,6 @@ def _quantised(
     blocks: Tensor,  # uint8 [N, bytes of a row]
 ) -> QuantisedWeight:
     """Convert rows of blocks of the weight."""
-    from quire.ops.cpu import native  # here, since that package imports this module
-
     form = FORMATS[weight.kind]
     parts = (_read_by_torch if native.unavailable() else _read_natively)(weight.kind, blocks)
 
@@ -203,8 +202,6 @@ def _quantised(
 
 
 def _read_natively(kind: str, blocks: Tensor) -> BlockParts:
-    from quire.ops.cpu import native
-
     form, library = FORMATS[kind], native.default()
     count = blocks.shape[1] // form.nbytes  # of a row
     parts = form.room(len(blocks) * count)
@@ -316,7 +313,7 @@ def _q6_k(blocks: Tensor) -> BlockParts:
     return BlockParts((low | high << 4).flatten(1), _half(blocks[:, 208:210]), sub_scales=sub_scales)
 
 
-FORMATS = {  # in the order of csrc/blocks.cpp
+FORMATS = {  # in the order of cpu/csrc/blocks.cpp
     "Q8_0": Format(BLOCK, 34, 8, _q8_0),
     "Q4_0": Format(BLOCK, 18, 4, _q4_0),
     "Q4_1": Format(BLOCK, 20, 4, _q4_1, (0, 2)),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quire.ops.backend import Backend
-from quire.ops.lora import LoraRows
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import (
     Activate,
@@ -40,8 +39,10 @@ from quire.ops.program import (
     StateSpace,
     Write,
 )
-from quire.ops.recurrent import RecurrentCache, RecurrentPlan
+from quire.ops.recurrent.plan import RecurrentPlan
+from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.spec import PagedKV
+from quire.ops.weights.lora import LoraRows
 
 
 class EagerExecutor:

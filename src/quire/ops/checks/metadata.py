@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.errors import BadShape, BadValue
-from quire.ops.checks import INT32_MAX, host_integers
+from quire.ops.checks.tensors import INT32_MAX, host_integers
 from quire.ops.spec import AttentionSpec
 
 MAX_CONTEXT = 2**31 - 1024  # tokens: kernels count keys in an int32, up to a tile beyond the last one

@@ -1,35 +1,7 @@
-"""Data of layers with a recurrent state: the sizes of a state kind, its records, and the plan of a step.
-
-Dimensions, in addition to those of `quire.ops.spec`:
-
-| letter | is | letter | is |
-|---|---|---|---|
-| Hk, Hv | key heads, heads of the state | C | tokens of a piece (chunk): 32 |
-| Dk, Dv | numbers of a key, of a value | W, K | channels and taps of the convolution |
-| Ns, Nr | state records, row records | P | pieces in the widest table of records |
-
-A sequence is cut into pieces at absolute multiples of C tokens. The result of the row at position c·C + t depends only
-on the state S at the beginning of piece c and on the rows 0..t of that piece:
-
-    gated delta rule    u_t = beta_t · (v_t − e^{G_t} · Sᵀk_t − Σ_{j<t} e^{G_t − G_j} · (k_j·k_t) · u_j)
-    Mamba-2             u_t = dt_t · x_t
-    both                o_t = e^{G_t} · Sᵀq_t + Σ_{j≤t} e^{G_t − G_j} · (k_j·q_t) · u_j
-    after the piece     S' = e^{G_31} · S + Σ_j (e^{G_31 − G_j} · k_j) u_jᵀ
-
-G_t is the sum of the log-decays g_0 + … + g_t. All sums have one order (j ascending) and are in fp32 (float64 for
-float64), so a row has the same bits alone, in a prefill chunk, and with its whole prompt. The convolution's row p reads
-the inputs p − K + 1 .. p, where those before the sequence's start are zeros.
-
-With n tokens computed, a sequence keeps the state record of piece n // C (piece 0 needs no record). If n is not a
-multiple of C it also keeps the row record of that piece: the keys, updates, summed log-decays and convolution inputs of
-its rows. A state is written once, when a step reaches the end of a piece, and never changes. Rows may be overwritten,
-for example those of rejected draft tokens. Records that no sequence owns may have any value, NaN included.
-"""
+"""The plan of a step for the layers of one state kind. The formulas are in the package's docstring."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
@@ -38,133 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import BadDtype, BadShape, BadStride, BadValue, check_integer
-from quire.ops.checks import FLOATS, INT32_MAX, check_tensor, host_integers
-from quire.ops.memory import in_huge_pages
-from quire.ops.metadata import MAX_CONTEXT, check_query_starts
-
-PIECE = 32  # C
-MAX_DIM = 1024  # of keys and values
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrentSpec:
-    """The properties that are constant over all steps for the layers of one state kind. Validated on construction.
-
-    With num_heads 0 the layers are convolutions only.
-
-    Raises:
-        BadValue, BadDtype: naming the field that no backend could serve.
-    """
-
-    num_heads: int  # Hv, a multiple of num_k_heads; 0: no state
-    num_k_heads: int  # Hk
-    dim_k: int  # Dk, 0..1024
-    dim_v: int  # Dv, 0..1024
-    width: int  # W; 0: no convolution
-    taps: int  # K, 1..C + 1
-    num_states: int  # Ns
-    num_rows: int  # Nr
-    dtype: torch.dtype  # of inputs and results; the records are fp32, except for the convolution's inputs
-    device: str = "cpu"  # a device of torch
-
-    def __post_init__(self) -> None:
-        _check_spec(self)
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """The dtype of sums and states: fp32, or float64 for float64."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def key_width(self) -> int:
-        """Hk · Dk, the number of elements of a token's keys."""
-        return self.num_k_heads * self.dim_k
-
-    @property
-    def value_width(self) -> int:
-        """Hv · Dv, the number of elements of a token's values."""
-        return self.num_heads * self.dim_v
-
-    @property
-    def state_record(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor of a state record."""
-        return {
-            "state": ((self.num_heads, self.dim_k, self.dim_v), self.state_dtype),
-            "tail": ((self.taps - 1, self.width), self.dtype),
-        }
-
-    @property
-    def row_record(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor of a row record."""
-        return {
-            "keys": ((self.num_k_heads, PIECE, self.dim_k), self.state_dtype),
-            "updates": ((self.num_heads, PIECE, self.dim_v), self.state_dtype),
-            "decays": ((self.num_heads, PIECE), self.state_dtype),
-            "inputs": ((PIECE, self.width), self.dtype),
-        }
-
-    @property
-    def state_bytes(self) -> int:
-        """Size of a state record in bytes."""
-        return _bytes(self.state_record)
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of a row record in bytes."""
-        return _bytes(self.row_record)
-
-
-def _bytes(record: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in record.values())
-
-
-@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
-class RecurrentCache:
-    """One layer's records. Each record of a tensor is contiguous; the stride between records is arbitrary.
-
-    Records that no sequence owns may have any value, NaN included: they never affect a result.
-    """
-
-    # State records: the state and the last inputs before a piece.
-    state: Tensor  # fp32 [Ns, Hv, Dk, Dv]
-    tail: Tensor  # dtype [Ns, K - 1, W]: the inputs of the convolution
-    # Row records: the rows of a piece.
-    keys: Tensor  # fp32 [Nr, Hk, C, Dk], normalised if the layer normalises them
-    updates: Tensor  # fp32 [Nr, Hv, C, Dv]: u
-    decays: Tensor  # fp32 [Nr, Hv, C]: G
-    inputs: Tensor  # dtype [Nr, C, W]: of the convolution
-
-    @classmethod
-    def allocate(cls, spec: RecurrentSpec) -> RecurrentCache:
-        """Allocate the records of a layer, uninitialised. On a CPU they are in huge pages if the system has them.
-
-        Args:
-            spec: of the layer.
-        """
-        parts = (spec.num_states, spec.state_record), (spec.num_rows, spec.row_record)
-        sizes = {name: ((count, *shape), dtype) for count, record in parts for name, (shape, dtype) in record.items()}
-        if torch.device(spec.device).type == "cpu":
-            return cls(**{name: in_huge_pages(*size) for name, size in sizes.items()})
-        return cls(**{name: torch.empty(size[0], dtype=size[1], device=spec.device) for name, size in sizes.items()})
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
-        return dict(vars(self))
-
-
-def check_cache(cache: RecurrentCache, spec: RecurrentSpec) -> None:
-    """Check a layer's records against the spec. Raises BadShape, BadDtype, BadStride or BadValue."""
-    device = torch.device(spec.device)
-    for count, record in ((spec.num_states, spec.state_record), (spec.num_rows, spec.row_record)):
-        for name, (shape, dtype) in record.items():
-            tensor = getattr(cache, name)
-            check_tensor(f"cache.{name}", tensor, (count, *shape), dtype, device)
-            if tensor.numel() and not tensor[0].is_contiguous():
-                raise BadStride(
-                    f"cache.{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; each record must be "
-                    f"contiguous"
-                )
+from quire.errors import BadShape, BadValue, check_integer
+from quire.ops.checks.metadata import MAX_CONTEXT, check_query_starts
+from quire.ops.checks.tensors import INT32_MAX, host_integers
+from quire.ops.recurrent.records import PIECE, RecurrentSpec
 
 
 class RecurrentStep(NamedTuple):
@@ -351,32 +200,3 @@ def _check_written(name: str, table: NDArray[np.integer], written: NDArray[np.bo
         raise BadValue(f"{name}[{s}, {j}] and {name}[{r}, {i}] are both {record}; every piece needs its own record")
     for s, j in np.argwhere(read & np.isin(table, ids)):
         raise BadValue(f"{name}[{s}, {j}] is {table[s, j]}, which the step reads, and writes for another piece")
-
-
-def _check_spec(spec: RecurrentSpec) -> None:
-    """Raise BadValue or BadDtype for a field that no backend could serve."""
-    for name, lower, upper in (
-        ("num_heads", 0, INT32_MAX),
-        ("num_k_heads", 0, INT32_MAX),
-        ("dim_k", 0, MAX_DIM),
-        ("dim_v", 0, MAX_DIM),
-        ("width", 0, INT32_MAX),
-        ("taps", 1, PIECE + 1),
-        ("num_states", 0, INT32_MAX),
-        ("num_rows", 0, INT32_MAX),
-    ):
-        check_integer(BadValue, f"spec.{name}", getattr(spec, name), lower, upper)
-    heads = {"num_k_heads": spec.num_k_heads, "dim_k": spec.dim_k, "dim_v": spec.dim_v}
-    for name, value in heads.items():
-        if spec.num_heads > 0 and value == 0:
-            raise BadValue(f"spec.{name} is 0 with num_heads={spec.num_heads}; a state needs keys and values")
-        if spec.num_heads == 0 and value > 0:
-            raise BadValue(f"spec.{name} is {value} with num_heads=0; without a state it must be 0")
-    if spec.num_heads and spec.num_heads % spec.num_k_heads:
-        raise BadValue(f"spec.num_heads is {spec.num_heads}, no multiple of spec.num_k_heads, {spec.num_k_heads}")
-    if spec.dtype not in FLOATS:
-        raise BadDtype(f"spec.dtype is {spec.dtype!r}; it must be one of {', '.join(map(str, FLOATS))}")
-    try:
-        torch.device(spec.device)
-    except (RuntimeError, TypeError):
-        raise BadValue(f"spec.device is {spec.device!r}; it must name a device of torch, as 'cpu' does") from None

@@ -8,7 +8,7 @@ A row of x is rounded to integers too, with one scale for each activation group 
 are exact, so they are the same in every order, on every instruction set, and for every number of rows. The order of all
 other operations is defined here, and every kernel follows it to the bit:
 
-    x_scale[a], x_value[i]: the inputs i of activation group a, rounded by the rule of quire.ops.rounding
+    x_scale[a], x_value[i]: the inputs i of activation group a, rounded by the rule of quire.ops.weights.rounding
     sum[s]      = sum over the inputs i of segment s of (value[i] - zero[s]) * sub_scale[i] * x_value[i]   exact, int32
     low[s]      = sum over the inputs i of segment s of sub_minimum[i] * x_value[i]                        exact, int32
 
@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops import native
 from quire.ops.memory import mapped
-from quire.ops.rounding import quantised_rows
+from quire.ops.weights.rounding import quantised_rows
 
 ACTIVATION_GROUP = 128  # inputs of x that share a scale, unless a weight specifies another number
 GROUPS = (32, 64, 128)  # inputs of a weight that share a scale in fp32, unless all do
@@ -269,8 +270,6 @@ def quantised(
 
     Raises BadShape for an empty weight, BadValue for one that is not finite, and the errors of QuantisedWeight.
     """
-    from quire.ops.cpu import native  # here, since that package imports this module
-
     if weight.dim() != 2 or weight.numel() == 0:
         raise BadShape(f"weight has shape {tuple(weight.shape)}; expected [out, in], not empty")
     size = min(group_size, weight.shape[1])
@@ -297,8 +296,6 @@ def _rounded_natively(
     size: int,  # inputs that share a scale, at most `in`
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales, computed in one native call: torch's threads would synchronise in many small ones."""
-    from quire.ops.cpu import native
-
     if weight.dtype not in native.DTYPES:
         weight = weight.float()
     if weight.stride(1) != 1:
@@ -427,7 +424,7 @@ def rounded_groups(
     x: Tensor,  # [T, in]
     group_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Round groups of x as `quire.ops.rounding` defines: integers, int8 [T, in], and scales, fp32 [T, groups]."""
+    """Round groups of x by the rule of `rounding`: integers, int8 [T, in], and scales, fp32 [T, groups]."""
     rows, in_size = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -in_size % group_size))
     values, scales = quantised_rows(padded.view(rows, padded.shape[1] // group_size, group_size))

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from quire.ops.recurrent import RecurrentSpec
+from quire.ops.recurrent.records import RecurrentSpec
 
 
 class Convolution(NamedTuple):

@@ -1,6 +1,6 @@
 """The interface of the operators for layers with a recurrent state. `Backend` inherits it.
 
-`quire.ops.reference_recurrent` defines each result; `quire.ops.recurrent` defines the records and dimensions.
+`quire.ops.recurrent.reference` defines each result; `quire.ops.recurrent` defines the records and dimensions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadValue, Unsupported, check_number
-from quire.ops import checks, validate_small
-from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec, check_cache, step_sizes
-from quire.ops.recurrent_calls import Convolution, GatedNorm, Recurrence
+from quire.ops.checks.small import check_gate, check_gated_norm
+from quire.ops.checks.tensors import check_tensor
+from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence
+from quire.ops.recurrent.plan import RecurrentPlan, step_sizes
+from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec, check_cache
 from quire.ops.spec import Limits
 
 
@@ -192,7 +194,7 @@ class RecurrentOperators(ABC):
             rms_norm(x) * silu(gate) for "norm", as in Qwen3.5, or rms_norm(x * silu(gate)) for "gate", as in Mamba-2:
             [T, H].
         """
-        validate_small.check_gated_norm(x, gate, weight, eps, heads, first)
+        check_gated_norm(x, gate, weight, eps, heads, first)
         return self._gated_norm(x, gate, GatedNorm(weight, eps, heads, first))
 
     @abstractmethod
@@ -204,7 +206,7 @@ class RecurrentOperators(ABC):
         gate: Tensor,  # [T, H], or [T, 1]: one for all of a row
     ) -> None:
         """Multiply x by sigmoid(gate) in place."""
-        validate_small.check_gate(x, gate)
+        check_gate(x, gate)
         self._gate(x, gate)
 
     @abstractmethod
@@ -244,10 +246,10 @@ def _check_rows(plan: RecurrentPlan, **inputs: tuple[Tensor, int]) -> None:
     """Check inputs, given by name with their widths."""
     device = torch.device(plan.spec.device)
     for name, (x, width) in inputs.items():
-        checks.check_tensor(name, x, (plan.num_tokens, width), plan.spec.dtype, device)
+        check_tensor(name, x, (plan.num_tokens, width), plan.spec.dtype, device)
 
 
 def _check_weights(spec: RecurrentSpec, shape: tuple[int, ...], **weights: Tensor | None) -> None:
     for name, weight in weights.items():
         if weight is not None:
-            checks.check_tensor(name, weight, shape, spec.state_dtype, torch.device(spec.device))
+            check_tensor(name, weight, shape, spec.state_dtype, torch.device(spec.device))

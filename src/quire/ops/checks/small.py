@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
-from quire.ops import checks
 from quire.ops.activation import Activation
+from quire.ops.checks.tensors import INT32_MAX, check_beside, check_float, check_integers, check_tensor, check_written
 from quire.ops.choice import Choice
 
 
@@ -18,8 +18,8 @@ def check_residual(
     """Check the tensors that are added before a norm."""
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
-    checks.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
-    checks.check_written({"residual": residual}, {"x": x, "weight": weight})
+    check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
+    check_written({"residual": residual}, {"x": x, "weight": weight})
 
 
 def check_norm(x: torch.Tensor, eps: float, **weights: torch.Tensor | None) -> None:
@@ -30,7 +30,7 @@ def check_norm(x: torch.Tensor, eps: float, **weights: torch.Tensor | None) -> N
             raise BadShape(
                 f"{name} has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {tuple(x.shape[-1:])}"
             )
-    checks.check_beside(x, **weights)
+    check_beside(x, **weights)
     check_number(BadValue, "eps", eps, 0.0)
 
 
@@ -47,7 +47,7 @@ def check_gated_norm(
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
     check_norm(x, eps, weight=weight)
     for name, rows in (("x", x), ("gate", gate)):
-        checks.check_tensor(name, rows, tuple(x.shape), x.dtype, x.device)
+        check_tensor(name, rows, tuple(x.shape), x.dtype, x.device)
     check_integer(BadValue, "heads", heads, 1)
     if x.shape[1] % heads:
         raise BadShape(f"x has shape {tuple(x.shape)}; {heads} heads of one size do not make {x.shape[1]} numbers")
@@ -62,11 +62,11 @@ def check_gate(
     """Check the arguments of gate."""
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
-    checks.check_float("x", x)
+    check_float("x", x)
     alone = gate.dim() == 2 and gate.shape[1] == 1
     for name, rows, width in (("x", x, x.shape[1]), ("gate", gate, 1 if alone else x.shape[1])):
-        checks.check_tensor(name, rows, (len(x), width), x.dtype, x.device)
-    checks.check_written({"x": x}, {"gate": gate})
+        check_tensor(name, rows, (len(x), width), x.dtype, x.device)
+    check_written({"x": x}, {"gate": gate})
 
 
 def check_rope(
@@ -79,23 +79,23 @@ def check_rope(
     """Check rope's arguments, except for the values of the positions: `check_positions` checks these."""
     if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
         raise BadShape(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected [T, Hq, D] and [T, Hkv, D]")
-    checks.check_float("q", q)
+    check_float("q", q)
     if k.dtype != q.dtype:
         raise BadDtype(f"k has dtype {k.dtype} and q {q.dtype}; they must be the same")
     for name, x in (("q", q), ("k", k)):
-        checks.check_tensor(name, x, tuple(x.shape), q.dtype, q.device)
+        check_tensor(name, x, tuple(x.shape), q.dtype, q.device)
     if tuple(positions.shape) != (len(q),):
         raise BadShape(f"positions has shape {tuple(positions.shape)}; expected ({len(q)},)")
-    checks.check_integers("positions", positions, 1)
+    check_integers("positions", positions, 1)
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[2]:
         raise BadShape(
             f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be [P, D_rot / 2], with D_rot at "
             f"most {q.shape[2]}"
         )
-    checks.check_float("cos", cos)
-    checks.check_float("sin", sin)
-    checks.check_beside(q, positions=None if positions.is_cpu else positions, cos=cos, sin=sin)
-    checks.check_written({"q": q, "k": k}, {"positions": positions, "cos": cos, "sin": sin})
+    check_float("cos", cos)
+    check_float("sin", sin)
+    check_beside(q, positions=None if positions.is_cpu else positions, cos=cos, sin=sin)
+    check_written({"q": q, "k": k}, {"positions": positions, "cos": cos, "sin": sin})
 
 
 def check_positions(
@@ -145,7 +145,7 @@ def check_activation(
 def _check_rows(name: str, x: torch.Tensor) -> None:
     if x.dim() == 0:
         raise BadShape(f"{name} has shape (); it must have one dimension at least")
-    checks.check_float(name, x)
+    check_float(name, x)
 
 
 def check_logits(
@@ -153,9 +153,9 @@ def check_logits(
     k: int = 0,
 ) -> None:
     """Check the arguments of the sampler's operators."""
-    if logits.dim() != 2 or logits.shape[1] > checks.INT32_MAX:
-        raise BadShape(f"logits has shape {tuple(logits.shape)}; expected [R, V], with V at most {checks.INT32_MAX}")
-    checks.check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits.device)
+    if logits.dim() != 2 or logits.shape[1] > INT32_MAX:
+        raise BadShape(f"logits has shape {tuple(logits.shape)}; expected [R, V], with V at most {INT32_MAX}")
+    check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits.device)
     check_integer(BadValue, "k", k, 0, logits.shape[1])
 
 
@@ -166,4 +166,4 @@ def check_choice(
     """Check the arguments of choose."""
     check_logits(logits)
     choice.check(logits.shape[1])
-    checks.check_beside(logits, **{"choice.bias": choice.bias, "choice.scales": choice.scales})
+    check_beside(logits, **{"choice.bias": choice.bias, "choice.scales": choice.scales})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quire.errors import ConfigError
 
-# The kinds by number, as in csrc/fetching.h: past the larger caches, into all, into all except the first.
+# The kinds by number, as in cpu/csrc/fetching.h: past the larger caches, into all, into all except the first.
 KINDS = ("nta", "t0", "t1")
 PROBED = 2**19  # bytes
 MARGIN = 1.2  # required speed relative to "nta", which does not evict other data from the caches

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
-from quire.ops.checks import INT32_MAX, begin_alike, check_float, check_tensor, check_written
+from quire.ops.checks.tensors import INT32_MAX, begin_alike, check_float, check_tensor, check_written
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import PagedKV, check_kv
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
-from quire.ops.gguf_blocks import BlockWeight
-from quire.ops.lora import LoraTable, PlainLoraTable
-from quire.ops.narrow import NarrowLinear, NarrowWeight
-from quire.ops.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight
+from quire.ops.weights.gguf_blocks import BlockWeight
+from quire.ops.weights.lora import LoraTable, PlainLoraTable
+from quire.ops.weights.narrow import NarrowLinear, NarrowWeight
+from quire.ops.weights.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
 PROBE_NUMBERS = 2**24  # elements of a probe's output: for a large vocabulary it has fewer rows

@@ -1,0 +1,1 @@
+"""Backends in PyTorch: the reference, the gathering baseline, and their executor."""
