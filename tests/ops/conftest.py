@@ -14,6 +14,7 @@ from quire import ops
 from quire.ops import native
 from tests.marks import meetings, of_long_runs
 
+HERE = Path(__file__).parent
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -54,11 +55,14 @@ WITHOUT_ATTENTION = (
     "test_state.py",
     "test_states.py",
 )
+# What is made of operators, and checked before them, is the same code on every backend.
+COMPOSED = ("compat/", "test_cascade.py", "test_overlap.py", "test_plan.py", "test_public.py")
 EMULATED = "amx_emulated"
 # They differ from one another, and from amx, in bf16, in halves over an int8 cache, and in products of integers alone.
 WIDE = ("avx512", "avx512_bf16", EMULATED)
 # Without a GPU Triton's kernels run in its interpreter.
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
+IN_PYTHON = ["reference", "gather", *INTERPRETED]
 
 
 # What an operator checks is checked in one place for all backends: see `test_it_offers_the_whole_protocol`.
@@ -68,10 +72,9 @@ checked_once = pytest.mark.parametrize(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    left_out = {item for item in items if _repeats_another(item, here)}
+    left_out = {item for item in items if _repeats_another(item)}
     if not config.getoption("long"):
-        of_operators = [item for item in items if item.path.is_relative_to(here)]
+        of_operators = [item for item in items if item.path.is_relative_to(HERE)]
         left_out |= _more_of_the_same(of_operators, all_of_triton=config.getoption("triton"))
     items[:] = [item for item in items if item not in left_out]
 
@@ -79,10 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _more_of_the_same(items: list[pytest.Item], all_of_triton: bool) -> set[pytest.Item]:
     """Return the cases of each test on each backend that repeat values of its parameters which other cases have.
 
-    All pairs of values meet in the cases that remain. On a backend that differs little from another one, and in the
+    All pairs of values meet in the cases that remain on the best instruction set. On other backends, and in the
     interpreter of Triton if `all_of_triton` is set, each value is in one of them. Otherwise the interpreter runs one
-    case of each test, or as many as its marker `triton` gives. A case in which values merely meet for the first time is
-    slow.
+    case of each test, or as many as its marker `triton` gives, and none of the tests of what is made of operators. A
+    case in which values merely meet for the first time is slow.
     """
     tests: dict[tuple[str, str, bool], list[pytest.Item]] = {}
     for item in items:
@@ -97,7 +100,7 @@ def _more_of_the_same(items: list[pytest.Item], all_of_triton: bool) -> set[pyte
             more.update(cases)
         elif few is not None:
             more |= {*cases} - {*cases[len(cases) // 2 :][:few]}
-        elif " on " in backend or backend in ("gather", *INTERPRETED) or (INTERPRETED and "triton_backend" in test):
+        elif " on " in backend or backend in IN_PYTHON or (INTERPRETED and "triton_backend" in test):
             more |= set(cases) - each
         else:
             pairs = meetings({item: _marked(item) for item in cases}, 2)
@@ -117,7 +120,8 @@ def _num_interpreted(item: pytest.Item) -> int | None:
     marker, backend = item.get_closest_marker("triton"), _backend(item)
     if not INTERPRETED or (backend not in INTERPRETED if backend else marker is None):
         return None
-    return 1 if marker is None else marker.kwargs.get("cases", 1)
+    composed = item.path.relative_to(HERE).as_posix().startswith(COMPOSED)
+    return int(not composed) if marker is None else marker.kwargs.get("cases", 1)
 
 
 def _values(item: pytest.Item) -> dict[str, int]:
@@ -135,15 +139,15 @@ def _marked(item: pytest.Item) -> dict[str, tuple[int, ...]]:
     return found | {name: (value,) for name, value in left.items()}
 
 
-def _repeats_another(item: pytest.Item, here: Path) -> bool:
+def _repeats_another(item: pytest.Item) -> bool:
     """Whether it is a test on another instruction set that tests no kernel, or none of that instruction set's own."""
     callspec = getattr(item, "callspec", None)
     backend = "" if callspec is None else str(callspec.params.get("backend"))
-    if " on " not in backend or not item.path.is_relative_to(here):
+    if " on " not in backend or not item.path.is_relative_to(HERE):
         return False
     if backend.endswith(WIDE) and not _differs_on_wide_ones(item):
         return True
-    return not item.path.relative_to(here).as_posix().startswith(OF_KERNELS)
+    return not item.path.relative_to(HERE).as_posix().startswith(OF_KERNELS)
 
 
 def _differs_on_wide_ones(item: pytest.Item) -> bool:

@@ -16,7 +16,7 @@ from quire.ops.spec import MAX_HEAD_DIM
 from tests.marks import quick, spread
 from tests.ops import cases, dense
 from tests.ops.cases import Case, Step, check, half_dtype, naming
-from tests.ops.conftest import INTERPRETED
+from tests.ops.conftest import IN_PYTHON, INTERPRETED
 
 SHARDS = 20
 DTYPES = (
@@ -39,11 +39,13 @@ def seeds(shard: int, budget: int) -> range:
 
 @pytest.fixture
 def budget(backend, request, long):
-    """Random cases: unless all are wanted, fewer in the interpreter and on further instruction sets."""
+    """Random cases: unless all are wanted, fewer in Python, in the interpreter and on further instruction sets."""
     all_of_them, name = backend.limits.case_budget, request.node.callspec.params["backend"]
     if long:
         return all_of_them
-    return all_of_them * 3 // 10 if " on " in name else all_of_them // 4 if name in INTERPRETED else all_of_them
+    if name in IN_PYTHON:
+        return all_of_them // (4 if name in INTERPRETED else 2)
+    return all_of_them * 3 // 10 if " on " in name else all_of_them
 
 
 @pytest.mark.parametrize("shard", quick(range(SHARDS), 1, SHARDS // 10))

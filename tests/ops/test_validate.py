@@ -1,4 +1,4 @@
-"""Every check of validate.py: how to break a good call, which error it is, and what the message must name."""
+"""Every check of `ops.checks` but those of small operators: how to break a good call, and what the error must name."""
 
 from __future__ import annotations
 

@@ -44,15 +44,14 @@ def library(request: pytest.FixtureRequest) -> native.Library:
     return native.load(request.param, request.config.getoption("native_library"))
 
 
-@pytest.mark.parametrize("library", ISAS, indirect=True)
 @pytest.mark.parametrize(("kind", "shape"), spread(2, [*KINDS, *BLOCKS], SHAPES))
-def test_every_instruction_set_has_the_specified_bits(library, kind, shape):
+def test_every_instruction_set_has_the_specified_bits(backend, kind, shape):
     for dtype in DTYPES:
         weight = random_weight(kind, *shape, dtype)
         x = random_rows(97, weight.in_size, dtype)
         bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1)).to(dtype)
         specified = Linears().linear(weight, bias)(x)
-        made = Packer(library)(weight, bias)
+        made = Packer()(weight, bias)
         assert torch.equal(as_bits(made(x)), as_bits(specified))
         for rows in ROWS:
             for first in (0, 97 - rows):
@@ -90,9 +89,8 @@ DIGESTS = {
 }
 
 
-@pytest.mark.parametrize("library", ISAS, indirect=True)
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
-def test_every_processor_has_the_same_bits(library, kind):
+def test_every_processor_has_the_same_bits(backend, kind):
     found = hashlib.sha256()
     for dtype in DTYPES:
         gen = torch.Generator().manual_seed(7)
@@ -102,7 +100,7 @@ def test_every_processor_has_the_same_bits(library, kind):
             weight = replace(weight, minimums=exact_numbers(weight.minimums, gen))
         x = exact_numbers(torch.empty(40, weight.in_size), gen).to(dtype)
         bias = exact_numbers(torch.empty(67), gen).to(dtype)
-        made = Packer(library)(weight, bias)
+        made = Packer()(weight, bias)
         for rows in (1, 5, 40):
             found.update(as_bits(made(x[:rows])).numpy().tobytes())
     assert found.hexdigest()[:32] == DIGESTS[kind]
@@ -110,8 +108,7 @@ def test_every_processor_has_the_same_bits(library, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", TILED, indirect=True)
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
-@pytest.mark.parametrize("shape", TILED_SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "shape"), spread(len(TILED_SHAPES), [*KINDS, *BLOCKS], TILED_SHAPES))
 def test_tiles_have_the_specified_bits_for_any_number_of_rows(library, kind, shape):
     """Few rows, which vectors take; up to 16 and 32; more than an item has, so that few are left for the second one."""
     weight = random_weight(kind, *shape, torch.bfloat16)

@@ -105,7 +105,7 @@ def test_a_program_has_the_bits_of_its_operators_on_any_threads(backend, sizes, 
     eager, caches = EagerExecutor(backend, program), make_caches(layer)
     want = run(eager, caches, steps)
     assert want.isfinite().all()
-    for threads in (1, 2, 7):
+    for threads in (1, 7):
         torch.set_num_threads(threads)
         for executor in (backend.compile(program), eager):
             own = make_caches(layer)

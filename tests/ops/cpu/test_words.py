@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from quire.ops import native
+from tests.marks import of_long_runs
 
 pytestmark = pytest.mark.slow
 
 SOURCE = Path(__file__).parent / "words.cpp"
-CSRC = Path(native.__file__).parent / "csrc"
+CSRC = Path(native.__file__).parent / "cpu" / "csrc"
 OPTIONS = ("-std=gnu++20", "-O1", "-ffp-contract=off", "-Wno-psabi", "-Wno-ignored-attributes", f"-I{CSRC}")
 X86 = {
     "avx2": ("-march=x86-64-v3",),
@@ -58,7 +59,8 @@ def test_words_on_arm(isa: str, tmp_path: Path) -> None:
     assert run("qemu-aarch64", "-cpu", "max", str(program)) == "4 lanes, 0 failures\n"
 
 
-@pytest.mark.parametrize("isa", [isa for isa in X86 if isa in HERE])
+# Of the words for 16 lanes, avx512_bf16 has all but those that round to bf16.
+@pytest.mark.parametrize("isa", [of_long_runs(isa) if isa == "avx512" else isa for isa in X86 if isa in HERE])
 def test_words_on_x86(isa: str, tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("this machine has no g++")

@@ -128,6 +128,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, kind):
     caches.dense(0, 2_599, 2_600).check(*alone[2_599], caches.spec.dtype)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_shared_blocks_are_read_once(monkeypatch, reproducible):
     parts = [(3, 1_099, 1_100), (0, 2_598, 2_600), (1, 1_499, 1_500), (2, 89, 90)]
