@@ -150,6 +150,7 @@ class Backend(DecoderOperators, RecurrentOperators):
             MemoryError: if the plan's tensors cannot be allocated.
         """
         check_supported(spec, self.name, self.limits)
+        self._check_device(spec.device)
         return self._make_plan(spec, max_tokens, max_seqs, max_blocks)
 
     def _make_plan(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> AttentionPlan:

@@ -169,27 +169,11 @@ class RecurrenceParams(Structure):
     ]
 
 
+# The operators of a program, in the order of their numbers.
 OPS = (
-    "linear",
-    "norm",
-    "rope",
-    "write",
-    "attention",
-    "activation",
-    "multiply",
-    "add",
-    "copy",
-    "scale",
-    "keep",
-    "experts",
-    "gate",
-    "gated_norm",
-    "convolution",
-    "gated_delta",
-    "state_space",
-    "lora",
-    "gather",
-)  # in the order of their numbers
+    *"linear norm rope write attention activation multiply add copy".split(),
+    *"scale keep experts gate gated_norm convolution gated_delta state_space lora gather".split(),
+)
 MAX_BUFFERS = 32
 MOST_RANKS = 8  # of a tensor-parallel group
 

@@ -10,35 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quire.ops import program as op
 from quire.ops.backend import Backend
 from quire.ops.plan import AttentionPlan
-from quire.ops.program import (
-    Activate,
-    Add,
-    AddLora,
-    Attend,
-    Convolve,
-    Copy,
-    Gate,
-    GatedDelta,
-    GatedNormalize,
-    Gather,
-    Keep,
-    LayerCaches,
-    MixExperts,
-    Multiply,
-    Normalize,
-    Observer,
-    Operator,
-    Place,
-    Plan,
-    Program,
-    Project,
-    Rotate,
-    Scale,
-    StateSpace,
-    Write,
-)
+from quire.ops.program import LayerCaches, Observer, Operator, Place, Plan, Program
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.spec import PagedKV
@@ -116,11 +91,11 @@ class _Step:
         x = self.at(place)
         return x.view(len(x), place.size // dim, dim)
 
-    def kv(self, operator: Write | Attend) -> tuple[PagedKV, AttentionPlan]:
+    def kv(self, operator: op.Write | op.Attend) -> tuple[PagedKV, AttentionPlan]:
         """Return the cache and the plan of the layer's attention."""
         return cast(PagedKV, self.caches.layer(operator.layer)), cast(AttentionPlan, self.plans[operator.group])
 
-    def records(self, operator: Convolve | GatedDelta | StateSpace) -> tuple[RecurrentCache, RecurrentPlan]:
+    def records(self, operator: op.Convolve | op.GatedDelta | op.StateSpace) -> tuple[RecurrentCache, RecurrentPlan]:
         """Return the records and the plan of the layer's state."""
         cache, plan = self.caches.layer(operator.layer), self.plans[operator.group]
         return cast(RecurrentCache, cache), cast(RecurrentPlan, plan)
@@ -136,15 +111,15 @@ class _Step:
         """Run one operator."""
         backend, at = self.backend, self.at
         match operator:
-            case Project():
+            case op.Project():
                 self.put(operator.out, operator.linear(at(operator.x)))
-            case Normalize():
+            case op.Normalize():
                 self.put(operator.out, self._normalized(operator))
-            case Rotate(q=q, k=k, head_dim=dim):
+            case op.Rotate(q=q, k=k, head_dim=dim):
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
-            case Write(k=k, v=v, head_dim=dim):
+            case op.Write(k=k, v=v, head_dim=dim):
                 backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), *self.kv(operator))
-            case Attend():
+            case op.Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),
                     *self.kv(operator),
@@ -155,46 +130,46 @@ class _Step:
                     chunk=operator.chunk,
                 )
                 self.put(operator.out, attended)
-            case Activate():
+            case op.Activate():
                 self.put(operator.out, backend.activate(at(operator.x), operator.activation))
-            case Multiply():
+            case op.Multiply():
                 at(operator.out).mul_(at(operator.x))
-            case Add():
+            case op.Add():
                 at(operator.out).add_(at(operator.x))
-            case Copy():
+            case op.Copy():
                 self.put(operator.out, at(operator.x).clone())
-            case Scale():
+            case op.Scale():
                 at(operator.x).mul_(operator.factor)
-            case Keep():
+            case op.Keep():
                 if self.rows is not None:
                     for place in operator.buffers:
                         self.put(place, at(place)[self.rows])
                     if self.lora_rows is not None:
                         self.lora_rows = self.lora_rows.part(self.rows)
-            case MixExperts():
+            case op.MixExperts():
                 seen = None if operator.seen is None else at(operator.seen)
                 self.put(operator.out, backend.experts(at(operator.x), operator.layer, seen))
-            case Gate():
+            case op.Gate():
                 backend.gate(at(operator.out), at(operator.x))
-            case GatedNormalize(weight=weight, eps=eps, heads=heads, first=first):
+            case op.GatedNormalize(weight=weight, eps=eps, heads=heads, first=first):
                 normed = backend.gated_norm(at(operator.x), at(operator.gate), weight, eps, heads, first)
                 self.put(operator.out, normed)
-            case Convolve(weight=weight, bias=bias, activation=activation):
+            case op.Convolve(weight=weight, bias=bias, activation=activation):
                 convolved = backend.convolve(at(operator.x), weight, bias, activation, *self.records(operator))
                 self.put(operator.out, convolved)
-            case GatedDelta(decay_rate=rate, dt_bias=bias):
+            case op.GatedDelta(decay_rate=rate, dt_bias=bias):
                 qkv, gates = at(operator.qkv), at(operator.gates)
                 self.put(operator.out, backend.gated_delta(qkv, gates, rate, bias, *self.records(operator)))
-            case StateSpace(decay_rate=rate, skip=skip, dt_bias=bias, dt_limits=limits):
+            case op.StateSpace(decay_rate=rate, skip=skip, dt_bias=bias, dt_limits=limits):
                 xbc, dt, records = at(operator.xbc), at(operator.dt), self.records(operator)
                 self.put(operator.out, backend.state_space(xbc, dt, rate, skip, bias, limits, *records))
-            case Gather(columns=columns):
+            case op.Gather(columns=columns):
                 self.put(operator.out, columns.gathered(at(operator.x)))
-            case AddLora():
+            case op.AddLora():
                 if self.lora_rows is not None:
                     operator.table.add(at(operator.x), at(operator.out), self.lora_rows)
 
-    def _normalized(self, norm: Normalize) -> Tensor:
+    def _normalized(self, norm: op.Normalize) -> Tensor:
         x = self.at(norm.x)
         if norm.residual is not None:
             residual = self.at(norm.residual)

@@ -34,7 +34,7 @@ from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.program import Executor, Program
 from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence
-from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec
+from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
@@ -51,7 +51,9 @@ class CpuBackend(Backend):
         reproducible=True,
         case_budget=2_000,
     )
+    device_type = "cpu"
     plan_type = CpuPlan
+    recurrent_plan_type = recurrent.CpuRecurrentPlan
 
     @property
     def instruction_set(self) -> str:
@@ -89,8 +91,6 @@ class CpuBackend(Backend):
         return HostSwap()
 
     def _make_plan(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> CpuPlan:
-        if torch.device(spec.device).type != "cpu":
-            raise Unsupported(f"backend {self.name!r} does not serve device {spec.device!r}; it serves 'cpu'")
         return CpuPlan(spec, max_tokens, max_seqs, max_blocks, native.default())
 
     # ----------------------------------------------------------------------------------------------- attention
@@ -175,94 +175,39 @@ class CpuBackend(Backend):
             size = x.element_size()
             block, head, slot, *_ = (stride * size for stride in used_strides(x))
             _, heads, slots, *dims = x.shape
-            library.copy_blocks(
-                library.parallel_for,
-                x.data_ptr(),
-                block,
-                head,
-                slot,
-                heads,
-                slots,
-                math.prod(dims) * size,
-                sources.data_ptr(),
-                targets.data_ptr(),
-                len(src),
-            )
+            sizes = heads, slots, math.prod(dims) * size
+            ids = sources.data_ptr(), targets.data_ptr(), len(src)
+            library.copy_blocks(library.parallel_for, x.data_ptr(), block, head, slot, *sizes, *ids)
 
     # --------------------------------------------------------------------------------- operators of a decoder
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)
+        return self._norm("rms_norm", x, None, (weight,), eps)
 
     def _add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, residual, weight, eps)
-
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        outer_stride, inner, inner_stride = row_strides(x)
-        native.default()(
-            "rms_norm",
-            x.data_ptr(),
-            outer_stride,
-            inner,
-            inner_stride,
-            None if residual is None else residual.data_ptr(),
-            0 if residual is None else residual.stride(0),
-            weight.data_ptr(),
-            out.data_ptr(),
-            inner * x.shape[-1],
-            count_rows(x),
-            x.shape[-1],
-            eps,
-            dtype,
-        )
-        return out
+        return self._norm("rms_norm", x, residual, (weight,), eps)
 
     def _layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
-        bias = None if bias is None else _fp32(bias)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        return self._norm("layer_norm", x, None, (weight, bias), eps)
+
+    def _norm(
+        self, kernel: str, x: Tensor, residual: Tensor | None, weights: Sequence[Tensor | None], eps: float
+    ) -> Tensor:
+        dtype, x, size = _dtype("x", x), as_rows(x), x.shape[-1]
+        out, kept = torch.empty(x.shape, dtype=x.dtype), [None if w is None else _fp32(w) for w in weights]
+        added = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
+        addresses = (None if w is None else w.data_ptr() for w in (*kept, out))
         outer_stride, inner, inner_stride = row_strides(x)
-        native.default()(
-            "layer_norm",
-            x.data_ptr(),
-            outer_stride,
-            inner,
-            inner_stride,
-            None,
-            0,
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            inner * x.shape[-1],
-            count_rows(x),
-            x.shape[-1],
-            eps,
-            dtype,
-        )
+        rows = x.data_ptr(), outer_stride, inner, inner_stride
+        native.default()(kernel, *rows, *added, *addresses, inner * size, count_rows(x), size, eps, dtype)
         return out
 
     def _rope(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         dtype, positions = _dtype("q", q), positions.to("cpu", torch.int64).contiguous()
         cos, sin = _fp32(cos), _fp32(sin)
-        beyond = native.default()(
-            "rope",
-            q.data_ptr(),
-            q.stride(0),
-            q.shape[1],
-            q.stride(1),
-            k.data_ptr(),
-            k.stride(0),
-            k.shape[1],
-            k.stride(1),
-            positions.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            len(q),
-            *cos.shape,
-            dtype,
-        )
+        places = (y for x in (q, k) for y in (x.data_ptr(), x.stride(0), x.shape[1], x.stride(1)))
+        tables = (x.data_ptr() for x in (positions, cos, sin))
+        beyond = native.default()("rope", *places, *tables, len(q), *cos.shape, dtype)
         if beyond >= 0:
             raise bad_position(positions, beyond, len(cos))
 
@@ -296,32 +241,14 @@ class CpuBackend(Backend):
         return ids, shares
 
     def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-        dtype, x = _dtype("x", x), as_rows(x)
+        dtype, x, size = _dtype("x", x), as_rows(x), x.shape[-1]
         out = torch.empty(x.shape, dtype=x.dtype)
         outer_stride, inner, inner_stride = row_strides(x)
-        native.default()(
-            "gelu",
-            x.data_ptr(),
-            outer_stride,
-            inner,
-            inner_stride,
-            out.data_ptr(),
-            inner * x.shape[-1],
-            count_rows(x),
-            x.shape[-1],
-            approximate == "tanh",
-            dtype,
-        )
+        rows = x.data_ptr(), outer_stride, inner, inner_stride
+        native.default()("gelu", *rows, out.data_ptr(), inner * size, count_rows(x), size, approximate == "tanh", dtype)
         return out
 
     # --------------------------------------------------------------------------- of layers that keep a state
-
-    def _make_recurrent_plan(
-        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
-    ) -> recurrent.CpuRecurrentPlan:
-        if torch.device(spec.device).type != "cpu":
-            raise Unsupported(f"backend {self.name!r} does not serve device {spec.device!r}; it serves 'cpu'")
-        return recurrent.CpuRecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
 
     def _convolve(
         self,

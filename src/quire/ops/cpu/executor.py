@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.errors import BadStride, BadValue
 from quire.ops import native
+from quire.ops import program as op
 from quire.ops.checks.tensors import check_tensor
 from quire.ops.choice import Choice
 from quire.ops.cpu import recurrent
@@ -30,33 +31,7 @@ from quire.ops.cpu.recurrent import CpuRecurrentPlan
 from quire.ops.cpu.worklist import CpuPlan, Layout, layout
 from quire.ops.memory import in_huge_pages
 from quire.ops.plan import locked
-from quire.ops.program import (
-    Activate,
-    Add,
-    AddLora,
-    Attend,
-    Convolve,
-    Copy,
-    Gate,
-    GatedDelta,
-    GatedNormalize,
-    Gather,
-    Keep,
-    LayerCaches,
-    MixExperts,
-    Multiply,
-    Normalize,
-    Observer,
-    Operator,
-    Place,
-    Plan,
-    Program,
-    Project,
-    Rotate,
-    Scale,
-    StateSpace,
-    Write,
-)
+from quire.ops.program import LayerCaches, Observer, Operator, Place, Plan, Program
 from quire.ops.recurrent.calls import Convolution, Recurrence
 from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec, check_cache
 from quire.ops.spec import AttentionSpec, PagedKV
@@ -78,11 +53,13 @@ class NativeExecutor:
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
             return False
-        if not all(isinstance(step.table, PackedLoraTable) for step in program.operators if isinstance(step, AddLora)):
+        if not all(
+            isinstance(step.table, PackedLoraTable) for step in program.operators if isinstance(step, op.AddLora)
+        ):
             return False
         if not all(isinstance(columns.exchange, MemoryExchange) for columns in program.columns):
             return False
-        projections = [part for step in program.operators if isinstance(step, Project) for part in step.parts]
+        projections = [part for step in program.operators if isinstance(step, op.Project) for part in step.parts]
         packed = [cast(PackedLinear, part.linear) for part in projections]
         return all(linear.dtype == linear.out_dtype == program.dtype for linear in packed)
 
@@ -127,7 +104,7 @@ class NativeExecutor:
         self._ops = (native.Op * len(ops))(*ops)
         self._sizes: dict[int, set[tuple[str, object]]] = {}  # of each group: required fields of its plan's spec
         for operator in program.operators:
-            if isinstance(operator, (Write, Attend, Convolve, GatedDelta, StateSpace)):
+            if isinstance(operator, (op.Write, op.Attend, op.Convolve, op.GatedDelta, op.StateSpace)):
                 self._sizes.setdefault(operator.group, set()).update(
                     _sizes(operator).items(), [("dtype", program.dtype)]
                 )
@@ -137,20 +114,20 @@ class NativeExecutor:
     def _lowered(self, operator: Operator) -> native.Op:
         operator = self._held(operator)
         match operator:
-            case Project(linear=linear):
+            case op.Project(linear=linear):
                 return self._linear(operator, cast(PackedLinear, linear))
-            case Normalize(x=x, out=out, weight=weight, bias=bias, eps=eps, residual=residual, heads=heads):
+            case op.Normalize(x=x, out=out, weight=weight, bias=bias, eps=eps, residual=residual, heads=heads):
                 offset = None if bias is None else bias.data_ptr()
                 params = native.NormParams(weight.data_ptr(), offset, heads, len(weight), eps)
                 return self._op(operator, params, x, residual, out)
-            case Rotate(q=q, k=k, cos=cos, sin=sin, head_dim=dim):
+            case op.Rotate(q=q, k=k, cos=cos, sin=sin, head_dim=dim):
                 rope = native.RopeParams(cos.data_ptr(), sin.data_ptr(), *cos.shape, q.size // dim, k.size // dim, dim)
                 return self._op(operator, rope, q, k)
-            case Write(k=k, v=v, layer=layer, group=group):
+            case op.Write(k=k, v=v, layer=layer, group=group):
                 write = native.WriteParams()
                 self._cached[layer, group].append(write)
                 return self._op(operator, write, k, v, group=group)
-            case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes, sinks=sinks):
+            case op.Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes, sinks=sinks):
                 attention = native.AttentionParams(
                     alibi_slopes=None if slopes is None else slopes.data_ptr(),
                     sinks=None if sinks is None else sinks.data_ptr(),
@@ -160,40 +137,40 @@ class NativeExecutor:
                 )
                 self._cached[layer, group].append(attention)
                 return self._op(operator, attention, q, None, out, group=group)
-            case Activate(x=x, out=out, activation=activation):
+            case op.Activate(x=x, out=out, activation=activation):
                 return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
-            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out):
+            case op.Multiply(x=x, out=out) | op.Add(x=x, out=out) | op.Copy(x=x, out=out):
                 return self._op(operator, native.EachParams(out.size), x, None, out)
-            case Scale(x=x, factor=factor):
+            case op.Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
-            case Keep(buffers=buffers):
+            case op.Keep(buffers=buffers):
                 places: list[Place | None] = [*buffers, None]
                 return self._op(operator, native.EachParams(), buffers[0], places[1], places[2])
-            case MixExperts(x=x, layer=layer, out=out, seen=seen):
+            case op.MixExperts(x=x, layer=layer, out=out, seen=seen):
                 linears = ExpertLinears.of(replace(layer, choice=self._held(layer.choice)))
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, seen or x, out)
-            case Gate(x=x, out=out):
+            case op.Gate(x=x, out=out):
                 return self._op(operator, native.GateParams(x.size, out.size), x, None, out)
-            case GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
+            case op.GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
                 first, dim = operator.first == "gate", len(weight) // heads
                 gated = native.GatedNormParams(weight.data_ptr(), heads, dim, eps, first)
                 return self._op(operator, gated, x, gate, out)
-            case Convolve(x=x, out=out):
+            case op.Convolve(x=x, out=out):
                 weight = operator.weight.T.contiguous()
                 self._kept.append(weight)
                 convolution = Convolution(weight, operator.bias, operator.activation)
                 return self._recurrent(operator, recurrent.convolution_params(convolution), x, None, out)
-            case GatedDelta(qkv=qkv, gates=gates, out=out):
+            case op.GatedDelta(qkv=qkv, gates=gates, out=out):
                 delta = Recurrence(operator.decay_rate, operator.dt_bias)
                 return self._recurrent(operator, recurrent.recurrence_params(delta), qkv, gates, out)
-            case StateSpace(xbc=xbc, dt=dt, out=out, decay_rate=rate, dt_bias=bias):
+            case op.StateSpace(xbc=xbc, dt=dt, out=out, decay_rate=rate, dt_bias=bias):
                 space = Recurrence(rate, bias, operator.skip, operator.dt_limits)
                 return self._recurrent(operator, recurrent.recurrence_params(space), xbc, dt, out)
-            case Gather(x=x, columns=columns, out=out):
+            case op.Gather(x=x, columns=columns, out=out):
                 return self._op(operator, gather_params(columns), x, None, out)
-            case AddLora(x=x, table=table, out=out):
+            case op.AddLora(x=x, table=table, out=out):
                 packed = cast(PackedLoraTable, table)
                 lora = packed.params()
                 self._kept.append(packed)
@@ -210,7 +187,7 @@ class NativeExecutor:
 
     def _recurrent(
         self,
-        operator: Convolve | GatedDelta | StateSpace,
+        operator: op.Convolve | op.GatedDelta | op.StateSpace,
         params: native.ConvolutionParams | native.RecurrenceParams,
         x: Place,
         y: Place | None,
@@ -219,7 +196,7 @@ class NativeExecutor:
         self._cached[operator.layer, operator.group].append(params)
         return self._op(operator, params, x, y, out, group=operator.group)
 
-    def _linear(self, operator: Project, packed: PackedLinear) -> native.Op:
+    def _linear(self, operator: op.Project, packed: PackedLinear) -> native.Op:
         params = packed.params()
         self._linears.append(params)
         self._projections.append((packed, self._strides[operator.x.buffer]))
@@ -385,19 +362,19 @@ class NativeExecutor:
 
 def _parts(operator: Operator) -> Sequence[Operator]:
     """Return the operators that the library runs in sequence for one operator."""
-    return operator.parts if isinstance(operator, Project) else [operator]
+    return operator.parts if isinstance(operator, op.Project) else [operator]
 
 
-def _sizes(operator: Write | Attend | Convolve | GatedDelta | StateSpace) -> dict[str, int]:
+def _sizes(operator: op.Write | op.Attend | op.Convolve | op.GatedDelta | op.StateSpace) -> dict[str, int]:
     """Return the fields that the spec of the operator's plan must have."""
     match operator:
-        case Attend(q=q, out=out, head_dim=dim):
+        case op.Attend(q=q, out=out, head_dim=dim):
             return {"num_heads": q.size // dim, "head_dim": dim, "dim_v": out.size * dim // q.size}
-        case Write(k=k, v=v, head_dim=dim):
+        case op.Write(k=k, v=v, head_dim=dim):
             return {"num_kv_heads": k.size // dim, "head_dim": dim, "dim_v": v.size * dim // k.size}
-        case Convolve(x=x, weight=weight):
+        case op.Convolve(x=x, weight=weight):
             return {"width": x.size, "taps": weight.shape[1]}
-        case GatedDelta(qkv=x, out=out) | StateSpace(xbc=x, out=out):
+        case op.GatedDelta(qkv=x, out=out) | op.StateSpace(xbc=x, out=out):
             heads = len(operator.decay_rate)
             return {"num_heads": heads, "value_width": out.size, "key_width": (x.size - out.size) // 2}
 

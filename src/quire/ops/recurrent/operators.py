@@ -29,6 +29,8 @@ class RecurrentOperators(ABC):
 
     name: str
     limits: Limits
+    device_type: str | None = None  # of the only devices that its plans serve; None: those of the specs
+    recurrent_plan_type: type[RecurrentPlan] = RecurrentPlan  # of the plans that its operators take
 
     # --------------------------------------------------------------------------------------------------- plans
 
@@ -50,12 +52,12 @@ class RecurrentOperators(ABC):
         if spec.dtype not in self.limits.kv_dtypes:
             served = ", ".join(sorted(map(str, self.limits.kv_dtypes)))
             raise Unsupported(f"backend {self.name!r} does not serve dtype {spec.dtype}; it serves {served}")
-        return self._make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces)
+        self._check_device(spec.device)
+        return self.recurrent_plan_type(spec, max_tokens, max_seqs, max_pieces)
 
-    def _make_recurrent_plan(
-        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
-    ) -> RecurrentPlan:
-        return RecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
+    def _check_device(self, device: str) -> None:
+        if self.device_type not in (None, torch.device(device).type):
+            raise Unsupported(f"backend {self.name!r} does not serve device {device!r}; it serves {self.device_type!r}")
 
     def recurrent_plan(
         self,
@@ -112,7 +114,7 @@ class RecurrentOperators(ABC):
         x: Tensor,  # [T, W]
         convolution: Convolution,
         cache: RecurrentCache,
-        plan: Any,  # RecurrentPlan, of `_make_recurrent_plan`; locked
+        plan: Any,  # RecurrentPlan, of recurrent_plan_type; locked
     ) -> Tensor: ...
 
     def gated_delta(
@@ -176,7 +178,7 @@ class RecurrentOperators(ABC):
         gates: Tensor,  # [T, 2 * Hv], or dt: [T, Hv]
         recurrence: Recurrence,  # without a skip: the gated delta rule
         cache: RecurrentCache,
-        plan: Any,  # RecurrentPlan, of `_make_recurrent_plan`; locked
+        plan: Any,  # RecurrentPlan, of recurrent_plan_type; locked
     ) -> Tensor: ...
 
     def gated_norm(

@@ -22,7 +22,6 @@ from quire.ops.backend import Backend, Scores
 from quire.ops.backends.eager import EagerExecutor
 from quire.ops.checks.tensors import check_beside
 from quire.ops.program import Executor, Program
-from quire.ops.recurrent.records import RecurrentSpec
 from quire.ops.registry import load, unavailable
 from quire.ops.side_stream import SideStream
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
@@ -62,6 +61,7 @@ class TritonBackend(Backend):
         case_budget=200,
     )
     plan_type = TritonPlan
+    recurrent_plan_type = TritonRecurrentPlan
     graphable = True
 
     def unavailable(self, device: str) -> str | None:
@@ -203,11 +203,6 @@ class TritonBackend(Backend):
                     num_warps=1 if spec.dim_v <= 128 else 4,
                     enable_fp_fusion=fusion,
                 )
-
-    def _make_recurrent_plan(
-        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
-    ) -> TritonRecurrentPlan:
-        return TritonRecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
 
     _merge_states = staticmethod(states.merge_states)
     _apply_sinks = staticmethod(states.apply_sinks)
