@@ -65,8 +65,8 @@ def test_write_kv_rounds_as_the_rule_says(backend, device, layout):
     """Every bit of integers and scales, for numbers of all sizes, and rows that are not finite among them."""
     for dtype in served(backend):
         for i, dim in enumerate(DIMS):
-            if backend.name != "cpu" and (i - LAYOUTS.index(layout)) % len(LAYOUTS):
-                continue  # in Python each dim with one of the layouts
+            if (i - LAYOUTS.index(layout)) % (2 if backend.name == "cpu" else len(LAYOUTS)):
+                continue  # each dim with half of the layouts, and in Python with one
             case = Case(query_lens=(9,), context_lens=(9,), dtype=dtype, kv_dtype=torch.int8, layout=layout, seed=i)
             step = Step(replace(case, head_dim=dim, head_dim_v=DIMS[-1 - i], row_strides="packed"), device)
             for new in (step.k_new, step.v_new):

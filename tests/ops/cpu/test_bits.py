@@ -66,8 +66,6 @@ def test_long_contexts_over_many_threads(backend, dtype, kv_dtype, options):
         parts, plan = attend(backend, step, threads)
         assert plan.num_parts > 0 or threads == 2
         assert same(whole, parts), f"{threads} threads"
-    if options.get("return_lse"):
-        step.check_result(backend, *step.attend(backend, plan))
 
 
 @pytest.mark.parametrize(("options", "dtype", "block_size", "kv_dtype"), spread(2, OPTIONS, DTYPES, [16, 100], CACHES))
