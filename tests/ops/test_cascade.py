@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import pytest
@@ -133,22 +132,6 @@ def test_any_heads(backend, device, num_kv_heads, group_size, head_dim):
         ).check(backend, device)  # fmt: skip
 
 
-def test_levels_equal_a_flat_plan_over_shared_blocks(backend, device):
-    """The same keys as two levels, and as one table a sequence that begins with the same blocks."""
-    q, levels, whole = Tree([[0, 0, 0], [0, 1, 2]], [[64], [17, 1, 16]], [1, 1, 1], [16, 16]).build(backend, device)
-    given = ops.cascade_attention(q, levels, backend=backend.name)
-    shared, own = levels
-    k, v = (torch.cat([getattr(level.kv, name) for level in levels]) for name in "kv")
-    offset = len(shared.kv.k)
-    tables = torch.cat([shared.plan.block_tables[:1, :4].expand(3, -1), own.plan.block_tables[:, :2] + offset], dim=1)
-    spec = ops.AttentionSpec(
-        num_heads=6, num_kv_heads=2, head_dim=16, block_size=16, num_blocks=len(k), dtype=torch.float32, device=device
-    )
-    plan = backend.plan(spec, torch.arange(4), torch.tensor([len(k) for k, _ in whole]), tables)
-    flat = backend.attention(q, ops.PagedKV(k, v), plan)
-    dense.check_close("out", given, flat, 1e-5)
-
-
 def levels_of(backend: ops.Backend, device: str, second: dict | None = None, first: dict | None = None) -> list:
     levels = []
     for depth, changes in enumerate((first or {}, second or {})):
@@ -172,7 +155,6 @@ def levels_of(backend: ops.Backend, device: str, second: dict | None = None, fir
         ({"rows": 3}, {}, BadShape, "level 0 has 3 query rows and the last one 2"),
         ({"num_heads": 4}, {}, BadShape, "level 0 has num_heads 4 and the last one 2"),
         ({"head_dim": 4}, {}, BadShape, "level 0 has head_dim 4 and the last one 8"),
-        ({"causal": True}, {}, BadValue, "level 0 is causal; only the last one may be"),
         ({}, {"window": 3}, Unsupported, "level 1 has a window of 3"),
     ],
 )
@@ -218,22 +200,3 @@ def test_levels_may_differ_in_kv_heads_and_not_in_values(backend, device):
     first, last = levels_of(backend, device, first={"head_dim_v": 4})
     with pytest.raises(BadShape, match="level 0 has dim_v 4 and the last one 8"):
         ops.cascade_attention(q, [first, last], backend=backend.name)
-
-
-def test_the_lse_merges_on(backend, device):
-    """A cascade's own state is a state: merged with further keys it is attention over all."""
-    q, levels, whole = Tree([[0, 0], [0, 1]], [[30], [9, 12]], [1, 1], [8, 8]).build(backend, device)
-    gen = torch.Generator().manual_seed(1)
-    k, v = (torch.randn(7, 2, 16, generator=gen) for _ in range(2))
-    more = dense.attend(q, k, v, causal=False)
-    state = ops.AttentionState(*ops.cascade_attention(q, levels, return_lse=True, backend=backend.name))
-    extra = ops.AttentionState(more.out.float().to(device), more.lse.float().contiguous().to(device))
-    merged = state.merge(extra, backend=backend.name)
-    want = dense.concat(
-        [
-            dense.attend(q[s : s + 1], torch.cat([keys, k]), torch.cat([values, v]), causal=False)
-            for s, (keys, values) in enumerate(whole)
-        ]
-    )
-    want.check(merged.out, merged.lse, torch.float32, roundings=6)
-    assert math.isfinite(merged.lse.sum())

@@ -79,31 +79,6 @@ def test_a_plan_serves_one_step_after_the_other(backend, device, window):
         assert addresses(plan) == fixed
 
 
-def test_a_smaller_step_leaves_no_trace_of_a_larger_one(backend, device):
-    """Stale slots of the larger step must not be written, nor its rows attended."""
-    large, small = step_of((3, 20), (3, 20), device), step_of((1,), (4,), device, seed=1)
-    small.write(backend)
-    plan = backend.make_plan(large.spec, 23, 2, 4)
-    plan.update(*metadata(large))
-    plan.update(*metadata(small))
-    backend.write_kv(small.k_new, small.v_new, small.kv, plan)
-    small.check_cache()
-    check(backend, plan, small)
-
-
-def test_an_update_without_slots_makes_the_plan_read_only(backend, device):
-    step = step_of((3,), (20,), device)
-    plan = step.write(backend)
-    plan.update(*metadata(step)[:3])
-    assert not plan.writable
-    with pytest.raises(QuireError, match="read-only"):
-        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
-    check(backend, plan, step)
-    plan.update(*metadata(step))
-    backend.write_kv(step.k_new, step.v_new, step.kv, plan)
-    step.check_cache()
-
-
 def integers(*values: object) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor(value) for value in values)
 

@@ -76,7 +76,7 @@ def test_logits_without_an_element(backend, device):
 
 @checked_once
 @pytest.mark.parametrize("name", ["max_tokens", "max_seqs", "max_blocks"])
-@pytest.mark.parametrize("value", [*TOO_MANY, 1.5, True, "4", None])
+@pytest.mark.parametrize("value", [-1, *TOO_MANY, 1.5, True, "4", None])
 def test_a_plan_of_a_size_that_no_int32_holds(backend, device, name, value):
     room = {"max_tokens": 5, "max_seqs": 3, "max_blocks": 2, name: value}
     with pytest.raises(BadValue, match=rf"^{name} is {value!r}; it must be"):

@@ -157,17 +157,6 @@ def test_rope_of_a_part_of_heads_that_lie_anywhere(backend, device):
         assert torch.equal(exact(k_home), around)
 
 
-def test_rope_keeps_the_score_of_a_distance(backend, device):
-    """q·k of two rotated vectors depends on how far apart they stand, and on nothing else."""
-    cos, sin = (x.to(device) for x in angles(1_000, 16))
-    one = draw((1, 1, 32), torch.float32, device)
-    q, k, spare = one.repeat(3, 1, 1), one.repeat(3, 1, 1) + 1, one.repeat(3, 1, 1)
-    backend.rope(q, spare, torch.tensor([5, 105, 905], device=device), cos, sin)
-    backend.rope(spare, k, torch.tensor([0, 100, 900], device=device), cos, sin)
-    scores = exact(q * k).sum(-1).flatten()
-    check_close("score", scores, scores[:1].expand(3), 2e-4)
-
-
 def test_rope_of_q_alone(backend, device):
     """K may have no head at all."""
     cos, sin = angles(50, 8)
@@ -211,11 +200,6 @@ def test_gelu(backend, device, shape, size):
         check_rounded("gelu", backend.gelu(x, "none"), erf, dtype, wide.abs())
         tanh = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
         check_rounded("gelu", backend.gelu(x, "tanh"), tanh, dtype, wide.abs())
-
-
-def test_the_two_forms_of_gelu_differ(backend, device):
-    x = torch.tensor([2.0], device=device)
-    assert (backend.gelu(x, "none") - backend.gelu(x, "tanh")).abs() > 5e-5
 
 
 FORMULAS = {

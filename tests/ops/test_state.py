@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue
 from quire.ops import AttentionState
 from tests.ops import dense
@@ -51,17 +50,6 @@ def test_bases_do_not_mix(backend, device):
     wrong = first.merge(AttentionState(second.out, second.in_base(2).lse), backend=backend.name)
     right = first.merge(second, backend=backend.name)
     assert (wrong.out - right.out).abs().max() > 0.01
-
-
-def test_the_operators_give_natural_logarithms(backend, device):
-    q, kv = torch.zeros(1, 2, 8, device=device), torch.ones(1, 1, 4, 8, device=device)
-    spec = ops.AttentionSpec(
-        num_heads=2, num_kv_heads=1, head_dim=8, block_size=4, num_blocks=1, dtype=torch.float32, device=device
-    )
-    plan = backend.plan(spec, torch.tensor([0, 1]), torch.tensor([4]), torch.tensor([[0]]))
-    state = AttentionState(*backend.attention(q, ops.PagedKV(kv, kv), plan, return_lse=True))
-    assert torch.allclose(state.lse, torch.tensor(math.log(4)))
-    assert torch.allclose(state.in_base(2).lse, torch.tensor(2.0))
 
 
 def test_a_shift_moves_the_lse_alone(device):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from quire.ops.activation import Activation
 from quire.ops.weights.rounding import quantised_rows
 from tests.marks import spread
 from tests.ops.cases import Case, Step
+from tests.ops.integers import as_bits
 
 OPTIONS: list[dict[str, Any]] = [
     {"return_lse": True},
@@ -31,22 +31,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHES = (None, torch.int8)  # None: of the dtype of q
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def attend(backend: ops.Backend, step: Step, threads: int = 1) -> tuple[list[torch.Tensor], ops.AttentionPlan]:
     """Output and LSE as integers, so that -0 is not 0, and the plan."""
     torch.set_num_threads(threads)
     plan = step.write(backend)
     return [as_bits(x) for x in step.attend(backend, plan) if x is not None], plan
-
-
-def as_bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,18 +13,12 @@ from torch import Tensor
 from quire.errors import BadShape, BadValue, Unsupported
 from quire.ops.cpu.linear import BLOCK, Packer
 from quire.ops.memory import HUGE_PAGE
+from tests.ops.integers import as_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # out, in: single numbers, vectors and strips +- 1, more than one stretch of lanes, odd numbers of inputs
 SHAPES = ((1, 1), (7, 1), (15, 7), (16, 64), (17, 65), (63, 33), (65, 96), (960, 576), (100, 1536), (130, 4097))
 ROWS = (0, 1, 2, 5, 6, 7, 13, 24, 95, 96, 97, 193)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def tensors(dtype: torch.dtype, out_size: int, in_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,10 +29,6 @@ def tensors(dtype: torch.dtype, out_size: int, in_size: int) -> tuple[Tensor, Te
 
 def whole_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype == torch.float32 else torch.int16
-
-
-def as_bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(whole_dtype(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue
 from quire.ops import native
 from quire.ops.cpu.linear import PackedLinears, Packer
 from quire.ops.weights.linear import Linears
 from quire.ops.weights.narrow import E2M1, E4M3, NarrowFormat, NarrowWeight
+from tests.ops.integers import as_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # out, in: single numbers, vectors and strips +- 1, lines +- 1, groups +- 1, several panels of strips
 SHAPES = ((1, 1), (7, 3), (16, 32), (17, 33), (63, 127), (65, 128), (40, 576), (100, 1537), (140, 257))
 ROWS = (1, 2, 5, 6, 7, 13, 16, 17, 33, 97)
 ISAS = () if native.unavailable() else native.runnable(native.library_path())
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def library(request: pytest.FixtureRequest) -> native.Library:
-    """The kernels of that instruction set, of the build that is tested."""
-    return native.load(request.param, request.config.getoption("native_library"))
 
 
 def random_weight(form: NarrowFormat, out_size: int, in_size: int, dtype: torch.dtype) -> NarrowWeight:
@@ -46,10 +31,6 @@ def random_weight(form: NarrowFormat, out_size: int, in_size: int, dtype: torch.
     if form.bits == 8:
         scales *= torch.randn(shape, generator=gen)
     return NarrowWeight(codes, scales, form, dtype)
-
-
-def as_bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
 @pytest.mark.parametrize("library", ISAS, indirect=True)

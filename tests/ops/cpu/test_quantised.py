@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -29,19 +28,6 @@ ISAS = () if native.unavailable() else native.runnable(native.library_path())
 # Where integers are multiplied by tiles: one tile +- 1, several panels of strips, and ends of stretches of the inputs.
 TILED = [isa for isa in ISAS if isa.startswith("amx")]
 TILED_SHAPES = ((17, 63), (32, 65), (300, 1540), (100, 768), (33, 769))
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def library(request: pytest.FixtureRequest) -> native.Library:
-    """The kernels of that instruction set, of the build that is tested."""
-    return native.load(request.param, request.config.getoption("native_library"))
 
 
 @pytest.mark.parametrize(("kind", "shape"), spread(2, [*KINDS, *BLOCKS], SHAPES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,13 +22,6 @@ SIZES = (
     Sizes(heads=6, k_heads=2, dim_k=24, dim_v=40),
     Sizes(heads=1, k_heads=1, dim_k=64, dim_v=300),  # fewer heads than threads: columns are divided
 )
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Caches:

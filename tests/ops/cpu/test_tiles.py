@@ -15,6 +15,7 @@ from quire import ops
 from quire.ops import native
 from quire.ops.cpu.linear import Packer
 from tests.ops.cases import Case, Step
+from tests.ops.integers import as_bits
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,10 +34,6 @@ def hardware() -> native.Library:
     if reason := native.amx_refusal():
         pytest.skip(reason)
     return native.load("amx")
-
-
-def as_bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
 def numbers(rows: int, size: int, spread: int, seed: int) -> Tensor:

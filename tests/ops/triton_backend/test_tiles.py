@@ -58,12 +58,6 @@ def test_activations_of_long_rows():
     check_close("gelu", exact(small.gelu(x, "tanh")), torch.nn.functional.gelu(exact(x), approximate="tanh"), 1e-5)
 
 
-def test_swiglu_of_every_shape():
-    x = draw(2, 3, 4, 20).transpose(0, 1)
-    gate, up = exact(x).chunk(2, dim=-1)
-    check_close("swiglu", exact(small.swiglu(x)), gate / (1 + torch.exp(-gate)) * up, 1e-5)
-
-
 @pytest.mark.parametrize(("heads", "kv_heads", "half"), [(11, 3, 300), (70, 1, 33), (3, 9, 512)])
 def test_rope_of_more_heads_than_a_tile(heads, kv_heads, half):
     q, k = draw(4, heads, 2 * half), draw(4, kv_heads, 2 * half, seed=1)
