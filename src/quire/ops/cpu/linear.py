@@ -166,21 +166,8 @@ class PackedLinears(Linears):
         self._pack = Packer()
         self._loras = LoraMemory()
 
-    def linear(
-        self,
-        weight: LinearWeight,  # [out, in]
-        bias: Tensor | None = None,  # [out]
-    ) -> Linear:
-        """Return the linear of a weight."""
-        return self._pack(weight, bias) if self._serves(weight) else super().linear(weight, bias)
-
-    def head(
-        self,
-        weight: LinearWeight,  # [V, H]
-        bias: Tensor | None = None,  # [V]
-    ) -> Linear:
-        """Return the linear that computes logits, in fp32."""
-        return self._pack(weight, bias, torch.float32) if self._serves(weight) else super().head(weight, bias)
+    def _own(self, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Linear | None:
+        return self._pack(weight, bias, out_dtype) if self._serves(weight) else None
 
     def embedding(
         self,

@@ -426,25 +426,8 @@ class IntegerLinears(Linears):
         super().__init__()
         self._right: dict[tuple[object, ...], bool] = {}
 
-    def linear(
-        self,
-        weight: LinearWeight,  # [out, in]
-        bias: Tensor | None = None,  # [out]
-    ) -> Linear:
-        """Return the linear of a weight."""
-        if not self._serves(weight):
-            return super().linear(weight, bias)
-        return self._of(PackedWeight.of(weight), bias, weight.dtype)
-
-    def head(
-        self,
-        weight: LinearWeight,  # [V, H]
-        bias: Tensor | None = None,  # [V]
-    ) -> Linear:
-        """Return the linear that computes logits: in fp32 if the weight is quantised."""
-        if not self._serves(weight):
-            return super().head(weight, bias)
-        return self._of(PackedWeight.of(weight), bias, torch.float32)
+    def _own(self, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Linear | None:
+        return self._of(PackedWeight.of(weight), bias, out_dtype) if self._serves(weight) else None
 
     def embedding(
         self,

@@ -164,6 +164,8 @@ class Linears:
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """Return the linear of a weight."""
+        if (own := self._own(weight, bias, weight.dtype)) is not None:
+            return own
         if isinstance(weight, BlockWeight):
             weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
@@ -203,6 +205,8 @@ class Linears:
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """Return the linear that computes logits: in fp32 if the product supports it, else in the weight's dtype."""
+        if (own := self._own(weight, bias, torch.float32)) is not None:
+            return own
         if isinstance(weight, BlockWeight):
             weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
@@ -254,6 +258,10 @@ class Linears:
         the largest sum of the ranks of an adapter's parts, each rounded up to an even number.
         """
         return PlainLoraTable(self.linear, in_size, out_size)
+
+    def _own(self, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Linear | None:
+        """Return the backend's product with a weight, whose results have that dtype; None: torch computes it."""
+        return None
 
     def _cut(
         self,
