@@ -209,6 +209,11 @@ class Cached:
             for cache, new in ((self.k_cache, self.k), (self.v_cache, self.v))
         )
 
+    def run(self, backend: ops.Backend, new: bool = True, **options) -> Tensor | tuple[Tensor, Tensor]:
+        rows = (self.k, self.v) if new else ()
+        options = self.metadata | options
+        return ops.attention_with_kvcache(self.q, self.k_cache, self.v_cache, *rows, **options, backend=backend.name)
+
     def answer(self, **options) -> dense.Dense:
         return dense.concat([dense.attend(self.q[s], *self.whole(s), **options) for s in range(3)])
 
@@ -223,10 +228,7 @@ def test_the_pages_decode(backend, device, causal):
         call = Cached(device, TABLE, dtype=dtype)
         want = call.answer()
         before = call.k_cache.clone(), call.v_cache.clone()
-        out, lse = ops.attention_with_kvcache(
-            call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=causal, return_lse=True,
-            backend=backend.name,
-        )  # fmt: skip
+        out, lse = call.run(backend, causal=causal, return_lse=True)
         assert out.shape == (3, 1, 4, 16)
         assert lse.shape == (3, 1, 4)
         want.check(out[:, 0], lse[:, 0], dtype)
@@ -243,9 +245,7 @@ def test_a_missing_block_names_the_sequence(backend, device):
     call = Cached(device, [[2, -1, -1, -1], [0, -1, -1, -1], [3, 5, 6, -1]])
     before = call.k_cache.clone()
     with pytest.raises(BadValue, match=r"block_table\[1, 1\] is -1; sequence 1 has 32 cached and 1 new token"):
-        ops.attention_with_kvcache(
-            call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, backend=backend.name
-        )
+        call.run(backend)
     assert torch.equal(call.k_cache.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -257,9 +257,7 @@ def test_several_new_tokens(backend, device, options):
     want = call.answer(**options)
     flash = {"window": "window_size", "scale": "softmax_scale"}
     given = {flash.get(name, name): (x - 1, 0) if name == "window" else x for name, x in options.items()}
-    out = ops.attention_with_kvcache(
-        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=True, **given, backend=backend.name
-    )
+    out = call.run(backend, causal=True, **given)
     want.check(out.flatten(0, 1), None, torch.float32)
 
 
@@ -267,13 +265,10 @@ def test_with_a_kv_cache_each_sequence_has_slopes_of_its_own(backend, device):
     call = Cached(device, ROOMY, rows_each=5)
     slopes = torch.linspace(-0.5, 0.5, 12, device=device).view(3, 4)
     want = dense.concat([dense.attend(call.q[s], *call.whole(s), alibi_slopes=slopes[s]) for s in range(3)])
-    given = call.q, call.k_cache, call.v_cache, call.k, call.v
-    out, lse = ops.attention_with_kvcache(
-        *given, **call.metadata, causal=True, alibi_slopes=slopes, return_lse=True, backend=backend.name
-    )
+    out, lse = call.run(backend, causal=True, alibi_slopes=slopes, return_lse=True)
     want.check(out.flatten(0, 1), lse.flatten(0, 1), torch.float32)
     with pytest.raises(BadShape, match=r"alibi_slopes has shape \(2, 4\); expected \(4,\) or \(3, 4\)"):
-        ops.attention_with_kvcache(*given, **call.metadata, causal=True, alibi_slopes=slopes[:2], backend=backend.name)
+        call.run(backend, causal=True, alibi_slopes=slopes[:2])
 
 
 @pytest.mark.parametrize("as_given", ["tensor", "int32 tensor", "pair of tensors", "list"])
@@ -286,9 +281,7 @@ def test_a_window_that_is_a_tensor(backend, device, as_given):
     }[as_given]
     call = Cached(device, ROOMY, rows_each=5)
     want = call.answer(window=7)
-    out = ops.attention_with_kvcache(
-        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, window_size=window, backend=backend.name
-    )
+    out = call.run(backend, window_size=window)
     want.check(out.flatten(0, 1), None, torch.float32)
 
 
@@ -297,18 +290,16 @@ def test_a_query_over_more_new_tokens_than_it_has(backend, device):
     call = Cached(device, ROOMY, rows_each=5)
     call.q = call.q[:, 3:]
     want = call.answer()
-    out = ops.attention_with_kvcache(
-        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=True, backend=backend.name
-    )
+    out = call.run(backend, causal=True)
     want.check(out.flatten(0, 1), None, torch.float32)
 
 
 def test_one_length_for_all(backend, device):
     call = Cached(device, TABLE)
     call.metadata["cache_seqlens"] = 20
-    out = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.name)
+    out = call.run(backend, new=False)
     call.metadata["cache_seqlens"] = torch.tensor([20, 20, 20])
-    same = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.name)
+    same = call.run(backend, new=False)
     assert torch.equal(out, same)
 
 
@@ -322,7 +313,7 @@ def test_without_new_tokens_the_cache_is_whole(backend, device):
             for s in range(3)
         ]
     )
-    out = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.name)
+    out = call.run(backend, new=False)
     want.check(out[:, 0], None, torch.float32)
 
 
