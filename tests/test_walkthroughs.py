@@ -47,15 +47,15 @@ def test_an_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(reason)
     if shutil.which("cmake") is None:
         pytest.skip("this machine has no cmake; building Quire brings one along for itself only")
-    csrc = Path("src", "quire", "ops", "cpu", "csrc")
+    csrc, binding = Path("src", "quire", "ops", "cpu", "csrc"), Path("src", "quire", "ops", "native.py")
     shutil.copytree(ROOT / csrc, tmp_path / csrc)
     shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
-    shutil.copy(ROOT / "src" / "quire" / "ops" / "cpu" / "native.py", tmp_path / csrc.parent)
+    shutil.copy(ROOT / binding, tmp_path / binding)
     [header] = blocks("add-an-instruction-set.md", "cpp")
     (tmp_path / csrc / "simd_avx2_vnni.h").write_text(header)
     for diff in blocks("add-an-instruction-set.md", "diff"):
         follow(diff, tmp_path)
-    listed = re.search(r"^ISAS = (\(.*?\))", (tmp_path / csrc.parent / "native.py").read_text(), re.MULTILINE)
+    listed = re.search(r"^ISAS = (\(.*?\))", (tmp_path / binding).read_text(), re.MULTILINE)
     assert listed
     quick = ["-D", "QUIRE_OPTIMIZE=-O1", "-D", "QUIRE_ISAS=avx2_vnni"]
     for command in (["cmake", "-S", ".", "-B", "build", *quick], ["cmake", "--build", "build"]):
