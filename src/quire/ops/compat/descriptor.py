@@ -204,16 +204,15 @@ class PagedPrefill:
             if host_metadata is not None:
                 raise BadValue("host_metadata was given; on the CPU the metadata itself lies on the host")
             host_metadata = (block_tables, seq_lens, cum_seq_lens_q)
+        kv = PagedKV(k_cache, v_cache)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if host_metadata is not None:
                 tables, lens, starts = self._check_host(host_metadata)
                 with renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
                     plan.update(starts, lens, tables)
-                    kv = PagedKV(k_cache, v_cache)
                     self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
             elif plan.takes_device_metadata:
                 plan.update_on_device(self._info.total_q_tokens, cum_seq_lens_q, seq_lens, block_tables)
-                kv = PagedKV(k_cache, v_cache)
                 self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
             elif workspace is None:
                 raise BadValue(
@@ -222,18 +221,7 @@ class PagedPrefill:
                 )
             else:
                 state = workspace.view(torch.uint8).flatten()[: self.workspace_size].view(torch.float32)
-                attend_unseen(
-                    out,
-                    q,
-                    k_cache,
-                    v_cache,
-                    block_tables,
-                    seq_lens,
-                    cum_seq_lens_q,
-                    alibi_slopes,
-                    self._info.scale,
-                    state,
-                )
+                attend_unseen(*given, self._info.scale, state)
 
     def close(self) -> None:
         """Free the descriptor's memory. It cannot be run afterwards. Closing twice is allowed."""
