@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,19 +18,9 @@ from quire.ops.decoder_operators import DecoderOperators
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
 from quire.ops.recurrent.operators import RecurrentOperators
-from quire.ops.spec import AttentionSpec, Limits, PagedKV, check_supported
+from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores, check_supported
 from quire.ops.swap import Swap
 from quire.ops.weights.linear import Linears
-
-
-class Scores(NamedTuple):
-    """The arguments of `attention` that define how scores are computed from q·k."""
-
-    scale: float | None = None
-    alibi_slopes: Tensor | None = None  # fp32 [Hq] or [S, Hq]
-    softcap: float | None = None
-    sinks: Tensor | None = None  # fp32 [Hq]
-    chunk: int | None = None
 
 
 class Backend(DecoderOperators, RecurrentOperators):
@@ -288,7 +278,7 @@ class Backend(DecoderOperators, RecurrentOperators):
         out: Tensor | None,  # [T, Hq, Dv]
         return_lse: bool,
     ) -> None:
-        check_attention(q, kv, plan, *scores, out, return_lse)
+        check_attention(q, kv, plan, scores, out, return_lse)
 
     @in_graph.operator()
     def merge_states(

@@ -45,6 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -132,6 +133,16 @@ class PagedKV:
         """Return the tensors that are not None, by name ("kv.k", ...)."""
         named = {"kv.k": self.k, "kv.v": self.v, "kv.k_scale": self.k_scale, "kv.v_scale": self.v_scale}
         return {name: x for name, x in named.items() if x is not None}
+
+
+class Scores(NamedTuple):
+    """The arguments of `attention` that define how scores are computed from q·k."""
+
+    scale: float | None = None
+    alibi_slopes: torch.Tensor | None = None  # fp32 [Hq] or [S, Hq]
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # fp32 [Hq]
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)

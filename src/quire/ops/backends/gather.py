@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import record_function
 
-from quire.ops.backend import Scores
 from quire.ops.backends.reference import ReferenceBackend, products, scaled_weights, weighted_sum
 from quire.ops.plan import AttentionPlan
-from quire.ops.spec import AttentionSpec, PagedKV
+from quire.ops.spec import AttentionSpec, PagedKV, Scores
 
 
 class GatherBackend(ReferenceBackend):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from quire.errors import Unsupported
 from quire.ops.activation import Activation
-from quire.ops.backend import Backend, Scores
+from quire.ops.backend import Backend
 from quire.ops.backends.eager import EagerExecutor
 from quire.ops.checks.small import check_positions
 from quire.ops.plan import AttentionPlan
@@ -23,7 +23,7 @@ from quire.ops.program import Executor, Program
 from quire.ops.recurrent import reference as reference_recurrent
 from quire.ops.recurrent.calls import GatedNorm
 from quire.ops.registry import load, unavailable
-from quire.ops.spec import AttentionSpec, Limits, PagedKV
+from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores
 from quire.ops.swap import HostSwap, Swap
 from quire.ops.weights.linear import Linears
 from quire.ops.weights.rounding import quantised_rows

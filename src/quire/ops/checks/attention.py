@@ -9,7 +9,7 @@ import torch
 from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
 from quire.ops.checks.tensors import INT32_MAX, begin_alike, check_float, check_tensor, check_written
 from quire.ops.plan import AttentionPlan
-from quire.ops.spec import PagedKV, check_kv
+from quire.ops.spec import PagedKV, Scores, check_kv
 
 MAX_SCALE = 2.0**120  # of scores: fp32 represents it and its inverse, also in units of log 2
 
@@ -46,15 +46,12 @@ def check_attention(
     q: torch.Tensor,  # [T, Hq, D]
     kv: PagedKV,
     plan: AttentionPlan,
-    scale: float | None,
-    alibi_slopes: torch.Tensor | None,  # fp32 [Hq] or [S, Hq]
-    softcap: float | None,
-    sinks: torch.Tensor | None,  # fp32 [Hq]
-    chunk: int | None,
+    scores: Scores,
     out: torch.Tensor | None,  # [T, Hq, Dv]
     return_lse: bool,
 ) -> None:
     """Check the arguments of attention."""
+    scale, alibi_slopes, softcap, sinks, chunk = scores
     spec, device = plan.spec, torch.device(plan.spec.device)
     check_kv(kv, spec)
     check_tensor("q", q, (plan.num_tokens, spec.num_heads, spec.head_dim), spec.dtype, device)

@@ -17,7 +17,7 @@ from quire.ops.checks.attention import check_attention
 from quire.ops.checks.tensors import check_integers, check_written, renamed, to_host
 from quire.ops.paged import describe
 from quire.ops.registry import load
-from quire.ops.spec import PagedKV
+from quire.ops.spec import PagedKV, Scores
 
 Window: TypeAlias = tuple[SupportsIndex, SupportsIndex] | Tensor  # two integers, or an integer tensor [2]
 
@@ -148,7 +148,7 @@ def attention_with_kvcache(
         lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
         plan = ops.plan(spec, starts * rows, lens, table)
         # Check all arguments before the cache is written.
-        check_attention(flat, kv, plan, softmax_scale, alibi_slopes, cap, None, None, None, True)
+        check_attention(flat, kv, plan, Scores(softmax_scale, alibi_slopes, cap), None, True)
         if k is not None and v is not None:
             writer = ops.plan(spec, starts * num_new, lens, table, slots)
             ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, writer)

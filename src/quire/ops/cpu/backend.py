@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.errors import Unsupported
 from quire.ops import fetching, native
 from quire.ops.activation import Activation
-from quire.ops.backend import Backend, Scores
+from quire.ops.backend import Backend
 from quire.ops.backends.eager import EagerExecutor
 from quire.ops.checks import overlap
 from quire.ops.checks.small import bad_position
@@ -36,7 +36,7 @@ from quire.ops.program import Executor, Program
 from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence
 from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
-from quire.ops.spec import AttentionSpec, Limits, PagedKV
+from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores
 from quire.ops.swap import HostSwap, Swap
 from quire.ops.weights.linear import Linears
 

@@ -18,13 +18,13 @@ import triton
 from torch import Tensor
 
 from quire.errors import Unsupported
-from quire.ops.backend import Backend, Scores
+from quire.ops.backend import Backend
 from quire.ops.backends.eager import EagerExecutor
 from quire.ops.checks.tensors import check_beside
 from quire.ops.program import Executor, Program
 from quire.ops.registry import load, unavailable
 from quire.ops.side_stream import SideStream
-from quire.ops.spec import AttentionSpec, Limits, PagedKV
+from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores
 from quire.ops.swap import HostSwap, Swap
 from quire.ops.triton import attention as kernels
 from quire.ops.triton import cache, recurrent, sampling, small, states
