@@ -33,7 +33,7 @@ TOOLS = {
 COPIED = ("src", "tests", "bench", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
 # Processors that QEMU emulates and a wheel of torch supports, by the best instruction set that they have.
 PROCESSORS = {"neon": "a64fx", "neon_dot": "neoverse-n1", "neon_bf16": "max"}
-SHOWN = "from quire.ops.cpu import native; print(native.default().isa)"
+SHOWN = "from quire.ops import native; print(native.default().isa)"
 TESTS = (
     "tests/ops",
     "-k",
