@@ -24,7 +24,7 @@ from quire import LLM
 from quire.cli.options import fail
 from quire.errors import QuireError
 from quire.models.lora.slots import Loras, Prepared
-from quire.ops.lora import LoraPart, LoraTable
+from quire.ops.weights.lora import LoraPart, LoraTable
 from quire.request import Request, SamplingParams, StructuredOutputsParams
 from quire.sandbox.grammar import Grammars, Spec
 from quire_bench.cli.options import CacheMemory, Model
