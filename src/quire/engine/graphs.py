@@ -161,7 +161,7 @@ class GraphRunner:
             width = group.block_tables.shape[1]
             slots[:count], slots[count:size] = group.slots[:count], -1
             tables[:count, :width] = group.block_tables[:count]
-            plan.update(self._query_starts[: size + 1], lens, tables[:size, :width], slots[:size])
+            plan.update_trusted(self._query_starts[: size + 1], lens, tables[:size, :width], slots[:size])
 
     def _capture_padding(self, size: int, batch: Batch) -> None:
         """Capture the bucket of that size, if not yet done, on padding alone."""

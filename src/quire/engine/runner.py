@@ -119,7 +119,7 @@ class Runner:
         tables = [(group.block_tables, group.slots) for group in batch.groups]
         tables += [(group.state_tables, group.row_tables) for group in batch.recurrent]
         for plan, own in zip(self.plans, tables, strict=True):
-            plan.update(batch.query_starts, batch.context_lens, *own)
+            plan.update_trusted(batch.query_starts, batch.context_lens, *own)
 
     def fill_in(
         self,

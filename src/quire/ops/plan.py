@@ -88,11 +88,26 @@ class AttentionPlan:
         Raises:
             BadShape, BadDtype, BadValue: naming the argument, the sequence and the value. The plan is then unchanged.
         """
+        step = Step(query_starts, context_lens, block_tables, slots)
+        with self.lock:
+            check_metadata(self.spec, (self.max_tokens, self.max_seqs, self.max_blocks), step)
+            self._update(step)
+
+    def update_trusted(
+        self,
+        query_starts: torch.Tensor,  # int32 [S+1], host
+        context_lens: torch.Tensor,  # int32 [S], host
+        block_tables: torch.Tensor,  # int32 [S, M], host
+        slots: torch.Tensor | None,  # int64 [T], host
+    ) -> None:
+        """Set the metadata of one step without a check, as `update` does.
+
+        For an engine, whose block manager makes the values. Wrong ones make kernels access memory that is not theirs.
+        """
         with self.lock:
             self._update(Step(query_starts, context_lens, block_tables, slots))
 
     def _update(self, step: Step) -> None:
-        check_metadata(self.spec, (self.max_tokens, self.max_seqs, self.max_blocks), step)
         query_starts, context_lens, block_tables, slots = step
         num_seqs, num_blocks = block_tables.shape
         num_tokens = int(query_starts[-1])

@@ -76,11 +76,23 @@ class RecurrentPlan:
         Raises:
             BadShape, BadDtype, BadValue: naming the argument, the sequence and the value. The plan is then unchanged.
         """
+        step = RecurrentStep(query_starts, context_lens, state_tables, row_tables)
+        with self.lock:
+            _check_step(self.spec, (self.max_tokens, self.max_seqs, self.max_pieces), step)
+            self._update(step)
+
+    def update_trusted(
+        self,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        state_tables: Tensor,  # int32 [S, P], host
+        row_tables: Tensor,  # int32 [S, P], host
+    ) -> None:
+        """Set the metadata of one step without a check, see `AttentionPlan.update_trusted`."""
         with self.lock:
             self._update(RecurrentStep(query_starts, context_lens, state_tables, row_tables))
 
     def _update(self, step: RecurrentStep) -> None:
-        _check_step(self.spec, (self.max_tokens, self.max_seqs, self.max_pieces), step)
         query_starts, context_lens, state_tables, row_tables = step
         num_seqs, num_pieces = state_tables.shape
         self.query_starts[: num_seqs + 1].copy_(query_starts)
