@@ -22,6 +22,11 @@ MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
 SMALLEST, LARGEST = 1e-6, 1e6  # limits of factors, both far inside the range of fp32
 MAX_BIAS = 100.0  # largest absolute bias of a logit, as in OpenAI's API
+MAX_TOP_K = 2**31 - 1
+# The protocols that have fields of SamplingParams: routes' bodies, and the file with a model's defaults.
+OPENAI, RESPONSES, OLLAMA, MESSAGES, FILE = "openai", "responses", "ollama", "messages", "generation_config"
+COMMON = (OPENAI, RESPONSES, OLLAMA)
+EVERYWHERE = (*COMMON, MESSAGES, FILE)
 # Fields of vLLM's that Quire does not have, each with the reason or the alternative.
 NOT_SAMPLING = MappingProxyType(
     {
@@ -119,9 +124,32 @@ class StructuredOutputsParams:
                 )
 
 
+class Served(NamedTuple):
+    """The metadata of a field of SamplingParams, from which a server's lists of fields are made."""
+
+    names: Mapping[str, str]  # by protocol; "": its own
+    bounds: tuple[float, float] | None  # of a number; of an integer, if they are integers
+    http: tuple[float, float] | None  # bounds for clients of a server
+
+
+def _served(
+    protocols: Sequence[str],
+    lower: float | None = None,
+    upper: float = LARGEST,
+    *,
+    http: tuple[float, float] | None = None,
+    **renamed: str,
+) -> dict[str, Served]:
+    """Return the metadata of a field that `protocols` have by its own name, and others by another name."""
+    bounds = None if lower is None else (lower, upper)
+    return {"served": Served(dict.fromkeys(protocols, "") | renamed, bounds, http or bounds)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of sampling and of the end of a generation. Names and defaults are vLLM's.
+
+    A field's metadata has its names in the server's protocols and in generation_config.json.
 
     Raises:
         RequestError: a field is unknown or its value is invalid. The message names the field.
@@ -137,29 +165,50 @@ class SamplingParams:
         ```
     """
 
-    n: int = 1  # number of samples of each prompt
-    temperature: float = 1.0  # divides the logits; 0 is greedy
-    top_k: int = 0  # keep the k most probable tokens; 0 or -1 keeps all
-    top_p: float = 1.0  # keep the smallest set of most probable tokens with at least this total probability
-    min_p: float = 0.0  # drop tokens less probable than this fraction of the most probable one
-    repetition_penalty: float = 1.0  # divides positive logits of tokens seen so far, multiplies negative ones
-    presence_penalty: float = 0.0  # subtracted once from each generated token's logit
-    frequency_penalty: float = 0.0  # subtracted once per occurrence in the generated tokens
+    n: int = field(default=1, metadata=_served([OPENAI], 1, MAX_N))  # number of samples of each prompt
+    # divides the logits; 0 is greedy
+    temperature: float = field(default=1.0, metadata=_served(EVERYWHERE, 0.0, LARGEST, http=(0.0, 100.0)))
+    top_k: int = field(default=0, metadata=_served(EVERYWHERE, -1, MAX_TOP_K))  # keep the k most probable; 0, -1: all
+    # keep the smallest set of most probable tokens with at least this total probability
+    top_p: float = field(default=1.0, metadata=_served(EVERYWHERE, SMALLEST, 1.0))
+    # drop tokens less probable than this fraction of the most probable one
+    min_p: float = field(default=0.0, metadata=_served((*COMMON, FILE), 0.0, 1.0))
+    # divides positive logits of tokens seen so far, multiplies negative ones
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=_served((OPENAI, RESPONSES, FILE), SMALLEST, LARGEST, http=(0.01, 100.0), ollama="repeat_penalty"),
+    )
+    # subtracted once from each generated token's logit
+    presence_penalty: float = field(default=0.0, metadata=_served(COMMON, -2.0, 2.0))
+    # subtracted once per occurrence in the generated tokens
+    frequency_penalty: float = field(default=0.0, metadata=_served(COMMON, -2.0, 2.0))
     logit_bias: Mapping[int, float] | None = None  # added to logits before penalties: token id -> -100..100
-    allowed_token_ids: Sequence[int] | None = None  # only these tokens are drawn, even if none of them ends the request
-    bad_words: Sequence[str] | None = None  # texts whose last token is never drawn after their other tokens
+    # only these tokens are drawn, even if none of them ends the request
+    allowed_token_ids: Sequence[int] | None = field(default=None, metadata=_served([OPENAI]))
+    # texts whose last token is never drawn after their other tokens
+    bad_words: Sequence[str] | None = field(default=None, metadata=_served([OPENAI]))
     structured_outputs: StructuredOutputsParams | None = None  # a constraint on the text
-    max_tokens: int | None = 16  # maximum number of new tokens; None: up to the longest sequence that the engine serves
-    min_tokens: int = 0  # number of tokens before which no stop token or string ends the request
-    stop: str | Sequence[str] | None = None  # texts that end the request
-    stop_token_ids: Sequence[int] | None = None  # tokens that end the request, in addition to the model's own
-    include_stop_str_in_output: bool = False  # keep the stop string or the text of the stop token in the text
-    ignore_eos: bool = False  # continue after the model's end-of-sequence tokens
-    seed: int | None = None  # None: derived from the engine's seed and the request's ordinal
+    # maximum number of new tokens; None: up to the longest sequence that the engine serves
+    max_tokens: int | None = field(
+        default=16, metadata=_served([MESSAGES], ollama="num_predict", generation_config="max_new_tokens")
+    )
+    # number of tokens before which no stop token or string ends the request
+    min_tokens: int = field(default=0, metadata=_served([OPENAI]))
+    # texts that end the request
+    stop: str | Sequence[str] | None = field(default=None, metadata=_served(COMMON, messages="stop_sequences"))
+    # tokens that end the request, in addition to the model's own
+    stop_token_ids: Sequence[int] | None = field(default=None, metadata=_served([OPENAI]))
+    # keep the stop string or the text of the stop token in the text
+    include_stop_str_in_output: bool = field(default=False, metadata=_served([OPENAI]))
+    # continue after the model's end-of-sequence tokens
+    ignore_eos: bool = field(default=False, metadata=_served([OPENAI]))
+    # None: derived from the engine's seed and the request's ordinal
+    seed: int | None = field(default=None, metadata=_served(COMMON))
     logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen token only
-    prompt_logprobs: int | None = None  # the same number for the prompt's tokens
+    # the same number for the prompt's tokens
+    prompt_logprobs: int | None = field(default=None, metadata=_served([OPENAI]))
     detokenize: bool = True  # False: return tokens only, without text
-    skip_special_tokens: bool = True  # leave special tokens out of the text
+    skip_special_tokens: bool = field(default=True, metadata=_served([OPENAI]))  # leave special tokens out of the text
     spaces_between_special_tokens: bool = True  # must be True: they are written as the tokenizer writes them
     truncate_prompt_tokens: int | None = None  # number of last prompt tokens to keep; -1: as many as fit
 
@@ -169,14 +218,11 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_integer(RequestError, "n", self.n, 1, MAX_N)
-        check_number(RequestError, "temperature", self.temperature, 0.0, LARGEST)
-        check_integer(RequestError, "top_k", self.top_k, -1, 2**31 - 1)
-        check_number(RequestError, "top_p", self.top_p, SMALLEST, 1.0)
-        check_number(RequestError, "min_p", self.min_p, 0.0, 1.0)
-        check_number(RequestError, "repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST)
-        check_number(RequestError, "presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number(RequestError, "frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, lower, upper in _BOUNDED:
+            if isinstance(lower, float):
+                check_number(RequestError, name, getattr(self, name), lower, upper)
+            else:
+                check_integer(RequestError, name, getattr(self, name), lower, int(upper))
         if self.max_tokens is not None:
             check_integer(RequestError, "max_tokens", self.max_tokens, 1)
         check_integer(RequestError, "min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -254,6 +300,17 @@ class SamplingParams:
     def stop_tokens(self) -> tuple[int, ...]:
         """`stop_token_ids` as a tuple, empty if it is not given."""
         return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
+
+
+SERVED: Mapping[str, Served] = MappingProxyType(
+    {one.name: one.metadata["served"] for one in fields(SamplingParams) if "served" in one.metadata}
+)
+_BOUNDED = tuple((name, *one.bounds) for name, one in SERVED.items() if one.bounds is not None)
+
+
+def served_in(protocol: str) -> dict[str, str]:
+    """Return the fields of SamplingParams that a protocol has, by the protocol's names."""
+    return {one.names[protocol] or name: name for name, one in SERVED.items() if protocol in one.names}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from quire.server.server_config import ServerConfig
 from tests.server.serving import SMALL
 
 PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
+BOUNDS = ("minimum", "maximum")
 LONGEST = 6  # choices of a field that are shown
 
 HEAD = """# Parameters
@@ -161,7 +162,7 @@ def _kind(schema: dict[str, Any], shared: dict[str, Any]) -> str:
         inner = _kind(schema.get("items", {}), shared)
         return f"list of {inner}" if inner else "list"
     words = {"string": "text", "boolean": "true or false", "object": "object", "null": "null"}.get(named, named or "")
-    low, high = schema.get("minimum"), schema.get("maximum")
+    low, high = (None if (one := schema.get(key)) is None else f"{one}".removesuffix(".0") for key in BOUNDS)
     if low is None and high is None:
         return words
     return f"{words}, {low} to {high}" if None not in (low, high) else f"{words} from {low}"

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 import quire.server
+from quire.request import MESSAGES, OLLAMA, OPENAI, RESPONSES, SERVED, served_in
 from quire.server.http.body import model_of
 from quire.server.protocol.body import Body
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.messages import MessagesRequest
+from quire.server.protocol.ollama import Options
+from quire.server.protocol.responses import ResponsesRequest
 from tests.server.parameters import PAGE, Fate, bodies, fate_of, page, parameters, routes
 from tests.server.serving import Serving
 
@@ -38,10 +43,18 @@ def test_the_page_is_what_the_code_says(found: dict[type[Body], list[str]]) -> N
     assert sum(len(list(parameters(kind))) for kind in found) >= 500
 
 
+def test_each_body_has_the_fields_of_sampling_that_their_metadata_give_it() -> None:
+    for protocol, body in (
+        (OPENAI, ChatRequest), (RESPONSES, ResponsesRequest), (MESSAGES, MessagesRequest), (OLLAMA, Options)
+    ):  # fmt: skip
+        assert served_in(protocol).keys() <= body.model_fields.keys(), protocol
+        assert len(served_in(protocol)) >= 5
+
+
 @pytest.mark.slow
 def test_what_is_honoured_is_read_somewhere(found: dict[type[Body], list[str]]) -> None:
     """A field that no code names outside the class that declares it can have no effect."""
-    named: set[str] = set()
+    named = {name for one in SERVED.values() for name in one.names.values()} | set(SERVED)  # read by these lists
     for path in Path(quire.server.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):

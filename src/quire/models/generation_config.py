@@ -8,18 +8,11 @@ from typing import Any
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.models.files import GENERATION, Where, files_of
 from quire.models.weights import read_json
-from quire.request import SamplingParams
+from quire.request import FILE, SamplingParams, served_in
 
 NOTHING = ("none", "vllm")  # the second is vLLM's name for it
 # Theirs -> ours. Like vLLM, Quire ignores the other keys of the file, do_sample included.
-FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+FIELDS = served_in(FILE)
 
 
 def read_default_sampling(source: str, where: Where) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from quire.engine.beam import BeamSearchParams, Hypothesis
 from quire.frontend.outputs import CompletionOutput, RequestOutput, beam_logprobs
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.tokenizer import Detokenizer, Tokenizer
+from quire.request import OPENAI, SamplingParams, served_in
 from quire.server.api.jobs import SearchJob, Stream
 from quire.server.api.service import Service
 from quire.server.api.streamed import EventWriter
@@ -21,26 +22,16 @@ from quire.server.protocol.sampling import Sampling
 
 # Fields that a beam search does not support, with the values that request nothing.
 NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
-    "prompt_logprobs": (None,),
-    "stop": (None, [], ""),
-    "stop_token_ids": (None, []),
-    "min_tokens": (None, 0),
+    name: (None, SamplingParams.__dataclass_fields__[name].default, "", [])
+    for name in served_in(OPENAI)
+    if name not in ("n", "ignore_eos")
+} | {
     "best_of": (None,),
-    "temperature": (None, 0, 1),
-    "top_p": (None, 1),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
+    "echo": (None, False),
     "logit_bias": (None, {}),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "seed": (None,),
     "priority": (None, 0),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
+    "temperature": (None, 0, 1),
+    "top_k": (None, 0, -1),
 }
 
 

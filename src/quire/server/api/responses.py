@@ -86,7 +86,8 @@ class _Writer:
 
 def _head(turn: Turn, body: ResponsesRequest) -> dict[str, Any]:
     """Return the fields of a response that repeat its request."""
-    reasoning, text, params = body.reasoning, body.text, turn.body
+    reasoning, text = body.reasoning, body.text
+    drawn = turn.body.model_dump(include={"temperature", "top_p"})
     shown = {} if text is None or text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
     return {
         "id": turn.identity.name.replace("-", "_"),
@@ -109,12 +110,12 @@ def _head(turn: Turn, body: ResponsesRequest) -> dict[str, Any]:
         "service_tier": "default",
         "store": False,
         "system_fingerprint": turn.system_fingerprint,
-        "temperature": params.temperature,
+        "temperature": drawn["temperature"],
         "text": {"format": {"type": "text"} | shown},
         "tool_choice": _chosen(body),
         "tools": [tool.model_dump(include=SHOWN_OF_TOOLS) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": params.top_p,
+        "top_p": drawn["top_p"],
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": None,

@@ -55,8 +55,6 @@ LONG_TEXT = 4096  # characters or tokens above which a text is tokenized on anot
 LOWEST_LOGPROB = -9999.0  # replaces numbers that JSON does not have, as in vLLM
 FINGERPRINT_SIZE = 10  # hexadecimal digits of a system_fingerprint
 FINGERPRINT_HEADER = "X-System-Fingerprint"  # for protocols whose bodies have no field for it
-COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
-          "min_tokens")  # fmt: skip
 
 
 class Identity(NamedTuple):
@@ -243,8 +241,6 @@ class Service:
 
     def sampling(self, body: Sampling, **own: Any) -> SamplingParams:
         """Return the sampling parameters of a body. Raises ApiError for conflicting fields."""
-        given = {name: getattr(body, name) for name in COPIED if name in body.model_fields_set}
-        given = {**self.model.default_sampling, **{name: one for name, one in given.items() if one is not None}}
         seed = None if body.seed is None else body.seed & MAX_SEED  # OpenAI's may be negative
         for name, count in (("logprobs", own.get("logprobs")), ("prompt_logprobs", body.prompt_logprobs)):
             self.check_logprobs(name, count)
@@ -253,18 +249,8 @@ class Service:
                 f"min_tokens is {body.min_tokens}; at most {most} tokens were asked for, so it must be in 0..{most}"
             )
             raise ApiError(message, param="min_tokens")
-        usual = {"n": body.n or 1, "prompt_logprobs": body.prompt_logprobs, "stop_token_ids": body.stop_token_ids}
-        return SamplingParams(
-            **usual | given | own,
-            seed=seed,
-            stop=body.stop or None,
-            include_stop_str_in_output=body.include_stop_str_in_output,
-            ignore_eos=body.ignore_eos,
-            skip_special_tokens=body.skip_special_tokens,
-            logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-            allowed_token_ids=body.allowed_token_ids,
-            bad_words=body.bad_words,
-        )
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        return SamplingParams(**{**self.model.default_sampling, **body.sampled(), **own}, seed=seed, logit_bias=bias)
 
     def check_logprobs(self, name: str, count: int | None) -> None:
         """Raise ApiError if `count` is more candidates than this server reports."""

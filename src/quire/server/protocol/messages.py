@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import NotRequired, TypedDict
 
+from quire.request import MESSAGES, served_in
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
     HISTORY,
@@ -21,7 +22,6 @@ from quire.server.protocol.body import (
     NoList,
     NoObject,
     NoText,
-    Number,
     OrText,
     Stop,
     Text,
@@ -29,6 +29,7 @@ from quire.server.protocol.body import (
     tag_of,
 )
 from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
+from quire.server.protocol.sampling import numbers_of
 
 
 class TextBlock(TypedDict):
@@ -226,15 +227,13 @@ class CountTokensRequest(Body):
         return [InputMessage.model_construct(role="system", content=list(self.system)), *self.messages]
 
 
+@numbers_of(MESSAGES)
 class MessagesRequest(CountTokensRequest):
     """The body of /v1/messages."""
 
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True)] | None = None
     stream: bool | None = False
-    temperature: Number | None = None
-    top_k: int | None = None
-    top_p: Number | None = None
     metadata: dict[str, Any] | None = None  # ignored, like the rest
     inference_geo: Name | None = None
     user_profile_id: Name | None = None
@@ -259,8 +258,8 @@ class MessagesRequest(CountTokensRequest):
     }
 
     def _drawn(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")}
-        return own | {"stop": self.stop_sequences or None}
+        drawn = {ours: getattr(self, theirs) for theirs, ours in served_in(MESSAGES).items()}
+        return drawn | {"stream": self.stream}
 
 
 def _is_begun(last: InputMessage) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from quire.request import OLLAMA, served_in
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
     MAX_MESSAGES,
@@ -25,30 +26,19 @@ from quire.server.protocol.body import (
 )
 from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, ChatRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.sampling import numbers_of
 
 # Ollama's names of options, and the names of the same fields in a chat request.
-CALLED = {
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-} | {
-    name: name
-    for name in ("temperature", "top_k", "top_p", "min_p", "stop", "seed", "presence_penalty", "frequency_penalty")
-}
+CALLED = served_in(OLLAMA)
 
 
+@numbers_of(OLLAMA)
 class Options(Body):
     """Sampling options. Options for loading and computing the model in Ollama are ignored."""
 
     num_predict: int | None = None  # below 0: as many as there is room for
-    temperature: Number | None = None
-    top_k: int | None = None
-    top_p: Number | None = None
-    min_p: Number | None = None
     stop: Text | list[Text] | None = None
     seed: int | None = None
-    repeat_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
 
     num_ctx: int | None = None  # ignored, like the rest: each sequence gets the memory that it needs
     num_batch: int | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
+from quire.request import RESPONSES, served_in
 from quire.server.http.api_error import ApiError, shown
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
@@ -25,7 +26,6 @@ from quire.server.protocol.body import (
     NoList,
     NoObject,
     NoText,
-    Number,
     OrText,
     Priority,
     Text,
@@ -33,7 +33,7 @@ from quire.server.protocol.body import (
     tag_of,
 )
 from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
-from quire.server.protocol.sampling import StreamOptions
+from quire.server.protocol.sampling import StreamOptions, numbers_of
 
 MAX_INCLUDED = 64
 LOGPROBS = "message.output_text.logprobs"
@@ -48,9 +48,8 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-COPIED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
-          "repetition_penalty", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget",
-          "parallel_tool_calls", "stream", "top_logprobs")  # fmt: skip
+COPIED = ("model", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls",
+          "stream", "top_logprobs", *served_in(RESPONSES))  # fmt: skip
 
 
 class InputText(TypedDict):
@@ -206,6 +205,7 @@ class Reasoning(Body):
     NOTES: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context", "mode")
 
 
+@numbers_of(RESPONSES)
 class ResponsesRequest(Body):
     """The body of /v1/responses. The second group of fields is vLLM's."""
 
@@ -222,8 +222,6 @@ class ResponsesRequest(Body):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     max_output_tokens: MaxTokens | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # auto: keep the end of a prompt that is too long
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
@@ -236,13 +234,8 @@ class ResponsesRequest(Body):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
-    top_k: int | None = None
-    min_p: Number | None = None
     seed: int | None = None
     stop: Text | list[Text] | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
     priority: Priority | None = None
     cache_salt: GivenName | None = None
     chat_template_kwargs: dict[str, Any] | None = None

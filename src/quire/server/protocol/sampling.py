@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
 from quire.errors import RequestError
-from quire.request import MAX_BIAS, MAX_SEED, NOT_STRUCTURED, SMALLEST, StructuredOutputsParams
+from quire.request import (
+    MAX_BIAS,
+    MAX_SEED,
+    NOT_STRUCTURED,
+    OPENAI,
+    SERVED,
+    SamplingParams,
+    StructuredOutputsParams,
+    served_in,
+)
 from quire.server.http.api_error import ApiError
 from quire.server.protocol.body import (
     MAX_GRAMMAR,
@@ -36,6 +54,7 @@ from quire.server.protocol.body import (
     neutral,
 )
 
+BodyT = TypeVar("BodyT", bound=Body)
 MAX_BIASED = 1024  # tokens of a logit_bias; OpenAI takes 300
 MAX_ALLOWED = 2**16  # token ids
 MAX_BAD_WORDS = 256
@@ -46,6 +65,7 @@ Choices = Annotated[
     Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
 ]
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's structured_outputs
+SAMPLED = tuple(name for name in served_in(OPENAI) if name != "seed")
 GRAMMAR_FIELDS = ("regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -126,15 +146,37 @@ class StructuredOutputs(Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
+def numbers_of(protocol: str, *, is_checked: bool = False) -> Callable[[type[BodyT]], type[BodyT]]:
+    """Return a decorator that adds the numeric fields of SamplingParams that a protocol has to a body.
+
+    is_checked: check their bounds here. Otherwise the chat request that is made of the body does.
+    """
+
+    def add(body: type[BodyT]) -> type[BodyT]:
+        found: dict[str, Any] = {}
+        for theirs, ours in served_in(protocol).items():
+            if (bounds := SERVED[ours].http) is None or theirs in body.model_fields:
+                continue
+            kind: Any = Number if isinstance(bounds[0], float) else int
+            if is_checked:
+                default = SamplingParams.__dataclass_fields__[ours].default
+                found[theirs] = (Annotated[kind, Field(ge=bounds[0], le=bounds[1])] | None, default)
+            else:
+                found[theirs] = (kind | None, None)
+        return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **found)
+
+    return add
+
+
+@numbers_of(OPENAI, is_checked=True)
 class Sampling(Body):
-    """The fields shared by completions and chat completions. The second group of fields is vLLM's."""
+    """The fields shared by completions and chat completions. The second group of fields is vLLM's.
+
+    Temperature, penalties and the like are those of SamplingParams with the same bounds or narrower ones.
+    """
 
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = 1
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = 1.0
-    top_p: Annotated[Number, Field(ge=SMALLEST, le=1)] | None = 1.0
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     logit_bias: Annotated[dict[Name, Bias], Field(max_length=MAX_BIASED)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: StopText | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -143,9 +185,6 @@ class Sampling(Body):
     response_format: ResponseFormat | None = None
     user: Text | None = None  # ignored
 
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = 0
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = 0.0
-    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = 1.0
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 0
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: Off = False
@@ -200,6 +239,11 @@ class Sampling(Body):
         if not value:
             raise ValueError("special tokens are written as the tokenizer writes them; leave it out")
         return value
+
+    def sampled(self) -> dict[str, Any]:
+        """Return the fields of SamplingParams that are set and not empty, without those that have other types here."""
+        given = ((name, getattr(self, name)) for name in SAMPLED if name in self.model_fields_set)
+        return {name: value for name, value in given if value not in (None, "", [])}
 
     def check_together(self) -> None:
         """Raise ApiError for a field that is valid alone, but conflicts with another or has no effect without it."""
