@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from quire.server.api import compat_schemas
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_responses import SCHEMA
@@ -21,7 +20,6 @@ def ask(server: Serving, **body: Any) -> dict[str, Any]:
     answer = server.post("/v1/messages", **{"messages": USER, "max_tokens": 12, "temperature": 0} | body)
     assert answer.status == 200, answer.body
     found: dict[str, Any] = answer.json()
-    compat_schemas.AnthropicMessage.model_validate(found)
     return found
 
 
@@ -35,7 +33,6 @@ def streamed(server: Serving, **body: Any) -> tuple[dict[str, Any], list[str]]:
     for part in answer.body.decode().split("\n\n")[:-1]:
         name, data = part.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        compat_schemas.AnthropicEvent.model_validate(event)
         assert name == f"event: {event['type']}"
         kinds.append(event["type"])
         if event["type"] == "message_start":

@@ -10,7 +10,6 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from quire.server.api import compat_schemas
 from quire.server.protocol.responses import ResponsesRequest
 from tests.server.serving import Serving
 
@@ -40,7 +39,6 @@ def events_of(server: Serving, **body: Any) -> list[dict[str, Any]]:
     for number, part in enumerate(parts):
         name, data = part.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        compat_schemas.ResponseEvent.model_validate(event)
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == number
         found.append(event)
@@ -79,7 +77,6 @@ def test_a_text_is_answered_as_a_chat_is(speaking: Serving, client: OpenAI) -> N
     assert answer.usage.total_tokens == chat["usage"]["total_tokens"]
     assert (answer.metadata, answer.instructions, answer.temperature) == ({"a": "b"}, "Be brief.", 0.9)
     written = speaking.post("/v1/responses", input="a", max_output_tokens=1)
-    compat_schemas.ModelResponse.model_validate(written.json())
     assert written.json()["store"] is False
     assert written.headers["x-request-id"]
 

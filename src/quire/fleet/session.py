@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +75,7 @@ class Session:
         self._bound()
         self.wake()
 
-    def fail(self, flow: int, status: int, body: dict[str, Any]) -> None:
+    def fail(self, flow: int, status: int, body: Mapping[str, Any]) -> None:
         """Report a call that failed before its samples ended."""
         self.flows.pop(flow, None)
         self._failed.append([flow, status, body])

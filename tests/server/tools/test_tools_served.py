@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from pydantic import TypeAdapter
 
-from quire.server.api import openapi
-from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
 from tests.server.serving import Serving, serving
 
 CHAT = "/v1/chat/completions"
@@ -44,7 +44,7 @@ def chat(server: Serving, **body: Any) -> dict[str, Any]:
     answer = server.post(CHAT, **{"messages": MESSAGES, "max_tokens": 200, "seed": 3} | body)
     assert answer.status == 200, answer.body
     found: dict[str, Any] = answer.json()
-    openapi.ChatCompletion.model_validate(found)
+    TypeAdapter(ChatCompletion).validate_python(found)  # encoded in parts
     return found
 
 
@@ -53,8 +53,7 @@ def streamed(server: Serving, **body: Any) -> tuple[list[dict[str, Any]], list[d
     answer = server.post(CHAT, **{"messages": MESSAGES, "max_tokens": 200, "seed": 3, "stream": True} | body)
     assert answer.status == 200, answer.body
     chunks = answer.events()
-    for chunk in chunks:
-        openapi.ChatChunk.model_validate(chunk)
+    TypeAdapter(list[ChatChunk]).validate_python(chunks)
     choices: dict[int, dict[str, Any]] = {}
     for choice in (one for chunk in chunks for one in chunk["choices"]):
         message = choices.setdefault(choice["index"], {"content": "", "tool_calls": [], "reasoning_content": ""})

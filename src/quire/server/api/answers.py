@@ -12,12 +12,18 @@ from quire.sandbox.grammar import Spec
 from quire.sandbox.thinking import Thinking
 from quire.server.api.service import Service
 from quire.server.http.api_error import ApiError
-from quire.server.protocol.chat import ChatRequest, NamedTool
+from quire.server.protocol.chat import (
+    AnsweredCall,
+    ChatDelta,
+    ChatMessage,
+    ChatRequest,
+    FunctionDelta,
+    NamedTool,
+    ToolCallDelta,
+)
 from quire.server.tools.dialect import ANALYSIS
 from quire.server.tools.grammar import NO_ARGUMENTS, Demand, Function, grammar_of
 from quire.server.tools.parser import AnswerParser, Kind, Piece
-
-REASONING = ("reasoning_content", "reasoning")  # clients look for either name
 
 
 class Reading:
@@ -174,43 +180,55 @@ class AnswerWriter:
                     continue
             yield piece
 
-    def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
+    def delta(self, text: str, *, is_last: bool) -> ChatDelta:
         """Parse a text, and return the delta that it adds to the message; empty if it adds nothing."""
-        delta: dict[str, Any] = {}
+        delta: ChatDelta = {}
         for piece in self.pieces(text, is_last=is_last):
             self._add(piece, delta)
         return delta
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: str) -> ChatMessage:
         """Return the complete message of a text."""
         delta = self.delta(text, is_last=True)
-        content = delta.get("content", "")
-        calls = [{key: one for key, one in call.items() if key != "index"} for call in delta.get("tool_calls", ())]
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-        message["refusal"] = None
+        calls = [_complete(call) for call in delta.get("tool_calls", ())]
+        content = delta.get("content") or (None if calls else "")
+        message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["tool_calls"] = calls
-        return message | {key: one for key, one in delta.items() if key in REASONING}
+        if "reasoning" in delta:
+            message["reasoning_content"] = message["reasoning"] = delta["reasoning"]
+        return message
 
     def reason(self, found: str | None) -> str | None:
         """Return the finish reason in OpenAI's terms."""
         return "tool_calls" if found == "stop" and self.has_calls else found
 
-    def _add(self, piece: Piece, delta: dict[str, Any]) -> None:
+    def _add(self, piece: Piece, delta: ChatDelta) -> None:
         kind, text = piece
         if kind is Kind.CONTENT:
             delta["content"] = delta.get("content", "") + text
         elif kind is Kind.REASONING:
-            delta |= dict.fromkeys(REASONING, delta.get(REASONING[0], "") + text)
+            # Clients look for either name.
+            delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
         else:
             self._add_call(kind, text, delta.setdefault("tool_calls", []))
 
-    def _add_call(self, kind: Kind, text: str, calls: list[dict[str, Any]]) -> None:
+    def _add_call(self, kind: Kind, text: str, calls: list[ToolCallDelta]) -> None:
         number = self._num_calls - 1
         if kind is Kind.CALL:
-            function = {"name": text, "arguments": ""}
+            function = FunctionDelta(name=text, arguments="")
             calls.append({"index": number, "id": self.call_id, "type": "function", "function": function})
         elif calls and calls[-1]["index"] == number:
             calls[-1]["function"]["arguments"] += text
         else:
             calls.append({"index": number, "function": {"arguments": text}})
+
+
+def _complete(call: ToolCallDelta) -> AnsweredCall:
+    """Return a call of a complete message: the only delta of a call has all of it."""
+    function = call["function"]
+    return {
+        "id": call["id"],
+        "type": call["type"],
+        "function": {"name": function["name"], "arguments": function["arguments"]},
+    }

@@ -21,11 +21,9 @@ from starlette.responses import JSONResponse, Response
 from quire import __version__
 from quire.errors import EngineStopped, RequestError
 from quire.sandbox.process import SandboxFailed
-from quire.server.api import compat_routes, compat_schemas, openapi
-from quire.server.api.chat import chat
-from quire.server.api.completions import complete
+from quire.server.api import openapi
 from quire.server.api.conversation import conversation
-from quire.server.api.embeddings import embed
+from quire.server.api.routes import add_ollama_routes, add_routes
 from quire.server.api.service import FINGERPRINT_HEADER, Service
 from quire.server.api.start_page import start_page
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
@@ -34,11 +32,9 @@ from quire.server.http.body import Bodies, BodyRoute
 from quire.server.http.guard import Guard
 from quire.server.http.hosts import hosts_to_check
 from quire.server.http.sse import JsonBody
+from quire.server.protocol.answers import Model, Models, Version
 from quire.server.protocol.body import Body
-from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.embeddings import EmbeddingRequest
-from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from quire.server.protocol.tokens import DetokenizedText, DetokenizeRequest, TokenizeRequest, TokenizerInfo, Tokens
 from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in, near_miss, sentence
 
 log = logging.getLogger("quire.server")
@@ -161,10 +157,10 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(SandboxFailed, _failed)
     app.add_exception_handler(EngineStopped, _failed)
     app.add_exception_handler(Exception, _broken)
-    _add_openai_routes(app, service)
-    app.include_router(compat_routes.router(service))
+    _add_models(app, service)
+    add_routes(app.router, service)
     if config.ollama:
-        app.include_router(compat_routes.ollama_router(service))
+        add_ollama_routes(app.router, service)
     _add_other_routes(app, service, metrics)
     for router in routers:
         app.include_router(router)
@@ -174,7 +170,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
 
 def _add_document(app: FastAPI, service: Service) -> None:
     """Add /openapi.json. It is built at the first request, on a thread, because that takes a tenth of a second."""
-    app.openapi = cache(partial(openapi.document_of, app, service, openapi.STREAMS | compat_schemas.STREAMS))  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi.document_of, app, service))  # type: ignore[method-assign]
 
     def document(_: HttpRequest) -> JSONResponse:
         return JSONResponse(app.openapi())
@@ -182,8 +178,8 @@ def _add_document(app: FastAPI, service: Service) -> None:
     app.add_route("/openapi.json", document, include_in_schema=False)
 
 
-def _add_openai_routes(app: FastAPI, service: Service) -> None:
-    def model(name: str) -> dict[str, Any]:
+def _add_models(app: FastAPI, service: Service) -> None:
+    def model(name: str) -> Model:
         return {
             "id": name,
             "object": "model",
@@ -194,35 +190,20 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             "max_model_len": service.model.max_model_len,
         }
 
-    @app.get("/v1/models", response_model=None, responses=openapi.answer(openapi.Models, "The models' names"))
-    async def models() -> dict[str, Any]:
+    @app.get("/v1/models", response_model=None, responses=openapi.answer(Models, "The models' names"))
+    async def models() -> Models:
         return {"object": "list", "data": [model(name) for name in (*service.model.names, *service.model.loras)]}
 
-    @app.get("/v1/models/{name:path}", response_model=None, responses=openapi.answer(openapi.Model, "The model"))
-    async def one_model(name: str) -> dict[str, Any]:
+    @app.get("/v1/models/{name:path}", response_model=None, responses=openapi.answer(Model, "The model"))
+    async def one_model(name: str) -> Model:
         if not name:
             raise HTTPException(HTTPStatus.NOT_FOUND)
         service.check_model(name)
         return model(name)
 
-    @app.post("/v1/completions", responses=openapi.answer(openapi.Completion, "The prompts, continued"))
-    async def completions(request: HttpRequest, body: CompletionRequest) -> Response:
-        service.take_in(request, body)
-        return await complete(service, request, body)
-
-    @app.post("/v1/chat/completions", responses=openapi.answer(openapi.ChatCompletion, "The next message"))
-    async def chat_completions(request: HttpRequest, body: ChatRequest) -> Response:
-        service.take_in(request, body)
-        return await chat(service, request, body)
-
-    @app.post("/v1/embeddings", responses=openapi.answer(openapi.Embeddings, "A vector for each input"))
-    async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> Response:
-        service.take_in(request, body)
-        return await embed(service, request, body)
-
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
-    @app.post("/tokenize", response_model=None, responses=openapi.answer(openapi.Tokens, "The token ids"))
+    @app.post("/tokenize", response_model=None, responses=openapi.answer(Tokens, "The token ids"))
     async def tokenize(request: HttpRequest, body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -234,14 +215,14 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
         else:
             prompt = await service.encode(request, body.prompt or "", body.add_special_tokens is not False)
         tokens, tokenizer = prompt.tokens, service.tokenizer
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
+        answer: Tokens = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = await service.run_tokenization(
                 request, len(tokens), lambda: [tokenizer.token_bytes(one).decode(errors="replace") for one in tokens]
             )
         return JsonBody(answer)
 
-    @app.post("/detokenize", response_model=None, responses=openapi.answer(openapi.DetokenizedText, "The text"))
+    @app.post("/detokenize", response_model=None, responses=openapi.answer(DetokenizedText, "The text"))
     async def detokenize(request: HttpRequest, body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
         vocab_size = service.model.vocab_size
@@ -250,12 +231,12 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
             message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"
             raise ApiError(message, param="tokens")
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JsonBody({"prompt": await service.run_tokenization(request, len(body.tokens), decode)})
+        return JsonBody(DetokenizedText(prompt=await service.run_tokenization(request, len(body.tokens), decode)))
 
     @app.get(
         "/tokenizer_info",
         response_model=None,
-        responses=openapi.answer(openapi.TokenizerInfo, "Special tokens, the chat template, and the longest sequence"),
+        responses=openapi.answer(TokenizerInfo, "Special tokens, the chat template, and the longest sequence"),
     )
     async def tokenizer_info() -> Response:
         return JsonBody(service.tokenizer_info())
@@ -278,8 +259,8 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
             request, service.model.names[0], service.model.template is not None, bool(service.config.keys)
         )
 
-    @app.get("/version", response_model=None, responses=openapi.answer(openapi.Version, "Quire's version"))
-    async def version() -> dict[str, str]:
+    @app.get("/version", response_model=None, responses=openapi.answer(Version, "Quire's version"))
+    async def version() -> Version:
         return {"version": __version__}
 
     @app.get("/metrics", response_class=Response, responses=openapi.SCRAPED)

@@ -18,6 +18,7 @@ from quire.server.api.jobs import Stream
 from quire.server.api.service import num_logprobs, offload_if_large
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed
+from quire.server.protocol.answers import ChatLogprob
 from quire.server.tools.parser import Kind
 
 
@@ -30,7 +31,7 @@ class Block:
     name: str = ""  # of the called function
     call_id: str = ""
     parts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, if requested
+    logprobs: list[ChatLogprob] = field(default_factory=list)  # of a text's tokens, if requested
 
     @property
     def text(self) -> str:
@@ -66,7 +67,7 @@ class Script(Protocol):
     def open(self, block: Block) -> bytes:
         """Return the events for a new block."""
 
-    def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+    def grow(self, block: Block, text: str, logprobs: list[ChatLogprob]) -> bytes:
         """Return the events for text that is added to a block."""
 
     def close(self, block: Block) -> bytes:
@@ -100,7 +101,7 @@ class BlockReader:
             yield self.blocks[-1], piece
             self.blocks[-1].parts.append(piece)
 
-    def logprobs(self, tokens: Sequence[int], found: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:
+    def logprobs(self, tokens: Sequence[int], found: Sequence[dict[int, Logprob]] | None) -> list[ChatLogprob]:
         """Return the logprobs of tokens in OpenAI's format; empty if they were not requested."""
         turn = self._turn
         shown = chat_logprobs(turn.service.tokenizer, tokens, found, turn.body.top_logprobs or 0)
@@ -146,7 +147,7 @@ class BlockEvents:
         self._script = script
         self._reader = BlockReader(turn)
         self._open: Block | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back, such as half of a character
+        self._logprobs: list[ChatLogprob] = []  # of tokens whose text is held back, such as half of a character
         self._end: tuple[str | None, int | str | None] | None = None  # None: the answer has failed or is not finished
         [self._output] = job.outputs
 
@@ -189,7 +190,7 @@ class BlockEvents:
             self._end = (delta.finish_reason, delta.stop_reason)
 
     def _grown(self, block: Block, text: str) -> bytes:
-        own: list[dict[str, Any]] = []
+        own: list[ChatLogprob] = []
         if block.kind is Kind.CONTENT:
             own, self._logprobs = self._logprobs, own
         block.logprobs += own

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -22,7 +21,17 @@ from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import DONE, data
-from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.answers import ChatLogprob, TopLogprob
+from quire.server.protocol.chat import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatChunkHead,
+    ChatDelta,
+    ChatEnd,
+    ChatHead,
+    ChatLogprobs,
+    ChatRequest,
+)
 
 
 async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Response:
@@ -33,30 +42,38 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     """
     turn = await Turn.of(service, request, body, "chatcmpl")
     name, created = turn.identity
-    head = {"id": name, "object": "chat.completion", "created": created, "model": turn.model}
+    head = ChatHead(id=name, object="chat.completion", created=created, model=turn.model, system_fingerprint=None)
     reading, count = turn.reading, body.top_logprobs or 0
 
     def answer(output: RequestOutput) -> Response:
-        choices, num_reasoning = [], 0
+        choices: list[ChatChoice] = []
+        num_reasoning = 0
         for sample in output.outputs:
             written = AnswerWriter(reading, sample.index)
             message, reason = written.message(sample.text), written.reason(sample.finish_reason)
             num_reasoning += reading.num_reasoning(sample.token_ids, written.reasoning)
             logprobs = chat_logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count)
-            tokens = {"token_ids": sample.token_ids} if body.return_token_ids else {}
-            choices.append(_choice(sample.index, message, logprobs, reason, sample.stop_reason) | tokens)
-        asked: dict[str, Any] = {}
+            choice = ChatChoice(
+                index=sample.index,
+                message=message,
+                logprobs=logprobs,
+                finish_reason=reason,
+                stop_reason=sample.stop_reason,
+            )
+            if body.return_token_ids:
+                choice["token_ids"] = sample.token_ids
+            choices.append(choice)
+        end: ChatEnd = {"usage": usage(*counted([output]), reading.counted(num_reasoning))}
         if body.prompt_logprobs is not None:
-            asked["prompt_logprobs"] = prompt_logprobs(output)
+            end["prompt_logprobs"] = prompt_logprobs(output)
         if body.return_token_ids:
-            asked["prompt_token_ids"] = output.prompt_token_ids
-        return whole(head, choices, {"usage": usage(*counted([output]), reading.counted(num_reasoning))} | asked)
+            end["prompt_token_ids"] = output.prompt_token_ids
+        return whole(head, choices, end)
 
     if body.use_beam_search:
         beams = Beams(service, [turn.prompt], name, body.n or 1)
         await beams.begin(request, body, turn.max_tokens, count if body.logprobs else None)
         if body.stream:
-            head["object"] = "chat.completion.chunk"
             head["system_fingerprint"] = await service.system_fingerprint(beams.outputs)
             job = Stream([(one, []) for one in beams.outputs])
             return beams.streamed(request, _Events(service, body, head, job, reading))
@@ -65,7 +82,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         return answer(output)
     if body.stream:
         job = await turn.stream()
-        head |= {"object": "chat.completion.chunk", "system_fingerprint": turn.system_fingerprint}
+        head["system_fingerprint"] = turn.system_fingerprint
         events = _Events(service, body, head, job, reading)
         return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
     output = await turn.run()
@@ -74,34 +91,17 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     return await offload_if_large(size, partial(answer, output))
 
 
-def _choice(
-    index: int,
-    message: dict[str, Any],
-    logprobs: dict[str, Any] | None,
-    reason: str | None,
-    stop_reason: int | str | None,
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-        "stop_reason": stop_reason,
-    }
-
-
 class _Events:
     """Writes the events of a streamed answer: an `EventWriter`.
 
     The first event of each choice has the role, the last one the finish reason.
     """
 
-    def __init__(
-        self, service: Service, body: ChatRequest, head: dict[str, Any], job: Stream, reading: Reading
-    ) -> None:
+    def __init__(self, service: Service, body: ChatRequest, head: ChatHead, job: Stream, reading: Reading) -> None:
         self._service = service
         self._body = body
-        self._chunks = Chunks(head, body.stream_options)
+        own: ChatChunkHead = {**head, "object": "chat.completion.chunk"}
+        self._chunks = Chunks(own, body.stream_options)
         self._job = job
         [self._output] = job.outputs
         self._generated = 0
@@ -112,9 +112,11 @@ class _Events:
         """Return the role of each choice."""
         if self._job.is_continued:
             return b""
-        speaks = {"role": "assistant", "content": ""}
-        prompt = {"prompt_token_ids": self._output.prompt_token_ids} if self._body.return_token_ids else {}
-        return b"".join(self._piece(index, speaks, **prompt) for index in range(self._body.n or 1))
+        choices = [_part(index, {"role": "assistant", "content": ""}) for index in range(self._body.n or 1)]
+        if self._body.return_token_ids:
+            for choice in choices:
+                choice["prompt_token_ids"] = self._output.prompt_token_ids
+        return b"".join(map(self._chunk, choices))
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Return the chunks of the deltas."""
@@ -148,42 +150,49 @@ class _Events:
         writer = self._writers[delta.sample]
         found = writer.delta(delta.text, is_last=is_last)
         logprobs = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
-        tokens = {"token_ids": delta.token_ids} if body.return_token_ids else {}
         events = []
-        if found or ((logprobs or tokens) and delta.token_ids):
-            events.append(self._piece(delta.sample, found or {"content": ""}, logprobs, **tokens))
+        if found or ((logprobs or body.return_token_ids) and delta.token_ids):
+            choice = _part(delta.sample, found or {"content": ""}, logprobs)
+            if body.return_token_ids:
+                choice["token_ids"] = delta.token_ids
+            events.append(self._chunk(choice))
         if is_last:
-            end = {"finish_reason": writer.reason(delta.finish_reason), "stop_reason": delta.stop_reason}
-            events.append(self._piece(delta.sample, {}, **end))
+            choice = _part(delta.sample, {})
+            choice["finish_reason"] = writer.reason(delta.finish_reason)
+            choice["stop_reason"] = delta.stop_reason
+            events.append(self._chunk(choice))
         return events
 
-    def _piece(self, index: int, delta: dict[str, Any], logprobs: Any = None, **end: Any) -> bytes:
-        choice = _said(index, "") | {"delta": delta, "logprobs": logprobs} | end
+    def _chunk(self, choice: ChatChunkChoice) -> bytes:
         return self._chunks.choice(choice, len(self._output.prompt_token_ids), self._generated)
 
 
-def _said(index: int, text: str) -> dict[str, Any]:
+def _part(index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None) -> ChatChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _said(index: int, text: str) -> ChatChunkChoice:
     """Return a part of a choice that has only text."""
-    return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+    return _part(index, {"content": text})
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None, count: int
-) -> dict[str, Any] | None:
+) -> ChatLogprobs | None:
     """Return the logprobs of tokens, each with the `count` most probable tokens at its position."""
     if logprobs is None:
         return None
 
-    def entry(token: int, found: Logprob) -> dict[str, Any]:
+    def entry(token: int, found: Logprob) -> TopLogprob:
         raw = tokenizer.token_bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": finite(found.logprob), "bytes": list(raw)}
 
-    def best(found: dict[int, Logprob]) -> list[dict[str, Any]]:
+    def best(found: dict[int, Logprob]) -> list[TopLogprob]:
         ranked = sorted(found.items(), key=lambda candidate: candidate[1].rank)
         return [entry(token, candidate) for token, candidate in ranked if candidate.rank <= count]
 
-    content = [
-        entry(token, found[token]) | {"top_logprobs": best(found)}
+    content: list[ChatLogprob] = [
+        {**entry(token, found[token]), "top_logprobs": best(found)}
         for token, found in zip(tokens, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}

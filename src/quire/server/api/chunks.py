@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.server.http.sse import DONE, data, dumps
+from quire.server.protocol.answers import Usage
 from quire.server.protocol.sampling import StreamOptions
 
 HOLE = "\0"  # placeholder of a text
@@ -14,7 +15,7 @@ HOLE = "\0"  # placeholder of a text
 class Chunks:
     """Writes the chunks of one streamed answer."""
 
-    def __init__(self, head: dict[str, Any], options: StreamOptions | None) -> None:
+    def __init__(self, head: Mapping[str, Any], options: StreamOptions | None) -> None:
         """Create it. head: the fields that all chunks begin with."""
         self._head = head
         asked = options or StreamOptions()
@@ -24,14 +25,14 @@ class Chunks:
         self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
         self._around: dict[int, tuple[bytes, bytes]] = {}  # the bytes before and after the texts of each choice
 
-    def choice(self, choice: dict[str, Any], num_prompt: int, num_generated: int) -> bytes:
+    def choice(self, choice: Mapping[str, Any], num_prompt: int, num_generated: int) -> bytes:
         """Return a chunk of a choice. The counts are those of the choice's prompt, and generated for it so far."""
         if self._has_usage_so_far:
-            return data(self._head | {"choices": [choice], "usage": usage(num_prompt, num_generated, 0)})
+            return data({**self._head, "choices": [choice], "usage": usage(num_prompt, num_generated, 0)})
         return self._start + dumps(choice) + self._end
 
     def text(
-        self, index: int, text: str, make: Callable[[int, str], dict[str, Any]], num_prompt: int, num_generated: int
+        self, index: int, text: str, make: Callable[[int, str], Mapping[str, Any]], num_prompt: int, num_generated: int
     ) -> bytes:
         """Return the chunk `make(index, text)`. Only the text of such chunks differs, so the rest is encoded once."""
         if self._has_usage_so_far:
@@ -46,18 +47,18 @@ class Chunks:
         """Return the end of an answer, with its token counts if requested."""
         if not self._has_usage:
             return DONE
-        return (
-            data(self._head | {"choices": [], "usage": usage(num_prompt, num_generated, num_cached, num_reasoning)})
-            + DONE
-        )
+        numbers = usage(num_prompt, num_generated, num_cached, num_reasoning)
+        return data({**self._head, "choices": [], "usage": numbers}) + DONE
 
 
-def usage(num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int | None = None) -> dict[str, Any]:
+def usage(num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int | None = None) -> Usage:
     """Return token counts in OpenAI's format. num_reasoning: reasoning tokens among the generated; None: unknown."""
-    thoughts = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
-    return {
+    found: Usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": num_cached},
-    } | thoughts
+    }
+    if num_reasoning is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,8 @@ from quire.server.api.service import (
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import DONE, JsonBody, data, dumps
-from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.answers import PromptLogprobs
+from quire.server.protocol.completions import CompletionChoice, CompletionHead, CompletionLogprobs, CompletionRequest
 
 Candidates = dict[int, Logprob]
 
@@ -56,7 +57,13 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         raise ApiError("max_tokens is 0 without echo, so there would be nothing to answer", param="max_tokens")
     identity = service.identity(request, "cmpl")
     name, created = identity
-    head = {"id": name, "object": "text_completion", "created": created, "model": service.answering(body.model)}
+    head = CompletionHead(
+        id=name,
+        object="text_completion",
+        created=created,
+        model=service.answering(body.model),
+        system_fingerprint=None,  # set when it is known which system computes the answer
+    )
     writer = _Writer(service, body, prompts)
 
     def answer(outputs: list[RequestOutput]) -> Response:
@@ -104,7 +111,7 @@ def check_num_logprobs(service: Service, prompts: Sequence[TokenizedPrompt], par
         raise ApiError(message, param=name)
 
 
-def whole(head: dict[str, Any], choices: Iterable[dict[str, Any]], end: dict[str, Any]) -> Response:
+def whole(head: Mapping[str, Any], choices: Iterable[Mapping[str, Any]], end: Mapping[str, Any]) -> Response:
     """Return an answer, encoded choice by choice: the encoder blocks all other threads until it returns."""
     encoded = b",".join(map(dumps, choices))
     content = dumps(head)[:-1] + b',"choices":[' + encoded + b"]," + dumps(end)[1:]
@@ -156,7 +163,7 @@ def _params(service: Service, body: CompletionRequest, max_tokens: int | None, e
 class _Events:
     """Writes the events of a streamed answer: an `EventWriter`."""
 
-    def __init__(self, body: CompletionRequest, head: dict[str, Any], writer: _Writer, job: Stream) -> None:
+    def __init__(self, body: CompletionRequest, head: CompletionHead, writer: _Writer, job: Stream) -> None:
         self._body = body
         self._chunks = Chunks(head, body.stream_options)
         self._writer = writer
@@ -209,7 +216,7 @@ class _Writer:
         self._samples = body.best_of or body.n or 1
         self._offsets: dict[tuple[int, int], int] = {}  # the text offset of the next token of a streamed choice
 
-    def choices(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+    def choices(self, number: int, output: RequestOutput) -> list[CompletionChoice]:
         """Return the choices of a finished prompt, the n best ones."""
         num_choices = self._body.n or 1
         best = output.outputs
@@ -217,7 +224,7 @@ class _Writer:
             best = sorted(best, key=_goodness, reverse=True)[:num_choices]
         return [self._choice(number * num_choices + i, number, output, sample) for i, sample in enumerate(best)]
 
-    def _choice(self, index: int, number: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, index: int, number: int, output: RequestOutput, sample: CompletionOutput) -> CompletionChoice:
         shown = self._body.max_tokens != 0
         text = sample.text if shown else ""
         positions: list[tuple[int, Candidates | None]] = []
@@ -227,14 +234,16 @@ class _Writer:
             text = (self._prompts[number].text or "") + text
             positions = self._echoed(output) + positions
         logprobs = None if self._body.logprobs is None else self._logprobs(positions, 0)
-        choice = {
+        choice: CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": sample.finish_reason if shown else "length",
             "stop_reason": sample.stop_reason if shown else None,
         }
-        return choice | self._prompt_logprobs(output) | self._token_ids(output, sample.token_ids)
+        self._add_prompt(choice, output)
+        self._add_tokens(choice, sample.token_ids)
+        return choice
 
     def index(self, number: int, delta: Delta) -> int:
         """Return the index of a delta's choice."""
@@ -248,7 +257,7 @@ class _Writer:
             return False
         return (number, delta.sample) in self._offsets and self._body.max_tokens != 0
 
-    def piece(self, number: int, delta: Delta) -> dict[str, Any] | None:
+    def piece(self, number: int, delta: Delta) -> CompletionChoice | None:
         """Return the part of a choice that a stream sends for a delta, or None if there is nothing to send yet."""
         shown = self._body.max_tokens != 0
         key = (number, delta.sample)
@@ -266,20 +275,28 @@ class _Writer:
         logprobs = None if self._body.logprobs is None else self._logprobs(positions, offset)
         if logprobs is not None:
             self._offsets[key] += sum(map(len, logprobs["tokens"]))
-        choice = _plain(self.index(number, delta), text) | {
+        choice: CompletionChoice = {
+            "index": self.index(number, delta),
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason if shown or delta.finish_reason is None else "length",
             "stop_reason": delta.stop_reason if shown else None,
         }
-        choice |= self._token_ids(delta.output if is_first else None, delta.token_ids)
-        return choice | (self._prompt_logprobs(delta.output) if is_first else {})
+        if is_first:
+            self._add_prompt(choice, delta.output)
+        self._add_tokens(choice, delta.token_ids)
+        return choice
 
-    def _token_ids(self, output: RequestOutput | None, tokens: list[int]) -> dict[str, Any]:
-        """Return the choice's token ids, and those of the prompt if its output is given, if they were requested."""
-        if not self._body.return_token_ids:
-            return {}
-        prompt = {} if output is None else {"prompt_token_ids": output.prompt_token_ids}
-        return prompt | {"token_ids": [] if self._body.max_tokens == 0 else tokens}
+    def _add_prompt(self, choice: CompletionChoice, output: RequestOutput) -> None:
+        """Add the prompt's logprobs and token ids if they were requested."""
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+
+    def _add_tokens(self, choice: CompletionChoice, tokens: list[int]) -> None:
+        if self._body.return_token_ids:
+            choice["token_ids"] = [] if self._body.max_tokens == 0 else tokens
 
     def _echoed(self, output: RequestOutput) -> list[tuple[int, Candidates | None]]:
         if self._body.logprobs is None or output.prompt_logprobs is None:
@@ -287,12 +304,7 @@ class _Writer:
         # There are fewer logprobs than tokens if the request was aborted within its prompt.
         return list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=False))
 
-    def _prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
-        if self._body.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(output)}
-
-    def _logprobs(self, positions: Sequence[tuple[int, Candidates | None]], offset: int) -> dict[str, Any]:
+    def _logprobs(self, positions: Sequence[tuple[int, Candidates | None]], offset: int) -> CompletionLogprobs:
         tokens: list[str] = []
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
@@ -311,7 +323,7 @@ class _Writer:
         return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
 
 
-def _plain(index: int, text: str) -> dict[str, Any]:
+def _plain(index: int, text: str) -> CompletionChoice:
     """Return a part of a choice that has only text."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
@@ -332,7 +344,7 @@ def token_text(tokenizer: Tokenizer | None, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
     """Return the prompt's logprobs in vLLM's format."""
     if output.prompt_logprobs is None:
         return None

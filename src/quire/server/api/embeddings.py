@@ -21,7 +21,8 @@ from quire.server.api.conversation import conversation
 from quire.server.api.service import Service, counted, listed, offload_if_large
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
-from quire.server.protocol.embeddings import Embedding, EmbeddingRequest
+from quire.server.protocol.answers import Usage
+from quire.server.protocol.embeddings import Embedding, EmbeddingRequest, InputVector
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +74,7 @@ async def hidden_states(
     return await service.run(request, GenerationJob(await service.checked(request, make, sum(map(len, inputs)))))
 
 
-def prompt_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def prompt_usage(outputs: Sequence[RequestOutput]) -> Usage:
     """Return the token counts of prompts after which nothing is generated."""
     num_prompt, _, num_cached = counted(outputs)
     return usage(num_prompt, 0, num_cached)
@@ -133,7 +134,7 @@ def _answer(
     return Response(content, media_type=JsonBody.media_type)
 
 
-def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> dict[str, Any]:
+def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> InputVector:
     vector = unit_vector(output, f"input {index}", body.dimensions)
     shown = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": shown}

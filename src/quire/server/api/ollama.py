@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
-from typing import Any
+from typing import Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -21,7 +21,20 @@ from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import OLLAMA_PATHS, ApiError
 from quire.server.http.sse import JsonBody, dumps
-from quire.server.protocol.ollama import EmbedRequest, GenerateRequest, OllamaChatRequest, ShowRequest
+from quire.server.protocol.answers import ChatLogprob
+from quire.server.protocol.ollama import (
+    EmbedRequest,
+    GenerateRequest,
+    OllamaAnswer,
+    OllamaCall,
+    OllamaChatRequest,
+    OllamaEmbeddings,
+    OllamaMessage,
+    OllamaModel,
+    OllamaModels,
+    OllamaShown,
+    ShowRequest,
+)
 from quire.server.tools.parser import Kind
 
 VERSION = "0.12.6"  # the version of Ollama whose API this is: clients check it before they use newer fields
@@ -34,12 +47,12 @@ class LinesAnswer(StreamedAnswer):
     media_type = "application/x-ndjson"
 
 
-async def ollama_chat(service: Service, request: HttpRequest, body: OllamaChatRequest) -> Response:
+async def chat(service: Service, request: HttpRequest, body: OllamaChatRequest) -> Response:
     """Answer a conversation."""
     return await _answer(service, request, body, has_prompt=bool(body.messages), field="message")
 
 
-async def ollama_generate(service: Service, request: HttpRequest, body: GenerateRequest) -> Response:
+async def generate(service: Service, request: HttpRequest, body: GenerateRequest) -> Response:
     """Answer a prompt. Continue it instead if that is requested (raw) or the model has no template."""
     return await _answer(service, request, body, has_prompt=bool(body.prompt), field="response")
 
@@ -56,20 +69,21 @@ async def _answer(
     if not has_prompt:  # in Ollama, a request to load the model
         model = (body.model or "").removesuffix(":latest")
         service.check_model(model)
-        head = {"model": body.model or service.answering(None), "created_at": _now()}
-        return JsonBody(head | _said(field, "", "") | {"done": True, "done_reason": "load"})
-    chat, prompt = body.chat(), None
+        loaded = _line(body.model or service.answering(None), is_done=True)
+        loaded["done_reason"] = "load"
+        return JsonBody(_say(loaded, field, "", ""))
+    asked, prompt = body.chat(), None
     if isinstance(body, GenerateRequest) and (body.raw or service.model.template is None):
-        service.check_model(chat.model)
+        service.check_model(asked.model)
         if body.system:
             why = "raw is true" if body.raw else "the model has no chat template"
             raise ApiError(f"system cannot be used, because {why}; write it into the prompt", param="system")
         text = body.prompt or ""
         service.check_text(text)
         prompt = await service.encode(request, text)
-    turn = await Turn.of(service, request, chat, "ollama", prompt)
+    turn = await Turn.of(service, request, asked, "ollama", prompt)
     script = _Script(body.model or turn.model, field, began)
-    if chat.stream:
+    if asked.stream:
         job = await turn.stream()
         # Lines of JSON allow no comments, so none keep the stream alive.
         lines = LinesAnswer(service.worker, job, BlockEvents(turn, job, script), keep_alive=0)
@@ -77,13 +91,13 @@ async def _answer(
     blocks, ending = await read_whole(turn)
     texts = {kind: "".join(one.text for one in blocks if one.kind is kind) for kind in Kind}
     calls = [_call(one, i) for i, one in enumerate(one for one in blocks if one.kind is Kind.CALL)]
-    found = _said(field, texts[Kind.CONTENT], texts[Kind.REASONING], calls)
-    logprobs = [entry for one in blocks for entry in one.logprobs]
-    answer = JsonBody(script.last(ending) | found | ({"logprobs": logprobs} if chat.logprobs else {}))
-    return with_fingerprint(answer, turn.system_fingerprint)
+    answer = _say(script.last(ending), field, texts[Kind.CONTENT], texts[Kind.REASONING], calls)
+    if asked.logprobs:
+        answer["logprobs"] = [entry for one in blocks for entry in one.logprobs]
+    return with_fingerprint(JsonBody(answer), turn.system_fingerprint)
 
 
-async def ollama_embed(service: Service, request: HttpRequest, body: EmbedRequest) -> Response:
+async def embed(service: Service, request: HttpRequest, body: EmbedRequest) -> Response:
     """Embed texts. Without a text, the request only asks to load the model."""
     began, asked = time.perf_counter_ns(), body.embedding()
     service.check_model(asked.model)
@@ -92,35 +106,42 @@ async def ollama_embed(service: Service, request: HttpRequest, body: EmbedReques
 
     def answered() -> Response:
         vectors = [unit_vector(one, f"input {i}", asked.dimensions).tolist() for i, one in enumerate(outputs)]
-        head = {"model": body.model or service.answering(None), "embeddings": vectors}
-        spent = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0}
-        return JsonBody(head | spent | {"prompt_eval_count": num_prompt})
+        found: OllamaEmbeddings = {
+            "model": body.model or service.answering(None),
+            "embeddings": vectors,
+            "total_duration": time.perf_counter_ns() - began,
+            "load_duration": 0,
+            "prompt_eval_count": num_prompt,
+        }
+        return JsonBody(found)
 
     answer = await offload_if_large(len(outputs) * service.model.hidden_size, answered)
     return with_fingerprint(answer, await service.system_fingerprint(outputs))
 
 
-def tags(service: Service) -> dict[str, Any]:
+def tags(service: Service) -> OllamaModels:
     """Return the answer of /api/tags."""
     return {"models": [_model(service, name) for name in (*service.model.names, *service.model.loras)]}
 
 
-def running(service: Service) -> dict[str, Any]:
+def running(service: Service) -> OllamaModels:
     """Return the answer of /api/ps: all models are loaded."""
-    more = {"expires_at": FAR, "size_vram": 0, "context_length": service.model.max_model_len}
-    return {"models": [one | more for one in tags(service)["models"]]}
+    found = tags(service)
+    for one in found["models"]:
+        one["expires_at"], one["size_vram"], one["context_length"] = FAR, 0, service.model.max_model_len
+    return found
 
 
-def show(service: Service, body: ShowRequest) -> dict[str, Any]:
+def show(service: Service, body: ShowRequest) -> OllamaShown:
     """Return the answer of /api/show. Raises ApiError (404) for a model that is not served here."""
     name = (body.model or body.name or "").removesuffix(":latest")
     service.check_model(name)
     model = service.model
-    able = {
-        "completion": True,
-        "tools": model.dialect.syntax is not None,
-        "thinking": model.dialect.thoughts is not None,
-    }
+    able: list[Literal["completion", "tools", "thinking"]] = ["completion"]
+    if model.dialect.syntax is not None:
+        able.append("tools")
+    if model.dialect.thoughts is not None:
+        able.append("thinking")
     about = {"context_length": model.max_model_len, "embedding_length": model.hidden_size}
     shown = _model(service, name or model.names[0])
     return {
@@ -130,21 +151,27 @@ def show(service: Service, body: ShowRequest) -> dict[str, Any]:
         "template": "" if model.template is None else model.template.source,
         "details": shown["details"],
         "model_info": {"general.architecture": "quire"} | {f"quire.{key}": value for key, value in about.items()},
-        "capabilities": [what for what, is_able in able.items() if is_able],
+        "capabilities": able,
         "modified_at": shown["modified_at"],
     }
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str) -> OllamaModel:
     """Return the description of a model. Properties that are unknown here are empty or 0."""
-    details = {"parent_model": "", "format": "", "family": "", "families": None}
     return {
         "name": name,
         "model": name,
         "modified_at": _written(service.created),
         "size": 0,
         "digest": sha256(name.encode(errors="surrogatepass")).hexdigest(),
-        "details": details | {"parameter_size": "", "quantization_level": ""},
+        "details": {
+            "parent_model": "",
+            "format": "",
+            "family": "",
+            "families": None,
+            "parameter_size": "",
+            "quantization_level": "",
+        },
     }
 
 
@@ -156,16 +183,27 @@ def _now() -> str:
     return _written(time.time())
 
 
-def _said(field: str, text: str, thoughts: str, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return the fields of a message or of a response, as `field` selects."""
-    thinking = {"thinking": thoughts} if thoughts else {}
+def _line(model: str, *, is_done: bool) -> OllamaAnswer:
+    return {"model": model, "created_at": _now(), "done": is_done}
+
+
+def _say(answer: OllamaAnswer, field: str, text: str, thoughts: str, calls: Sequence[OllamaCall] = ()) -> OllamaAnswer:
+    """Add a message or a response, as `field` selects, and return the answer."""
     if field == "response":
-        return {"response": text} | thinking
-    message = {"role": "assistant", "content": text} | thinking
-    return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
+        answer["response"] = text
+        if thoughts:
+            answer["thinking"] = thoughts
+        return answer
+    message: OllamaMessage = {"role": "assistant", "content": text}
+    answer["message"] = message
+    if thoughts:
+        message["thinking"] = thoughts
+    if calls:
+        message["tool_calls"] = list(calls)
+    return answer
 
 
-def _call(block: Block, number: int) -> dict[str, Any]:
+def _call(block: Block, number: int) -> OllamaCall:
     """Return a call. number: its index in the answer. Incomplete arguments are shown as text."""
     given = block.arguments()
     arguments = {"": block.text} if given is None else given
@@ -191,34 +229,38 @@ class _Script:
         """Return nothing."""
         return b""
 
-    def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+    def grow(self, block: Block, text: str, logprobs: list[ChatLogprob]) -> bytes:
         """Return a line with text or reasoning."""
         self._first = self._first or time.perf_counter_ns()
         if block.kind is Kind.CALL:
             return b""
         is_said = block.kind is Kind.CONTENT
-        said = _said(self._field, text if is_said else "", "" if is_said else text)
-        return self._line(said | ({"logprobs": logprobs} if logprobs else {}))
+        line = self._line(text if is_said else "", "" if is_said else text)
+        if logprobs:
+            line["logprobs"] = logprobs
+        return dumps(line) + b"\n"
 
     def close(self, block: Block) -> bytes:
         """Return the line of a complete call."""
         if block.kind is not Kind.CALL:
             return b""
         self._num_calls += 1
-        return self._line(_said(self._field, "", "", [_call(block, self._num_calls - 1)]))
+        return dumps(self._line("", "", [_call(block, self._num_calls - 1)])) + b"\n"
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
         """Return the last line."""
-        return dumps(self.last(ending) | _said(self._field, "", "")) + b"\n"
+        return dumps(_say(self.last(ending), self._field, "", "")) + b"\n"
 
-    def last(self, ending: Ending) -> dict[str, Any]:
-        """Return the fields of the last line, except the text. Durations are in nanoseconds.
+    def last(self, ending: Ending) -> OllamaAnswer:
+        """Return the last line, without its text. Durations are in nanoseconds.
 
         Without a stream, eval_duration covers the whole answer, since no first delta is known.
         """
         now = time.perf_counter_ns()
         first = self._first or self._began
-        numbers = {
+        return {
+            **_line(self._model, is_done=True),
+            "done_reason": "length" if ending.reason == "length" else "stop",
             "total_duration": now - self._began,
             "load_duration": 0,
             "prompt_eval_count": ending.num_prompt,
@@ -226,12 +268,10 @@ class _Script:
             "eval_count": ending.num_generated,
             "eval_duration": now - first,
         }
-        reason = "length" if ending.reason == "length" else "stop"
-        return {"model": self._model, "created_at": _now(), "done": True, "done_reason": reason} | numbers
 
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
         """Return the line of an error."""
         return dumps(error.body_for(OLLAMA_PATHS)) + b"\n"
 
-    def _line(self, said: dict[str, Any]) -> bytes:
-        return dumps({"model": self._model, "created_at": _now()} | said | {"done": False}) + b"\n"
+    def _line(self, text: str, thoughts: str, calls: Sequence[OllamaCall] = ()) -> OllamaAnswer:
+        return _say(_line(self._model, is_done=False), self._field, text, thoughts, calls)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -23,7 +23,7 @@ from quire.server.api.embeddings import hidden_states, prompt_usage, unit_vector
 from quire.server.api.service import Service, offload_if_large
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
-from quire.server.protocol.rerank import RerankRequest, ScoreRequest
+from quire.server.protocol.rerank import Numbers, Ranked, Reranked, RerankRequest, Score, Scored, ScoreRequest
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The prompt that Qwen3-Reranker was trained with, word for word.
@@ -39,7 +39,7 @@ class Scores(NamedTuple):
     """A score for each pair."""
 
     scores: list[float]
-    numbers: dict[str, Any]  # the fields "usage" and "system_fingerprint" of an answer
+    numbers: Numbers
 
 
 async def rerank(service: Service, request: HttpRequest, body: RerankRequest) -> Response:
@@ -48,14 +48,12 @@ async def rerank(service: Service, request: HttpRequest, body: RerankRequest) ->
     documents = body.texts()
     found = await _scores(service, request, body, [body.query], documents, ("query", "documents"))
     order = sorted(range(len(documents)), key=lambda i: -found.scores[i])[: body.top_n or None]
-    results = [
-        {"index": i, "relevance_score": found.scores[i]}
-        | ({"document": {"text": documents[i]}} if body.return_documents else {})
-        for i in order
-    ]
+    results: list[Ranked] = [{"index": i, "relevance_score": found.scores[i]} for i in order]
+    if body.return_documents:
+        for one in results:
+            one["document"] = {"text": documents[one["index"]]}
     name = service.identity(request, "rerank").name
-    head = {"id": name, "model": service.answering(body.model)}
-    return JsonBody(head | found.numbers | {"results": results})
+    return JsonBody(Reranked(id=name, model=service.answering(body.model), **found.numbers, results=results))
 
 
 async def score(service: Service, request: HttpRequest, body: ScoreRequest) -> Response:
@@ -65,9 +63,9 @@ async def score(service: Service, request: HttpRequest, body: ScoreRequest) -> R
     fields = ("text_1", "text_2") if body.text_1 is not None else ("queries", "documents")
     found = await _scores(service, request, body, firsts, seconds, fields)
     name, created = service.identity(request, "score")
-    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(found.scores)]
-    head = {"id": name, "object": "list", "created": created, "model": service.answering(body.model)}
-    return JsonBody(head | {"data": data} | found.numbers)
+    data: list[Score] = [{"index": i, "object": "score", "score": one} for i, one in enumerate(found.scores)]
+    model = service.answering(body.model)
+    return JsonBody(Scored(id=name, object="list", created=created, model=model, data=data, **found.numbers))
 
 
 async def _scores(
@@ -135,7 +133,7 @@ async def _by_answers(
     return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], await _numbers(service, yes))
 
 
-async def _numbers(service: Service, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+async def _numbers(service: Service, outputs: Sequence[RequestOutput]) -> Numbers:
     return {"usage": prompt_usage(outputs), "system_fingerprint": await service.system_fingerprint(outputs)}
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from typing_extensions import TypedDict, Unpack
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
 from quire.server.api.service import Service
@@ -15,7 +16,17 @@ from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import JsonBody, named
-from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.answers import ChatLogprob
+from quire.server.protocol.responses import (
+    EventFields,
+    ItemPart,
+    ModelResponse,
+    OutputItem,
+    ResponseEvent,
+    ResponsesRequest,
+    ResponseUsage,
+    Status,
+)
 from quire.server.tools.parser import Kind
 
 PREFIXES = {Kind.REASONING: "rs", Kind.CONTENT: "msg", Kind.CALL: "fc"}
@@ -41,16 +52,18 @@ class _Writer:
         self._name = turn.identity.name.partition("-")[2]
         self._head = _head(turn, body)
 
-    def response(self, status: str, blocks: Sequence[Block] = (), **fields: Any) -> dict[str, Any]:
+    def response(
+        self, status: Literal[Status, "failed"], blocks: Sequence[Block] = (), usage: ResponseUsage | None = None
+    ) -> ModelResponse:
         """Return the response with a status. If that is not "completed", its last item is incomplete."""
         items = [self.item(block, "completed") for block in blocks]
         if items and status != "completed":
             items[-1]["status"] = "incomplete"
-        return self._head | {"status": status, "output": items} | fields
+        return {**self._head, "status": status, "output": items, "usage": usage}
 
-    def ended(self, blocks: Sequence[Block], ending: Ending) -> dict[str, Any]:
+    def ended(self, blocks: Sequence[Block], ending: Ending) -> ModelResponse:
         """Return the response of a finished answer."""
-        usage = {
+        usage: ResponseUsage = {
             "input_tokens": ending.num_prompt,
             "input_tokens_details": {"cached_tokens": ending.num_cached, "cache_write_tokens": 0},
             "output_tokens": ending.num_generated,
@@ -58,33 +71,37 @@ class _Writer:
             "total_tokens": ending.num_prompt + ending.num_generated,
         }
         if ending.reason == "length":
-            return self.response("incomplete", blocks, usage=usage, incomplete_details={"reason": "max_output_tokens"})
-        return self.response("completed", blocks, usage=usage, completed_at=int(time.time()))
+            found = self.response("incomplete", blocks, usage)
+            found["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            found = self.response("completed", blocks, usage)
+            found["completed_at"] = int(time.time())
+        return found
 
-    def item(self, block: Block, status: str) -> dict[str, Any]:
+    def item(self, block: Block, status: Status) -> OutputItem:
         """Return a block as an item."""
         kind, name = block.kind, self.item_id(block)
         if kind is Kind.CALL:
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {"id": name, "type": "function_call", "status": status} | call
+            call: OutputItem = {"id": name, "type": "function_call", "status": status}
+            return {**call, "call_id": block.call_id, "name": block.name, "arguments": block.text}
         parts = [self.part(block)] if block.parts else []
         if kind is Kind.REASONING:
-            own = {"id": name, "type": "reasoning", "status": status, "summary": []}
-            return own | {"content": parts, "encrypted_content": None}
+            own: OutputItem = {"id": name, "type": "reasoning", "status": status, "summary": []}
+            return {**own, "content": parts, "encrypted_content": None}
         return {"id": name, "type": "message", "status": status, "role": "assistant", "content": parts}
 
     def item_id(self, block: Block) -> str:
         """Return the id of a block's item."""
         return f"{PREFIXES[block.kind]}_{self._name}{block.index:04d}"
 
-    def part(self, block: Block) -> dict[str, Any]:
+    def part(self, block: Block) -> ItemPart:
         """Return the only part of a block's item, with the text so far."""
         if block.kind is Kind.REASONING:
             return {"type": "reasoning_text", "text": block.text}
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
-def _head(turn: Turn, body: ResponsesRequest) -> dict[str, Any]:
+def _head(turn: Turn, body: ResponsesRequest) -> ModelResponse:
     """Return the fields of a response that repeat its request."""
     reasoning, text = body.reasoning, body.text
     drawn = turn.body.model_dump(include={"temperature", "top_p"})
@@ -130,6 +147,15 @@ def _chosen(body: ResponsesRequest) -> Any:
     return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump(exclude_none=True)
 
 
+class _ItemPlace(TypedDict):
+    item_id: str
+    output_index: int
+
+
+class _PartPlace(_ItemPlace):
+    content_index: int
+
+
 class _Script:
     """Writes the events of a stream."""
 
@@ -150,7 +176,7 @@ class _Script:
             return added
         return added + self._event("response.content_part.added", **self._place(block), part=self._writer.part(block))
 
-    def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+    def grow(self, block: Block, text: str, logprobs: list[ChatLogprob]) -> bytes:
         """Return the event for text that is added to an item."""
         if block.kind is Kind.CALL:
             return self._event("response.function_call_arguments.delta", **self._item_of(block), delta=text)
@@ -161,15 +187,18 @@ class _Script:
     def close(self, block: Block) -> bytes:
         """Return the events for a complete item."""
         if block.kind is Kind.CALL:
-            whole = {"name": block.name, "arguments": block.text}
-            done = self._event("response.function_call_arguments.done", **self._item_of(block), **whole)
+            done = self._event(
+                "response.function_call_arguments.done",
+                **self._item_of(block),
+                name=block.name,
+                arguments=block.text,
+            )
         else:
             place, part = self._place(block), self._writer.part(block)
             if block.kind is Kind.REASONING:
                 done = self._event("response.reasoning_text.done", **place, text=block.text)
             else:
-                own = {"text": block.text, "logprobs": block.logprobs}
-                done = self._event("response.output_text.done", **place, **own)
+                done = self._event("response.output_text.done", **place, text=block.text, logprobs=block.logprobs)
             done += self._event("response.content_part.done", **place, part=part)
         item = self._writer.item(block, "completed")
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
@@ -181,15 +210,17 @@ class _Script:
 
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
         """Return the event for a failed response."""
-        shown = {"code": error.code or "server_error", "message": str(error)}
-        return self._event("response.failed", response=self._writer.response("failed", blocks, error=shown))
+        last = self._writer.response("failed", blocks)
+        last["error"] = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("response.failed", response=last)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Unpack[EventFields]) -> bytes:
         number, self._number = self._number, self._number + 1
-        return named({"type": kind, "sequence_number": number} | fields)
+        event: ResponseEvent = {"type": kind, "sequence_number": number, **fields}
+        return named(event)
 
-    def _item_of(self, block: Block) -> dict[str, Any]:
+    def _item_of(self, block: Block) -> _ItemPlace:
         return {"item_id": self._writer.item_id(block), "output_index": block.index}
 
-    def _place(self, block: Block) -> dict[str, Any]:
-        return self._item_of(block) | {"content_index": 0}
+    def _place(self, block: Block) -> _PartPlace:
+        return {**self._item_of(block), "content_index": 0}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -35,9 +35,11 @@ from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.bounded_executor import BoundedExecutor
 from quire.server.http.guard import client_of
 from quire.server.http.sse import noticing_disconnect
+from quire.server.protocol.answers import FINGERPRINT_SIZE, LOWEST_LOGPROB
 from quire.server.protocol.body import Body
 from quire.server.protocol.embeddings import Embedding
 from quire.server.protocol.sampling import Sampling
+from quire.server.protocol.tokens import TokenizerInfo
 from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
 
@@ -52,8 +54,6 @@ MAX_GRAMMARS = 64  # of one client that wait to be compiled
 MAX_QUICK_GRAMMARS = 2  # threads that parse grammars and compile quick ones
 MAX_LONG_TEXTS = 2  # threads that tokenize long texts
 LONG_TEXT = 4096  # characters or tokens above which a text is tokenized on another thread
-LOWEST_LOGPROB = -9999.0  # replaces numbers that JSON does not have, as in vLLM
-FINGERPRINT_SIZE = 10  # hexadecimal digits of a system_fingerprint
 FINGERPRINT_HEADER = "X-System-Fingerprint"  # for protocols whose bodies have no field for it
 
 
@@ -115,7 +115,7 @@ class Service:
             raise RequestError("this model has no tokenizer, so it takes and gives token ids only", "prompt")
         return self.model.tokenizer
 
-    def tokenizer_info(self) -> dict[str, Any]:
+    def tokenizer_info(self) -> TokenizerInfo:
         """Return the tokenizer's properties that a client needs to process texts as this server does, as in vLLM.
 
         Raises ApiError if the model has no tokenizer.
@@ -123,12 +123,13 @@ class Service:
         if self.model.tokenizer is None:
             raise ApiError("this model has no tokenizer, so it takes and gives token ids only", HTTPStatus.NOT_FOUND)
         shown = self.model.tokenizer_settings.get("tokenizer_class")
-        return {
+        found = {
             "tokenizer_class": shown if isinstance(shown, str) else "PreTrainedTokenizerFast",
             "model_max_length": self.model.max_model_len,
             **special_tokens(self.model.tokenizer_settings),
             "chat_template": None if self.model.template is None else self.model.template.source,
         }
+        return cast(TokenizerInfo, found)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served here."""

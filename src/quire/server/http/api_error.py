@@ -5,7 +5,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Literal
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
 
 from quire.errors import EngineStopped, QuireError, RequestError
 
@@ -41,6 +44,46 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
+@with_config(ConfigDict(extra="forbid"))
+class Answer(TypedDict):
+    """An answer, or an object in it. It has no other fields than those of its class."""
+
+
+class ErrorDetail(Answer):
+    """The message of an error, its type, the wrong field, and a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """An error answer."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(Answer):
+    """The type and the message of an error."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Answer):
+    """An error answer of Anthropic's protocol."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class OllamaError(Answer):
+    """An error answer of Ollama's protocol."""
+
+    error: str
+
+
 class ApiError(QuireError):
     """A request that is answered with an error."""
 
@@ -60,13 +103,13 @@ class ApiError(QuireError):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """Return the body in OpenAI's format."""
         default = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         kind = next((name for status, name in KINDS.items() if status == self.status), default)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def body_for(self, path: str) -> dict[str, Any]:
+    def body_for(self, path: str) -> Error | AnthropicError | OllamaError:
         """Return the body in the format of the route's protocol."""
         if path.startswith(OLLAMA_PATHS):
             return {"error": str(self)}

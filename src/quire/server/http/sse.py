@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ def data(value: object) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
 
-def named(value: dict[str, Any]) -> bytes:
+def named(value: Mapping[str, Any]) -> bytes:
     """Encode one event with a name, which is its type."""
     return b"event: " + str(value["type"]).encode("ascii") + b"\n" + data(value)
 

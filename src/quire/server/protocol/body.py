@@ -18,9 +18,11 @@ from pydantic import (
     WithJsonSchema,
     field_validator,
     model_validator,
+    with_config,
 )
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function
+from typing_extensions import TypedDict
 
 from quire.request import MAX_PRIORITY
 
@@ -88,9 +90,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The configuration of the items of a history. They are read as dictionaries, because there may be very many and an
-# object for each is slow. Further fields of an item, such as its id and status, are for other servers and are dropped.
-HISTORY = ConfigDict(extra="ignore", strict=True)
+@with_config(ConfigDict(extra="ignore", strict=True))
+class HistoryItem(TypedDict):
+    """An item of a history. A dictionary, because there may be very many and building an object for each is slow.
+
+    Its further fields, such as its id and status, are for other servers and are dropped.
+    """
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class StrictItem(TypedDict):
+    """An item that has no other fields than those of its class. A dictionary, as a HistoryItem is."""
 
 
 def tag_of(value: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions, and the messages of a conversation."""
+"""The body of /v1/chat/completions, the messages of a conversation, and the answer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired
 
 from quire.sandbox.grammar import check_depth
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import Answer, ApiError
+from quire.server.protocol.answers import ChatLogprob, Head, PromptLogprobs, Usage
 from quire.server.protocol.body import (
     MAX_MESSAGES,
     MAX_TOKEN,
@@ -35,6 +35,7 @@ from quire.server.protocol.body import (
     Off,
     On,
     Role,
+    StrictItem,
     Text,
     bound_fields,
     neutral,
@@ -50,10 +51,8 @@ def _nothing(value: Any) -> Any:
     return None if value == {} else value
 
 
-class TextPart(TypedDict):
-    """A part of a message. A dictionary, because there may be very many and building an object for each is slow."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+class TextPart(StrictItem):
+    """A part of a message."""
 
     type: Literal["text"]
     text: Text
@@ -313,3 +312,121 @@ class ChatRequest(Sampling, Rendering):
         if field is None and self.has_calls_of_a_grammar():
             return "tools"
         return "thinking_token_budget" if field is None and self.thinking_token_budget is not None else field
+
+
+ChatFinishReason = Annotated[str, WithJsonSchema({"enum": ["stop", "length", "tool_calls"], "type": "string"})]
+
+
+class ChatLogprobs(Answer):
+    """The logprobs of a message's tokens."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class AnsweredFunction(Answer):
+    """A function, and the JSON of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Answer):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class ChatMessage(Answer):
+    """A message of the model: its text, reasoning and calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[AnsweredCall]]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+
+
+class ChatChoice(Answer):
+    """One continuation of a conversation."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatHead(Head):
+    """The first fields of an answer."""
+
+    object: Literal["chat.completion"]
+
+
+class ChatEnd(Answer):
+    """The last fields of an answer, after its choices."""
+
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(ChatHead, ChatEnd):
+    """The answer of /v1/chat/completions."""
+
+    choices: list[ChatChoice]
+
+
+class FunctionDelta(Answer):
+    """An addition to a called function: first its name, then parts of the arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    """An addition to a tool call. The first one of each call has an id."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(Answer, total=False):
+    """An addition to a message."""
+
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[ToolCallDelta]
+    reasoning_content: str
+    reasoning: str
+
+
+class ChatChunkChoice(Answer):
+    """A part of a choice; the last one has a finish_reason."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: NotRequired[int | str | None]
+    prompt_token_ids: NotRequired[list[int]]  # in a choice's first part
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunkHead(Head):
+    """The first fields of a chunk."""
+
+    object: Literal["chat.completion.chunk"]
+
+
+class ChatChunk(ChatChunkHead):
+    """A chunk of a streamed chat completion. It has one choice, or none in a last chunk with the usage."""
+
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]

@@ -1,4 +1,4 @@
-"""The body of /v1/embeddings, and the fields shared by the routes that embed texts."""
+"""The body of /v1/embeddings, its answer, and the fields shared by the routes that embed texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import Answer, ApiError
+from quire.server.protocol.answers import SystemFingerprint, Usage
 from quire.server.protocol.body import MAX_TOKEN, Body, GivenName, Inputs, Kept, Name, NoText, Off, On, Priority, Text
 from quire.server.protocol.chat import Messages, Rendering
 
@@ -59,3 +60,21 @@ class EmbeddingRequest(Embedding, Rendering):
         if self.truncate == "END":
             return tokens[:longest]
         return tokens[-longest:] if self.truncate == "START" else tokens
+
+
+class InputVector(Answer):
+    """One input's vector, as numbers or as base64 of their bytes: little-endian, in fp32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[InputVector]
+    model: str
+    usage: Usage
+    system_fingerprint: SystemFingerprint

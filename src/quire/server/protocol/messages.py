@@ -1,22 +1,23 @@
-"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and their conversion to chat requests."""
+"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, as chat requests, and their answers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, Tag
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired
 
 from quire.request import MESSAGES, served_in
+from quire.server.http.api_error import Answer
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
-    HISTORY,
     MAX_MESSAGES,
     MAX_TOKEN,
     NO_TEXT,
     Body,
     FunctionName,
     GivenName,
+    HistoryItem,
     MaxTokens,
     Name,
     NoList,
@@ -32,10 +33,8 @@ from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
 from quire.server.protocol.sampling import numbers_of
 
 
-class TextBlock(TypedDict):
+class TextBlock(HistoryItem):
     """A block of text."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["text"]
     text: Text
@@ -48,10 +47,8 @@ Texts = Annotated[
 ]
 
 
-class ToolUseBlock(TypedDict):
+class ToolUseBlock(HistoryItem):
     """A tool call, in a message of the assistant."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["tool_use"]
     id: Name
@@ -59,29 +56,23 @@ class ToolUseBlock(TypedDict):
     input: dict[str, Any]
 
 
-class ToolResultBlock(TypedDict):
+class ToolResultBlock(HistoryItem):
     """The result of a tool call, in a message of the user."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["tool_result"]
     tool_use_id: GivenName
     content: NotRequired[Texts | None]
 
 
-class ThinkingBlock(TypedDict):
+class ThinkingBlock(HistoryItem):
     """The assistant's reasoning."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["thinking"]
     thinking: Text
 
 
-class RedactedThinkingBlock(TypedDict):
+class RedactedThinkingBlock(HistoryItem):
     """Encrypted reasoning from another server. Only that server can read it, so it is dropped."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["redacted_thinking"]
 
@@ -297,3 +288,71 @@ def _said(message: InputMessage) -> list[dict[str, Any]]:
 def _tool(tool: InputTool) -> dict[str, Any]:
     given = {"name": tool.name, "description": tool.description, "strict": tool.strict}
     return {"type": "function", "function": given | {"parameters": tool.input_schema}}
+
+
+class AnthropicUsage(Answer):
+    """Token counts. Tokens found in the cache are not counted as input."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class AnthropicBlock(Answer):
+    """A part of a message."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: NotRequired[str]
+    thinking: NotRequired[str]
+    signature: NotRequired[str]
+    id: NotRequired[str]
+    name: NotRequired[str]
+    input: NotRequired[dict[str, Any]]
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class AnthropicEnd(Answer):
+    """The reason why a message ended."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class AnthropicMessage(AnthropicEnd):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnthropicBlock]
+    usage: AnthropicUsage
+
+
+class AnthropicDelta(Answer):
+    """An addition to a block."""
+
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"]
+    text: NotRequired[str]
+    thinking: NotRequired[str]
+    partial_json: NotRequired[str]
+
+
+class AnthropicEvent(Answer):
+    """An event of a streamed message. Its type determines its fields."""
+
+    type: str
+    message: NotRequired[AnthropicMessage]
+    index: NotRequired[int]
+    content_block: NotRequired[AnthropicBlock]
+    delta: NotRequired[AnthropicDelta | AnthropicEnd]
+    usage: NotRequired[AnthropicUsage]
+
+
+class InputTokens(Answer):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int

@@ -1,13 +1,16 @@
-"""The bodies of Ollama's /api/chat, /api/generate, /api/embed and /api/show, and their conversion to OpenAI's."""
+"""The bodies of Ollama's routes, their conversion to OpenAI's, and the answers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import NotRequired
 
 from quire.request import OLLAMA, served_in
+from quire.server.http.api_error import Answer
 from quire.server.http.body import model_of
+from quire.server.protocol.answers import ChatLogprob
 from quire.server.protocol.body import (
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -298,3 +301,100 @@ def _answered(open_calls: list[tuple[str, str]], result: PastMessage, place: int
     if found is not None:
         open_calls.remove(found)
     return given or (f"call_{place}" if found is None else found[0])
+
+
+class OllamaFunction(Answer):
+    """The called function and its arguments."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(Answer):
+    """A tool call."""
+
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(Answer):
+    """A message of the model: its text, reasoning and calls."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaCall]]
+
+
+class OllamaAnswer(Answer):
+    """The answer of /api/chat, with a message, or of /api/generate, with a response; or a line of a stream."""
+
+    model: str
+    created_at: str
+    message: NotRequired[OllamaMessage]
+    response: NotRequired[str]
+    thinking: NotRequired[str]  # of a response
+    logprobs: NotRequired[list[ChatLogprob]]
+    done: bool
+    done_reason: NotRequired[Literal["stop", "length", "load"]]
+    total_duration: NotRequired[int]  # nanoseconds
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+
+
+class OllamaEmbeddings(Answer):
+    """The answer of /api/embed."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int  # nanoseconds
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaDetails(Answer):
+    """Details of a model that are unknown here."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str] | None
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(Answer):
+    """A model that is served."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    expires_at: NotRequired[str]
+    size_vram: NotRequired[int]
+    context_length: NotRequired[int]
+
+
+class OllamaModels(Answer):
+    """The answer of /api/tags and /api/ps."""
+
+    models: list[OllamaModel]
+
+
+class OllamaShown(Answer):
+    """The answer of /api/show."""
+
+    modelfile: str
+    parameters: str
+    license: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[Literal["completion", "tools", "thinking"]]
+    modified_at: str

@@ -1,21 +1,20 @@
-"""The bodies of /v1/rerank and /v1/score."""
+"""The bodies of /v1/rerank and /v1/score, and their answers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
-from typing_extensions import TypedDict
+from pydantic import Field
+from typing_extensions import NotRequired
 
-from quire.server.http.api_error import ApiError
-from quire.server.protocol.body import MAX_PROMPTS, MAX_TOKEN, NoList, On, Text
+from quire.server.http.api_error import Answer, ApiError
+from quire.server.protocol.answers import SystemFingerprint, Usage
+from quire.server.protocol.body import MAX_PROMPTS, MAX_TOKEN, NoList, On, StrictItem, Text
 from quire.server.protocol.embeddings import Embedding
 
 
-class Document(TypedDict):
+class Document(StrictItem):
     """A document that is an object."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     text: Text
 
@@ -67,3 +66,50 @@ class ScoreRequest(Embedding):
             )
             raise ApiError(message, param=named[0])
         return firsts, seconds
+
+
+class RankedText(Answer):
+    """A document."""
+
+    text: str
+
+
+class Ranked(Answer):
+    """A document and its score for the query."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RankedText]
+
+
+class Numbers(Answer):
+    """The token counts, and the system that computed the scores."""
+
+    usage: Usage
+    system_fingerprint: SystemFingerprint
+
+
+class Reranked(Numbers):
+    """The answer of /v1/rerank."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+
+
+class Score(Answer):
+    """The score of a pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scored(Numbers):
+    """The answer of /v1/score."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and its conversion to a chat request."""
+"""The body of /v1/responses, its conversion to a chat request, and its answer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired
 
 from quire.request import RESPONSES, served_in
-from quire.server.http.api_error import ApiError, shown
+from quire.server.http.api_error import Answer, ApiError, shown
 from quire.server.http.body import model_of
+from quire.server.protocol.answers import ChatLogprob, CompletionDetails, SystemFingerprint
 from quire.server.protocol.body import (
-    HISTORY,
     MAX_MESSAGES,
     NO_CHOICE,
     NO_OBJECT,
@@ -20,6 +20,7 @@ from quire.server.protocol.body import (
     Body,
     FunctionName,
     GivenName,
+    HistoryItem,
     MaxTokens,
     Name,
     NoFlag,
@@ -52,19 +53,15 @@ COPIED = ("model", "priority", "cache_salt", "chat_template_kwargs", "thinking_t
           "stream", "top_logprobs", *served_in(RESPONSES))  # fmt: skip
 
 
-class InputText(TypedDict):
+class InputText(HistoryItem):
     """A part of text."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
 
 
-class Refusal(TypedDict):
+class Refusal(HistoryItem):
     """A refusal by a model of another server."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["refusal"]
     refusal: Text
@@ -88,20 +85,16 @@ Parts = Annotated[
 ]
 
 
-class MessageItem(TypedDict):
+class MessageItem(HistoryItem):
     """A message."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: NotRequired[Literal["message"] | None]
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
 
 
-class CallItem(TypedDict):
+class CallItem(HistoryItem):
     """A tool call of the assistant."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["function_call"]
     call_id: GivenName
@@ -109,20 +102,16 @@ class CallItem(TypedDict):
     arguments: Text
 
 
-class CallOutputItem(TypedDict):
+class CallOutputItem(HistoryItem):
     """The result of a tool call."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["function_call_output"]
     call_id: GivenName
     output: Parts
 
 
-class ReasoningItem(TypedDict):
+class ReasoningItem(HistoryItem):
     """The assistant's reasoning."""
-
-    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["reasoning"]
     summary: NotRequired[Parts | None]
@@ -353,3 +342,117 @@ def _add(messages: list[dict[str, Any]], role: str, content: list[dict[str, str]
 
 def _texts(parts: Sequence[Any]) -> list[dict[str, str]]:
     return [{"type": "text", "text": part["refusal"] if "refusal" in part else part["text"]} for part in parts]
+
+
+class ItemPart(Answer):
+    """A part of an item, with its text."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: NotRequired[list[Any]]
+    logprobs: NotRequired[list[ChatLogprob]]
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputItem(Answer):
+    """A message, a function call, or reasoning."""
+
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: Status
+    role: NotRequired[Literal["assistant"]]  # of a message
+    content: NotRequired[list[ItemPart]]  # of a message, and of reasoning
+    summary: NotRequired[list[Any]]  # of reasoning, like the next
+    encrypted_content: NotRequired[None]
+    call_id: NotRequired[str]  # of a call, like the next two
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+
+
+class InputDetails(Answer):
+    """Prompt tokens that were found in the cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(Answer):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: CompletionDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Answer):
+    """The reason why a response ended early."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(Answer):
+    """The reason why a response failed."""
+
+    code: str
+    message: str
+
+
+class ModelResponse(Answer):
+    """The answer of /v1/responses, with the fields of the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal[Status, "failed"]
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, str | None]
+    service_tier: Literal["default"]
+    store: Literal[False]
+    system_fingerprint: SystemFingerprint
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: None
+
+
+class EventFields(Answer, total=False):
+    """The fields of an event, which its type determines."""
+
+    response: ModelResponse
+    output_index: int
+    content_index: int
+    item_id: str
+    item: OutputItem
+    part: ItemPart
+    delta: str
+    text: str
+    name: str
+    arguments: str
+    logprobs: list[ChatLogprob]
+
+
+class ResponseEvent(EventFields):
+    """An event of a streamed response. Its type determines its fields."""
+
+    type: str
+    sequence_number: int
