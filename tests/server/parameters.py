@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from typing_extensions import NotRequired, is_typeddict
 
 from quire.server.http.body import BodyRoute
-from quire.server.protocol.body import NEUTRAL, Body
+from quire.server.protocol.body import Body
 from quire.server.protocol.sampling import Sampling
 from quire.server.protocol.unknown import ALSO_CALLED, BOOKKEEPING, NOT_HERE
 from quire.server.run import build_parts
@@ -110,12 +110,12 @@ def parameters(kind: type[Any], path: str = "", above: tuple[type[Any], ...] = (
 
 def fate_of(kind: type[Body], name: str) -> tuple[Fate, str]:
     """What becomes of a field, and why."""
-    if name in kind.NOTES:
+    if name in kind.IGNORED:
         return Fate.WITHOUT_EFFECT, ""
-    if name not in kind.NOT_SERVED:
+    if (refused := kind.REFUSED.get(name)) is None:
         return Fate.HONOURED, ""
-    allowed = " or ".join(f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ()))
-    return Fate.REFUSED, kind.NOT_SERVED[name] + (f"; {allowed} is accepted" if allowed else "")
+    allowed = " or ".join(f"`{json.dumps(value)}`" for value in refused.neutral)
+    return Fate.REFUSED, refused.why + (f"; {allowed} is accepted" if allowed else "")
 
 
 def _within(hint: Any, path: str, above: tuple[type[Any], ...]) -> Iterator[Parameter]:

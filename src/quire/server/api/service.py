@@ -173,7 +173,7 @@ class Service:
             # As ASCII, so that no character begins a line or controls a terminal.
             shown_body = json.dumps(body.model_dump(exclude_unset=True))
             log.info("%s %s %s", getattr(request.state, ID), request.url.path, shown_body)
-        body.drop_notes()
+        body.drop_ignored()
 
     # ------------------------------------------------------------------------------------------------- prompts
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +16,11 @@ from pydantic import (
     GetJsonSchemaHandler,
     StringConstraints,
     WithJsonSchema,
-    field_validator,
     model_validator,
     with_config,
 )
 from pydantic_core import CoreSchema
-from pydantic_core.core_schema import no_info_before_validator_function
+from pydantic_core.core_schema import no_info_after_validator_function, no_info_before_validator_function
 from typing_extensions import TypedDict
 
 from quire.request import MAX_PRIORITY
@@ -65,29 +64,49 @@ Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 FLAG = WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})
 Off = Annotated[bool, BeforeValidator(lambda value: False if value is None else value), FLAG]
 On = Annotated[bool, BeforeValidator(lambda value: True if value is None else value), FLAG]
-# The OpenAPI schemas of fields that may only have an empty value. Body.NOT_SERVED has the reasons.
-NO_TEXT = {"type": "string", "maxLength": 0}
-NO_LIST = {"type": "array", "maxItems": 0}
-NO_OBJECT = {"type": "object", "maxProperties": 0}
-NO_CHOICE = {"anyOf": [NO_TEXT, NO_OBJECT]}
-NoText = Annotated[str, WithJsonSchema(NO_TEXT)]
-NoList = Annotated[list[Any], WithJsonSchema(NO_LIST)]
-NoObject = Annotated[dict[str, Any], WithJsonSchema(NO_OBJECT)]
-NoFlag = Annotated[bool, WithJsonSchema({"const": False})]
-# Other values that such a field may have, because they request the default behavior.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "function_call": ("none", "auto"),
-    "guided_decoding_backend": ("auto", "guidance"),
-    "modalities": (["text"],),
-    "prompt_cache_options": ({"mode": "implicit"},),
-    "prompt_cache_retention": ("in_memory",),
-    "service_tier": ("auto", "default"),
-    "repeat_last_n": (-1,),
-    "speed": ("standard",),
-    "tfs_z": (1,),
-    "typical_p": (1,),
-    "verbosity": ("medium",),
+IGNORED = "ignored"  # marks a field that is accepted, since clients send it, and has no effect
+T = TypeVar("T")
+Ignored = Annotated[T | None, IGNORED]
+# The OpenAPI schemas of empty values, by type.
+EMPTY: dict[str | None, dict[str, Any]] = {
+    "string": {"type": "string", "maxLength": 0},
+    "array": {"type": "array", "maxItems": 0},
+    "object": {"type": "object", "maxProperties": 0},
+    "boolean": {"const": False},
+    "integer": {"const": 0},
+    "number": {"const": 0},
+    "null": {"type": "null"},
 }
+
+
+class Refused:
+    """Annotation of an unsupported field: an option that cannot be honoured is refused, instead of ignored.
+
+    Its value must be null, empty, or neutral: one that requests the default behavior.
+    """
+
+    def __init__(self, why: str, *neutral: Any, refuses_empty: bool = False) -> None:
+        self.why = why
+        self.neutral = neutral
+        self._refuses_empty = refuses_empty
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema that validates the field."""
+
+        def check(value: Any) -> Any:
+            if (value or (self._refuses_empty and value is not None)) and value not in self.neutral:
+                raise ValueError(f"{self.why}; leave it out")
+            return value
+
+        return no_info_after_validator_function(check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the schema for the OpenAPI document."""
+        if self._refuses_empty:
+            return EMPTY["null"]
+        found = handler(schema)
+        neutral = [{"enum": list(self.neutral)}] if self.neutral else []
+        return {"anyOf": [*neutral, *(EMPTY.get(one.get("type"), one) for one in found.get("anyOf", [found]))]}
 
 
 @with_config(ConfigDict(extra="ignore", strict=True))
@@ -131,11 +150,6 @@ class OrText:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
-def neutral(name: str, nothing: dict[str, Any]) -> WithJsonSchema:
-    """Return the OpenAPI schema of a field that must have a neutral value or match `nothing`."""
-    return WithJsonSchema({"anyOf": [{"enum": list(NEUTRAL[name])}, nothing]})
-
-
 def bound_fields(value: Any) -> None:
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"it has {len(value)} fields, more than any object here can have")
@@ -149,11 +163,10 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
-    # Unsupported fields and the reasons: their values must be null, empty or listed in NEUTRAL.
-    NOT_SERVED: ClassVar[dict[str, str]] = {}
     # Names that other protocols use for a field that changes the text, and the name of the field here.
     ALSO_CALLED: ClassVar[dict[str, str]] = {}
-    NOTES: ClassVar[tuple[str, ...]] = ()  # fields that are accepted and have no effect
+    IGNORED: ClassVar[tuple[str, ...]] = ()  # fields without effect
+    REFUSED: ClassVar[Mapping[str, Refused]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -162,16 +175,13 @@ class Body(BaseModel):
         bound_fields(value)
         return value
 
-    @field_validator("*", mode="after")
     @classmethod
-    def refuse_what_is_not_served(cls, value: Any, info: Any) -> Any:
-        """Refuse an option that cannot be honoured, instead of ignoring it."""
-        name = info.field_name
-        if value and name in cls.NOT_SERVED and value not in NEUTRAL.get(name, ()):
-            raise ValueError(f"{cls.NOT_SERVED[name]}; leave it out")
-        return value
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        marks = [(name, mark) for name, one in cls.model_fields.items() for mark in one.metadata]
+        cls.IGNORED = tuple(name for name, mark in marks if mark is IGNORED)
+        cls.REFUSED = {name: mark for name, mark in marks if isinstance(mark, Refused)}
 
-    def drop_notes(self) -> None:
+    def drop_ignored(self) -> None:
         """Reset the fields that have no effect."""
-        for name in self.NOTES:
+        for name in self.IGNORED:
             setattr(self, name, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -20,25 +20,19 @@ from quire.server.protocol.answers import ChatLogprob, Head, PromptLogprobs, Usa
 from quire.server.protocol.body import (
     MAX_MESSAGES,
     MAX_TOKEN,
-    NO_CHOICE,
-    NO_LIST,
-    NO_OBJECT,
-    NO_TEXT,
     Body,
     FunctionName,
     GivenName,
+    Ignored,
     MaxTokens,
     Name,
-    NoList,
-    NoObject,
-    NoText,
     Off,
     On,
+    Refused,
     Role,
     StrictItem,
     Text,
     bound_fields,
-    neutral,
 )
 from quire.server.protocol.sampling import Sampling
 
@@ -49,6 +43,18 @@ MAX_CALLS = 1024  # of a message
 def _nothing(value: Any) -> Any:
     """Replace an empty object, which requests nothing, by None."""
     return None if value == {} else value
+
+
+TEXT_ONLY = Refused("only text is served here")
+NO_TEMPLATE = Refused("a template in a request would be a program from a stranger; start the server with one")
+NO_MODERATION = Refused("texts are not moderated here")
+CacheRetention = Annotated[Name | None, Refused("how long a prompt stays in the cache cannot be set here", "in_memory")]
+CacheOptions = Annotated[
+    dict[str, Any] | None,
+    Refused(
+        "the prefix cache needs no breakpoints, and how long a prompt stays cannot be set here", {"mode": "implicit"}
+    ),
+]
 
 
 class TextPart(StrictItem):
@@ -72,9 +78,7 @@ class ToolCall(Body):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # as in streams; ignored
-
-    NOTES: ClassVar[tuple[str, ...]] = ("index",)
+    index: Ignored[int] = None  # as in streams
 
 
 class Message(Body):
@@ -83,25 +87,17 @@ class Message(Body):
     role: Role
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Name | None = None
-    id: Name | None = None  # ignored
+    id: Ignored[Name] = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # another name of reasoning_content
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
 
     # Clients return an assistant's message as they received it: with these fields, empty.
-    refusal: NoText | None = None
-    annotations: NoList | None = None
-    audio: NoObject | None = None
-    function_call: NoObject | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = ("id",)
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "refusal": "models here have no separate refusals; put the text into content",
-        "annotations": "annotations are not served here",
-        "audio": "only text is served here",
-        "function_call": "functions are called by tool_calls here",
-    }
+    refusal: Annotated[str | None, Refused("models here have no separate refusals; put the text into content")] = None
+    annotations: Annotated[list[Any] | None, Refused("annotations are not served here")] = None
+    audio: Annotated[dict[str, Any] | None, TEXT_ONLY] = None
+    function_call: Annotated[dict[str, Any] | None, Refused("functions are called by tool_calls here")] = None
 
     @model_validator(mode="after")
     def check_tools(self) -> Message:
@@ -139,9 +135,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionTool
-    cache_control: dict[str, Any] | None = None  # ignored
-
-    NOTES: ClassVar[tuple[str, ...]] = ("cache_control",)
+    cache_control: Ignored[dict[str, Any]] = None
 
 
 class NamedFunction(Body):
@@ -196,43 +190,25 @@ class ChatRequest(Sampling, Rendering):
     reasoning_effort: Name | None = None  # for the chat template; "none" turns reasoning off
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     include_reasoning: On = True
-    prompt_cache_key: Text | None = None  # ignored: all requests share one cache
-    safety_identifier: Text | None = None  # ignored, like user
+    prompt_cache_key: Ignored[Text] = None  # all requests share one cache
+    safety_identifier: Ignored[Text] = None
 
-    functions: NoList | None = None
-    function_call: Annotated[str | dict[str, Any], neutral("function_call", NO_CHOICE)] | None = None
-    chat_template: NoText | None = None
-    modalities: Annotated[list[str], neutral("modalities", NO_LIST)] | None = None
-    audio: NoObject | None = None
-    prediction: NoObject | None = None
-    verbosity: Annotated[Name, neutral("verbosity", NO_TEXT)] | None = None
-    prompt_cache_retention: Annotated[Name, neutral("prompt_cache_retention", NO_TEXT)] | None = None
-    prompt_cache_options: Annotated[dict[str, Any], neutral("prompt_cache_options", NO_OBJECT)] | None = None
-    moderation: NoObject | None = None
-    web_search_options: Annotated[Any, WithJsonSchema({"type": "null"})] = None
-
-    NOTES = (*Sampling.NOTES, "prompt_cache_key", "safety_identifier")
-    NOT_SERVED: ClassVar[dict[str, str]] = Sampling.NOT_SERVED | {
-        "functions": "functions are given as tools here",
-        "function_call": "functions are chosen by tool_choice here",
-        "chat_template": "a template in a request would be a program from a stranger; start the server with one",
-        "audio": "only text is served here",
-        "prediction": "predicted outputs are not served here",
-        "modalities": "only text is served here",
-        "verbosity": "the length of an answer cannot be set here, except by max_completion_tokens",
-        "prompt_cache_retention": "how long a prompt stays in the cache cannot be set here",
-        "prompt_cache_options": "the prefix cache needs no breakpoints, and how long a prompt stays cannot be set here",
-        "moderation": "texts are not moderated here",
-        "web_search_options": "the web is not searched here",
-    }
-
-    @field_validator("web_search_options", mode="after")
-    @classmethod
-    def refuse_web_search(cls, value: Any) -> Any:
-        """Refuse any value: an empty object requests a search as well."""
-        if value is not None:
-            raise ValueError(f"{cls.NOT_SERVED['web_search_options']}; leave it out")
-        return value
+    functions: Annotated[list[Any] | None, Refused("functions are given as tools here")] = None
+    function_call: Annotated[
+        str | dict[str, Any] | None, Refused("functions are chosen by tool_choice here", "none", "auto")
+    ] = None
+    chat_template: Annotated[str | None, NO_TEMPLATE] = None
+    modalities: Annotated[list[str] | None, Refused("only text is served here", ["text"])] = None
+    audio: Annotated[dict[str, Any] | None, TEXT_ONLY] = None
+    prediction: Annotated[dict[str, Any] | None, Refused("predicted outputs are not served here")] = None
+    verbosity: Annotated[
+        Name | None,
+        Refused("the length of an answer cannot be set here, except by max_completion_tokens", "medium"),
+    ] = None
+    prompt_cache_retention: CacheRetention = None
+    prompt_cache_options: CacheOptions = None
+    moderation: Annotated[dict[str, Any] | None, NO_MODERATION] = None
+    web_search_options: Annotated[Any, Refused("the web is not searched here", refuses_empty=True)] = None
 
     def check_together(self) -> None:
         """Check the shared fields, and those that only a chat has. Raises ApiError or RequestError."""

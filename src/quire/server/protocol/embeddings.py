@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from quire.server.http.api_error import Answer, ApiError
 from quire.server.protocol.answers import SystemFingerprint, Usage
-from quire.server.protocol.body import MAX_TOKEN, Body, GivenName, Inputs, Kept, Name, NoText, Off, On, Priority, Text
+from quire.server.protocol.body import (
+    MAX_TOKEN,
+    Body,
+    GivenName,
+    Ignored,
+    Inputs,
+    Kept,
+    Name,
+    Off,
+    On,
+    Priority,
+    Refused,
+    Text,
+)
 from quire.server.protocol.chat import Messages, Rendering
 
 
@@ -16,14 +29,12 @@ class Embedding(Body):
     """The fields shared by the routes that embed texts. The second group of fields is vLLM's."""
 
     model: Name | None = None
-    user: Text | None = None  # ignored
+    user: Ignored[Text] = None
 
     add_special_tokens: On = True
     truncate_prompt_tokens: Kept | None = None  # -1: as many as fit
     priority: Priority | None = 0
     cache_salt: GivenName | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = ("user",)
 
     def kept(self, tokens: list[int], longest: int) -> list[int]:
         """Return the tokens of an input that are embedded. `longest` is the model's maximum length."""
@@ -41,11 +52,9 @@ class EmbeddingRequest(Embedding, Rendering):
     truncate: Literal["NONE", "START", "END", ""] | None = None  # the side at which an input that is too long is cut
 
     add_generation_prompt: Off = False  # by default no answer is begun
-    input_type: NoText | None = None
-
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "input_type": "a text is embedded unchanged; write the model's prefix for queries or documents into it",
-    }
+    input_type: Annotated[
+        str | None, Refused("a text is embedded unchanged; write the model's prefix for queries or documents into it")
+    ] = None
 
     def inputs(self) -> Inputs | None:
         """Return the inputs, or None if the conversation is embedded. Raises ApiError unless exactly one is given."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import StringConstraints
 
-from quire.server.protocol.body import Body, GivenName, Off
+from quire.server.protocol.body import Body, GivenName, Ignored, Off
 
 MAX_PATH = 4096
 
@@ -23,6 +23,4 @@ class UnloadLoraRequest(Body):
     """The body of /v1/unload_lora_adapter."""
 
     lora_name: GivenName
-    lora_int_id: int | None = None  # vLLM's number of the adapter; ignored, the name identifies it
-
-    NOTES: ClassVar[tuple[str, ...]] = ("lora_int_id",)
+    lora_int_id: Ignored[int] = None  # vLLM's number of the adapter, which its name identifies here

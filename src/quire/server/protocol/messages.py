@@ -11,22 +11,20 @@ from quire.request import MESSAGES, served_in
 from quire.server.http.api_error import Answer
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
+    IGNORED,
     MAX_MESSAGES,
     MAX_TOKEN,
-    NO_TEXT,
     Body,
     FunctionName,
     GivenName,
     HistoryItem,
+    Ignored,
     MaxTokens,
     Name,
-    NoList,
-    NoObject,
-    NoText,
     OrText,
+    Refused,
     Stop,
     Text,
-    neutral,
     tag_of,
 )
 from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
@@ -108,19 +106,11 @@ class InputTool(Body):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Any = None  # ignored, like the rest
-    allowed_callers: Any = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: Any = None
-
-    NOTES: ClassVar[tuple[str, ...]] = (
-        "cache_control",
-        "allowed_callers",
-        "defer_loading",
-        "eager_input_streaming",
-        "input_examples",
-    )
+    cache_control: Annotated[Any, IGNORED] = None
+    allowed_callers: Annotated[Any, IGNORED] = None
+    defer_loading: Ignored[bool] = None
+    eager_input_streaming: Ignored[bool] = None
+    input_examples: Annotated[Any, IGNORED] = None
 
 
 class ToolChoice(Body):
@@ -136,9 +126,7 @@ class ThinkingConfig(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
-    display: Name | None = None  # ignored: reasoning is shown unchanged
-
-    NOTES: ClassVar[tuple[str, ...]] = ("display",)
+    display: Ignored[Name] = None  # reasoning is shown unchanged
 
 
 class OutputFormat(Body):
@@ -165,20 +153,17 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None  # ignored
-    speed: Annotated[Name, neutral("speed", NO_TEXT)] | None = None
-    mcp_servers: NoList | None = None
+    cache_control: Annotated[Any, IGNORED] = None
+    speed: Annotated[Name | None, Refused("there is one speed here, the highest", "standard")] = None
+    mcp_servers: Annotated[
+        list[Any] | None, Refused("no other server is asked here; give tools, and call them yourself")
+    ] = None
 
     ALSO_CALLED: ClassVar[dict[str, str]] = {
         "output_format": "output_config.format",
         "reasoning_effort": "output_config.effort",
         "response_format": "output_config.format",
         "stop": "stop_sequences",
-    }
-    NOTES: ClassVar[tuple[str, ...]] = ("cache_control",)
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "speed": "there is one speed here, the highest",
-        "mcp_servers": "no other server is asked here; give tools, and call them yourself",
     }
 
     def chat(self, *, can_think: bool) -> ChatRequest:
@@ -225,28 +210,14 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True)] | None = None
     stream: bool | None = False
-    metadata: dict[str, Any] | None = None  # ignored, like the rest
-    inference_geo: Name | None = None
-    user_profile_id: Name | None = None
-    workspace_id: Name | None = None
-    diagnostics: Any = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    container: NoText | NoObject | None = None
-    context_management: Any = None  # nothing is dropped: the model sees the whole conversation
-
-    NOTES = (
-        *CountTokensRequest.NOTES,
-        "metadata",
-        "inference_geo",
-        "user_profile_id",
-        "workspace_id",
-        "diagnostics",
-        "service_tier",
-        "context_management",
-    )
-    NOT_SERVED: ClassVar[dict[str, str]] = CountTokensRequest.NOT_SERVED | {
-        "container": "no code is run here",
-    }
+    metadata: Ignored[dict[str, Any]] = None
+    inference_geo: Ignored[Name] = None
+    user_profile_id: Ignored[Name] = None
+    workspace_id: Ignored[Name] = None
+    diagnostics: Annotated[Any, IGNORED] = None
+    service_tier: Ignored[Literal["auto", "standard_only"]] = None
+    container: Annotated[str | dict[str, Any] | None, Refused("no code is run here")] = None
+    context_management: Annotated[Any, IGNORED] = None  # nothing is dropped: the model sees the whole conversation
 
     def _drawn(self) -> dict[str, Any]:
         drawn = {ours: getattr(self, theirs) for theirs, ours in served_in(MESSAGES).items()}

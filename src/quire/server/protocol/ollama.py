@@ -12,27 +12,31 @@ from quire.server.http.api_error import Answer
 from quire.server.http.body import model_of
 from quire.server.protocol.answers import ChatLogprob
 from quire.server.protocol.body import (
+    IGNORED,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TOKEN,
     Body,
     FunctionName,
     GivenName,
+    Ignored,
     Name,
-    NoList,
-    NoText,
     Number,
     Off,
     On,
+    Refused,
     Role,
     Text,
 )
-from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, ChatRequest
+from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, NO_TEMPLATE, ChatRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.sampling import numbers_of
 
 # Ollama's names of options, and the names of the same fields in a chat request.
 CALLED = served_in(OLLAMA)
+
+
+OTHER_SAMPLING = "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are"
 
 
 @numbers_of(OLLAMA)
@@ -43,56 +47,29 @@ class Options(Body):
     stop: Text | list[Text] | None = None
     seed: int | None = None
 
-    num_ctx: int | None = None  # ignored, like the rest: each sequence gets the memory that it needs
-    num_batch: int | None = None
-    num_gpu: int | None = None
-    num_keep: int | None = None
-    num_thread: int | None = None
-    main_gpu: int | None = None
-    draft_num_predict: int | None = None
-    embedding_only: bool | None = None
-    f16_kv: bool | None = None
-    logits_all: bool | None = None
-    low_vram: bool | None = None
-    numa: bool | None = None
-    use_mlock: bool | None = None
-    use_mmap: bool | None = None
-    vocab_only: bool | None = None
+    num_ctx: Ignored[int] = None  # each sequence gets the memory that it needs
+    num_batch: Ignored[int] = None
+    num_gpu: Ignored[int] = None
+    num_keep: Ignored[int] = None
+    num_thread: Ignored[int] = None
+    main_gpu: Ignored[int] = None
+    draft_num_predict: Ignored[int] = None
+    embedding_only: Ignored[bool] = None
+    f16_kv: Ignored[bool] = None
+    logits_all: Ignored[bool] = None
+    low_vram: Ignored[bool] = None
+    numa: Ignored[bool] = None
+    use_mlock: Ignored[bool] = None
+    use_mmap: Ignored[bool] = None
+    vocab_only: Ignored[bool] = None
 
-    mirostat: int | None = None
-    mirostat_eta: Number | None = None  # without effect while mirostat is 0
-    mirostat_tau: Number | None = None
-    penalize_newline: bool | None = None
-    repeat_last_n: int | None = None
-    tfs_z: Number | None = None
-    typical_p: Number | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = (
-        "num_ctx",
-        "num_batch",
-        "num_gpu",
-        "num_keep",
-        "num_thread",
-        "main_gpu",
-        "draft_num_predict",
-        "embedding_only",
-        "f16_kv",
-        "logits_all",
-        "low_vram",
-        "numa",
-        "use_mlock",
-        "use_mmap",
-        "vocab_only",
-        "mirostat_eta",
-        "mirostat_tau",
-    )
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "mirostat": "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are",
-        "penalize_newline": "penalties are for all tokens alike",
-        "repeat_last_n": "penalties are over the whole text",
-        "tfs_z": "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are",
-        "typical_p": "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are",
-    }
+    mirostat: Annotated[int | None, Refused(OTHER_SAMPLING)] = None
+    mirostat_eta: Ignored[Number] = None  # without effect while mirostat is 0
+    mirostat_tau: Ignored[Number] = None
+    penalize_newline: Annotated[bool | None, Refused("penalties are for all tokens alike")] = None
+    repeat_last_n: Annotated[int | None, Refused("penalties are over the whole text", -1)] = None
+    tfs_z: Annotated[Number | None, Refused(OTHER_SAMPLING, 1)] = None
+    typical_p: Annotated[Number | None, Refused(OTHER_SAMPLING, 1)] = None
 
     def drawn(self) -> dict[str, Any]:
         """Return the options by their names in a chat request."""
@@ -112,15 +89,14 @@ class Shared(Body):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: Off = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    keep_alive: Any = None  # ignored, like the next two: the model stays loaded, and a too long prompt is an error
-    truncate: bool | None = None
-    shift: bool | None = None
+    keep_alive: Annotated[Any, IGNORED] = None  # the model stays loaded
+    truncate: Ignored[bool] = None  # a prompt that is too long is an error
+    shift: Ignored[bool] = None
 
     ALSO_CALLED: ClassVar[dict[str, str]] = {name: f"options.{name}" for name in CALLED} | {
         "max_tokens": "options.num_predict",
         "response_format": "format",
     }
-    NOTES: ClassVar[tuple[str, ...]] = ("keep_alive", "truncate", "shift")
 
     def chat_of(self, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
         """Build a chat request from messages and the shared fields.
@@ -151,10 +127,8 @@ class PastFunction(Body):
 
     name: GivenName
     arguments: dict[str, Any]
-    description: Text | None = None  # ignored, like the next
-    index: int | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = ("description", "index")
+    description: Ignored[Text] = None
+    index: Ignored[int] = None
 
 
 class PastCall(Body):
@@ -171,12 +145,10 @@ class PastMessage(Body):
     role: Role
     content: Text | None = None
     thinking: Text | None = None
-    images: NoList | None = None
+    images: Annotated[list[Any] | None, Refused("models are served for text alone")] = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
-
-    NOT_SERVED: ClassVar[dict[str, str]] = {"images": "models are served for text alone"}
 
 
 class OfferedFunction(Body):
@@ -213,17 +185,12 @@ class GenerateRequest(Shared):
     prompt: Text | None = None
     system: Text | None = None
     raw: Off = False  # True: the model continues the prompt itself, without a chat template
-    context: NoList | None = None
-    images: NoList | None = None
-    suffix: NoText | None = None
-    template: NoText | None = None
-
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "context": "nothing is stored here; send the whole conversation to /api/chat",
-        "images": "models are served for text alone",
-        "suffix": "/v1/completions fills in text before a suffix",
-        "template": "a template in a request would be a program from a stranger; start the server with one",
-    }
+    context: Annotated[
+        list[Any] | None, Refused("nothing is stored here; send the whole conversation to /api/chat")
+    ] = None
+    images: Annotated[list[Any] | None, Refused("models are served for text alone")] = None
+    suffix: Annotated[str | None, Refused("/v1/completions fills in text before a suffix")] = None
+    template: Annotated[str | None, NO_TEMPLATE] = None
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat request."""
@@ -238,11 +205,10 @@ class EmbedRequest(Body):
     input: Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     truncate: On = True  # cut the end of a text that is too long
     dimensions: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None  # 0: all
-    options: Options | None = None  # ignored, like the next: nothing is sampled
-    keep_alive: Any = None
+    options: Ignored[Options] = None  # nothing is sampled
+    keep_alive: Annotated[Any, IGNORED] = None
 
     ALSO_CALLED: ClassVar[dict[str, str]] = {"prompt": "input"}
-    NOTES: ClassVar[tuple[str, ...]] = ("options", "keep_alive")
 
     def embedding(self) -> EmbeddingRequest:
         """Return the equivalent request for embeddings."""
@@ -260,10 +226,8 @@ class ShowRequest(Body):
 
     model: Name | None = None
     name: Name | None = None  # an older name of `model`
-    verbose: bool | None = None  # ignored, like the next
-    system: Text | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = ("verbose", "system")
+    verbose: Ignored[bool] = None
+    system: Ignored[Text] = None
 
 
 def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:

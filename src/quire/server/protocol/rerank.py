@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import NotRequired
 
 from quire.server.http.api_error import Answer, ApiError
 from quire.server.protocol.answers import SystemFingerprint, Usage
-from quire.server.protocol.body import MAX_PROMPTS, MAX_TOKEN, NoList, On, StrictItem, Text
+from quire.server.protocol.body import MAX_PROMPTS, MAX_TOKEN, On, Refused, StrictItem, Text
 from quire.server.protocol.embeddings import Embedding
 
 
@@ -30,13 +30,8 @@ class RerankRequest(Embedding):
     top_n: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None  # None or 0: all
     return_documents: On = True
     instruction: Text | None = None  # the criterion, for a model that answers yes or no
-    max_tokens_per_doc: Any = None
-    rank_fields: NoList | None = None
-
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "max_tokens_per_doc": "documents are not cut here; one that is too long is an error",
-        "rank_fields": "documents are texts here",
-    }
+    max_tokens_per_doc: Annotated[Any, Refused("documents are not cut here; one that is too long is an error")] = None
+    rank_fields: Annotated[list[Any] | None, Refused("documents are texts here")] = None
 
     def texts(self) -> list[str]:
         """Return the texts of the documents."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import NotRequired
 
 from quire.request import RESPONSES, served_in
@@ -13,28 +13,23 @@ from quire.server.http.api_error import Answer, ApiError, shown
 from quire.server.http.body import model_of
 from quire.server.protocol.answers import ChatLogprob, CompletionDetails, SystemFingerprint
 from quire.server.protocol.body import (
+    IGNORED,
     MAX_MESSAGES,
-    NO_CHOICE,
-    NO_OBJECT,
-    NO_TEXT,
     Body,
     FunctionName,
     GivenName,
     HistoryItem,
+    Ignored,
     MaxTokens,
     Name,
-    NoFlag,
-    NoList,
-    NoObject,
-    NoText,
     OrText,
     Priority,
+    Refused,
     Text,
-    neutral,
     tag_of,
 )
-from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
-from quire.server.protocol.sampling import StreamOptions, numbers_of
+from quire.server.protocol.chat import MAX_TOOLS, NO_MODERATION, CacheOptions, CacheRetention, ChatRequest
+from quire.server.protocol.sampling import ServiceTier, StreamOptions, numbers_of
 
 MAX_INCLUDED = 64
 LOGPROBS = "message.output_text.logprobs"
@@ -135,6 +130,10 @@ Item = Annotated[
 ]
 
 
+STATELESS = Refused("nothing is stored here; send the whole conversation as input")
+NO_BACKGROUND = Refused("an answer is given while its client waits, and nothing is stored")
+
+
 class ResponseTool(Body):
     """A function that the model may call."""
 
@@ -143,11 +142,9 @@ class ResponseTool(Body):
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: Any = None  # ignored, like the rest
-    defer_loading: bool | None = None
-    output_schema: dict[str, Any] | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = ("allowed_callers", "defer_loading", "output_schema")
+    allowed_callers: Annotated[Any, IGNORED] = None
+    defer_loading: Ignored[bool] = None
+    output_schema: Ignored[dict[str, Any]] = None
 
 
 class ChosenTools(Body):
@@ -164,34 +161,28 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
-    description: Text | None = None
+    description: Ignored[Text] = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None  # ignored: a schema is always enforced
-
-    NOTES: ClassVar[tuple[str, ...]] = ("description", "strict")
+    strict: Ignored[bool] = None  # a schema is always enforced
 
 
 class TextConfig(Body):
     """Options of the generated text."""
 
     format: TextFormat | None = None
-    verbosity: Annotated[Name, neutral("verbosity", NO_TEXT)] | None = None
-
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "verbosity": "the length of an answer cannot be set here, except by max_output_tokens"
-    }
+    verbosity: Annotated[
+        Name | None, Refused("the length of an answer cannot be set here, except by max_output_tokens", "medium")
+    ] = None
 
 
 class Reasoning(Body):
     """Options of the model's reasoning."""
 
     effort: Name | None = None  # for the chat template; "none" turns reasoning off
-    summary: Name | None = None  # ignored, like the rest: reasoning is shown unchanged
-    generate_summary: Name | None = None
-    context: Name | None = None
-    mode: Name | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context", "mode")
+    summary: Ignored[Name] = None  # reasoning is shown unchanged
+    generate_summary: Ignored[Name] = None
+    context: Ignored[Name] = None
+    mode: Ignored[Name] = None
 
 
 @numbers_of(RESPONSES)
@@ -217,11 +208,11 @@ class ResponsesRequest(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None  # notes of the client, returned in the answer
-    store: bool | None = None  # ignored: nothing is stored, as the answer reports
+    store: Ignored[bool] = None  # nothing is stored, as the answer reports
     max_tool_calls: int | None = None  # ignored: it bounds the calls of built-in tools, which are not supported
-    user: Text | None = None  # ignored, like the next two
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
+    user: Ignored[Text] = None
+    safety_identifier: Ignored[Text] = None
+    prompt_cache_key: Ignored[Text] = None
 
     seed: int | None = None
     stop: Text | list[Text] | None = None
@@ -230,18 +221,20 @@ class ResponsesRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
 
-    access_programs: NoObject | None = None
-    background: NoFlag | None = None
-    background_options: NoObject | None = None
-    context_management: NoList | None = None
-    conversation: Annotated[str | dict[str, Any], WithJsonSchema(NO_CHOICE)] | None = None
-    image: NoObject | None = None
-    moderation: NoObject | None = None
-    previous_response_id: NoText | None = None
-    prompt: NoObject | None = None
-    prompt_cache_options: Annotated[dict[str, Any], neutral("prompt_cache_options", NO_OBJECT)] | None = None
-    prompt_cache_retention: Annotated[Name, neutral("prompt_cache_retention", NO_TEXT)] | None = None
-    service_tier: Annotated[Name, neutral("service_tier", NO_TEXT)] | None = None
+    access_programs: Annotated[dict[str, Any] | None, Refused("there are no access programs here")] = None
+    background: Annotated[bool | None, NO_BACKGROUND] = None
+    background_options: Annotated[dict[str, Any] | None, NO_BACKGROUND] = None
+    context_management: Annotated[
+        list[Any] | None, Refused("conversations are not shortened here; send only the items that the model is to see")
+    ] = None
+    conversation: Annotated[str | dict[str, Any] | None, STATELESS] = None
+    image: Annotated[dict[str, Any] | None, Refused("models are served for text alone")] = None
+    moderation: Annotated[dict[str, Any] | None, NO_MODERATION] = None
+    previous_response_id: Annotated[str | None, STATELESS] = None
+    prompt: Annotated[dict[str, Any] | None, Refused("no prompts are stored here; give instructions and input")] = None
+    prompt_cache_options: CacheOptions = None
+    prompt_cache_retention: CacheRetention = None
+    service_tier: ServiceTier = None
 
     ALSO_CALLED: ClassVar[dict[str, str]] = {
         "max_completion_tokens": "max_output_tokens",
@@ -249,20 +242,6 @@ class ResponsesRequest(Body):
         "messages": "input",
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
-    }
-    NOTES: ClassVar[tuple[str, ...]] = ("user", "safety_identifier", "prompt_cache_key", "store")
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        name: ChatRequest.NOT_SERVED[name]
-        for name in ("moderation", "prompt_cache_options", "prompt_cache_retention", "service_tier")
-    } | {
-        "access_programs": "there are no access programs here",
-        "background": "an answer is given while its client waits, and nothing is stored",
-        "background_options": "an answer is given while its client waits, and nothing is stored",
-        "context_management": "conversations are not shortened here; send only the items that the model is to see",
-        "conversation": "nothing is stored here; send the whole conversation as input",
-        "image": "models are served for text alone",
-        "previous_response_id": "nothing is stored here; send the whole conversation as input",
-        "prompt": "no prompts are stored here; give instructions and input",
     }
 
     def chat(self) -> ChatRequest:

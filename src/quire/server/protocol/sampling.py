@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -35,23 +35,21 @@ from quire.server.protocol.body import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
     MAX_TOKEN,
-    NO_TEXT,
     Body,
     GivenName,
     Grammar,
+    Ignored,
     Kept,
     Name,
-    NoFlag,
-    NoText,
     Number,
     Off,
     On,
     Priority,
+    Refused,
     Stop,
     StopText,
     Text,
     Token,
-    neutral,
 )
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -69,14 +67,18 @@ SAMPLED = tuple(name for name in served_in(OPENAI) if name != "seed")
 GRAMMAR_FIELDS = ("regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
+ServiceTier = Annotated[
+    Name | None,
+    Refused("there is one tier of service here, 'default' (and see priority)", "auto", "default"),
+]
+
+
 class StreamOptions(Body):
     """Options for the information that a stream reports in addition to the text."""
 
     include_usage: Off = False  # a last chunk with the number of tokens
     continuous_usage_stats: Off = False  # with include_usage, the counts so far in every chunk, as in vLLM
-    include_obfuscation: NoFlag | None = None
-
-    NOT_SERVED: ClassVar[dict[str, str]] = {"include_obfuscation": "chunks are not padded here"}
+    include_obfuscation: Annotated[bool | None, Refused("chunks are not padded here")] = None
 
 
 class JsonSchema(Body):
@@ -84,12 +86,10 @@ class JsonSchema(Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: Name | None = None
-    description: Name | None = None
+    name: Ignored[Name] = None
+    description: Ignored[Name] = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # ignored: a schema is always enforced
-
-    NOTES: ClassVar[tuple[str, ...]] = ("name", "description", "strict")
+    strict: Ignored[bool] = None  # a schema is always enforced
 
 
 class ResponseFormat(Body):
@@ -125,20 +125,12 @@ class StructuredOutputs(Body):
     grammar: Grammar | None = None
     json_object: bool | None = None
 
-    disable_any_whitespace: NoFlag | None = None
-    disable_additional_properties: NoFlag | None = None
-    whitespace_pattern: NoText | None = None
-    structural_tag: NoText | None = None
-
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        name: NOT_STRUCTURED[name]
-        for name in (
-            "disable_any_whitespace",
-            "disable_additional_properties",
-            "whitespace_pattern",
-            "structural_tag",
-        )
-    }
+    disable_any_whitespace: Annotated[bool | None, Refused(NOT_STRUCTURED["disable_any_whitespace"])] = None
+    disable_additional_properties: Annotated[bool | None, Refused(NOT_STRUCTURED["disable_additional_properties"])] = (
+        None
+    )
+    whitespace_pattern: Annotated[str | None, Refused(NOT_STRUCTURED["whitespace_pattern"])] = None
+    structural_tag: Annotated[str | None, Refused(NOT_STRUCTURED["structural_tag"])] = None
 
     def asked(self) -> dict[str, Any]:
         """Return the fields that are set, by name."""
@@ -183,7 +175,7 @@ class Sampling(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: Text | None = None  # ignored
+    user: Ignored[Text] = None
 
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 0
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
@@ -202,8 +194,8 @@ class Sampling(Body):
     guided_regex: Grammar | None = None
     guided_choice: Choices | None = None
     guided_grammar: Grammar | None = None
-    guided_decoding_backend: Annotated[Name, neutral("guided_decoding_backend", NO_TEXT)] | None = None
-    guided_whitespace_pattern: NoText | None = None
+    guided_decoding_backend: Annotated[Name | None, Refused(NOT_STRUCTURED["backend"], "auto", "guidance")] = None
+    guided_whitespace_pattern: Annotated[str | None, Refused(NOT_STRUCTURED["whitespace_pattern"])] = None
     allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = None
     bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     truncate_prompt_tokens: Kept | None = None
@@ -211,17 +203,9 @@ class Sampling(Body):
     spaces_between_special_tokens: Annotated[On, WithJsonSchema({"enum": [True, None]})] = True
 
     # OpenAI fields that clients send: accepted with a value that requests nothing, otherwise refused.
-    metadata: dict[str, Any] | None = None  # ignored by definition: notes of the client
-    store: NoFlag | None = None
-    service_tier: Annotated[Name, neutral("service_tier", NO_TEXT)] | None = None
-
-    NOTES: ClassVar[tuple[str, ...]] = ("user", "metadata")
-    NOT_SERVED: ClassVar[dict[str, str]] = {
-        "store": "nothing is stored here",
-        "guided_decoding_backend": NOT_STRUCTURED["backend"],
-        "guided_whitespace_pattern": NOT_STRUCTURED["whitespace_pattern"],
-        "service_tier": "there is one tier of service here, 'default' (and see priority)",
-    }
+    metadata: Ignored[dict[str, Any]] = None  # notes of the client
+    store: Annotated[bool | None, Refused("nothing is stored here")] = None
+    service_tier: ServiceTier = None
 
     @field_validator("logit_bias", mode="after")
     @classmethod

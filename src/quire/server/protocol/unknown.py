@@ -149,7 +149,7 @@ def sentence(name: str, why: str | None) -> str:
 
 def near_miss(owner: type[Body], name: str) -> str | None:
     """Return a question that suggests a similar field of the object, or None."""
-    known = {_plain(f.alias or n): f.alias or n for n, f in owner.model_fields.items() if n not in owner.NOT_SERVED}
+    known = {_plain(f.alias or n): f.alias or n for n, f in owner.model_fields.items() if n not in owner.REFUSED}
     close = difflib.get_close_matches(_plain(name[:MAX_SHOWN]), known, n=1, cutoff=NEAR)
     return f"did you mean {known[close[0]]!r}?" if close else None
 
