@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from quire.server.api.service import Service
 from quire.server.http.api_error import AnthropicError, Error, OllamaError
+from quire.server.http.body import REFERENCE
 from quire.server.http.guard import OPEN_PATHS
 from quire.server.protocol.chat import ChatChunk
 from quire.server.protocol.completions import CompletionChunk
@@ -27,7 +28,6 @@ SCRAPED: dict[int | str, dict[str, Any]] = {
         "content": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
     }
 }
-REFERENCE = "#/components/schemas/{model}"
 
 
 class StreamedBody(NamedTuple):
@@ -59,8 +59,10 @@ def document_of(app: FastAPI, service: Service) -> dict[str, Any]:
     """Return FastAPI's document, completed by streams, the models' names, and the security scheme if keys are set."""
     document = FastAPI.openapi(app)
     schemas, paths = document["components"]["schemas"], document["paths"]
-    pieces = [(path, "serialization", TypeAdapter(stream.piece)) for path, stream in STREAMS.items()]
-    _, made = TypeAdapter.json_schemas(pieces, ref_template=REFERENCE)  # type: ignore[arg-type]
+    answers = {one for route in app.routes for one in getattr(route, "answers", ())}
+    answers |= {stream.piece for path, stream in STREAMS.items() if path in paths}
+    adapters = [(one, "serialization", TypeAdapter(one)) for one in sorted(answers, key=lambda one: one.__name__)]
+    _, made = TypeAdapter.json_schemas(adapters, ref_template=REFERENCE)  # type: ignore[arg-type]
     schemas.update(made["$defs"])
     for path, stream in STREAMS.items():
         if path in paths:

@@ -18,6 +18,7 @@ from quire.server.http.api_error import ApiError
 from quire.server.http.guard import client_of
 
 MAX_HELD_BODIES = 16  # the bytes of this many bodies of the largest size are held unparsed at a time
+REFERENCE = "#/components/schemas/{model}"  # in the OpenAPI document
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -98,8 +99,15 @@ class BodyRoute(APIRoute):
     """A route that reads its body itself, with the application's `bodies`.
 
     FastAPI's own route would keep the bytes, and everything parsed from them, until the answer ends. The endpoint takes
-    the body as `body`, optionally the request as `request`, and returns a Response.
+    the body as `body`, optionally the request as `request`, and returns a Response. Nor are the classes of answers read
+    before the OpenAPI document is asked for, which takes longer than the rest of an application's start.
     """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        given = options.get("responses") or {}
+        self.answers: list[Any] = [one["model"] for one in given.values() if "model" in one]
+        options["responses"] = {status: _referring(one) for status, one in given.items()}
+        super().__init__(path, endpoint, **options)
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         """Return the function that answers a request."""
@@ -114,6 +122,14 @@ class BodyRoute(APIRoute):
             return response
 
         return answer
+
+
+def _referring(response: dict[str, Any]) -> dict[str, Any]:
+    """Return the documentation of a response with a reference in place of its class."""
+    if "model" not in response:
+        return response
+    content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=response["model"].__name__)}}}
+    return {"description": response["description"], "content": content}
 
 
 def _value(read: bytes, request: HttpRequest) -> Any:
