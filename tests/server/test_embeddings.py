@@ -31,10 +31,13 @@ def offline() -> dict[str, list[float]]:
     return {text: output.outputs.embedding for text, output in zip(TEXTS, llm.embed(TEXTS), strict=True)}
 
 
+ANSWER = TypeAdapter(Embeddings)  # which is encoded in parts
+
+
 def vectors(server: Serving, **body: Any) -> list[Any]:
     answer = server.post(PATH, **body)
     assert answer.status == 200, answer.body
-    shown = TypeAdapter(Embeddings).validate_python(answer.json())["data"]  # encoded in parts
+    shown = ANSWER.validate_python(answer.json())["data"]
     assert [one["index"] for one in shown] == list(range(len(shown)))
     return [one["embedding"] for one in shown]
 

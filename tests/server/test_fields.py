@@ -274,7 +274,7 @@ def test_beams_that_can_never_fit_name_their_number() -> None:
 def test_a_limit_above_the_room_ends_at_the_context(server: Serving) -> None:
     longest = server.service.model.max_model_len
     for path, field in ((CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (COMPLETIONS, "max_tokens")):
-        body = {"messages": [{"role": "user", "content": "a " * 400}]} if path == CHAT else {"prompt": "a " * 900}
+        body = {"messages": [{"role": "user", "content": "a " * 450}]} if path == CHAT else {"prompt": "a " * 950}
         answer = server.post(path, **body, **{field: 10**6}, ignore_eos=True, temperature=0).json()
         assert answer["usage"]["total_tokens"] == longest
         assert answer["choices"][0]["finish_reason"] == "length"

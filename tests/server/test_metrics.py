@@ -366,7 +366,7 @@ def hasty_threads() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
-def test_scraping_while_the_engine_steps(num_host_blocks: int, hasty_threads: None) -> None:
+def test_scraping_while_the_engine_steps(num_host_blocks: int, hasty_threads: None, long: bool) -> None:
     """Other threads scrape without a pause while requests come, are preempted, swapped, and end."""
     driver = Driver(fake_engine(num_blocks=24, num_host_blocks=num_host_blocks, max_num_seqs=12))
     stop, seen, errors = threading.Event(), [], []
@@ -381,7 +381,7 @@ def test_scraping_while_the_engine_steps(num_host_blocks: int, hasty_threads: No
     threads = [threading.Thread(target=scrape) for _ in range(2)]
     for thread in threads:
         thread.start()
-    deadline, i = time.monotonic() + 0.7, 0
+    deadline, i = time.monotonic() + (0.7 if long else 0.3), 0
     while time.monotonic() < deadline or (len(seen) <= 10 and not errors):
         if len(driver.clocks) < 16:
             driver.add(request(f"r{i}", prompt(5 + i % 30, 7 * i), max_tokens=1 + i % 17))

@@ -23,7 +23,7 @@ SCHEMA = {"type": "object", "properties": {"on": {"enum": [True]}}, "required": 
 CLOCK = {"name": "clock", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": CLOCK}
 FORMAT = {"type": "json_schema", "name": "a", "schema": SCHEMA}
-LENGTH = 24  # so that something is said again, which penalties forbid
+LENGTH = 16  # so that something is said again, which penalties forbid
 COMMON = {"model": MODEL, "temperature": 0}
 USUAL: dict[str, dict[str, Any]] = {
     "/v1/completions": COMMON | {"prompt": "import os\n", "max_tokens": LENGTH},
@@ -182,7 +182,7 @@ def test_every_parameter_is_honoured_refused_or_without_effect(speaking: Serving
                     ask(**usual_body, suffix="a")
             elif name in STREAMS:
                 chunks = list(function.create(**usual_body, stream=True, **streamed(path)))
-                assert len(chunks) > 8, (path, name)
+                assert len(chunks) > 5, (path, name)
                 assert path == "/v1/responses" or chunks[-1].usage.completion_tokens == LENGTH
             elif fate is Fate.REFUSED:
                 with pytest.raises(openai.BadRequestError) as caught:

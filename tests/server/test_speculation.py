@@ -63,7 +63,13 @@ def joined(chunks: list[Chunk]) -> dict[int, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("path", "fields"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.long] * (name in ("echo", "not told", "several prompts")))
+        for name, case in CASES.items()
+    ],
+)
 def test_streams_are_those_of_a_server_that_does_not_guess(
     plain: Serving, guessing: Serving, path: str, fields: dict[str, Any]
 ) -> None:

@@ -15,6 +15,7 @@ from tests.server.serving import Serving, serving
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the weather in Paris"}]
+COMPLETION, CHUNKS = TypeAdapter(ChatCompletion), TypeAdapter(list[ChatChunk])  # which are encoded in parts
 
 
 def tool(name: str, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def chat(server: Serving, **body: Any) -> dict[str, Any]:
     answer = server.post(CHAT, **{"messages": MESSAGES, "max_tokens": 200, "seed": 3} | body)
     assert answer.status == 200, answer.body
     found: dict[str, Any] = answer.json()
-    TypeAdapter(ChatCompletion).validate_python(found)  # encoded in parts
+    COMPLETION.validate_python(found)
     return found
 
 
@@ -53,7 +54,7 @@ def streamed(server: Serving, **body: Any) -> tuple[list[dict[str, Any]], list[d
     answer = server.post(CHAT, **{"messages": MESSAGES, "max_tokens": 200, "seed": 3, "stream": True} | body)
     assert answer.status == 200, answer.body
     chunks = answer.events()
-    TypeAdapter(list[ChatChunk]).validate_python(chunks)
+    CHUNKS.validate_python(chunks)
     choices: dict[int, dict[str, Any]] = {}
     for choice in (one for chunk in chunks for one in chunk["choices"]):
         message = choices.setdefault(choice["index"], {"content": "", "tool_calls": [], "reasoning_content": ""})
