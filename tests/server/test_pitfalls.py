@@ -528,7 +528,6 @@ def test_no_code_comes_from_bytes() -> None:
 
 
 def test_no_salt_reaches_another_keys_blocks() -> None:
-    """See also test_robust."""
     prompt = "import collections\n" * 8
     with serving(api_key=("one", "two")) as server:
 
@@ -545,6 +544,9 @@ def test_no_salt_reaches_another_keys_blocks() -> None:
             server.on_engine(forget)
             assert cached("one", cache_salt="mine") == 0
         assert cached("one", cache_salt="mine") > 0
+        assert cached("one") == 0
+        assert cached("one") > 0
+        assert cached("two") == 0
         chat = {"messages": [{"role": "user", "content": prompt}]}
         assert cached("one", CHAT, **chat) == 0
         assert cached("two", CHAT, **chat) == 0

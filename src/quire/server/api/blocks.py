@@ -6,9 +6,10 @@ Every protocol except OpenAI's chats structures answers in this way. A `Script` 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from quire.frontend.jobs import Delta
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
@@ -16,6 +17,7 @@ from quire.server.api.answers import AnswerWriter
 from quire.server.api.chat import chat_logprobs
 from quire.server.api.jobs import Stream
 from quire.server.api.service import num_logprobs, offload_if_large
+from quire.server.api.streamed import EventWriter
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.protocol.answers import ChatLogprob
@@ -58,24 +60,30 @@ class Ending(NamedTuple):
     num_reasoning: int  # of the generated ones
 
 
-class Script(Protocol):
+class Script(ABC):
     """Writes the events of a growing answer in one protocol."""
 
     def begin(self) -> bytes:
         """Return the events before all blocks."""
+        return b""
 
     def open(self, block: Block) -> bytes:
         """Return the events for a new block."""
+        return b""
 
+    @abstractmethod
     def grow(self, block: Block, text: str, logprobs: list[ChatLogprob]) -> bytes:
         """Return the events for text that is added to a block."""
 
+    @abstractmethod
     def close(self, block: Block) -> bytes:
         """Return the events for a complete block."""
 
+    @abstractmethod
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
         """Return the events for a complete answer."""
 
+    @abstractmethod
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
         """Return the events for an answer that ended with an error."""
 
@@ -139,8 +147,8 @@ async def read_whole(turn: Turn) -> tuple[list[Block], Ending]:
     return reader.blocks, await offload_if_large(size, lambda: reader.whole(output, sample))
 
 
-class BlockEvents:
-    """Writes a stream with a script: an `EventWriter`."""
+class BlockEvents(EventWriter):
+    """Writes a stream with a script."""
 
     def __init__(self, turn: Turn, job: Stream, script: Script) -> None:
         self._turn = turn

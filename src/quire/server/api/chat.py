@@ -17,10 +17,10 @@ from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import prompt_logprobs, whole
 from quire.server.api.jobs import Stream
 from quire.server.api.service import Service, counted, finite, num_logprobs, offload_if_large
-from quire.server.api.streamed import StreamedAnswer
+from quire.server.api.streamed import EventWriter, StreamedAnswer
 from quire.server.api.turn import Turn
-from quire.server.http.api_error import ApiError, request_failed
-from quire.server.http.sse import DONE, data
+from quire.server.http.api_error import request_failed
+from quire.server.http.sse import data
 from quire.server.protocol.answers import ChatLogprob, TopLogprob
 from quire.server.protocol.chat import (
     ChatChoice,
@@ -91,8 +91,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     return await offload_if_large(size, partial(answer, output))
 
 
-class _Events:
-    """Writes the events of a streamed answer: an `EventWriter`.
+class _Events(EventWriter):
+    """Writes the events of a streamed answer.
 
     The first event of each choice has the role, the last one the finish reason.
     """
@@ -134,10 +134,6 @@ class _Events:
         pairs = zip(self._writers, self._output.outputs, strict=False)
         num_reasoning = sum(self._reading.num_reasoning(one.token_ids, writer.reasoning) for writer, one in pairs)
         return self._chunks.end(num_prompt, self._generated, num_cached, self._reading.counted(num_reasoning))
-
-    def fail(self, error: ApiError) -> bytes:
-        """Return an event with an error, and the end mark."""
-        return data(error.body()) + DONE
 
     def _events(self, delta: Delta) -> list[bytes]:
         """Return the events of a delta: a chunk with its content, and another with the end of the choice."""

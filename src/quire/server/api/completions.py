@@ -28,9 +28,9 @@ from quire.server.api.service import (
     num_prompt_logprobs,
     offload_if_large,
 )
-from quire.server.api.streamed import StreamedAnswer
+from quire.server.api.streamed import EventWriter, StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
-from quire.server.http.sse import DONE, JsonBody, data, dumps
+from quire.server.http.sse import JsonBody, data, dumps
 from quire.server.protocol.answers import PromptLogprobs
 from quire.server.protocol.completions import CompletionChoice, CompletionHead, CompletionLogprobs, CompletionRequest
 
@@ -160,8 +160,8 @@ def _params(service: Service, body: CompletionRequest, max_tokens: int | None, e
     return service.sampling(body, **own)
 
 
-class _Events:
-    """Writes the events of a streamed answer: an `EventWriter`."""
+class _Events(EventWriter):
+    """Writes the events of a streamed answer."""
 
     def __init__(self, body: CompletionRequest, head: CompletionHead, writer: _Writer, job: Stream) -> None:
         self._body = body
@@ -170,10 +170,6 @@ class _Events:
         self._job = job
         self._numbers = {output.request_id: i for i, output in enumerate(job.outputs)}
         self._generated = [0] * len(job.outputs)
-
-    def begin(self) -> bytes:
-        """Return nothing: the first chunks contain everything."""
-        return b""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Return a chunk of a choice for each delta that has something to send."""
@@ -200,10 +196,6 @@ class _Events:
         """Return the token counts, if requested, and the end mark."""
         num_prompt, _, num_cached = counted(self._job.outputs)
         return self._chunks.end(num_prompt, sum(self._generated), num_cached)
-
-    def fail(self, error: ApiError) -> bytes:
-        """Return an event with an error, and the end mark."""
-        return data(error.body()) + DONE
 
 
 class _Writer:

@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import Unpack
 
-from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
+from quire.server.api.blocks import Block, BlockEvents, Ending, Script, read_whole
 from quire.server.api.service import Service, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn, prompt_of
@@ -112,7 +112,7 @@ def _event(**fields: Unpack[AnthropicEvent]) -> bytes:
     return named(fields)
 
 
-class _Script:
+class _Script(Script):
     """Writes the events of a stream."""
 
     def __init__(self, turn: Turn) -> None:

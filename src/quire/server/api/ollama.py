@@ -14,7 +14,7 @@ from typing import Literal
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
+from quire.server.api.blocks import Block, BlockEvents, Ending, Script, read_whole
 from quire.server.api.embeddings import embedded, unit_vector
 from quire.server.api.service import Service, counted, offload_if_large, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
@@ -210,7 +210,7 @@ def _call(block: Block, number: int) -> OllamaCall:
     return {"id": block.call_id, "function": {"index": number, "name": block.name, "arguments": arguments}}
 
 
-class _Script:
+class _Script(Script):
     """Writes the lines of a stream: a line for each delta. A call is one line, when it is complete."""
 
     def __init__(self, model: str, field: str, began: int) -> None:
@@ -220,14 +220,6 @@ class _Script:
         self._began = began
         self._num_calls = 0
         self._first: int | None = None  # time of the first delta
-
-    def begin(self) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def open(self, block: Block) -> bytes:
-        """Return nothing."""
-        return b""
 
     def grow(self, block: Block, text: str, logprobs: list[ChatLogprob]) -> bytes:
         """Return a line with text or reasoning."""

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict, Unpack
 
-from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
+from quire.server.api.blocks import Block, BlockEvents, Ending, Script, read_whole
 from quire.server.api.service import Service
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
@@ -156,7 +156,7 @@ class _PartPlace(_ItemPlace):
     content_index: int
 
 
-class _Script:
+class _Script(Script):
     """Writes the events of a stream."""
 
     def __init__(self, writer: _Writer) -> None:

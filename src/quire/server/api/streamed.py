@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -13,23 +13,27 @@ from quire.server.api.engine_client import EngineClient
 from quire.server.api.jobs import Stream
 from quire.server.api.service import LONG_TEXT, offload_if_large
 from quire.server.http.api_error import ApiError, api_error
-from quire.server.http.sse import OUTLET, EventStream, Outlet
+from quire.server.http.sse import DONE, OUTLET, EventStream, Outlet, data
 
 
-class EventWriter(Protocol):
+class EventWriter(ABC):
     """Writes the events of one answer."""
 
     def begin(self) -> bytes:
         """Return the events before all deltas."""
+        return b""
 
+    @abstractmethod
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Return the events of deltas; empty if there is nothing to send."""
 
+    @abstractmethod
     def end(self) -> bytes:
         """Return the events after the job has ended without an error."""
 
     def fail(self, error: ApiError) -> bytes:
         """Return the events that replace the rest after an error."""
+        return data(error.body()) + DONE
 
 
 class StreamedAnswer(EventStream):

@@ -17,7 +17,6 @@ from quire.server.protocol.body import (
     MAX_PROMPTS,
     MAX_TOKEN,
     Body,
-    FunctionName,
     GivenName,
     Ignored,
     Name,
@@ -28,7 +27,7 @@ from quire.server.protocol.body import (
     Role,
     Text,
 )
-from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, NO_TEMPLATE, ChatRequest
+from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, NO_TEMPLATE, ChatRequest, FunctionTool
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.sampling import numbers_of
 
@@ -151,20 +150,11 @@ class PastMessage(Body):
     tool_call_id: Name | None = None
 
 
-class OfferedFunction(Body):
-    """A function that the model may call."""
-
-    name: FunctionName
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class OfferedTool(Body):
     """A tool. Functions are the only kind."""
 
     type: Literal["function"] | None = None
-    function: OfferedFunction
+    function: FunctionTool
 
 
 class OllamaChatRequest(Shared):
