@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Eager:
-    """asyncio for uvicorn, which looks ten times a second whether to end: each stop of a server would wait for that."""
+    """asyncio for uvicorn, which looks ten times a second whether to end: hundreds of tests would wait for that."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds / 5)
+        await asyncio.sleep(seconds / 20)
 
 
 uvicorn.server.asyncio = Eager()  # type: ignore[attr-defined]
