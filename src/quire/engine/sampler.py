@@ -10,7 +10,7 @@ since each read of a value waits for all queued work: the parameters alone deter
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -137,10 +137,15 @@ def _draw_looking(
     drawing = valid & (rows.temperature > 0)
     if rows.masks is not None:
         _draw_among_few(logits, best, rows, rows.masks, drawing, tokens)
-    for drawn in torch.split(torch.nonzero(drawing).flatten(), max(1, DRAWN_BY_CPU // logits.shape[1])):
+    parts: Sequence[Tensor | slice]
+    if logits.numel() <= DRAWN_BY_CPU and drawing.all():
+        parts = [slice(None)]  # views instead of copies
+    else:
+        parts = torch.split(torch.nonzero(drawing).flatten(), max(1, DRAWN_BY_CPU // logits.shape[1]))
+    for drawn in parts:
         # Relative to the best logit nothing overflows, however low the temperature, and min-p is a plain threshold.
         weights = torch.exp((logits[drawn] - best[drawn]).double() / rows.temperature[drawn, None])
-        weights[weights < rows.min_p[drawn, None]] = 0.0
+        weights.masked_fill_(weights < rows.min_p[drawn, None], 0.0)
         tokens[drawn] = _draw(
             logits[drawn], weights, rows.top_k[drawn], rows.top_p[drawn], rows.uniforms[drawn], backend
         )
@@ -190,6 +195,8 @@ def _draw(
 ) -> Tensor:
     """Draw a token per row: int64 [R], by the inverse of the cumulative distribution."""
     cut = (top_k < weights.shape[1]) | (top_p < 1.0)
+    if not cut.any():
+        return _invert(weights, uniforms)
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     if not cut.all():
         tokens[~cut] = _invert(weights[~cut], uniforms[~cut])
