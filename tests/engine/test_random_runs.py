@@ -494,7 +494,7 @@ class GuessedRun(RandomRun):
             drawn = output.tokens_after_drafts[item.request.id]
             expected = [output.tokens[item.request.id], *drawn]
             wrong = [i for i in range(len(drawn)) if list(item.drafts[: i + 1]) != expected[: i + 1]]
-            if wrong and self.rng.random() < 0.1:
+            if wrong and self.rng.random() < 0.3:
                 drawn[self.rng.choice(wrong)] = INVALID_TOKEN
                 self.seen["overflowed"] += 1
         return output

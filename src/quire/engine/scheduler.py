@@ -152,22 +152,26 @@ class Scheduler(SchedulerState):
                 if num_new < missing:
                     lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
         plan.num_tokens = self.budget - budget
-        nobody_comes = not self.waiting or len(self.running) >= self.max_num_seqs
-        if self.lookup is not None and all_decode and nobody_comes and not plan.preempted:
-            self.lookup.add_to(plan, self.manager, self.longest, budget)
+        if all_decode and not plan.preempted:
+            self._add_drafts(plan, budget)
         return lacking
+
+    def _add_drafts(self, plan: Plan, budget: int) -> None:
+        """Add draft tokens to a step in which all requests decode, unless a waiting request may join them."""
+        nobody_comes = not self.waiting or len(self.running) >= self.max_num_seqs
+        if self.lookup is not None and nobody_comes:
+            self.lookup.add_to(plan, self.manager, self.longest, budget)
 
     def _keep_rows(self, rows: DecodeRows, plan: Plan) -> list[int] | None:
         """Plan the running requests like `_keep_running`, but those that merely decode all at once.
 
-        Return None, having planned nothing, if the step needs a closer look: there are too few tokens or blocks for
-        all, or draft tokens may be proposed.
+        Return None, having planned nothing, if there are too few tokens or blocks for all.
         """
         rows.settle()
         others = self.others(rows)
         singles = len(rows) + sum([request.num_missing == 1 for request in others])
         budget = self._step_budget(singles)
-        if not rows or budget < singles or (self.lookup is not None and self.lookup.most(len(self.running)) > 0):
+        if not rows or budget < singles:
             return None
         short = rows.short(0)
         if short and not self.manager.has_free([rows.most_taken(short, 0)] * len(self.manager.pools)):
@@ -195,6 +199,8 @@ class Scheduler(SchedulerState):
                 lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
         plan.decode, plan.rest = step, planned
         self.budget, plan.num_tokens = budget, budget - left
+        if not (others or self.swapped):
+            self._add_drafts(plan, left)
         return lacking
 
     def _step_budget(self, num_decoding: int) -> int:

@@ -49,8 +49,11 @@ class PromptLookup:
 
         longest: tokens at which a request ends.
         """
-        most = min(self.most(len(plan.items)), budget // max(1, len(plan.items)))
-        for i, (request, start, num_new, _) in enumerate(plan.items):
+        count = plan.num_decoding + len(plan.rest)
+        most = min(self.most(count), budget // max(1, count))
+        items = plan.items if most else []
+        has_drafts = False
+        for i, (request, start, num_new, _) in enumerate(items):
             known = len(request.tokens)
             try:
                 drafts = self.draft(request, min(most, longest(request) - known - 1))
@@ -59,8 +62,10 @@ class PromptLookup:
                 log.exception("request %s continues without draft tokens", request.id)
                 continue
             if has_room:
-                plan.items[i] = PlanItem(request, start, num_new, drafts)
+                items[i], has_drafts = PlanItem(request, start, num_new, drafts), True
                 plan.num_tokens += len(drafts)
+        if has_drafts:
+            plan.items = items
 
     def most(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens for each of `num_rows` requests that decode together."""
