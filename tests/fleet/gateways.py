@@ -116,18 +116,17 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def samples(server: Serving) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """One scrape: the value of each sample, by its name and labels."""
-    text = server.get("/metrics").body.decode()
+def samples(server: Serving, name: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """One scrape: the value of each sample, by its name and labels. name: parse those alone, which is faster."""
+    lines = server.get("/metrics").body.decode().splitlines(keepends=True)
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families("".join(line for line in lines if line.startswith(name)))
         for sample in family.samples
     }
 
 
 def value(server: Serving, name: str, **labels: str) -> float:
     """The sum of a metric's samples that have these labels; 0.0 where there is none yet."""
-    found = samples(server)
-    wanted = set(labels.items())
+    found, wanted = samples(server, name), set(labels.items())
     return sum(number for (other, has), number in found.items() if other == name and wanted <= has)

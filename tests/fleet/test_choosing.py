@@ -17,7 +17,7 @@ from quire.fleet.link import Link
 from quire.fleet.work import Work
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.request import Holder, Request, SamplingParams
-from tests.fleet.routing import state
+from tests.fleet.states import state
 
 PROMPT = [5, 6, 7] * 16  # three blocks
 Answer = Callable[[], Any]

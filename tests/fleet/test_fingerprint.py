@@ -26,6 +26,7 @@ from quire.frontend import model_fingerprint
 from quire.frontend.model_fingerprint import replica_fingerprint
 from quire.models import EMBEDDED
 from quire.ops import fetching, native
+from tests.marks import of_long_runs
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 PARTS = st.dictionaries(st.text(max_size=20), st.text(max_size=20), min_size=1, max_size=8)
@@ -157,7 +158,7 @@ def test_what_an_option_changes(name: str, fingerprint: Fingerprint) -> None:
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.usefixtures("_own_prefetch")
-@pytest.mark.parametrize("name", OUT)
+@pytest.mark.parametrize("name", [of_long_runs(name) if name == "tensor_parallel_size" else name for name in OUT])
 def test_options_that_change_no_bit(name: str, fingerprint: Fingerprint) -> None:
     other = replica_fingerprint(loaded(**OUT[name]), TEMPLATE)
     assert fingerprint.difference(other) == ()

@@ -88,7 +88,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert vars(self.index) == vars(FleetIndex())  # nothing is left in memory
 
 
-IndexMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+IndexMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 TestIndexMachine = pytest.mark.slow(IndexMachine.TestCase)
 
 

@@ -24,19 +24,6 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Serving]]:
-    with replicas(2) as found:
-        yield found
-
-
-@pytest.fixture
-def front(servers: list[Serving]) -> Iterator[Front]:
-    with fronting(*(server.url for server in servers)) as found:
-        yield found
-    slow_all(servers, 0.0)
-
-
 @contextmanager
 def shown(browser: Any, front: Front, **options: Any) -> Iterator[Any]:
     """A page that complains of nothing and talks to no one else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
@@ -34,19 +34,6 @@ def view(url: str, status: Status, state: ReplicaState | None = STATE) -> Replic
     return ReplicaView(
         url=url, status=status, failure=None, fingerprint="f", different=(), state=state, held_blocks=5, num_samples=1
     )
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Serving]]:
-    with replicas(2) as found:
-        yield found
-
-
-@pytest.fixture
-def front(servers: list[Serving]) -> Iterator[Front]:
-    with fronting(*(server.url for server in servers)) as found:
-        yield found
-    slow_all(servers, 0.0)
 
 
 def test_addresses_that_change_leave_a_bounded_number_of_series() -> None:

@@ -131,7 +131,7 @@ def test_it_depends_on_no_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     spread(
-        3,
+        4,
         ["GPT2", "Bloom", "Gemma2", "Phi3", "Qwen3", "Mixtral", "Qwen3Moe"],
         [{}, {"dtype": "bfloat16", "quantization": "int8", "block_size": 5}],
     ),

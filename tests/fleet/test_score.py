@@ -1,4 +1,7 @@
-"""The score: one test for each complaint about routers that it answers, its monotony, and fleets on a virtual clock."""
+"""The score: one test for each complaint about routers that it answers, and its monotony.
+
+tests/simulate/test_routing.py has fleets that route by it.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,7 @@ from quire.fleet.index import FleetIndex
 from quire.fleet.score import Candidate, Demand, PlacementChoice, ScoreParts, choose, eligible, with_holders
 from quire.fleet.state import ReplicaState
 from quire.request import Holder
-from tests.fleet.routing import (
-    BLOCK,
-    Fleet,
-    by_score,
-    infinite_hits,
-    mean_new_tokens,
-    round_robin,
-    sessions,
-    shared_prefixes,
-    simulate,
-    state,
-)
-from tests.marks import of_long_runs, quick
+from tests.fleet.states import BLOCK, state
 
 REQUEST = Demand(request_id="r", num_tokens=1_000, new_tokens=50, hit_rate=0.5)
 
@@ -392,56 +383,6 @@ class TestEligible:
     def test_a_candidate_that_cannot_be_is_refused(self) -> None:
         with pytest.raises(BadValue, match="unseen_tokens is -5; it must be at least 0"):
             replace(candidate(0), unseen_tokens=-5)
-
-
-# A trace, the blocks of each of four caches, half of those that are in use, and the jobs a second that round robin
-# sustains with them: `python -m tests.fleet.routing`.
-NUM_JOBS = 600
-TRACES = {
-    "sessions": (sessions(1, 40, NUM_JOBS), 1_500, 6.75),
-    "shared prefixes": (shared_prefixes(1, 40, NUM_JOBS), 1_280, 15.25),
-    "nothing shared": (shared_prefixes(1, 1, NUM_JOBS, prefix_blocks=0), 1_280, 47.0),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sessions", "shared prefixes"])
-def test_caches_of_half_the_working_set_hit_as_one_that_never_evicts(name: str) -> None:
-    """At 80 % of the load that round robin sustains, with less than half its time to the first token."""
-    trace, num_blocks, sustained = TRACES[name]
-    routed = simulate(trace, 0.8 * sustained, Fleet(4, num_blocks, by_score(mean_new_tokens(trace))))
-    plain = simulate(trace, 0.8 * sustained, Fleet(4, num_blocks, round_robin))
-    assert routed.hit_rate >= 0.95 * infinite_hits(trace)
-    assert routed.mean_first_token <= 0.5 * plain.mean_first_token
-    assert min(routed.num_routed) > 0.15 * NUM_JOBS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", quick(range(1, 7), 0, 2))
-def test_where_nothing_is_shared_nothing_is_lost(seed: int) -> None:
-    """To send requests in turns spreads them best in time; the score does as well at 80 % of the load."""
-    trace, sustained = shared_prefixes(seed, 1, NUM_JOBS, prefix_blocks=0), TRACES["nothing shared"][2]
-    routed = simulate(trace, 0.8 * sustained, Fleet(4, 1_280, by_score(mean_new_tokens(trace))))
-    plain = simulate(trace, 0.8 * sustained, Fleet(4, 1_280, round_robin))
-    assert routed.mean_first_token <= 1.05 * plain.mean_first_token
-    assert routed.mean_end <= plain.mean_end
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sessions", of_long_runs("shared prefixes"), "nothing shared"])
-def test_little_load_loses_nothing(name: str) -> None:
-    trace, num_blocks, sustained = TRACES[name]
-    routed = simulate(trace, 0.3 * sustained, Fleet(4, num_blocks, by_score(mean_new_tokens(trace))))
-    plain = simulate(trace, 0.3 * sustained, Fleet(4, num_blocks, round_robin))
-    assert routed.mean_first_token <= 1.05 * plain.mean_first_token
-
-
-@pytest.mark.slow
-def test_a_slow_replica_gets_less_of_a_trace() -> None:
-    trace, num_blocks, sustained = TRACES["nothing shared"]
-    fleet = Fleet(4, num_blocks, by_score(mean_new_tokens(trace)), slowness=[1.0, 1.0, 1.0, 3.0])
-    routed = simulate(trace, 0.6 * sustained, fleet).num_routed
-    assert routed[3] < 0.6 * min(routed[:3])
 
 
 def test_a_disk_has_a_price_between_memory_and_computing() -> None:

@@ -16,7 +16,7 @@ from quire.fleet.roster import Roster
 from quire.fleet.session import MAX_UNSENT, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import Frame, Hello, check_blocks, dumps
-from tests.fleet.routing import state
+from tests.fleet.states import state
 from tests.fleet.test_wire import HELLO
 from tests.patches import set_in_this_thread
 

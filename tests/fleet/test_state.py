@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quire.errors import BadValue
-from tests.fleet.routing import state
+from tests.fleet.states import state
 
 
 def test_blocks_are_owned_cached_or_empty() -> None:

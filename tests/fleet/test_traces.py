@@ -21,7 +21,7 @@ from quire.server.observability.traces import Traces
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all
 from tests.fleet.serving import SECRET, Front
 from tests.fleet.test_metrics import Asked, serving_one
-from tests.forks import Spawner
+from tests.forks import QUIRE, Process, Spawner
 from tests.server.collected import ENDPOINT, Kept, collecting, counted, flush, is_below, until
 from tests.server.serving import Serving
 
@@ -204,14 +204,21 @@ def test_replicas_without_traces_serve_a_gateway_that_has_them() -> None:
     assert sorted({span.name for span in kept.spans}) == ["POST /v1/completions", "placement"]
 
 
+# Spans are exported every 50 ms: the test would wait for the usual 5 s.
+EXPORTING = f"import os; os.environ['OTEL_BSP_SCHEDULE_DELAY'] = '50'; {QUIRE}"
+
+
 @pytest.mark.slow
 def test_processes_and_a_collector(forks: Spawner) -> None:
     """Two replicas and a gateway, as the command line starts them; one replica is killed while it serves."""
     with collecting() as collector, ExitStack() as stack:
         own = ("--port", "0", "--fleet-secret", SECRET, "--otlp-traces-endpoint", collector.url)
-        processes = [stack.enter_context(forks.running("serve", "--num-blocks", "128", *own)) for _ in range(2)]
-        urls = [process.url for process in processes]
-        front = stack.enter_context(forks.running("fleet", "--replicas", ",".join(urls), *own)).url
+
+        def start(*arguments: str) -> Process:
+            return stack.enter_context(forks.running(*arguments, *own, program=EXPORTING))
+
+        processes = [start("serve", "--num-blocks", "128") for _ in range(2)]
+        front = start("fleet", "--replicas", ",".join(process.url for process in processes)).url
 
         def metric(name: str, url: str = front) -> float:
             text = urlopen(f"{url}/metrics").read().decode()

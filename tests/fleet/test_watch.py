@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 from urllib.error import HTTPError
@@ -18,19 +17,6 @@ from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all, 
 from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.serving import Serving
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Serving]]:
-    with replicas(2) as found:
-        yield found
-
-
-@pytest.fixture
-def front(servers: list[Serving]) -> Iterator[Front]:
-    with fronting(*(server.url for server in servers)) as found:
-        yield found
-    slow_all(servers, 0.0)
 
 
 def seen(front: Front) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from quire.terminal.client import Client
 from quire.terminal.metrics import Change, Scrape
 from quire.terminal.top import Top
 from quire.terminal.top_view import fleet_view, view
-from tests.server.serving import Serving, serving
+from tests.marks import of_long_runs
+from tests.server.serving import serving
 from tests.terminal.fake_server import fake_server
 
 METRICS = """# TYPE quire:num_requests_running gauge
@@ -43,9 +43,9 @@ quire:engine_step_seconds_count{{model_name="m"}} {slow}
 """
 
 
-def scrape(moment: float, **numbers: float) -> Scrape:
+def scrape(moment: float, prefix: str = "quire", **numbers: float) -> Scrape:
     zero = dict.fromkeys(("waiting", "prompt", "new", "asked", "found", "fast", "slow", "seconds"), 0)
-    found = Scrape.of(METRICS.format(**zero | numbers))
+    found = Scrape.of(METRICS.replace("quire:", f"{prefix}:").format(**zero | numbers))
     found.moment = moment
     return found
 
@@ -76,6 +76,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
         "No request is open.",
     ]
     assert view("http://x", Change(now, now), None)[4] == "steps       none"
+    assert vars(scrape(0.0, "vllm", prompt=100)) == vars(scrape(0.0, prompt=100))
     again = scrape(4.0, prompt=30)  # the server was started again
     assert "15.0 prompt tokens a second" in view("http://x", Change(now, again), None)[1]
 
@@ -108,14 +109,8 @@ def test_a_gateway_shows_its_replicas() -> None:
     assert lines[5].split() == ["http://b", "lost", "-", "-", "-", "no", "answer"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving({"max_num_seqs": 2}, api_key=("a key",)) as running:
-        yield running
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["quire", "vllm"])
+@pytest.mark.parametrize("names", ["quire", of_long_runs("vllm")])
 def test_a_running_server(names: str) -> None:
     with serving({"max_num_seqs": 2}, api_key=("a key",), vllm_metrics=names == "vllm") as server:
         stop = threading.Event()
