@@ -14,7 +14,7 @@ def prepare(greeting):
     if greeting == "exit":
         sys.exit("it does not load")
     if greeting == "slow":
-        time.sleep(1)
+        time.sleep(0.4)
     if greeting == "chatter":
         sys.stderr.write("x" * 500_000)
 

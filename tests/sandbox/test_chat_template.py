@@ -20,6 +20,7 @@ from quire.models.hub import DESCRIPTION
 from quire.models.template import MAX_SOURCE
 from quire.sandbox.chat_template import MAX_CHARACTERS, ChatTemplate, make_renderers
 from quire.sandbox.process import Sandbox
+from tests.marks import of_long_runs
 from tests.sandbox.chat_templates import CHATML, GEMMA, MISTRAL, QWEN3, TEMPLATES
 
 TOOLS = [
@@ -295,50 +296,51 @@ class TestBounds:
         with pytest.raises(RequestError, match=f"more than {MAX_CHARACTERS:,} characters"):
             rendered("{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}", "y" * 10_000)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{{ range(10 ** 9) }}",
-            "{{ 'a' * 10 ** 10 }}",
-            "{{ 10 ** 10 * 'a' }}",
-            "{{ [1] * 10 ** 10 }}",
-            "{{ 10 ** (10 ** 10) }}",
-            DOUBLED % (3, 0, "{% set ns.x = ns.x * ns.x %}", ""),
-            DOUBLED % ("'a'", 0, "{% set ns.x = ns.x + ns.x %}", ""),
-            DOUBLED % ("'a'", 0, "{% set ns.x = ns.x ~ ns.x %}", ""),
-            DOUBLED % ("[1]", 0, "{% set ns.x = ns.x + ns.x %}", ""),
-            DOUBLED % ("[1]", 0, "{% set ns.x = [ns.x, ns.x] %}", "{{ ns.x }}"),
-            DOUBLED % (1, 1, "{% set ns.x = (ns.x, ns.x) %}{% set ns.y = (ns.y, ns.y) %}", "{{ ns.x == ns.y }}"),
-            DOUBLED % ("[1]", 0, "{% set ns.x = {1: ns.x, 2: ns.x} %}", "{{ ns.x|tojson }}"),
-            DOUBLED % ("[1]", 0, "{% set ns.x = dict(a=ns.x, b=ns.x) %}", "{{ ns.x|string }}"),
-            "{% set x = range(9000)|list %}{{ [x] * 100000 }}",
-            "{% set x = range(5000)|list %}{{ ([''] * 500)|map('default', x, true)|list|upper }}",
-            "{% set x = range(9000)|list %}{{ {}.fromkeys(range(100000), x)|lower }}",
-            "{% set x = {1: range(1000)|list}.items() %}{{ ([x] * 100000)|lower }}",
-            "{{ '%1000000000d' % 1 }}",
-            "{{ '%*d' % (10 ** 9, 1) }}",
-            "{{ '%(a).1000000000f'|format(a=1) }}",
-            "{{ ('%(a)s' * 100000) % {'a': 'b' * 100000} }}",
-            "{{ '{:1000000000}'.format(1) }}",
-            "{{ '{:{w}}'.format(1, w=10 ** 9) }}",
-            "{{ ('{x}' * 100000).format_map({'x': 'b' * 100000}) }}",
-            "{{ 'a'.center(10 ** 9) }}",
-            "{{ 'a'.encode().ljust(10 ** 9) }}",
-            "{{ '7'.zfill(10 ** 9) }}",
-            "{{ '\\t'.expandtabs(tabsize=10 ** 9) }}",
-            "{{ (5).to_bytes(10 ** 9, 'big') }}",
-            "{{ ('x' * 100000).join(range(1000)|map('string')) }}",
-            "{{ range(1000)|join('x' * 100000) }}",
-            "{{ ('a' * 100000).replace('', 'b' * 100000) }}",
-            "{{ ('a' * 100000)|replace('a', new='b' * 100000) }}",
-            "{{ ('a' * 1000000).strip('b' * 1000000 ~ 'a') }}",
-            "{{ ('a' * 1000000)|trim('b' * 1000000 ~ 'a') }}",
-            "{{ [[1]]|tojson(indent=10 ** 9) }}",
-            "{{ 'a'|indent(-10 ** 12) }}{{ 'a' * 10 ** 10 }}",
-            "{% for i in range(100000) %}{% set x = ('a,' * 1000000).split(',') %}{% endfor %}",
-        ],
+    MEMORY = (
+        "{{ range(10 ** 9) }}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        DOUBLED % ("'a'", 0, "{% set ns.x = ns.x + ns.x %}", ""),
+        DOUBLED % ("[1]", 0, "{% set ns.x = ns.x + ns.x %}", ""),
+        DOUBLED % ("[1]", 0, "{% set ns.x = [ns.x, ns.x] %}", "{{ ns.x }}"),
+        DOUBLED % (1, 1, "{% set ns.x = (ns.x, ns.x) %}{% set ns.y = (ns.y, ns.y) %}", "{{ ns.x == ns.y }}"),
+        "{% set x = range(9000)|list %}{{ [x] * 100000 }}",
+        "{{ '%*d' % (10 ** 9, 1) }}",
+        "{{ '{:{w}}'.format(1, w=10 ** 9) }}",
+        "{{ 'a'.center(10 ** 9) }}",
+        "{{ range(1000)|join('x' * 100000) }}",
+        "{{ ('a' * 100000).replace('', 'b' * 100000) }}",
+        "{{ ('a' * 1000000)|trim('b' * 1000000 ~ 'a') }}",
+        "{{ [[1]]|tojson(indent=10 ** 9) }}",
+        "{{ 'a'|indent(-10 ** 12) }}{{ 'a' * 10 ** 10 }}",
+        "{% for i in range(100000) %}{% set x = ('a,' * 1000000).split(',') %}{% endfor %}",
     )
+    MORE = (
+        "{{ 10 ** 10 * 'a' }}",
+        "{{ [1] * 10 ** 10 }}",
+        DOUBLED % (3, 0, "{% set ns.x = ns.x * ns.x %}", ""),
+        DOUBLED % ("'a'", 0, "{% set ns.x = ns.x ~ ns.x %}", ""),
+        DOUBLED % ("[1]", 0, "{% set ns.x = {1: ns.x, 2: ns.x} %}", "{{ ns.x|tojson }}"),
+        DOUBLED % ("[1]", 0, "{% set ns.x = dict(a=ns.x, b=ns.x) %}", "{{ ns.x|string }}"),
+        "{% set x = range(5000)|list %}{{ ([''] * 500)|map('default', x, true)|list|upper }}",
+        "{% set x = range(9000)|list %}{{ {}.fromkeys(range(100000), x)|lower }}",
+        "{% set x = {1: range(1000)|list}.items() %}{{ ([x] * 100000)|lower }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%(a).1000000000f'|format(a=1) }}",
+        "{{ ('%(a)s' * 100000) % {'a': 'b' * 100000} }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ ('{x}' * 100000).format_map({'x': 'b' * 100000}) }}",
+        "{{ 'a'.encode().ljust(10 ** 9) }}",
+        "{{ '7'.zfill(10 ** 9) }}",
+        "{{ '\\t'.expandtabs(tabsize=10 ** 9) }}",
+        "{{ (5).to_bytes(10 ** 9, 'big') }}",
+        "{{ ('x' * 100000).join(range(1000)|map('string')) }}",
+        "{{ ('a' * 100000)|replace('a', new='b' * 100000) }}",
+        "{{ ('a' * 1000000).strip('b' * 1000000 ~ 'a') }}",
+    )
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("source", [*MEMORY, *map(of_long_runs, MORE)])
     def test_memory(self, source: str, hasty: Sandbox) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(RequestError):
@@ -368,7 +370,7 @@ class TestBounds:
         chats = [say(f"question {i} " * (i + 1)) for i in range(40)]
         expected = [template.render(chat) for chat in chats]
         with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(template.render, chats * 5)) == expected * 5
+            assert list(pool.map(template.render, chats * 2)) == expected * 2
 
 
 class TestEmbeddedModel:
