@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fleet.gateways import fronting, replicas, slow_all
+from tests.fleet.gateways import fronting, replicas, slow_all, undrain
 from tests.fleet.serving import Front
 from tests.server.serving import Serving
 
@@ -22,3 +22,5 @@ def front(servers: list[Serving]) -> Iterator[Front]:
     with fronting(*(server.url for server in servers)) as found:
         yield found
     slow_all(servers, 0.0)
+    for server in servers:
+        undrain(server)

@@ -103,6 +103,13 @@ def drain(server: Serving) -> None:
     on_loop(server, replica_of(server).drain)
 
 
+def undrain(server: Serving) -> None:
+    """Let a drained replica take requests again, in new sessions."""
+    if replica_of(server).draining:
+        replica_of(server)._service.draining = False
+        lose(server)
+
+
 def at(servers: list[Serving], url: str) -> Serving:
     """The server at an URL."""
     [found] = [server for server in servers if server.url == url]

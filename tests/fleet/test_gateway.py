@@ -37,6 +37,7 @@ from tests.fleet.gateways import (
     say_rates,
     slow,
     slowed,
+    undrain,
     until,
     value,
 )
@@ -675,8 +676,7 @@ def test_a_replica_that_comes_in_time_is_waited_for(two: list[Serving]) -> None:
             drain(two[0])
             until(lambda: fleet.get("/ready").status == 503)
             asked = pool.submit(fleet.ask, "POST", COMPLETIONS, BODY)
-            replica_of(two[0])._service.draining = False
-            lose(two[0])  # a session that is made then does not drain
+            undrain(two[0])
             assert text_of(asked.result()) == text_of(two[1].ask("POST", COMPLETIONS, BODY))
 
 
@@ -695,8 +695,7 @@ def test_what_the_only_replica_refuses_as_it_drains_waits_for_another_one(
         drain(two[0])
         asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
         until(lambda: len(fake.calls) > 0)
-        replica_of(two[0])._service.draining = False
-        lose(two[0])
+        undrain(two[0])
         found = asked.result()
         assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
 
@@ -774,7 +773,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
         go_on.set()
         assert text_of(asked.result()) == expected
         assert value(fleet, "quire:fleet_resumed_total", reason="drained") == 1
-    replica_of(first)._service.draining = False
+    undrain(first)
 
 
 def test_what_drains_is_moved_once(two: list[Serving]) -> None:

@@ -20,7 +20,7 @@ from quire.fleet.placement import NEW
 from quire.fleet.roster import Roster
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
-from tests.fleet.gateways import at, drain, fronting, lose, replicas, samples, slow_all, until, value
+from tests.fleet.gateways import at, drain, fronting, lose, samples, slow_all, until, value
 from tests.fleet.serving import Front
 from tests.server.serving import Serving
 
@@ -221,11 +221,9 @@ class TestServing:
             assert value(front, "quire:fleet_replica_held_blocks") == 0
             assert ("quire:fleet_replica_free_blocks", frozenset({("replica", servers[0].url)})) not in samples(front)
 
-
-@pytest.mark.slow
-def test_a_drained_replica() -> None:
-    """The request moves; what it brings afterwards is no loss."""
-    with replicas(2) as servers, fronting(*(server.url for server in servers)) as front:
+    @pytest.mark.slow
+    def test_a_drained_replica(self, front: Front, servers: list[Serving]) -> None:
+        """The request moves; what it brings afterwards is no loss."""
         slow_all(servers, 0.2)
         asked = Asked(front, prompt="import", max_tokens=40, temperature=0, ignore_eos=True)
         url = serving_one(front)

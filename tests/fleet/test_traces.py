@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.fleet.placement import PARTS
 from quire.server.observability.traces import Traces
-from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow_all, undrain
 from tests.fleet.serving import SECRET, Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.forks import QUIRE, Process, Spawner
@@ -29,32 +29,32 @@ BODY = {"prompt": list(range(5, 45)), "max_tokens": 40, "temperature": 0, "ignor
 
 
 @contextmanager
-def traced(count: int = 2) -> Iterator[tuple[Kept, list[Serving], Front]]:
-    """A fleet whose spans all go to one place."""
+def keeping() -> Iterator[Kept]:
+    """The place to which all spans of what is started within go."""
     kept = Kept()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: counted(cls(kept, *names))))
-    try:
-        with (
-            replicas(count, otlp_traces_endpoint=ENDPOINT) as servers,
-            fronting(*(server.url for server in servers), otlp_traces_endpoint=ENDPOINT) as front,
-        ):
-            yield kept, servers, front
-    finally:
-        patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: counted(cls(kept, *names))))
+        yield kept
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[tuple[Kept, list[Serving], Front]]:
-    with traced() as found:
-        yield found
+    with (
+        keeping() as kept,
+        replicas(2, otlp_traces_endpoint=ENDPOINT) as servers,
+        fronting(*(server.url for server in servers), otlp_traces_endpoint=ENDPOINT) as front,
+    ):
+        yield kept, servers, front
 
 
 def clear(fleet: tuple[Kept, list[Serving], Front]) -> tuple[Kept, list[Serving], Front]:
     kept, servers, front = fleet
     flush(front, *servers)
-    kept.spans.clear()
     slow_all(servers, 0.0)
+    for server in servers:
+        undrain(server)
+    until(lambda: all(link.is_up and not link.state.draining for link in front.gateway.fleet.roster.links.values()))
+    kept.spans.clear()
     return fleet
 
 
@@ -97,16 +97,18 @@ def test_a_request(fleet: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_cached() -> None:
-    with traced(1) as (kept, servers, front):
-        for _ in range(2):
-            front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
-            until(lambda: front.on_loop(lambda: len(front.gateway.fleet.roster.index)) >= 3)
-        flush(front, *servers)
-        _, second = kept.named("placement")
-        assert second.attributes["quire.placement.cached_tokens"] == 48
-        assert second.attributes["quire.placement.uncached_tokens"] == 2
-        assert kept.named("llm_request")[1].attributes["gen_ai.usage.cache_read.input_tokens"] == 48
+def test_what_is_cached(fleet: Any) -> None:
+    kept, servers, front = clear(fleet)
+    index = front.gateway.fleet.roster.index
+    before = front.on_loop(lambda: len(index))
+    for _ in range(2):
+        front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
+        until(lambda: front.on_loop(lambda: len(index)) >= before + 3)
+    flush(front, *servers)
+    _, second = kept.named("placement")
+    assert second.attributes["quire.placement.cached_tokens"] == 48
+    assert second.attributes["quire.placement.uncached_tokens"] == 2
+    assert kept.named("llm_request")[1].attributes["gen_ai.usage.cache_read.input_tokens"] == 48
 
 
 @pytest.mark.slow
@@ -176,31 +178,31 @@ def test_a_refusal(fleet: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_drained_replica() -> None:
-    with traced() as (kept, servers, front):
-        slow_all(servers, 0.2)
-        asked = Asked(front, **BODY)
-        url = serving_one(front)
-        drain(at(servers, url))
-        slow_all([server for server in servers if server.url != url], 0.0)
-        assert asked.result().status == 200
-        flush(front, *servers)
-        first, second = kept.named("placement")
-        assert first.attributes["quire.outcome"] == "moved"
-        assert first.status.status_code is StatusCode.UNSET
-        assert second.attributes["quire.placement.reason"] == "drained"
-        assert second.attributes["quire.placement.from"] == url
+def test_a_drained_replica(fleet: Any) -> None:
+    kept, servers, front = clear(fleet)
+    slow_all(servers, 0.2)
+    asked = Asked(front, **BODY)
+    url = serving_one(front)
+    drain(at(servers, url))
+    slow_all([server for server in servers if server.url != url], 0.0)
+    assert asked.result().status == 200
+    flush(front, *servers)
+    first, second = kept.named("placement")
+    assert first.attributes["quire.outcome"] == "moved"
+    assert first.status.status_code is StatusCode.UNSET
+    assert second.attributes["quire.placement.reason"] == "drained"
+    assert second.attributes["quire.placement.from"] == url
 
 
 @pytest.mark.slow
 def test_replicas_without_traces_serve_a_gateway_that_has_them() -> None:
-    kept = Kept()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: counted(cls(kept, *names))))
-    with replicas(1) as servers, fronting(servers[0].url, otlp_traces_endpoint=ENDPOINT) as front:
+    with (
+        keeping() as kept,
+        replicas(1) as servers,
+        fronting(servers[0].url, otlp_traces_endpoint=ENDPOINT) as front,
+    ):
         assert front.post("/v1/completions", **BODY).status == 200
         flush(front)
-    patch.undo()
     assert sorted({span.name for span in kept.spans}) == ["POST /v1/completions", "placement"]
 
 

@@ -108,10 +108,10 @@ def follow(guide: GrammarGuide, llm: LLM, text: str) -> None:
 
 
 def test_objects_can_be_parsed(llm: LLM, grammars: Grammars) -> None:
-    found = texts(llm, grammars.compile(Spec("json_object")), 64, max_tokens=100)
-    assert len(found) > 20
+    found = texts(llm, grammars.compile(Spec("json_object")), 32, max_tokens=100)
+    assert len(found) > 10
     assert all(isinstance(json.loads(text), dict) for text in found)
-    assert len(set(found)) > 10
+    assert len(set(found)) > 5
 
 
 def test_siblings_go_their_own_ways(llm: LLM, grammars: Grammars) -> None:
@@ -197,7 +197,7 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 def test_random_schemas(llm: LLM, grammars: Grammars) -> None:
     rng = random.Random(5)
-    schemas = [random_schema(rng) for _ in range(100)]
+    schemas = [random_schema(rng) for _ in range(60)]
     jobs = [
         asked(llm, f"{i}", grammars.compile(Spec.of_schema(schema)), seed=i, temperature=i % 3, max_tokens=100)
         for i, schema in enumerate(schemas)
@@ -208,7 +208,7 @@ def test_random_schemas(llm: LLM, grammars: Grammars) -> None:
         if sample.finish_reason == "stop":
             assert conforms(json.loads(sample.text), schema), (schema, sample.text)
             ended += 1
-    assert ended > 80  # a number may have any number of digits after its point
+    assert ended > 45  # a number may have any number of digits after its point
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_grammar_that_outgrows_its_limits_ends_its_request(llm: LLM, monkeypat
     patient = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids, seconds=200.0)
     guide = patient.compile(Spec.of_schema(many))
     set_pace(monkeypatch, 0.0)
-    [sample] = generate(llm, [asked(llm, "r", guide)])
+    [sample] = generate(llm, [asked(llm, "r", guide, seed=1)])
     patient.close()
     message = "RequestError: json_schema cannot be followed: Parser Error: Current row has .* items"
     assert re.match(message, str(sample.error))
@@ -452,9 +452,9 @@ def test_slow_grammars_are_given_up(llm: LLM) -> None:
     hasty.close()
 
 
-def test_after_one_that_was_given_up(llm: LLM) -> None:
+def test_after_one_that_was_given_up(llm: LLM, long: bool) -> None:
     patient = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
-    for _ in range(2):
+    for _ in range(2 if long else 1):
         with pytest.raises(RequestError, match=r"cannot be followed: it (is not compiled|takes too much memory)"):
             patient.compile(Spec.of_schema(FOR_HOURS))
     assert patient.compile(Spec("regex", "a|b")).allowed().any()

@@ -265,7 +265,7 @@ def test_examples_are_fleets(path: Path) -> None:
 @pytest.mark.slow
 def test_the_fewest_replicas_that_are_enough(directory: Path) -> None:
     goals = {"ttft_p90": 0.25}
-    fleet = spec(directory, load={"rate": 12, "duration": 10})
+    fleet = spec(directory, load={"rate": 12, "duration": 5})
     count, outcome, tried = least_replicas(fleet, goals)
     assert count > 1
     assert outcome.figure("ttft_p90") <= 0.25
@@ -304,7 +304,13 @@ def test_a_fit_finds_what_steps_were_made_of() -> None:
         StepFit(**vars(truth) | {"exponent": 5})
 
 
-@pytest.mark.slow
+@pytest.fixture
+def _linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit the exponent of the truth alone: the search of the others takes most of the time."""
+    monkeypatch.setattr("quire.simulate.fitting.EXPONENTS", (1,))
+
+
+@pytest.mark.usefixtures("_linear")
 def test_residuals_show_a_kind_of_steps_that_the_fit_has_wrong() -> None:
     """Also one that alone has its number of rows, whose factor fits it to the last bit."""
     works = [
@@ -318,7 +324,7 @@ def test_residuals_show_a_kind_of_steps_that_the_fit_has_wrong() -> None:
     assert residuals(fit, [*works, mixed], seconds)["max"] > 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("_linear")
 def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     """Kernels compute rows by the dozen: between 12 and 13 there is a stair that no line has."""
     works = [
@@ -334,7 +340,7 @@ def test_a_fit_knows_what_numbers_of_rows_take() -> None:
     assert residuals(fit, works, seconds)["max"] < 0.1 < residuals(replace(fit, rows=()), works, seconds)["max"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("_linear")
 def test_prompts_in_one_step_separate_linears_from_attention() -> None:
     """Of single prompts alone, more rows and more pairs are the same; and linears of many rows take longer a row."""
 

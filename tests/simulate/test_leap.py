@@ -35,7 +35,7 @@ def rows_of(seed: int, count: int, rate: float, longest: int) -> list[TraceRow]:
 
 @pytest.mark.slow
 def test_leaps_give_what_steps_give(long: bool) -> None:
-    @settings(max_examples=60 if long else 15, deadline=None)
+    @settings(max_examples=60 if long else 10, deadline=None)
     @given(
         st.integers(0, 2**30),
         st.sampled_from([12, 30, 100, 1000]),

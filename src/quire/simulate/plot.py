@@ -24,7 +24,7 @@ def check_plot(path: Path) -> None:
 def plot(outcome: Outcome, path: Path) -> None:
     """Plot time to first token, tokens a second, hits, cache use, replicas and requests. Raises ConfigError."""
     check_plot(path)
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     width, moments = outcome.resolution, sorted(outcome.moments.items())
     times = [at * width for at, _ in moments]
@@ -40,16 +40,14 @@ def plot(outcome: Outcome, path: Path) -> None:
         "replicas": {"": [one["replicas"] for one in numbers]},
         "requests": {name: [one[name] for one in numbers] for name in ("running", "waiting")},
     }
-    figure, axes = pyplot.subplots(3, 2, figsize=(11, 9), layout="constrained")
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    for panel, (title, lines) in zip(figure.subplots(3, 2).flat, panels.items(), strict=True):
+        for name, values in lines.items():
+            panel.plot(times, values, label=name or None)
+        panel.set(title=title, xlabel="s", ylim=(0, None))
+        if any(lines):
+            panel.legend()
     try:
-        for panel, (title, lines) in zip(axes.flat, panels.items(), strict=True):
-            for name, values in lines.items():
-                panel.plot(times, values, label=name or None)
-            panel.set(title=title, xlabel="s", ylim=(0, None))
-            if any(lines):
-                panel.legend()
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)
