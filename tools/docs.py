@@ -211,11 +211,11 @@ def fleet_metrics() -> str:
     found = FleetMetrics()
     found.show(lambda: [view])
     found.routed("", choose(Demand(request_id="", num_tokens=1, new_tokens=1.0, hit_rate=0.0), [one]))
-    found.resumed("")  # metrics with labels appear only with a sample
-    found.contradicted("")
-    found.left_out("")
-    found.lost("")
-    found.refused(503)
+    found.count("resumed", "")  # metrics with labels appear only with a sample
+    found.count("contradictions", "")
+    found.count("left_out", "")
+    found.count("lost", "")
+    found.count("refused", 503)
     return _families(found.render("")[0].decode())
 
 

@@ -12,7 +12,9 @@ from typing import Any, cast
 import pytest
 
 from quire.errors import NoReplica
+from quire.fleet.calls import Calls
 from quire.fleet.choosing import Chooser
+from quire.fleet.index import FleetIndex
 from quire.fleet.link import Link
 from quire.fleet.work import Work
 from quire.frontend.outputs import CompletionOutput, RequestOutput
@@ -76,10 +78,13 @@ def work() -> Work:
     return Work(cast(Any, None), output, [request], None)
 
 
+def chooser_of(*links: Link) -> Chooser:
+    return Chooser(cast(Any, Roster(*links)), "s", Calls(FleetIndex(), lambda _: None))
+
+
 def chosen(one: Work, *links: Link) -> Any:
     """What it is given to, by the time that all were asked."""
-    chooser = Chooser(cast(Any, Roster(*links)), "s", {})
-    return asyncio.run(chooser.for_work(one, [0], ()))
+    return asyncio.run(chooser_of(*links).for_work(one, [0], ()))
 
 
 def test_what_a_replica_says_of_its_cache_counts() -> None:
@@ -111,7 +116,7 @@ def test_one_that_cannot_take_it_may_send_its_blocks() -> None:
     for link in links:
         assert link.state is not None
         link.state = replace(link.state, seconds_a_peer_block=1e-4)
-    found = asyncio.run(Chooser(cast(Any, Roster(*links)), "s", {}).for_work(work(), [0], [links[0]]))
+    found = asyncio.run(chooser_of(*links).for_work(work(), [0], [links[0]]))
     assert found.link is links[1]
     assert found.choice.best.candidate.holder == Holder(links[0].url, 3)
     assert [one.candidate.holder for one in found.choice.ranking[1:]] == [None]  # it computes other bits

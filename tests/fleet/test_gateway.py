@@ -596,7 +596,7 @@ def test_another_dtype_is_another_class_and_what_drains_there_stays(two: list[Se
             asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
             until(lambda: value(fleet, "quire:fleet_time_to_first_token_seconds_count") == 1)
             drain(other)
-            until(lambda: fleet.gateway.fleet._draining)
+            until(lambda: fleet.gateway.fleet.mover._draining)
             slow(other, 0.0)
             assert text_of(asked.result()) == expected
             assert value(fleet, "quire:fleet_resumed_total") == 0
@@ -768,7 +768,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
         asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
         until(lambda: worker.num_samples == 1)
         drain(first)
-        until(lambda: dispatch._draining)
+        until(lambda: dispatch.mover._draining)
         monkeypatch.undo()
         go_on.set()
         assert text_of(asked.result()) == expected
@@ -786,9 +786,9 @@ def test_what_drains_is_moved_once(two: list[Serving]) -> None:
         dispatch = fleet.gateway.fleet
         slow(first, 0.1)
         asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
-        until(lambda: any(one.is_placed for one in dispatch._assignments.values()))
         link = dispatch.roster.links[first.url]
-        fleet.on_loop(lambda: [dispatch._spawn(dispatch._empty(link)) for _ in range(2)])
+        until(lambda: dispatch.calls.accepted_by(link))
+        fleet.on_loop(lambda: [dispatch._tasks.spawn(dispatch.mover.empty(link)) for _ in range(2)])
         assert text_of(asked.result()) == expected
         assert value(fleet, "quire:fleet_resumed_total", reason="drained") == 1
     slow(first, 0.0)

@@ -58,10 +58,10 @@ def test_a_fleet_serves_adapters(fleet: tuple[Front, list[Serving]]) -> None:
         slow(each, 0.02)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(front.post, "/v1/completions", model="a", **BODY)
-        works = front.gateway.fleet
+        works = front.gateway.fleet.jobs
         until(lambda: any(len(ledger.tokens) > 4 for work in works.works for ledger in work.ledgers))
         [assignment] = {one for work in works.works for one in work.assigned.values()}
         drain(at(replicas, assignment.link.url))
         found = asked.result()
     assert found.json()["choices"] == expected["a"]["choices"]
-    assert len([one for one in works.placements if one.cause.reason != "new"]) == 1
+    assert len([one for one in front.gateway.fleet.placements if one.cause.reason != "new"]) == 1

@@ -40,9 +40,9 @@ def test_addresses_that_change_leave_a_bounded_number_of_series() -> None:
     metrics = FleetMetrics()
     urls = [f"http://10.0.{i // 250}.{i % 250}:8000" for i in range(2 * MAX_COUNTED)]
     for url in urls:
-        metrics.lost("http://stays:8000")
-        metrics.lost(url)
-        metrics.left_out(url)
+        metrics.count("lost", "http://stays:8000")
+        metrics.count("lost", url)
+        metrics.count("left_out", url)
     counted: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(metrics.render("")[0].decode()):
         for sample in family.samples:
@@ -95,7 +95,7 @@ def serving_one(front: Front, num_tokens: int = 3) -> str:
     """The URL of the replica that computes the only open request, once it has brought some tokens."""
 
     def found() -> list[str]:
-        works = front.gateway.fleet.works
+        works = front.gateway.fleet.jobs.works
         return [
             assignment.link.url
             for work in works
@@ -137,7 +137,7 @@ def test_left_out_is_not_up() -> None:
 def test_both_forms_can_be_read() -> None:
     metrics = FleetMetrics()
     metrics.show(lambda: [view("http://a", Status.UP)])
-    metrics.resumed("lost")
+    metrics.count("resumed", "lost")
     text, kind = metrics.render("application/openmetrics-text; version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
     names = {family.name for family in openmetrics_parser.text_string_to_metric_families(text.decode())}

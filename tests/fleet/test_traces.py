@@ -97,18 +97,20 @@ def test_a_request(fleet: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_cached(fleet: Any) -> None:
-    kept, servers, front = clear(fleet)
-    index = front.gateway.fleet.roster.index
-    before = front.on_loop(lambda: len(index))
-    for _ in range(2):
-        front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
-        until(lambda: front.on_loop(lambda: len(index)) >= before + 3)
-    flush(front, *servers)
-    _, second = kept.named("placement")
-    assert second.attributes["quire.placement.cached_tokens"] == 48
-    assert second.attributes["quire.placement.uncached_tokens"] == 2
-    assert kept.named("llm_request")[1].attributes["gen_ai.usage.cache_read.input_tokens"] == 48
+def test_what_is_cached() -> None:
+    with (
+        keeping() as kept,
+        replicas(1, otlp_traces_endpoint=ENDPOINT) as servers,
+        fronting(servers[0].url, otlp_traces_endpoint=ENDPOINT) as front,
+    ):
+        for _ in range(2):
+            front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
+            until(lambda: front.on_loop(lambda: len(front.gateway.fleet.roster.index)) >= 3)
+        flush(front, *servers)
+        _, second = kept.named("placement")
+        assert second.attributes["quire.placement.cached_tokens"] == 48
+        assert second.attributes["quire.placement.uncached_tokens"] == 2
+        assert kept.named("llm_request")[1].attributes["gen_ai.usage.cache_read.input_tokens"] == 48
 
 
 @pytest.mark.slow
@@ -151,7 +153,7 @@ def test_a_client_that_goes(fleet: Any) -> None:
     connection.getresponse().read(10)
     serving_one(front)
     connection.close()
-    until(lambda: front.on_loop(lambda: not front.gateway.fleet.works))
+    until(lambda: front.on_loop(lambda: not front.gateway.fleet.jobs.works))
     until(lambda: flush(front, *servers) or kept.named("llm_request"))
     [placement] = kept.named("placement")
     assert placement.attributes["quire.outcome"] == "taken back"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from quire.errors import NoReplica
 from quire.fleet.averages import Averages
+from quire.fleet.calls import Calls, Unseen
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.roster import Roster
 from quire.fleet.score import Candidate, Demand, PlacementChoice, choose, eligible, step_age, with_holders
 from quire.fleet.search import FleetSearch
 from quire.fleet.wire import Hello, read_matched
-from quire.fleet.work import Assignment, Work
+from quire.fleet.work import Work
 
 MATCH_TIMEOUT = 0.05  # s that a replica has to report its cached tokens
 
@@ -39,11 +40,11 @@ class _Runs(NamedTuple):
 class Chooser:
     """Chooses replicas, and learns from the results. Only the event loop may use it."""
 
-    def __init__(self, roster: Roster, secret: str, assignments: Mapping[int, Assignment]) -> None:
-        """assignments: all open assignments, by flow."""
+    def __init__(self, roster: Roster, secret: str, calls: Calls) -> None:
+        """calls: all open ones."""
         self._roster = roster
         self._secret = secret.encode()
-        self._assignments = assignments
+        self._calls = calls
         self.averages = Averages()
 
     def check_health(self) -> None:
@@ -84,7 +85,7 @@ class Chooser:
 
         digests: returns the digests of a prompt's blocks for a replica.
         """
-        found, unseen, now = [], self._unseen(), time.monotonic()
+        found, unseen, now = [], self._calls.unseen(), time.monotonic()
         runs: dict[tuple[str, int], _Runs] = {}
         for link in self._roster.links.values():
             if link.state is None or link.hello is None or link.fingerprint is None:
@@ -95,19 +96,19 @@ class Chooser:
             if kind not in runs:
                 runs[kind] = self._runs(digests(link.hello))
             held, reach, given = (one.get(link.slot, 0) for one in runs[kind])
-            uncached, requests, since = unseen.get(link, (0, 0, now))
+            sent = unseen.get(link, Unseen(0, 0, now))
             found.append(
                 Candidate(
                     slot=link.slot,
                     name=link.url,
                     fingerprint=link.fingerprint.digest,
                     state=link.state,
-                    step_age=step_age(link.state, link.state_time, since, now),
+                    step_age=step_age(link.state, link.state_time, sent.since, now),
                     num_blocks=held,
                     num_disk_blocks=reach - held,
                     num_given=given if link.state.seconds_a_peer_block else 0,
-                    unseen_tokens=uncached,
-                    unseen_requests=requests,
+                    unseen_tokens=sent.tokens,
+                    unseen_requests=sent.requests,
                 )
             )
         return found
@@ -129,16 +130,6 @@ class Chooser:
                 found.append(f"{link.url} serves another model")
             elif link in passed_over:
                 found.append(f"{link.url} was asked and has not taken it")
-        return found
-
-    def _unseen(self) -> dict[Link, tuple[int, int, float]]:
-        """Return the load that a replica's state does not count yet: tokens, requests, and when the first was sent."""
-        found: dict[Link, tuple[int, int, float]] = {}
-        for one in self._assignments.values():
-            if not one.is_seen:
-                tokens, requests, since = found.get(one.link, (0, 0, one.sent))
-                tokens += one.placement.choice.best.uncached_tokens
-                found[one.link] = (tokens, requests + len(one.samples), min(since, one.sent))
         return found
 
     async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:
@@ -166,7 +157,7 @@ class Chooser:
                 one,
                 num_blocks=held,
                 num_disk_blocks=reach - held,
-                num_given=given if one.state.seconds_a_peer_block else 0,
+                num_given=given,
             )
 
         asked = await asyncio.gather(*map(ask, candidates))

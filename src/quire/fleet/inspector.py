@@ -80,7 +80,7 @@ class FleetWatch:
 
     def replicas(self) -> list[ReplicaView]:
         """Return the replicas in the order in which they were added."""
-        samples = Counter(one.link.url for work in self._fleet.works for one in work.assigned.values())
+        samples = Counter(one.link.url for work in self._fleet.jobs.works for one in work.assigned.values())
         return [self._replica(link, samples[link.url]) for link in self._fleet.roster.links.values()]
 
     def _replica(self, link: Link, num_samples: int) -> ReplicaView:
@@ -104,7 +104,7 @@ class FleetWatch:
 
     def snapshot(self) -> dict[str, Any]:
         """Return all data of the page, ready for JSON. Times are seconds since 1970."""
-        works, searches = self._fleet.works, self._fleet.searches
+        works, searches = self._fleet.jobs.works, self._fleet.jobs.searches
         requests = [*map(self._work, works[-MAX_SHOWN:]), *map(self._search, searches[-MAX_SHOWN:])]
         return {
             "about": self._about,

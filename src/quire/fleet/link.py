@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
@@ -252,6 +253,12 @@ class Link:
             task.cancel()
         if was_up:
             self._listener.lost(self)
+
+
+async def abort(link: Link, flow: int) -> None:
+    """Abort a call at its replica. A lost session ends the call, too."""
+    with suppress(LinkLost, Refused):
+        await link.post("/fleet/abort", {"flow": flow})
 
 
 async def read_body(answer: aiohttp.ClientResponse) -> bytes:

@@ -25,6 +25,29 @@ FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
                80.0, 160.0)  # fmt: skip
 STALL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0)
 
+# The description and the label of each counter.
+COUNTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "routed": ("Calls that a replica has taken.", "replica"),
+        "routed_cached_tokens": ("Prompt tokens of routed calls that the index knew to be cached.",),
+        "resumed": ("Calls that another replica had to continue.", "reason"),
+        "resume_mismatch": ("Delivered tokens that another replica drew differently.",),
+        "late_frames": ("Frames that arrived after their call had moved to another replica.",),
+        "contradictions": ("Invalid answers, and sessions that ended with one.", "replica"),
+        "left_out": ("Sessions with replicas of another model.", "replica"),
+        "lost": ("Sessions that ended.", "replica"),
+        "refused": ("Requests that ended with an error of this HTTP status.", "status"),
+        "prompt_tokens": ("Tokens of prompts that began to run.",),
+        "cached_tokens": ("Prompt tokens that were found in a replica's cache.",),
+    }
+)
+OF_REPLICAS = tuple(name for name, (_, *labels) in COUNTERS.items() if labels == ["replica"])
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = MappingProxyType(
+    {
+        "time_to_first_token": ("From a prompt's arrival to its first token.", FIRST_TOKEN),
+        "stall": ("From the last token before another replica continued to the first one after.", STALL),
+    }
+)
 # Gauges of each replica, whether it answers or not.
 GAUGES: Mapping[str, tuple[str, Callable[[ReplicaView], float]]] = MappingProxyType(
     {
@@ -61,34 +84,14 @@ class FleetMetrics:
         for collector in (ProcessCollector, PlatformCollector):
             collector(registry=self._registry)
 
-        def counter(name: str, message: str, *labels: str) -> Counter:
-            return Counter(f"quire:fleet_{name}", message, labels, registry=self._registry)
-
-        def histogram(name: str, message: str, bounds: Sequence[float]) -> Histogram:
-            return Histogram(f"quire:fleet_{name}", message, registry=self._registry, buckets=bounds)
-
-        self._routed = counter("routed", "Calls that a replica has taken.", "replica")
-        self._expected = counter(
-            "routed_cached_tokens", "Prompt tokens of routed calls that the index knew to be cached."
-        )
-        self._resumed = counter("resumed", "Calls that another replica had to continue.", "reason")
-        self._mismatches = counter("resume_mismatch", "Delivered tokens that another replica drew differently.")
-        self._late = counter("late_frames", "Frames that arrived after their call had moved to another replica.")
-        self._contradictions = counter(
-            "contradictions", "Invalid answers, and sessions that ended with one.", "replica"
-        )
-        self._left_out = counter("left_out", "Sessions with replicas of another model.", "replica")
-        self._lost = counter("lost", "Sessions that ended.", "replica")
-        self._refused = counter("refused", "Requests that ended with an error of this HTTP status.", "status")
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that began to run.")
-        self._cached_tokens = counter("cached_tokens", "Prompt tokens that were found in a replica's cache.")
-        self._first_token = histogram(
-            "time_to_first_token_seconds", "From a prompt's arrival to its first token.", FIRST_TOKEN
-        )
-        self._stall = histogram(
-            "stall_seconds", "From the last token before another replica continued to the first one after.", STALL
-        )
-        self._by_replica = (self._routed, self._contradictions, self._left_out, self._lost)
+        self._counters = {
+            name: Counter(f"quire:fleet_{name}", message, labels, registry=self._registry)
+            for name, (message, *labels) in COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"quire:fleet_{name}_seconds", message, registry=self._registry, buckets=bounds)
+            for name, (message, bounds) in HISTOGRAMS.items()
+        }
         self._counted: dict[str, None] = {}  # replicas with counters, the most recently counted one last
         self._replicas: Callable[[], Sequence[ReplicaView]] = tuple
         self._tally: Tally | None = None
@@ -105,64 +108,33 @@ class FleetMetrics:
     def routed(self, replica: str, choice: PlacementChoice) -> None:
         """Count a call that a replica accepted."""
         best = choice.best
-        self._count(self._routed, replica)
-        self._expected.inc(best.candidate.num_blocks * best.candidate.state.block_size)
+        self.count("routed", replica)
+        self.count("routed_cached_tokens", amount=best.candidate.num_blocks * best.candidate.state.block_size)
 
-    def resumed(self, reason: str) -> None:
-        """Count a call that another replica has to continue. reason: its replica was lost, failed, or is drained."""
-        self._resumed.labels(reason).inc()
+    def observe(self, name: str, seconds: float) -> None:
+        """Add a duration to one of HISTOGRAMS."""
+        self._histograms[name].observe(seconds)
 
-    def mismatched(self, count: int) -> None:
-        """Count delivered tokens that another replica drew differently."""
-        self._mismatches.inc(count)
+    def count(self, name: str, *labels: object, amount: int = 1) -> None:
+        """Increase one of COUNTERS. labels: its label, if it has one."""
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
+        if name in OF_REPLICAS:
+            self._bound(str(labels[0]))
 
-    def late(self) -> None:
-        """Count a frame of a call that is closed or was given to another replica."""
-        self._late.inc()
-
-    def contradicted(self, replica: str) -> None:
-        """Count a contradiction of a replica."""
-        self._count(self._contradictions, replica)
-
-    def left_out(self, replica: str) -> None:
-        """Count a session with a replica of another model."""
-        self._count(self._left_out, replica)
-
-    def lost(self, replica: str) -> None:
-        """Count a session that ended."""
-        self._count(self._lost, replica)
-
-    def refused(self, status: int) -> None:
-        """Count a request that ended with an error of this HTTP status."""
-        self._refused.labels(str(status)).inc()
-
-    def cached(self, num_cached: int, num_prompt: int) -> None:
-        """Count the tokens of a prompt that began to run."""
-        self._prompt_tokens.inc(num_prompt)
-        self._cached_tokens.inc(num_cached)
-
-    def first_token(self, seconds: float) -> None:
-        """Record the time from a prompt's arrival to its first token, in seconds."""
-        self._first_token.observe(seconds)
-
-    def stalled(self, seconds: float) -> None:
-        """Record a pause: seconds from a sample's last token to its next one, from another replica."""
-        self._stall.observe(seconds)
-
-    def _count(self, counter: Counter, replica: str) -> None:
-        """Increment a counter of a replica. If too many have counters, remove the least recently counted one.
+    def _bound(self, replica: str) -> None:
+        """Remove the least recently counted replica if too many have counters.
 
         Otherwise, in a cluster whose addresses change, counters of all former replicas would be kept.
         """
-        counter.labels(replica).inc()
         self._counted.pop(replica, None)
         self._counted[replica] = None
         if len(self._counted) > MAX_COUNTED:
             oldest = next(iter(self._counted))
             del self._counted[oldest]
-            for each in self._by_replica:
+            for name in OF_REPLICAS:
                 with suppress(KeyError):  # not every counter has this replica
-                    each.remove(oldest)
+                    self._counters[name].remove(oldest)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current gauges of each replica."""

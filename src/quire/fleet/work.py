@@ -118,6 +118,10 @@ class Work:
         """True if it has no token yet, so that one call can request all samples."""
         return all(not ledger.tokens and not ledger.output.finished for ledger in self.ledgers)
 
+    def is_one_call(self, samples: Sequence[int]) -> bool:
+        """Return whether one call can request these samples: a single one, or all of them before the first token."""
+        return len(samples) == 1 or (self.is_untouched and len(samples) == len(self.ledgers))
+
     def tokens(self, samples: Sequence[int]) -> array[int]:
         """Return the common tokens that must be computed before these samples can continue."""
         prompt = array("i", self.output.prompt_token_ids)
