@@ -22,7 +22,6 @@ from quire.engine.trace import TraceRow, write_trace
 from quire.errors import ConfigError
 from quire.models import EMBEDDED, expected_weight_bytes, read_config
 from quire.request import Request, SamplingParams
-from quire.simulate.cell import Cell
 from quire.simulate.device import (
     FORMAT,
     DeviceFile,
@@ -40,6 +39,7 @@ from quire.simulate.fleet import FleetSimulation, least_replicas, with_replicas
 from quire.simulate.outcome import Outcome
 from quire.simulate.replica import SimulatedReplica
 from quire.simulate.spec import FleetSpec, make_spec, read_spec
+from quire.simulate.steps import Steps
 from tests.marks import of_long_runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleets"
@@ -471,13 +471,13 @@ def test_where_no_core_is_free_a_request_takes_time_from_steps(tmp_path: Path) -
 def test_each_replica_is_held_up_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gets the requests: it is the machine that has no core free."""
     held_up: Counter[int] = Counter()
-    real = Cell.hold_up
+    real = Steps.hold_up
 
-    def counted(cell: Cell, replica: SimulatedReplica, seconds: float) -> bool:
+    def counted(steps: Steps, replica: SimulatedReplica, seconds: float) -> bool:
         held_up[replica.number] += 1
-        return real(cell, replica, seconds)
+        return real(steps, replica, seconds)
 
-    monkeypatch.setattr(Cell, "hold_up", counted)
+    monkeypatch.setattr(Steps, "hold_up", counted)
     device(tmp_path, server=ServerFit(host_request=1e-3))
     write_trace(tmp_path / "trace.csv", [TraceRow(0.001 * i, 100, 900 if i == 0 else 20) for i in range(80)])
     replicas = [{"kind": "a", "device": "slow.json", "count": 2, "per_host": 2, "blocks": 400}]

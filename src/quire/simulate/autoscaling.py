@@ -23,29 +23,30 @@ class Autoscaler:
         self._make = make
         self._meters: dict[tuple[int, int], Meter] = {}  # by number and incarnation: a new process counts from 0
         self._target = Target(len(cell.replicas), 0.0)
-        cell.push(spec.every, self._scale)
+        cell.timeline.push(spec.every, self._scale)
 
     def _scale(self) -> None:
-        cell, spec = self._cell, self._spec
-        if not cell.goes_on:
+        cell, spec, now = self._cell, self._spec, self._cell.timeline.now
+        if not cell.clients.are_open:
             return
-        there = [one for one in cell.replicas if one.is_up and not one.draining]
+        there = [one for one in cell.replicas if one.is_there]
         loads = []
         for replica in there:
-            replica.catch_up(cell.now, last=False)
+            replica.catch_up(now, last=False)
             state = replica.state()
             found = {name: getattr(state, name) for name in READ}
             found |= {"prompt_tokens": replica.report.prompt_tokens, "decoded_tokens": replica.report.decoded_tokens}
-            loads.append(self._meters.setdefault((replica.number, replica.incarnation), Meter()).read(found, cell.now))
+            meter = self._meters.setdefault((replica.number, replica.incarnation), Meter())
+            loads.append(meter.read(found, now))
         before = self._target.replicas
-        self._target = target(loads, cell.now, self._target, spec.least, spec.most)
+        self._target = target(loads, now, self._target, spec.least, spec.most)
         if self._target.replicas != before:
-            cell.note("scale", self._target.replicas)
+            cell.timeline.note("scale", self._target.replicas)
         for _ in range(self._target.replicas - before):
-            cell.push(cell.now + spec.start_seconds, self._start)
+            cell.timeline.later(spec.start_seconds, self._start)
         for replica in there[::-1][: max(0, before - self._target.replicas)]:
             self._drain(replica)
-        cell.push(cell.now + spec.every, self._scale)
+        cell.timeline.later(spec.every, self._scale)
 
     def _start(self) -> None:
         """Start a new replica, or restart one that has drained."""
@@ -61,21 +62,21 @@ class Autoscaler:
         """Drain a replica: it accepts no further requests, and its requests move to others."""
         cell = self._cell
         replica.draining = True
-        cell.note("drain", replica.number)
+        cell.timeline.note("drain", replica.number)
         if cell.gateways:
-            for flow in cell.flows_at(replica):
+            for flow in cell.router.at(replica):
                 self._move(flow, replica)
-        replica.announce(cell.now)
+        replica.announce(cell.timeline.now)
         if not replica.num_requests and not replica.is_busy:
             cell.remove(replica)
 
     def _move(self, flow: Flow, replica: SimulatedReplica) -> None:
         """Move a request to another replica, if one can take it."""
         cell = self._cell
-        if not any(one.is_up and not one.draining and one.bits == replica.bits for one in cell.replicas):
+        if not any(one.is_there and one.bits == replica.bits for one in cell.replicas):
             return
-        drawn = replica.num_drawn(flow.request, cell.now)
+        drawn = replica.num_drawn(flow.request, cell.timeline.now)
         cell.take_back(flow)
         flow.passed_over.add(replica.number)
         flow.num_lost -= 1  # `resume` counts it, but it was not lost
-        cell.resume(flow, drawn, cell.now)
+        cell.resume(flow, drawn, cell.timeline.now)

@@ -158,8 +158,3 @@ class SimulatedGateway:
         box.blocks.clear()
         self.index.replace(slot, replica.held())
         self._states[slot] = (now, replica.state())
-
-    @property
-    def num_known(self) -> int:
-        """The number of replicas that answer."""
-        return len(self._states)

@@ -14,7 +14,6 @@ from quire.cache.incoming import Read
 from quire.config import EngineConfig
 from quire.engine.cost import ModelCost
 from quire.engine.prefill_budget import PrefillBudget
-from quire.errors import RequestError
 from quire.fleet.report import STATE_EVERY, Report, load_differs
 from quire.fleet.state import ReplicaState
 from quire.request import Event, FinishReason, Request
@@ -147,6 +146,16 @@ class SimulatedReplica:
     def is_busy(self) -> bool:
         """True if a step or a leap has begun."""
         return self.step is not None or self.leap is not None
+
+    @property
+    def is_there(self) -> bool:
+        """True if it accepts requests, unless it is full."""
+        return self.is_up and not self.draining
+
+    @property
+    def is_full(self) -> bool:
+        """True if it accepts no further request now."""
+        return self.draining or self.num_requests >= self.most
 
     @property
     def num_requests(self) -> int:
@@ -408,13 +417,16 @@ class SimulatedReplica:
 
     # --------------------------------------------------------------------------------------------------- figures
 
-    def check(self, request: Request) -> str | None:
-        """Return the reason why a request can never run here; None if it can."""
-        try:
-            self.engine.scheduler.check(request)
-        except RequestError as error:
-            return str(error)
-        return None
+    def numbers(self) -> dict[str, int]:
+        """Return the numbers of the time series."""
+        scheduler = self.engine.scheduler
+        return {
+            "replicas": 1,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting) + len(scheduler.swapped),
+            "used_blocks": self.used_blocks,
+            "blocks": scheduler.manager.pools[0].num_blocks,
+        }
 
     def engines(self) -> list[Any]:
         """Return the engines of all its starts."""
