@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
-from quire.errors import check_installed
+from quire.errors import QuireError, check_installed
 
 check_installed("quire.cli", "rich", "typer", "yaml")
 
 import typer
+from typer.core import TyperGroup
 
 from quire import __version__
 from quire.cli.cache import cache
@@ -41,7 +42,20 @@ ALL_ARGUMENTS = {
     "help_option_names": [],
 }
 
+
+class Reporting(TyperGroup):
+    """Reports the error of any command in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except QuireError as error:
+            fail(error)
+
+
 app = typer.Typer(
+    cls=Reporting,
     no_args_is_help=True,
     rich_markup_mode=None,  # rich's tables would truncate long names
     context_settings={"help_option_names": ["-h", "--help"]},

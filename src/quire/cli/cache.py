@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from quire.cache.disk.directory import Found, clear, listed
-from quire.cli.options import AsJson, fail, row
-from quire.errors import QuireError
+from quire.cli.options import AsJson, row
 
 Directory = Annotated[Path, typer.Argument(metavar="PATH", help="The directory that --kv-disk names.")]
 
@@ -20,10 +19,7 @@ cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="KV blocks
 @cache.command("stat")
 def stat_command(path: Directory, as_json: AsJson = False) -> None:
     """List the models in a directory of KV blocks, with their sizes."""
-    try:
-        found = listed(path)
-    except QuireError as error:
-        fail(error)
+    found = listed(path)
     if as_json:
         print(json.dumps([_facts(one) for one in found]))
         return
@@ -37,10 +33,7 @@ def stat_command(path: Directory, as_json: AsJson = False) -> None:
 @cache.command("clear")
 def clear_command(path: Directory) -> None:
     """Remove the KV blocks of all models from a directory, unless a process uses some of them."""
-    try:
-        found = clear(path)
-    except QuireError as error:
-        fail(error)
+    found = clear(path)
     row("removed", f"{sum(one.num_bytes for one in found) / 2**20:,.1f} MiB, {len(found)} models")
 
 

@@ -20,7 +20,6 @@ from quire.cli.options import (
     with_options,
 )
 from quire.config import parse_loras
-from quire.errors import QuireError
 from quire.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -58,14 +57,11 @@ def chat(
     options["model"] = taken_model(context, model_name, options["model"])
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     sampling = {name: value for name, value in asked.items() if value is not None}
-    try:
-        text = _message(message)
-        if url is None:
-            partner = _own_model(options, chat_template, sampling, lora)
-        else:
-            partner = _served_model(context, url, api_key, options, sampling)
-    except QuireError as error:
-        fail(error)
+    text = _message(message)
+    if url is None:
+        partner = _own_model(options, chat_template, sampling, lora)
+    else:
+        partner = _served_model(context, url, api_key, options, sampling)
     from quire.terminal.chat import Chat
     from quire.terminal.display import console_at
 
@@ -79,8 +75,6 @@ def chat(
         conversation.note(f"{partner.name}{f', {partner.chosen}' if partner.chosen else ''}")
         conversation.note(_hint(partner))
         conversation.run()
-    except QuireError as error:
-        fail(error)
     finally:
         partner.close()
 

@@ -23,10 +23,7 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     options: dict[str, Any] = {
         option.name: option for option in context.command.params if option.name and option.name != "_config"
     }
-    try:
-        found = _options_of(path, options.keys(), f"quire {context.info_name}")
-    except ConfigError as error:
-        fail(error)
+    found = _options_of(path, options.keys(), f"quire {context.info_name}")
     context.default_map = {
         name: [value] if options[name].multiple and not isinstance(value, list | None) else value
         for name, value in found.items()

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import fail, row
-from quire.errors import QuireError
+from quire.cli.options import row
 
 
 def convert(
@@ -26,9 +25,6 @@ def convert(
     from quire.models import locate
     from quire.models.convert import convert as write
 
-    try:
-        written = write(locate(model), out, quantization)
-    except QuireError as error:
-        fail(error)
+    written = write(locate(model), out, quantization)
     row("weights", f"{written.rounded} linears in {quantization}; {written.nbytes / 2**20:,.1f} MiB in all")
     row("serve it", f"quire serve {out} --quantization-head int8")

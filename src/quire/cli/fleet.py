@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli.config_file import read_config_file
-from quire.cli.options import fail, fail_in, taken, with_options
+from quire.cli.options import fail_in, taken, with_options
 from quire.errors import QuireError
 from quire.fleet.config import GatewayConfig
 from quire.server.logs import JSON, set_up_logs
@@ -27,13 +27,10 @@ def fleet(
     **options: Any,
 ) -> None:
     """Serve a fleet's replicas under one address. If a replica is lost, another one continues its answers."""
-    try:
-        from quire.server.signals import obey_as_first_process
+    from quire.server.signals import obey_as_first_process
 
-        obey_as_first_process()
-        config = GatewayConfig(**taken(GatewayConfig, options))
-    except QuireError as error:
-        fail(error)
+    obey_as_first_process()
+    config = GatewayConfig(**taken(GatewayConfig, options))
     set_up_logs(config.log_format)
     try:
         from quire.fleet.gateway import FleetServer  # imported late, since its imports are slow

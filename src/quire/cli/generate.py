@@ -42,22 +42,19 @@ def generate(
     """Continue one or several texts. The output is printed during generation, prompt after prompt."""
     from quire import LLM, SamplingParams
 
-    try:
-        texts = _read_prompts(prompts or [], file or [])
-        asked: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "repetition_penalty": repetition_penalty,
-        }
-        given = {name: value for name, value in asked.items() if value is not None}
-        SamplingParams(**given)  # check the options before the model is loaded
-        loras = parse_loras([] if lora is None else [lora])
-        llm = LLM(lora=loras, **options)
-        params = SamplingParams(**{"max_tokens": 128, "temperature": 0.7} | dict(llm.default_sampling) | given)
-        show = _print_json if as_json else _print_text
-        outputs = show(llm, texts, params, next(iter(loras), None))
-    except QuireError as error:
-        fail(error)
+    texts = _read_prompts(prompts or [], file or [])
+    asked: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "repetition_penalty": repetition_penalty,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    SamplingParams(**given)  # check the options before the model is loaded
+    loras = parse_loras([] if lora is None else [lora])
+    llm = LLM(lora=loras, **options)
+    params = SamplingParams(**{"max_tokens": 128, "temperature": 0.7} | dict(llm.default_sampling) | given)
+    show = _print_json if as_json else _print_text
+    outputs = show(llm, texts, params, next(iter(loras), None))
     for output in outputs:
         if output.outputs[0].error is not None:
             fail(output.outputs[0].error)

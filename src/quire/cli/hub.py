@@ -12,7 +12,6 @@ import typer
 
 from quire.cli.options import AsJson, complete_model, fail, field_option
 from quire.config import EngineConfig
-from quire.errors import QuireError
 
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
@@ -30,8 +29,6 @@ def pull(
 
     try:
         path = download(repository, revision, gguf_file)
-    except QuireError as error:
-        fail(error)
     except KeyboardInterrupt:
         print("run the same command again to resume the download", file=sys.stderr)
         raise
@@ -73,10 +70,7 @@ def remove(
     """Remove models from the hub's cache."""
     from quire.models.cached import SHORT, Removal
 
-    try:
-        removal = Removal(repositories, revision)
-    except QuireError as error:
-        fail(error)
+    removal = Removal(repositories, revision)
     named = ", ".join(f"{model.name} ({', '.join(model.refs) or model.commit[:SHORT]})" for model in removal.models)
     what = f"{named}, {size_of(removal.nbytes)}"
     if not yes:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire.cli.options import complete_model, fail, field_option, row
+from quire.cli.options import complete_model, field_option, row
 from quire.config import EngineConfig
 from quire.errors import QuireError
 
@@ -35,10 +35,7 @@ def info(
     if model is None:
         _show_machine()
         return
-    try:
-        _show_model(model, gguf_file)
-    except QuireError as error:
-        fail(error)
+    _show_model(model, gguf_file)
 
 
 def _show_model(model: str, gguf_file: str | None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.config_file import read_config_file
-from quire.cli.options import ENGINE, ModelName, fail, fail_in, no_model, taken, taken_model, with_options
+from quire.cli.options import ENGINE, ModelName, fail_in, no_model, taken, taken_model, with_options
 from quire.errors import QuireError
 from quire.importing import uncollected
 from quire.server.logs import JSON, fields, set_up_logs
@@ -38,13 +38,10 @@ def serve(
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
     began = time.monotonic()
     options["model"] = taken_model(context, model_name, options["model"])
-    try:
-        from quire.server.signals import obey_as_first_process
+    from quire.server.signals import obey_as_first_process
 
-        obey_as_first_process()
-        server = ServerConfig(**taken(ServerConfig, options))
-    except QuireError as error:
-        fail(error)
+    obey_as_first_process()
+    server = ServerConfig(**taken(ServerConfig, options))
     set_up_logs(server.log_format)
     note = None if options["model"] is not None else no_model("quire serve")
     try:

@@ -11,7 +11,7 @@ import typer
 
 from quire.cli.options import ENGINE, AsJson, fail, row, with_options
 from quire.engine.workloads import WORKLOADS, workload_lengths
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError
 from quire.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -70,38 +70,35 @@ def simulate(
     from quire.models import EMBEDDED, expected_weight_bytes, read_config
     from quire.simulate.simulation import Simulation
 
-    try:
-        if goal or plot is not None or processes != 1:
-            raise ConfigError("--goal, --plot and --processes are for --fleet; give a YAML file with it")
-        if blocks is None:
-            raise ConfigError("there is no --blocks, and no --fleet; give the number of KV blocks")
-        if [trace, workload, requests].count(None) != 2:
-            raise ConfigError("there must be a load; give one of --trace, --workload and --requests")
-        if requests is None and (prompt_tokens, new_tokens, rate) != (None, None, None):
-            raise ConfigError("--prompt-tokens, --new-tokens and --rate describe --requests; a trace has its own")
-        if device not in DEVICES:
-            raise ConfigError(f"device is {device!r}; the devices are {', '.join(DEVICES)}")
-        config, path = engine_config(num_blocks=blocks, seed=seed, **options), model_config or EMBEDDED
-        if trace is not None:
-            rows = read_trace(trace)
-        elif workload is not None:
-            rows = _rows_of(workload)
-        else:
-            sizes = [100 if given is None else given for given in (prompt_tokens, new_tokens)]
-            rows = poisson(requests or 0, sizes[0], sizes[1], rate, seed)
-        simulation = Simulation(
-            model_cost(*read_config(path), expected_weight_bytes(path)),
-            DEVICES[device],
-            config,
-            num_host_blocks=host_blocks or (blocks if config.cache.preemption == "swap" else 0),
-            seed=seed,
-            hashed=as_json,
-        )
-        start = time.perf_counter()
-        with progress_bar("simulate", len(rows)) as advance:
-            result = simulation.run(rows, advance)
-    except QuireError as error:
-        fail(error)
+    if goal or plot is not None or processes != 1:
+        raise ConfigError("--goal, --plot and --processes are for --fleet; give a YAML file with it")
+    if blocks is None:
+        raise ConfigError("there is no --blocks, and no --fleet; give the number of KV blocks")
+    if [trace, workload, requests].count(None) != 2:
+        raise ConfigError("there must be a load; give one of --trace, --workload and --requests")
+    if requests is None and (prompt_tokens, new_tokens, rate) != (None, None, None):
+        raise ConfigError("--prompt-tokens, --new-tokens and --rate describe --requests; a trace has its own")
+    if device not in DEVICES:
+        raise ConfigError(f"device is {device!r}; the devices are {', '.join(DEVICES)}")
+    config, path = engine_config(num_blocks=blocks, seed=seed, **options), model_config or EMBEDDED
+    if trace is not None:
+        rows = read_trace(trace)
+    elif workload is not None:
+        rows = _rows_of(workload)
+    else:
+        sizes = [100 if given is None else given for given in (prompt_tokens, new_tokens)]
+        rows = poisson(requests or 0, sizes[0], sizes[1], rate, seed)
+    simulation = Simulation(
+        model_cost(*read_config(path), expected_weight_bytes(path)),
+        DEVICES[device],
+        config,
+        num_host_blocks=host_blocks or (blocks if config.cache.preemption == "swap" else 0),
+        seed=seed,
+        hashed=as_json,
+    )
+    start = time.perf_counter()
+    with progress_bar("simulate", len(rows)) as advance:
+        result = simulation.run(rows, advance)
     if as_json:
         print(json.dumps(result.as_dict()))
     else:

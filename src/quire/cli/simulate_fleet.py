@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.options import fail, row
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError
 from quire.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -27,24 +27,21 @@ def simulate_fleet(
 
     found: dict[str, object] = {}
     start = time.perf_counter()
-    try:
-        if not is_alone:
-            raise ConfigError("a load and its options are part of the --fleet file; leave them out")
-        if plot is not None:
-            check_plot(plot)
-        spec = read_spec(path)
-        wanted = dict(spec.goal) | _goals(goals)
-        if wanted:
-            with progress_bar("simulate", 0) as advance:
-                count, outcome, tried = least_replicas(spec, wanted, advance)
-            found = {"goal": wanted, "replicas": count, "tried": {str(number): met for number, met in tried.items()}}
-        else:
-            with progress_bar("simulate", 0) as advance:
-                outcome = FleetSimulation(spec).run(processes, advance)
-        if plot is not None:
-            draw(outcome, plot)
-    except QuireError as error:
-        fail(error)
+    if not is_alone:
+        raise ConfigError("a load and its options are part of the --fleet file; leave them out")
+    if plot is not None:
+        check_plot(plot)
+    spec = read_spec(path)
+    wanted = dict(spec.goal) | _goals(goals)
+    if wanted:
+        with progress_bar("simulate", 0) as advance:
+            count, outcome, tried = least_replicas(spec, wanted, advance)
+        found = {"goal": wanted, "replicas": count, "tried": {str(number): met for number, met in tried.items()}}
+    else:
+        with progress_bar("simulate", 0) as advance:
+            outcome = FleetSimulation(spec).run(processes, advance)
+    if plot is not None:
+        draw(outcome, plot)
     if as_json:
         print(json.dumps(found | outcome.as_dict()))
     else:

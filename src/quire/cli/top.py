@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import ApiKey, fail
-from quire.errors import QuireError
+from quire.cli.options import ApiKey
 
 
 def top(
@@ -31,7 +30,5 @@ def top(
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ends like q, without a notice
         show_always(looks, interval, console)
-    except QuireError as error:
-        fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from quire.fleet.dispatch import Dispatcher
 from quire.fleet.link import Link
-from quire.fleet.placement import PARTS, Placement, reason_of, seconds_of
+from quire.fleet.placement import PARTS, Placement, reason_of
 from quire.fleet.score import Ranked
 from quire.fleet.search import FleetSearch
 from quire.fleet.view import ReplicaView, Status
@@ -192,5 +192,5 @@ def _ranked(one: Ranked) -> dict[str, Any]:
         "cached": one.candidate.num_blocks * one.candidate.state.block_size,
         "uncached": one.uncached_tokens,
         "total": one.parts.total,
-        "parts": seconds_of(one.parts),
+        "parts": one.parts._asdict(),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from quire.fleet.score import PlacementChoice, ScoreParts
+from quire.fleet.score import PlacementChoice
 
 # Descriptions of the parts of a cost for the inspector, in the order of ScoreParts.
 PARTS: Mapping[str, str] = MappingProxyType(
@@ -54,11 +54,6 @@ class Placement:
         return self.choice.best.candidate.name
 
 
-def seconds_of(parts: ScoreParts) -> dict[str, float]:
-    """Return the parts of a cost in seconds, by name."""
-    return parts._asdict()
-
-
 def reason_of(choice: PlacementChoice) -> str:
     """Return a readable reason why the request went to the first replica of the ranking."""
     best, *others = choice.ranking
@@ -73,7 +68,7 @@ def reason_of(choice: PlacementChoice) -> str:
             return f"{count}; of those with the fewest tokens to compute it holds the fewest blocks"
         return f"{count}; the request's name decides"
     second = others[0]
-    costs, less = seconds_of(second.parts), seconds_of(best.parts)
+    costs, less = second.parts._asdict(), best.parts._asdict()
     part = max(PARTS, key=lambda name: costs[name] - less[name])
     saved = second.parts.total - best.parts.total
     return f"it costs {1000 * saved:.1f} ms less than the next one, most of it for {PARTS[part]}"

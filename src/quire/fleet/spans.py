@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quire.fleet.placement import Placement, reason_of, seconds_of
+from quire.fleet.placement import Placement, reason_of
 
 if TYPE_CHECKING:  # its packages are an extra
     from opentelemetry.context import Context
@@ -35,7 +35,7 @@ def attributes_of(placement: Placement) -> dict[str, Any]:
         "quire.placement.candidates": [one.candidate.name for one in choice.ranking],
         "quire.placement.costs": [one.parts.total for one in choice.ranking],
     }
-    found |= {f"quire.placement.cost.{name}": seconds for name, seconds in seconds_of(best.parts).items()}
+    found |= {f"quire.placement.cost.{name}": seconds for name, seconds in best.parts._asdict().items()}
     if cause.replica is not None:
         found["quire.placement.from"] = cause.replica
     return found

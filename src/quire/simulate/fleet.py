@@ -16,7 +16,7 @@ from quire.simulate.autoscaling import Autoscaler
 from quire.simulate.cell import Cell
 from quire.simulate.device import DeviceFile, ReplicaCost, read_device
 from quire.simulate.fault_injection import Trouble
-from quire.simulate.loads import Load, drawn, rows_of
+from quire.simulate.loads import drawn, jobs_of, rows_of
 from quire.simulate.outcome import Outcome
 from quire.simulate.replica import SimulatedHost, SimulatedReplica, host_of
 from quire.simulate.simulation import no_collector
@@ -179,8 +179,8 @@ class FleetSimulation:
         if spec.load.arrivals == "trace":
             seconds = rows_of(spec.load, spec.directory)[-1].arrival / spec.load.speed
         outcome = Outcome(resolution=max(1.0, float(math.ceil(seconds / MOMENTS))))
-        load = Load(spec, number, self.num_cells, len(replicas) / spec.num_replicas)
-        made = Cell(spec, replicas, load.jobs(), f"{spec.seed}/{number}", outcome)
+        jobs = jobs_of(spec, number, self.num_cells, len(replicas) / spec.num_replicas)
+        made = Cell(spec, replicas, jobs, f"{spec.seed}/{number}", outcome)
         Trouble(made, spec.events)
         if spec.autoscaling is not None:
             Autoscaler(made, spec.autoscaling.share(number, self.num_cells), another)
@@ -189,23 +189,18 @@ class FleetSimulation:
 
     def run(self, processes: int = 1, advance: Callable[[], None] = no_advance) -> Outcome:
         """Run all cells. advance: called at the end of each request, or of each cell with several processes."""
-        found: Outcome | None = None
+        outcomes: list[Outcome] = []
         if processes > 1 and self.num_cells > 1:
             with ProcessPoolExecutor(processes) as pool:
                 for outcome in pool.map(self.cell, range(self.num_cells)):
-                    found = _added(found, outcome)
+                    outcomes.append(outcome)
                     advance()
         else:
-            for number in range(self.num_cells):
-                found = _added(found, self.cell(number, advance))
-        return found or Outcome()
-
-
-def _added(found: Outcome | None, outcome: Outcome) -> Outcome:
-    if found is None:
-        return outcome
-    found.add(outcome)
-    return found
+            outcomes = [self.cell(number, advance) for number in range(self.num_cells)]
+        found, *others = outcomes
+        for outcome in others:
+            found.add(outcome)
+        return found
 
 
 # ------------------------------------------------------------------------------------------------------- searching
@@ -272,8 +267,8 @@ def least_replicas(
 
 def _is_hopeless(spec: FleetSpec, goals: Mapping[str, float], count: int) -> bool:
     """Return whether more replicas cannot help: one replica with a tenth of its load already misses the goals."""
-    few = replace(spec.load, rate=spec.load.rate / (10 * count)) if spec.load.arrivals != "trace" else spec.load
     if spec.load.arrivals == "trace":
         return False
+    few = replace(spec.load, rate=spec.load.rate / (10 * count))
     outcome = FleetSimulation(with_replicas(replace(spec, load=few, events=()), 1)).run()
     return outcome.ttft.count > 0 and not meets(outcome, goals)

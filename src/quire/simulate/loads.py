@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from quire.engine.trace import TraceRow
-from quire.simulate.prompts import NamedTokens, part_name
+from quire.simulate.prompts import NamedTokens, part_name, parts_of
 from quire.simulate.spec import FleetSpec, Lengths, LoadSpec
 from quire.simulate.traces import read_rows
 
@@ -35,66 +35,56 @@ class Job:
         return NamedTokens(self.names, self.ends, self.prompt_tokens)
 
 
-class Load:
-    """One cell's share of a fleet's load."""
+def jobs_of(spec: FleetSpec, cell: int, num_cells: int, share: float) -> Iterator[Job]:
+    """Return the jobs of one cell in the order of arrival, without later turns.
 
-    def __init__(self, spec: FleetSpec, cell: int, num_cells: int, share: float) -> None:
-        """share: of the fleet's requests, for random loads. A trace's rows are assigned to cells at random."""
-        self._load = spec.load
-        self._seed = spec.seed
-        self._cell = cell
-        self._num_cells = num_cells
-        self._share = share
-        self._directory = spec.directory
+    share: of the fleet's requests, for random loads. A trace's rows are assigned to cells at random.
+    """
+    if spec.load.arrivals == "trace":
+        return _of_trace(spec, cell, num_cells)
+    return _drawn(spec, cell, share)
 
-    def jobs(self) -> Iterator[Job]:
-        """Return the jobs in the order of arrival, without later turns."""
-        return self._of_trace() if self._load.arrivals == "trace" else self._drawn()
 
-    def _of_trace(self) -> Iterator[Job]:
-        rng = random.Random(f"{self._seed}/cells")
-        for number, row in enumerate(rows_of(self._load, self._directory)):
-            if rng.randrange(self._num_cells) == self._cell:
-                names = [part_name(self._seed, "prefix", name) for name, _ in row.prefixes()]
-                ends = [end for _, end in row.prefixes()]
-                yield Job(
-                    f"{number}",
-                    row.arrival / self._load.speed,
-                    [*names, part_name(self._seed, "row", number)],
-                    ends,
-                    row.prompt_tokens,
-                    max(1, row.new_tokens),
-                    row.prompt_tokens - row.prefix_tokens,
-                )
+def _of_trace(spec: FleetSpec, cell: int, num_cells: int) -> Iterator[Job]:
+    rng = random.Random(f"{spec.seed}/cells")
+    for number, row in enumerate(rows_of(spec.load, spec.directory)):
+        if rng.randrange(num_cells) == cell:
+            names, ends = parts_of(row, number, spec.seed)
+            yield Job(
+                f"{number}",
+                row.arrival / spec.load.speed,
+                names,
+                ends,
+                row.prompt_tokens,
+                max(1, row.new_tokens),
+                row.prompt_tokens - row.prefix_tokens,
+            )
 
-    def _drawn(self) -> Iterator[Job]:
-        load, seed = self._load, f"{self._seed}/{self._cell}"
-        lengths, thoughts = random.Random(f"{seed}/lengths"), random.Random(f"{seed}/thoughts")
-        weights = list(accumulate(1 / (i + 1) for i in range(load.prefixes)))
-        for number, arrival in enumerate(arrivals(load, load.rate * self._share, f"{seed}/arrivals")):
-            names: list[bytes] = []
-            ends: list[int] = []
-            if weights:
-                at = bisect_left(weights, lengths.random() * weights[-1])
-                names, ends = [part_name(self._seed, "prefix", at)], [load.prefix_tokens]
-            first: Job | None = None
-            last: Job | None = None
-            said = load.prefix_tokens if weights else 0
-            for turn in range(load.turns):
-                asked, new = drawn(lengths, load.prompt_tokens), drawn(lengths, load.new_tokens)
-                own = part_name(seed, number, turn)
-                name = f"{self._cell}-{number}" if load.turns == 1 else f"{self._cell}-{number}.{turn}"
-                job = Job(name, arrival, [*names, own], ends[:], said + asked, new, asked)
-                if last is None:
-                    first = job
-                else:
-                    last.then, last.think = job, thoughts.expovariate(1 / load.think) if load.think else 0.0
-                last = job
-                said += asked + new
-                names.append(own)
-                ends.append(said)
-            if first is not None:
-                yield first
+
+def _drawn(spec: FleetSpec, cell: int, share: float) -> Iterator[Job]:
+    load, seed = spec.load, f"{spec.seed}/{cell}"
+    lengths, thoughts = random.Random(f"{seed}/lengths"), random.Random(f"{seed}/thoughts")
+    weights = list(accumulate(1 / (i + 1) for i in range(load.prefixes)))
+    for number, arrival in enumerate(arrivals(load, load.rate * share, f"{seed}/arrivals")):
+        names: list[bytes] = []
+        ends: list[int] = []
+        if weights:
+            at = bisect_left(weights, lengths.random() * weights[-1])
+            names, ends = [part_name(spec.seed, "prefix", at)], [load.prefix_tokens]
+        talk: list[Job] = []
+        said = load.prefix_tokens if weights else 0
+        for turn in range(load.turns):
+            asked, new = drawn(lengths, load.prompt_tokens), drawn(lengths, load.new_tokens)
+            own = part_name(seed, number, turn)
+            name = f"{cell}-{number}" if load.turns == 1 else f"{cell}-{number}.{turn}"
+            job = Job(name, arrival, [*names, own], ends[:], said + asked, new, asked)
+            if talk:
+                talk[-1].then, talk[-1].think = job, thoughts.expovariate(1 / load.think) if load.think else 0.0
+            talk.append(job)
+            said += asked + new
+            names.append(own)
+            ends.append(said)
+        yield talk[0]
 
 
 def rows_of(load: LoadSpec, directory: Path) -> list[TraceRow]:

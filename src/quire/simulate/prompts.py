@@ -106,13 +106,15 @@ def part_name(*words: object) -> bytes:
     return blake2b("/".join(map(str, words)).encode(), digest_size=NAME_SIZE).digest()
 
 
+def parts_of(row: TraceRow, number: int, seed: int) -> tuple[list[bytes], list[int]]:
+    """Return the names of a row's parts, and the ends of all but the last one. Only prefixes are shared with others."""
+    names = [part_name(seed, "prefix", name) for name, _ in row.prefixes()]
+    return [*names, part_name(seed, "row", number)], [end for _, end in row.prefixes()]
+
+
 def named_prompt(row: TraceRow, number: int, seed: int) -> NamedTokens:
     """Return the prompt of a row, which like that of `prompt_of` shares only its prefix with others.
 
     Generated tokens belong to the last part.
     """
-    names, ends = [], []
-    for name, end in row.prefixes():
-        names.append(part_name(seed, "prefix", name))
-        ends.append(end)
-    return NamedTokens([*names, part_name(seed, "row", number)], ends, row.prompt_tokens)
+    return NamedTokens(*parts_of(row, number, seed), row.prompt_tokens)

@@ -7,65 +7,68 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from quire.config import check_options, option
 from quire.errors import ConfigError, check_integer, check_known, check_number
 
-ARRIVALS = ("poisson", "gamma", "bursts", "trace")
 HAPPENINGS = ("kill", "hang", "slow", "partition")
 GOALS = ("ttft", "itl", "e2e")
 LEVELS = ("mean", "p50", "p90", "p99", "max")
 CELL = 64  # replicas
 MAX_REPLICAS = 100_000
+TINY = 1e-9  # for numbers that must be positive
+
+
+class Checked:
+    """A section whose values are checked by the bounds of their options. Raises ConfigError for invalid ones."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class Lengths(Checked):
     """Numbers of tokens of prompts or answers: log-normal, within bounds. With a spread of 0, all are equal."""
 
-    median: float
-    spread: float = 0.0  # standard deviation of the logarithm
-    least: int = 1
-    most: int = 2**20
+    median: float = option(MISSING, "Median.", lower=1.0)
+    spread: float = option(0.0, "Standard deviation of the logarithm.", lower=0.0, upper=10.0)
+    least: int = option(1, "Least number.", lower=1)
+    most: int = option(2**20, "Largest number.", lower=1)
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "median", self.median, 1.0)
-        check_number(ConfigError, "spread", self.spread, 0.0, 10.0)
-        check_integer(ConfigError, "least", self.least, 1)
+        super().__post_init__()
         check_integer(ConfigError, "most", self.most, self.least)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadSpec:
-    """Arrivals and lengths of requests. Raises ConfigError for invalid values."""
+class LoadSpec(Checked):
+    """Arrivals and lengths of requests."""
 
-    arrivals: str = "poisson"
-    rate: float = 1.0  # requests a second to the whole fleet; with several turns, new conversations a second
-    duration: float = 600.0  # seconds in which they begin
+    arrivals: str = option("poisson", "Arrivals.", choices=("poisson", "gamma", "bursts", "trace"))
+    rate: float = option(
+        1.0, "Requests a second to the whole fleet; with several turns, new conversations a second.", lower=TINY
+    )
+    duration: float = option(600.0, "Seconds in which they begin.", lower=TINY)
     prompt_tokens: Lengths = field(default_factory=lambda: Lengths(median=256))  # the new part of a prompt
     new_tokens: Lengths = field(default_factory=lambda: Lengths(median=128))
-    variation: float = 2.0  # gamma: coefficient of variation of the time between two arrivals
-    burst_factor: float = 5.0  # bursts: multiple of the usual rate
-    burst_seconds: float = 10.0  # average duration of a burst
-    burst_every: float = 60.0  # average seconds from one burst to the next
-    prefixes: int = 0  # number of different prefixes, the n-th drawn with a weight of 1 / n; 0: none
-    prefix_tokens: int = 0
-    turns: int = 1  # of a conversation: each prompt is the whole conversation and a new part
-    think: float = 5.0  # average seconds from an answer to the next turn
+    variation: float = option(2.0, "gamma: variation coefficient of the time between two arrivals.", lower=TINY)
+    burst_factor: float = option(5.0, "bursts: multiple of the usual rate.", lower=TINY)
+    burst_seconds: float = option(10.0, "bursts: average duration.", lower=TINY)
+    burst_every: float = option(60.0, "bursts: average seconds from one to the next.", lower=TINY)
+    prefixes: int = option(0, "Different prefixes, the n-th drawn with a weight of 1 / n; 0: none.", lower=0)
+    prefix_tokens: int = option(0, "Tokens of each prefix.", lower=0)
+    turns: int = option(
+        1, "Of a conversation: each prompt is the whole conversation and a new part.", lower=1, upper=1000
+    )
+    think: float = option(5.0, "Average seconds from an answer to the next turn.", lower=0.0)
     trace: str = ""  # a file
-    speed: float = 1.0  # factor by which a trace is replayed faster than it was recorded
+    speed: float = option(1.0, "Factor by which a trace is replayed faster than it was recorded.", lower=TINY)
 
     def __post_init__(self) -> None:
-        if self.arrivals not in ARRIVALS:
-            raise ConfigError(f"arrivals is {self.arrivals!r}; it must be one of {', '.join(ARRIVALS)}")
+        super().__post_init__()
         if (self.arrivals == "trace") != bool(self.trace):
             raise ConfigError(
                 f"arrivals is {self.arrivals!r} and trace is {self.trace!r}; a trace has its own arrivals"
             )
-        for name in ("rate", "duration", "variation", "burst_factor", "burst_seconds", "burst_every", "speed"):
-            check_number(ConfigError, name, getattr(self, name), 1e-9)
-        check_number(ConfigError, "think", self.think, 0.0)
-        check_integer(ConfigError, "prefixes", self.prefixes, 0)
-        check_integer(ConfigError, "prefix_tokens", self.prefix_tokens, 0)
-        check_integer(ConfigError, "turns", self.turns, 1, 1000)
         if bool(self.prefixes) != bool(self.prefix_tokens):
             raise ConfigError(
                 f"prefixes is {self.prefixes} and prefix_tokens is {self.prefix_tokens}; give both or neither"
@@ -73,95 +76,77 @@ class LoadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KindSpec:
-    """Replicas of one kind. Raises ConfigError for invalid values."""
+class KindSpec(Checked):
+    """Replicas of one kind."""
 
     kind: str
     device: str  # a device file, or a name of DEVICES
-    count: int = 1
-    blocks: int = 1024  # of each replica's cache
-    per_host: int = 1  # replicas on each machine
-    host_bytes_per_second: float = 0.0  # read by all replicas of a machine together; 0: the device file's number
-    # Share by which steps take longer for each other computing replica of the machine. None: the device file's.
-    per_neighbour: float | None = None
-    # Replicas that use all cores of a machine, so they wait for event loops, gateway and clients. None: the device's.
-    per_machine: int | None = None
+    count: int = option(1, "Replicas.", lower=1, upper=MAX_REPLICAS)
+    blocks: int = option(1024, "Blocks of each replica's cache.", lower=1)
+    per_host: int = option(1, "Replicas on each machine.", lower=1)
+    host_bytes_per_second: float = option(
+        0.0, "Read by all replicas of a machine together; 0: the device file's number.", lower=0.0
+    )
+    per_neighbour: float | None = option(
+        None, "Share by which steps take longer for each other computing replica of a machine. Default: the device's.",
+        lower=0.0, upper=100.0,
+    )  # fmt: skip
+    per_machine: int | None = option(
+        None, "Replicas that use all cores of a machine, so they wait for event loops, gateway and clients. Default: "
+        "the device's.", lower=0,
+    )  # fmt: skip
     bits: str = "same"  # answers move only among replicas with the same value
-    queue: int = 1024  # most waiting requests: further ones are refused
+    queue: int = option(1024, "Most waiting requests: further ones are refused.", lower=0)
     options: Mapping[str, Any] = field(default_factory=dict)  # of the engine: max_num_seqs, block_size, ...
 
     def __post_init__(self) -> None:
         for name in ("kind", "device"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a text")
-        check_integer(ConfigError, "count", self.count, 1, MAX_REPLICAS)
-        check_integer(ConfigError, "blocks", self.blocks, 1)
-        check_integer(ConfigError, "per_host", self.per_host, 1)
-        check_integer(ConfigError, "queue", self.queue, 0)
-        check_number(ConfigError, "host_bytes_per_second", self.host_bytes_per_second, 0.0)
-        if self.per_neighbour is not None:
-            check_number(ConfigError, "per_neighbour", self.per_neighbour, 0.0, 100.0)
-        if self.per_machine is not None:
-            check_integer(ConfigError, "per_machine", self.per_machine, 0)
+        super().__post_init__()
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options is {self.options!r}; it must be options of the engine with their values")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewaySpec:
-    """Gateways. Without any, requests go to the replicas in turns. Raises ConfigError for invalid values."""
+class GatewaySpec(Checked):
+    """Gateways. Without any, requests go to the replicas in turns."""
 
-    count: int = 1
-    seconds: float = 0.0015  # time of a request in a gateway
-    lag: float = 0.001  # seconds until a replica's report is known
-
-    def __post_init__(self) -> None:
-        check_integer(ConfigError, "count", self.count, 0, 1024)
-        check_number(ConfigError, "seconds", self.seconds, 0.0)
-        check_number(ConfigError, "lag", self.lag, 0.0)
+    count: int = option(1, "Gateways.", lower=0, upper=1024)
+    seconds: float = option(0.0015, "Time of a request in a gateway.", lower=0.0)
+    lag: float = option(0.001, "Seconds until a replica's report is known.", lower=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkSpec:
-    """Latencies in seconds. Raises ConfigError for negative values."""
+class NetworkSpec(Checked):
+    """Latencies in seconds."""
 
-    to_gateway: float = 0.0002
-    to_replica: float = 0.0002
-    jitter: float = 0.0  # average addition to a latency, as a share of it
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            check_number(ConfigError, one.name, getattr(self, one.name), 0.0)
+    to_gateway: float = option(0.0002, "Between clients and gateways.", lower=0.0)
+    to_replica: float = option(0.0002, "Between gateways and replicas.", lower=0.0)
+    jitter: float = option(0.0, "Average addition to a latency, as a share of it.", lower=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientSpec:
-    """Timeout and retries of clients. Raises ConfigError for invalid values."""
+class ClientSpec(Checked):
+    """Timeout and retries of clients."""
 
-    timeout: float = 0.0  # seconds that an answer may take; 0: no limit
-    retries: int = 2  # after an error or a timeout
-    backoff: float = 0.5  # seconds before the first retry, doubled for each further one
-
-    def __post_init__(self) -> None:
-        check_number(ConfigError, "timeout", self.timeout, 0.0)
-        check_number(ConfigError, "backoff", self.backoff, 0.0)
-        check_integer(ConfigError, "retries", self.retries, 0, 100)
+    timeout: float = option(0.0, "Seconds that an answer may take; 0: no limit.", lower=0.0)
+    retries: int = option(2, "After an error or a timeout.", lower=0, upper=100)
+    backoff: float = option(0.5, "Seconds before the first retry, doubled for each further one.", lower=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoscalingSpec:
-    """Autoscaling of the first kind of replicas. Raises ConfigError for invalid values."""
+class AutoscalingSpec(Checked):
+    """Autoscaling of the first kind of replicas."""
 
-    least: int = 1
-    most: int
-    every: float = 10.0  # seconds from one decision to the next
-    start_seconds: float = 5.0  # until a new replica serves
+    least: int = option(1, "Least number of replicas.", lower=1, upper=MAX_REPLICAS)
+    most: int = option(MISSING, "Largest number of replicas.", lower=1, upper=MAX_REPLICAS)
+    every: float = option(10.0, "Seconds from one decision to the next.", lower=0.01)
+    start_seconds: float = option(5.0, "Seconds until a new replica serves.", lower=0.0)
 
     def __post_init__(self) -> None:
-        check_integer(ConfigError, "least", self.least, 1, MAX_REPLICAS)
+        super().__post_init__()
         check_integer(ConfigError, "most", self.most, self.least, MAX_REPLICAS)
-        check_number(ConfigError, "every", self.every, 0.01)
-        check_number(ConfigError, "start_seconds", self.start_seconds, 0.0)
 
     def share(self, number: int, count: int) -> AutoscalingSpec:
         """Return the spec of cell `number` of `count`: the bounds are divided among the cells."""
@@ -170,24 +155,23 @@ class AutoscalingSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Happening:
-    """A fault. Raises ConfigError for invalid values."""
+class Happening(Checked):
+    """A fault."""
 
     what: str
     target: str  # the name of a replica (KIND-N), a host (KIND-host-N) or a kind
-    at: float  # seconds
+    at: float = option(MISSING, "Seconds.", lower=0.0)
     duration: float = 5.0  # seconds until it is over; a killed replica restarts then, with an empty cache
-    factor: float = 2.0  # slow: factor of the time of steps
+    factor: float = option(2.0, "slow: factor of the time of steps.", lower=1.0)
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "at", self.at, 0.0)
+        super().__post_init__()
         check_number(ConfigError, "for", self.duration, 0.0)
-        check_number(ConfigError, "factor", self.factor, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetSpec:
-    """A fleet, its load and its faults. Raises ConfigError for invalid values."""
+class FleetSpec(Checked):
+    """A fleet, its load and its faults."""
 
     replicas: tuple[KindSpec, ...]
     load: LoadSpec = field(default_factory=LoadSpec)
@@ -198,13 +182,14 @@ class FleetSpec:
     events: tuple[Happening, ...] = ()
     goal: Mapping[str, float] = field(default_factory=dict)  # seconds, by figure such as ttft_p90
     model: str = ""  # a config.json or its directory; empty: the embedded model
-    cell: int = CELL  # most replicas that gateways choose among; larger fleets have several cells
-    seed: int = 0
+    cell: int = option(
+        CELL, "Most replicas that gateways choose among; larger fleets have several cells.", lower=1, upper=256
+    )
+    seed: int = option(0, "Seed of all random numbers.", lower=0)
     directory: Path = Path()  # base of relative paths
 
     def __post_init__(self) -> None:
-        check_integer(ConfigError, "cell", self.cell, 1, 256)
-        check_integer(ConfigError, "seed", self.seed, 0)
+        super().__post_init__()
         check_goals(self.goal)
         names = [one.kind for one in self.replicas]
         if len(set(names)) < len(names):

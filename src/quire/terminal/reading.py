@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ class Reader:
         self._commands = tuple(commands)
         try:
             import readline
-        except ImportError:  # as on Windows
+        except ImportError:  # a Python without it
             return
         readline.set_completer_delims("")
         readline.set_completer(self._completed)
@@ -51,8 +52,4 @@ class Reader:
 
 def _is_waiting() -> bool:
     """Return whether further input is waiting."""
-    if sys.platform == "win32":
-        return False
-    import select
-
     return bool(select.select([sys.stdin], [], [], PASTED)[0])

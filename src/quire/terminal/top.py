@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -92,13 +95,9 @@ def show_always(top: Top, interval: float, console: Console) -> None:
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
     """Yield a function that waits up to a number of seconds for a key and returns it, or empty bytes."""
-    if sys.platform == "win32" or not sys.stdin.isatty():
+    if not sys.stdin.isatty():
         yield _no_key
         return
-    import select
-    import termios
-    import tty
-
     terminal = sys.stdin.fileno()
 
     def key(seconds: float) -> bytes:
