@@ -6,13 +6,13 @@ NUM_CHECKED = 4  # delivered tokens that another replica draws again; in one ste
 MOST_LOST = 8  # replicas: a request that kills its replicas must not kill the whole fleet
 
 
-def why_to_end(resume: str, num_lost: int, what: str, replica: str) -> str | None:
+def why_to_end(resume: str, num_lost: int, request: str, replica: str) -> str | None:
     """Return the reason why a request must end with its replica; None if another replica continues it.
 
-    resume: see GatewayConfig. num_lost: replicas that were lost with it in a row. what, replica: for the message.
+    resume: see GatewayConfig. num_lost: replicas that were lost with it in a row. request, replica: for the message.
     """
     if resume == "never":
         return f"{replica} was lost, and --resume is 'never'"
     if num_lost > MOST_LOST:
-        return f"{num_lost} replicas in a row were lost with {what}, the last one at {replica}"
+        return f"{num_lost} replicas in a row were lost with {request}, the last one at {replica}"
     return None

@@ -1,8 +1,8 @@
 """A cell: replicas, the gateways that choose among them, and their clients, on one virtual clock.
 
-Decisions are those of the parts. `routing` selects the replica of a request, a replica whether it takes it and what its
-next step is, `fleet.resume` whether a request survives a loss, and `clients` whether a client asks again. A cell passes
-requests and tokens between them, with the latencies of the network.
+The parts make the decisions. `routing` selects the replica of a request, the replica accepts it or not and plans its
+steps, `fleet.resume` decides whether a request survives a loss, and `clients` whether a client asks again. A cell
+passes requests and tokens between them, with the latencies of the network.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from quire.simulate.timeline import Timeline
 
 
 class Steps:
-    """Applies what replicas decide about their steps: each returns when its current one ends."""
+    """Applies the decisions of replicas about their steps: each returns the time at which its current one ends."""
 
     def __init__(
         self, replicas: Sequence[SimulatedReplica], timeline: Timeline,
@@ -61,7 +61,7 @@ class Steps:
                 self._ends_at(other, other.cut(self._timeline.now))
 
     def _ends_at(self, replica: SimulatedReplica, at: float | None) -> bool:
-        """Schedule the end of a step. Return False if there is none."""
+        """Schedule the end of a step. Return False if no step was begun."""
         if at is None:
             return False
         replica.version += 1
