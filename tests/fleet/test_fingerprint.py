@@ -155,12 +155,17 @@ def test_what_an_option_changes(name: str, fingerprint: Fingerprint) -> None:
     assert other.digest != fingerprint.digest
 
 
+# All of them at once, but for those that start processes or exclude others; with --long each of them alone.
+TOGETHER = [name for name in OUT if name not in ("tensor_parallel_size", "kv_cache_memory", "enable_prefix_caching")]
+
+
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.usefixtures("_own_prefetch")
-@pytest.mark.parametrize("name", [of_long_runs(name) if name == "tensor_parallel_size" else name for name in OUT])
-def test_options_that_change_no_bit(name: str, fingerprint: Fingerprint) -> None:
-    other = replica_fingerprint(loaded(**OUT[name]), TEMPLATE)
+@pytest.mark.parametrize("names", [TOGETHER, *(of_long_runs([name]) for name in OUT)], ids=lambda names: names[0])
+def test_options_that_change_no_bit(names: list[str], fingerprint: Fingerprint) -> None:
+    options = {key: value for name in names for key, value in OUT[name].items()}
+    other = replica_fingerprint(loaded(**options), TEMPLATE)
     assert fingerprint.difference(other) == ()
     assert other.digest == fingerprint.digest
 

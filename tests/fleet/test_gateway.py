@@ -42,6 +42,7 @@ from tests.fleet.gateways import (
     value,
 )
 from tests.fleet.serving import gateway
+from tests.marks import of_long_runs
 from tests.server.serving import Answer as HttpAnswer
 from tests.server.serving import Serving, serving
 
@@ -127,7 +128,7 @@ def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Fr
     assert expected.is_done
     assert expected.choices == put_together(two[0].ask("POST", path, body).body).choices  # as a plain server says it
     events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
-    for cut in range(1, len(events), 1 if long else 9):
+    for cut in range(1, len(events), 1 if long else max(1, len(events) // 3)):
         had = put_together(*events[:cut])
         if had.last_id is None:
             continue
@@ -464,7 +465,7 @@ def test_a_search_goes_elsewhere_where_its_answer_cannot_be(two: list[Serving]) 
             assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) == count, lie
 
 
-@pytest.mark.parametrize("status", [299, 460, 599])
+@pytest.mark.parametrize("status", [299, of_long_runs(460), of_long_runs(599)])
 def test_a_status_that_there_is_not_refuses_nothing(two: list[Serving], status: int) -> None:
     error = {"error": {"message": "no"}}
     with faking(two[0], lambda call: (status, error)) as fake:

@@ -22,7 +22,7 @@ from quire.models import EMBEDDED, load_model
 from quire.models.model import Model
 from quire.ops import Backend, load, native, unavailable
 from quire.ops.cpu.linear import PackedLinear
-from tests.marks import spread
+from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import save
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -89,7 +89,7 @@ def test_numbers_are_exact_and_of_many_magnitudes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"quantization": "int4", "kv_cache_dtype": "int8"}, {"dtype": "float32"}], ids=str
+    "options", [of_long_runs({}), {"quantization": "int4", "kv_cache_dtype": "int8"}, {"dtype": "float32"}], ids=str
 )
 def test_numbers_of_threads_agree(options: dict[str, Any]) -> None:
     llm = LLM(num_blocks=64, **options)

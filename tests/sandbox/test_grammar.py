@@ -453,7 +453,8 @@ def test_slow_grammars_are_given_up(llm: LLM) -> None:
 
 
 def test_after_one_that_was_given_up(llm: LLM, long: bool) -> None:
-    patient = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
+    seconds = {} if long else {"seconds": 0.8}
+    patient = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids, **seconds)
     for _ in range(2 if long else 1):
         with pytest.raises(RequestError, match=r"cannot be followed: it (is not compiled|takes too much memory)"):
             patient.compile(Spec.of_schema(FOR_HOURS))

@@ -29,7 +29,8 @@ def talks(path: Path, peer_byte: float, blocks: int = 200, host_request: float =
     device(path, server=ServerFit(step=1e-3, request=2e-3, peer_byte=peer_byte, host_request=host_request))
     replicas = [{"kind": "a", "device": "slow.json", "count": 3, "per_host": 2, "blocks": blocks,
                  "options": {"max_num_seqs": 16}}]  # fmt: skip
-    load = {"turns": 4, "think": 0.5, "rate": 4, "prompt_tokens": 100, "new_tokens": 30} | known.pop("load", {})
+    load = {"turns": 4, "think": 0.5, "rate": 4, "duration": 12, "prompt_tokens": 100, "new_tokens": 30}
+    load |= known.pop("load", {})
     return spec(path, replicas=replicas, load=load, **known)
 
 

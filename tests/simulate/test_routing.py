@@ -64,7 +64,7 @@ def run(
     return FleetSimulation(make_spec(spec, directory)).run()
 
 
-@pytest.mark.parametrize("name", ["sessions", "shared prefixes"])
+@pytest.mark.parametrize("name", ["sessions", of_long_runs("shared prefixes")])
 def test_caches_of_half_the_working_set_hit_as_one_that_never_evicts(directory: Path, name: str) -> None:
     """With half the time to the first token of requests in turns, or less."""
     routed, plain = run(directory, name), run(directory, name, in_turns=True)
@@ -83,7 +83,7 @@ def test_where_nothing_is_shared_nothing_is_lost(directory: Path, seed: int) -> 
     assert routed.e2e.mean <= plain.e2e.mean
 
 
-@pytest.mark.parametrize("name", ["sessions", of_long_runs("shared prefixes"), "nothing shared"])
+@pytest.mark.parametrize("name", [of_long_runs("sessions"), of_long_runs("shared prefixes"), "nothing shared"])
 def test_little_load_loses_nothing(directory: Path, name: str) -> None:
     routed, plain = (run(directory, name, 0.375, in_turns=turns) for turns in (False, True))
     assert routed.ttft.mean <= 1.05 * plain.ttft.mean

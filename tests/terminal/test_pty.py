@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.forks import QUIRE, SLOWLY, Process, Spawner
+from tests.marks import of_long_runs
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +91,7 @@ def terminal(forks: Spawner, *arguments: str, term: str = "xterm-256color") -> I
         os.close(ours)
 
 
-@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+@pytest.mark.parametrize("term", ["xterm-256color", of_long_runs("dumb")])
 def test_a_chat(forks: Spawner, term: str) -> None:
     with terminal(forks, "run", "--num-blocks", "64", term=term) as at:
         at.shows("No model was named, so this is the small one")
