@@ -64,10 +64,10 @@ SHAPED = (
 # smaller; raise one only for a feature that is worth it.
 MOST_LINES = {
     "cache": 3_420,
-    "cli": 1_500,
+    "cli": 1_470,
     "engine": 5_570,
     "fingerprint": 650,
-    "fleet": 5_790,
+    "fleet": 5_785,
     "frontend": 3_230,
     "integrations": 600,
     "models": 12_300,
@@ -76,8 +76,8 @@ MOST_LINES = {
     "ray": 420,
     "sandbox": 1_200,
     "server": 15_850,
-    "simulate": 4_230,
-    "terminal": 1_250,
+    "simulate": 4_195,
+    "terminal": 1_240,
     "modules": 1_260,  # those that are in no package
 }
 
