@@ -15,6 +15,7 @@ to give the same fingerprint. Or it is left out, since no token, logprob or dige
           reproducible                           if bits depend on it, there is no fingerprint without it
           max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, num_speculative_tokens
                                                  the rows of a batch: results are batch-invariant
+          enforce_eager                          whether a GPU captures the same kernels as graphs
           enable_lora, max_loras, max_lora_rank  limits of further adapters
           generation_config                      a gateway sends all of a request's sampling with it
           seed                                   for requests without one; a gateway gives one to each
