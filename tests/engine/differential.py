@@ -405,6 +405,13 @@ def serve(draw: Draw, serving: Serving, todo: list[Ask], counts: Counter[str]) -
     manager = engine.scheduler.manager
     assert all(pool.num_free == pool.num_blocks for pool in (*manager.pools, *manager.host_pools)), "blocks are left"
     counts["preempted"] += engine.scheduler.num_preemptions
+    counts["embedded"] += sum(ask.params is None for ask in begun if ask.finished)
+    counts["scored"] += sum(isinstance(ask.params, int) for ask in begun if ask.finished)
+    counts["searched"] += sum(ask.driver is not None for ask in begun)
+    counts["adapted"] += sum(ask.lora is not None for ask in begun)
+    counts["guided"] += sum(request.guide is not None for ask in begun for request in ask.requests)
+    counts["overlapped"] += draw.is_overlapped
+    counts["int8 cache"] += draw.options["kv_cache_dtype"] == "int8"
     counts["cached tokens"] += manager.hits.cached_tokens
     if engine.scheduler.lookup is not None:
         counts["right drafts"] += engine.scheduler.lookup.num_right

@@ -20,6 +20,7 @@ from quire.engine.engine import Engine
 from quire.models import EMBEDDED
 from quire.ops import native
 from quire.request import Request, SampleGroup, SamplingParams
+from tests.engine.runs import whole
 from tests.engine.stateful import stateful_engine
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
@@ -55,11 +56,8 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "granite with states, bf16": ("GraniteMoeHybrid", torch.bfloat16, {"vocab_size": VOCABULARY}),
     "lfm2, fp32": ("Lfm2", torch.float32, {"vocab_size": VOCABULARY}),
 }  # fmt: skip
-# One of each kind of cache; with --long all of them.
+# One of each kind of cache; with --long all of them. `tests.engine.differential` has them all, too.
 FEW = ("embedded", "gemma2, windows, fp32", "deepseek, int8 cache", "qwen3 next, bf16")
-SOME_SHAPES = [name if name in FEW else of_long_runs(name) for name in SHAPES]
-# Besides these, other states and another cache of integers.
-SEVERAL = (*FEW, "embedded, int8 cache", "granite with states, bf16", "lfm2, fp32")
 Bits = dict[str, list[tuple[int, float, tuple[tuple[int, float], ...]]]]
 
 
@@ -92,17 +90,8 @@ def elder() -> Request:
 
 
 def bits(engine: Engine, requests: list[Request]) -> Bits:
-    found: Bits = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for event in engine.step():
-            assert event.error is None, event.error
-            if event.logprobs is not None:
-                one = event.logprobs
-                found[event.request_id].append((one.token, one.logprob, one.top))
-    engine.scheduler.audit()
-    return found
+    logprobs = {name: [event.logprobs for event in events] for name, events in whole(engine, requests).items()}
+    return {name: [(one.token, one.logprob, one.top) for one in found if one] for name, found in logprobs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +132,7 @@ def expected(directory: Path | torch.dtype, kv_dtype: str, count: int) -> Bits:
     return {name: one for i in range(count) for name, one in alone(directory, kv_dtype, i).items()}
 
 
-BATCH = 16  # requests of the largest batch, without --long; with it 64 too
+BATCH = 12  # requests of the largest batch, without --long; with it 64 too
 
 
 def combinations() -> list[Any]:
@@ -155,7 +144,7 @@ def combinations() -> list[Any]:
         values = (shape, preemption, caching, chunk, batch)
         usual = (i + j + k) % 3 == 0 if shape == "embedded" else ((i + j - s) % 3, (k - i - s // 3) % 3) == (0, 0)
         usual = usual and caching == (i != j) and batch <= BATCH and (shape == "embedded" or i == s % 3)
-        found.append(values if usual and shape in SEVERAL else of_long_runs(*values))
+        found.append(values if usual and shape in FEW else of_long_runs(*values))
     return found
 
 

@@ -1,19 +1,13 @@
 """The stream of cache events tells everything: from it alone the reference counts and all tables can be rebuilt."""
 
-import random
 from collections import Counter, defaultdict
 
 import pytest
 
 from quire.cache import events
 from quire.cache.events import CacheEvent
-from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
-from tests.engine.fakes import VOCAB, fake_engine, request, run, siblings
-from tests.marks import quick
-
-TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
-STATES = (CacheGroup((0,)), StateGroup((1,), piece=4), RowGroup((1,), piece=4))
+from tests.engine.fakes import fake_engine, request, run, siblings
 
 
 class Replay:
@@ -65,41 +59,6 @@ class Replay:
         for r in engine.scheduler.running:
             for g in range(len(manager.groups)):
                 assert +self.owned[g, r.id] == Counter(manager.owned(r, g))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO, STATES])
-@pytest.mark.parametrize("seed", quick(range(8), 1, 2))
-def test_the_events_rebuild_the_books(seed: int, groups: tuple[CacheGroup, ...]) -> None:
-    rng, replay = random.Random(seed), Replay()
-    engine = fake_engine(
-        num_blocks=20,
-        groups=groups,
-        num_host_blocks=rng.choice([6, 40]),
-        max_num_batched_tokens=16,
-        state_pools=StatePools(17, 12, 8),
-    )
-    engine.listen(replay.take)
-    stems = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
-    for i in range(25):
-        prompt = [*rng.choice(stems)[: rng.randint(1, 20)], i]
-        for r in siblings(f"r{i}", prompt, 3, max_tokens=12) if i % 3 == 0 else [request(f"r{i}", prompt)]:
-            engine.add(r)
-    step = 0
-    while engine.has_work:
-        step += 1
-        engine.runner.fail_next = step % 17 == 0
-        if step % 13 == 0:
-            aborted = engine.scheduler.swapped or list(engine.scheduler.requests.values())
-            engine.abort(rng.choice(aborted).id)
-        if step == 40:
-            engine.reset_prefix_cache()
-        engine.step()
-        replay.check(engine)
-    expected = {"BlocksAllocated", "BlocksShared", "BlocksForked", "BlockCopied", "BlocksFreed", "BlocksSwappedOut",
-                "BlocksSwappedIn", "BlockStored", "BlockRemoved", "AllBlocksCleared"}  # fmt: skip
-    assert expected <= replay.seen.keys()
-    assert not any(+blocks for blocks in (*replay.owned.values(), *replay.hosts.values()))
 
 
 def test_what_ends_on_the_host_gives_its_blocks_back_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import pytest
 
@@ -14,11 +15,16 @@ from tests.marks import of_long_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
 
-SEEDS = (5, 7, 48)
+SEEDS = (31, 85, 86, 94, 105)  # with windows, latents and states
 # What these have seen, so that they prove something about it.
-SEEN = """
+SEEN = (
+    """
 preempted, cached tokens, right drafts, read from the disk, aborted, gone on, BlocksForked, BlocksSwappedIn
-""".strip().split(", ")
+embedded, scored, searched, adapted, guided, overlapped, int8 cache
+""".replace("\n", ", ")
+    .strip(", ")
+    .split(", ")
+)
 WITH_SEARCHES, WITHOUT_A_TOKEN = 5, 7  # seeds: with adapters; with a prompt's logprobs, and no token that may be drawn
 
 
@@ -33,7 +39,8 @@ def test_requests_get_what_they_get_alone(targets: Targets, seeds: Sequence[int]
     for seed in seeds:
         run(seed, targets, report)
     assert not report.failures, "\n".join(report.failures)
-    assert not [what for what in SEEN if not report.counts[what]]
+    has_grammars = find_spec("llguidance") is not None
+    assert not [what for what in SEEN if not report.counts[what] and (has_grammars or what != "guided")]
 
 
 def test_faults_are_seen(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ from quire.frontend import disk_cache as kv_disk
 from quire.models import EMBEDDED
 from quire.ops import native
 from quire.request import Request
-from tests.engine.test_cache_bits import BATCH, SOME_SHAPES, Bits, asked, bits, built, expected, model
+from tests.engine.test_cache_bits import BATCH, FEW, SHAPES, Bits, asked, bits, built, expected, model
 from tests.forks import Spawner
-from tests.marks import quick
+from tests.marks import of_long_runs, quick
 
 assert model  # the fixture
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -81,16 +81,24 @@ def written(directory: Path, seconds_a_token: float = 1.0) -> tuple[Engine, Disk
     return engine, tier, wanted
 
 
+def step(engine: Engine, found: Bits) -> None:
+    """One step, whose tokens and logprobs go into what was found."""
+    for event in engine.step():
+        assert event.logprobs is not None
+        found[event.request_id].append((event.logprobs.token, event.logprobs.logprob, event.logprobs.top))
+    engine.scheduler.audit()
+
+
 def requests(count: int) -> list[Request]:
     return [request for members in asked(count) for request in members]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SOME_SHAPES, indirect=True)
+@pytest.mark.parametrize("model", [name if name in FEW[::3] else of_long_runs(name) for name in SHAPES], indirect=True)
 def test_the_same_bits(model: tuple[Path | torch.dtype, str], tmp_path: Path, long: bool) -> None:
     """Cold, warm, after a restart, preempted, and with a disk that is too small."""
     directory, kv_dtype = model
-    count = BATCH if long else 9
+    count = BATCH if long else 7
     options = {"kv_cache_dtype": kv_dtype, "block_size": 4, "max_num_batched_tokens": 64}
     wanted = expected(directory, kv_dtype, count)
     for i, (slots, own) in enumerate(
@@ -135,10 +143,7 @@ def test_a_request_waits_for_the_disk_while_others_are_served(tmp_path: Path) ->
     engine.add(other)
     found: Bits = {one.id: [], other.id: []}
     while engine.has_work:
-        for event in engine.step():
-            if event.logprobs is not None:
-                found[event.request_id].append((event.logprobs.token, event.logprobs.logprob, event.logprobs.top))
-        engine.scheduler.audit()
+        step(engine, found)
         if len(found[other.id]) == 4:  # nothing was read until now
             assert not found[one.id]
             while tier.reader.read_next():
@@ -313,14 +318,11 @@ def test_a_running_request_takes_the_blocks_that_it_needs(tmp_path: Path) -> Non
     [waits] = unlike(1)
     engine.add(runs)
     engine.add(waits)
-    for step in count():
-        for event in engine.step():
-            assert event.logprobs is not None
-            found[event.request_id].append((event.logprobs.token, event.logprobs.logprob, event.logprobs.top))
-        engine.scheduler.audit()
+    for i in count():
+        step(engine, found)
         if not engine.has_work:
             break
-        if 6 <= step < 15 or "runs" not in engine.scheduler.requests:  # 9 of 10 blocks, then the last one
+        if 6 <= i < 15 or "runs" not in engine.scheduler.requests:  # 9 of 10 blocks, then the last one
             tier.reader.read_next()
     assert found == wanted
     assert engine.scheduler.num_preemptions == 0
@@ -335,26 +337,20 @@ def test_promised_blocks_are_kept_from_the_requests_after_it(tmp_path: Path) -> 
     before.priority, after.priority = -1, 1
     found: Bits = {request.id: [] for request in (waits, before, after)}
 
-    def step() -> None:
-        for event in engine.step():
-            assert event.logprobs is not None
-            found[event.request_id].append((event.logprobs.token, event.logprobs.logprob, event.logprobs.top))
-        engine.scheduler.audit()
-
     engine.add(waits)
     engine.add(after)
     for _ in range(5):
-        step()
+        step(engine, found)
         tier.reader.read_next()
     assert not any(found.values())
     engine.add(before)
     for _ in range(3):
-        step()
+        step(engine, found)
     assert found == {"0": [], "1": wanted["1"], "2": []}
     while tier.reader.read_next():
         pass
     while engine.has_work:
-        step()
+        step(engine, found)
     assert found == wanted
     assert [num_cached(request) for request in (waits, before, after)] == [40, 0, 0]
 

@@ -23,28 +23,6 @@ def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("seed", quick(range(40), 2, 3))
-def test_every_request_gets_its_own_tokens(seed: int, groups: tuple[CacheGroup, ...]) -> None:
-    """Random pools, block sizes, budgets and limits; preemption included, wherever blocks run short."""
-    rng = random.Random(seed)
-    block_size = rng.choice([1, 2, 3, 4, 7, 16])
-    engine = fake_engine(
-        num_blocks=-(-rng.randint(60, 200) // block_size),
-        block_size=block_size,
-        groups=groups,
-        max_num_seqs=rng.randint(1, 9),
-        max_num_batched_tokens=rng.choice([1, 3, 16, 64]),
-    )
-    asked = {f"r{i}": (prompt, rng.randint(1, 19)) for i, prompt in enumerate(prompts(rng, 12))}
-    for name, (prompt, count) in asked.items():
-        engine.add(request(name, prompt, max_tokens=count))
-    results = run(engine)
-    window = 0 if groups[0].window is None else groups[0].window
-    assert results == {name: (continuation(prompt, count, window), "length") for name, (prompt, count) in asked.items()}
-    assert engine.scheduler.usage().used_blocks == 0
-
-
 @pytest.mark.parametrize("seed", quick(range(30), 2, 2))
 def test_aborts_and_failures_at_any_time_leak_nothing(seed: int) -> None:
     rng = random.Random(seed)

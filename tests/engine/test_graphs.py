@@ -28,6 +28,7 @@ from quire.errors import Unsupported
 from quire.models import load_model
 from quire.ops import native
 from quire.request import Request, SamplingParams, TokenLogprobs
+from tests.engine.runs import poison
 from tests.marks import of_long_runs, quick, spread
 from tests.models.checkpoints import engine, save
 
@@ -115,22 +116,6 @@ def run(served: Engine, requests: list[Request], between: Callable[[Engine], Non
             found[event.request_id].append((event.token, event.logprobs, event.prompt_logprobs))
     served.scheduler.audit()
     return found
-
-
-@torch.inference_mode()
-def poison(served: Engine) -> None:
-    """Fill what a replay must not read: the inputs as the last step left them, and the slots that nobody owns."""
-    graphs = served.runner
-    assert isinstance(graphs, GraphRunner)
-    for bucket in graphs._buckets.values():
-        bucket.inputs.fill_(-(2**40))
-    manager, cache = served.scheduler.manager, graphs.runner.cache
-    of_groups = zip(manager.groups, manager.pools, manager.indexes, cache._memory, strict=True)
-    for group, pool, index, memory in of_groups:
-        free = torch.tensor(pool.ref_counts) == 0
-        free[list(index.by_block)] = False
-        for layer in group.layers:
-            memory[layer][free] = torch.nan
 
 
 def test_the_sizes_of_buckets() -> None:

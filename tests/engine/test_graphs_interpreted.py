@@ -14,7 +14,8 @@ import torch
 from quire.models.lora.fitting import prepare
 from quire.ops import native
 from quire.request import Request, SamplingParams
-from tests.engine.test_graphs import Found, Twin, graphed, poison, run
+from tests.engine.runs import poison
+from tests.engine.test_graphs import Found, Twin, graphed, run
 from tests.models.adapters import linears, save_adapter
 from tests.models.checkpoints import engine, save
 

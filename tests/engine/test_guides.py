@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from array import array
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from quire import LLM, ops
+from quire import ops
 from quire.engine import sampler
 from quire.engine.engine import Engine
 from quire.engine.flatten import sampling_rows
@@ -19,7 +17,7 @@ from quire.engine.plan import Plan, StepOutput
 from quire.engine.sampler import sample
 from quire.errors import RequestError
 from quire.models.batch import Batch
-from quire.request import Event, FinishReason, Guide, Request, SampleGroup, SamplingParams
+from quire.request import Event, FinishReason, Guide, Request, SamplingParams
 from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine, next_token, request, run, siblings
 from tests.engine.test_waits import OPS, VARIANTS, Watch, requests
 
@@ -288,57 +286,6 @@ def test_masking_on_a_gpu_waits_for_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ on a real model
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    return LLM(dtype="float32", num_blocks=256, max_num_batched_tokens=64)
-
-
-def generate(llm: LLM, asked: list[Request]) -> dict[str, list[Event]]:
-    events: dict[str, list[Event]] = {r.id: [] for r in asked}
-    for r in asked:
-        llm.engine.add(r)
-    while llm.engine.has_work:
-        for event in llm.engine.step():
-            events[event.request_id].append(event)
-        llm.engine.scheduler.audit()
-    return events
-
-
-def of_model(llm: LLM, name: str, prompt: str, guide: Guide | None = None, **sampling: object) -> Request:
-    tokens = llm.tokenizer.encode(prompt)
-    params = SamplingParams(**({"max_tokens": 20, "seed": 3, "logprobs": 2} | sampling))
-    return Request(name, array("i", tokens), len(tokens), params, guide=guide)
-
-
-@pytest.mark.slow
-def test_on_a_real_model(llm: LLM) -> None:
-    """Only allowed tokens come, in every sample; logprobs are those of the raw logits; neighbours keep their bits."""
-    prompts = ["def f(x):\n    return", "import os\n" * 30, "x = [1, 2,"]
-    alone = generate(llm, [of_model(llm, f"p{i}", prompt) for i, prompt in enumerate(prompts)])
-    size = llm.engine.vocab_size - 5
-    group = SampleGroup()
-    group.members = [of_model(llm, f"s{i}", prompts[0], Residues(15, size), n=3) for i in range(3)]
-    for i, member in enumerate(group.members):
-        member.group, member.sample_index = group, i
-    neighbours = [of_model(llm, f"p{i}", prompt) for i, prompt in enumerate(prompts)]
-    llm.reset_prefix_cache()
-    together = generate(llm, [*group.members[:2], *neighbours, group.members[2]])
-    assert {name: together[name] for name in alone} == alone
-    samples = []
-    for i in range(3):
-        events = together[f"s{i}"]
-        replayed = Residues(15, size)
-        for event in events[:-1]:
-            assert event.token in replayed.tokens()
-            replayed.accept(event.token)
-        assert events[-1] == Event(f"s{i}", finish_reason=FinishReason.STOP)
-        samples.append(tuple(event.token for event in events[:-1]))
-        assert events[0].logprobs.top == alone["p0"][0].logprobs.top
-    assert len(set(samples)) == 3
-    again = of_model(llm, "again", prompts[0], Residues(15, size))
-    assert tuple(event.token for event in generate(llm, [again])["again"][:-1]) == samples[0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -25,14 +25,11 @@ from quire.engine.engine import Engine
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.sampler import sample
-from quire.engine.speculation import PromptLookup
 from quire.models.batch import Batch
 from quire.request import Event, FinishReason, Request, Task
 from tests.engine.fakes import (
-    CIRCLE,
     VOCAB,
     LaterRunner,
-    circling,
     continuation,
     fake_engine,
     forget_free_blocks,
@@ -225,7 +222,6 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     *({}, {}, {}, {"logprobs": 1}, {"prompt_logprobs": 0}),
     *({"temperature": 1.5}, {"temperature": 4.0, "top_k": 9, "min_tokens": 3}, {"temperature": 9.0, "seed": 3}),
 )
-NEEDING: tuple[dict[str, Any], ...] = ({"repetition_penalty": 1.3}, {"frequency_penalty": 0.4, "temperature": 2.0})
 
 
 def options_of(rng: random.Random) -> dict[str, Any]:
@@ -297,74 +293,6 @@ def test_the_same_events_in_the_same_steps(shard: int, long: bool) -> None:
 
 
 # -------------------------------------------------------------------------------------- equal for each request
-
-
-def whole(events: list[Event]) -> tuple[Any, ...]:
-    """All that a request is told; how its prompt is cut among steps depends on who is there."""
-    states = [event.hidden_state.tolist() for event in events if event.hidden_state is not None]
-    drawn = [(event.token, event.logprobs) for event in events if event.token is not None]
-    prompt = [one for event in events for one in event.prompt_logprobs]
-    assert [event.finish_reason is not None for event in events] == [False] * (len(events) - 1) + [True]
-    return drawn, prompt, states, events[-1]._replace(hidden_state=None, prompt_logprobs=())
-
-
-def told(seed: int, loop: type[Loop], seen: Counter[str]) -> dict[str, tuple[Any, ...]]:
-    """What each request of a load is told in which everything may happen, by what each of them has got.
-
-    Requests come later, end at stop tokens, are taken back, and depend on their tokens in every way there is.
-    """
-    rng = random.Random(seed)
-    engine = later_engine(loop, **options_of(rng))
-    counts = ahead(engine)
-    if rng.random() < 0.4:
-        engine.scheduler.lookup = PromptLookup(3)
-        engine.runner.model = circling
-    asked = load(rng, (*SAMPLING, *SAMPLING, *NEEDING))
-    stops, reasons = {}, (FinishReason.ABORT, FinishReason.STOP)
-    for r in asked:
-        if rng.random() < 0.5:
-            r.sampling = replace(r.sampling, stop_token_ids=rng.sample(range(9 * CIRCLE), 2 * CIRCLE))
-        if rng.random() < 0.3:  # as for a stop string, or because the caller lost interest
-            stops[r.id] = (rng.randint(1, 9), rng.choice(reasons))
-    coming, got = list(asked), Counter[str]()
-    coming = coming[::-1] if all(r.group is None for r in asked) else coming
-
-    def between(events: list[Event]) -> None:
-        for event in events:
-            got[event.request_id] += event.token is not None
-            if (
-                event.token is not None
-                and event.finish_reason is None
-                and stops.get(event.request_id, (-1,))[0] == got[event.request_id]
-            ):
-                engine.finish(event.request_id, stops[event.request_id][1])
-                seen["ended between steps"] += 1
-        for _ in range(min(len(coming), rng.choice([0, 0, 1, 3]))):
-            engine.add(coming.pop(0))
-
-    found = []
-    between([])
-    while coming or engine.has_work:
-        found += steps(engine, between)
-        between([])
-    events = by_request(found)
-    assert events.keys() == {r.id for r in asked}
-    seen["ahead"] += counts[True]
-    seen["stopped"] += sum(e[-1].stop_token is not None for e in events.values())
-    seen["preempted"] += engine.scheduler.num_preemptions
-    seen["guided"] += sum(r.guide is not None for r in asked)
-    seen["forked"] += sum(r.group is not None for r in asked)
-    return {name: whole(its) for name, its in events.items()}
-
-
-@pytest.mark.parametrize("shard", quick(range(SHARDS), 0, 1))
-def test_each_request_gets_the_same(shard: int, long: bool) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(shard, LONG_SEEDS if long else NUM_SEEDS, SHARDS):
-        sequential, overlapped = (told(seed, loop, seen) for loop in LOOPS)
-        assert overlapped == sequential, seed
-    for what in ("ahead", "stopped", "preempted", "guided", "forked", "ended between steps"):
-        assert seen[what] > 0, what
 
 
 # ------------------------------------------------------------------------------------------ what ends a step too late

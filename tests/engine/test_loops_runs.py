@@ -14,7 +14,6 @@ import torch
 
 from quire import LLM
 from quire.engine.beam import BeamSearchParams
-from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
 from quire.engine.graphs import GraphRunner
 from quire.engine.loops import OverlappedLoop, SequentialLoop
@@ -24,6 +23,7 @@ from quire.models.batch import Batch
 from quire.ops import native
 from quire.request import Event, Request, SamplingParams
 from tests.engine.fakes import LaterRunner
+from tests.engine.runs import whole
 from tests.engine.test_graphs import Twin, asked
 from tests.engine.test_random_runs import MAX_MODEL_LEN, RARE, RandomRun
 from tests.marks import quick, spread
@@ -111,19 +111,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def events_of(served: Engine, requests: list[Request]) -> dict[str, list[tuple[Any, ...]]]:
-    found: dict[str, list[tuple[Any, ...]]] = {request.id: [] for request in requests}
-    for request in requests:
-        served.add(request)
-    while served.has_work:
-        for event in served.step():
-            assert event.error is None
-            if event.token is not None:
-                found[event.request_id].append((event.token, event.logprobs, event.finish_reason))
-        served.scheduler.audit()
-    return found
-
-
 def requests(count: int) -> list[Request]:
     """All kinds of sampling that need no token on the host; some end at a token, which is seen a step late."""
     rng = random.Random(count)
@@ -169,7 +156,7 @@ def test_the_same_bits(model: Path, options: dict[str, Any], graphs: bool) -> No
         fill_in(batch, token_ids)
 
     eager.fill_in = watched  # type: ignore[method-assign]
-    assert events_of(served, requests(24)) == events_of(engine(model, **options), requests(24))
+    assert whole(served, requests(24)) == whole(engine(model, **options), requests(24))
     assert filled > 20
 
 

@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from quire.engine.engine import Engine
 from quire.models import EMBEDDED
 from quire.models.lora.fitting import prepare
 from quire.ops import native
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import Bits, bits
-from tests.marks import of_long_runs
-from tests.models.adapters import embedded_linears, linears, save_adapter
-from tests.models.checkpoints import engine, save
+from tests.models.adapters import embedded_linears, save_adapter
+from tests.models.checkpoints import engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
 
@@ -36,58 +33,6 @@ def asked(loras: tuple[str | None, ...] = NAMES) -> list[Request]:
         lora = loras[i % len(loras)]
         found.append(Request(f"{i}", array("i", tokens), len(tokens), params, lora=lora))
     return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        of_long_runs("", {}),
-        ("", {"quantization": "int8"}),
-        of_long_runs("Llama", {"dtype": "float32"}),
-        ("Qwen3Next", {"dtype": "bfloat16"}),
-    ],
-    ids=["embedded", "embedded, int8", "llama, fp32", "qwen3 next, bf16"],
-)
-def test_bits(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    directory, shapes = EMBEDDED, embedded_linears()
-    if kind:
-        directory = tmp_path / "model"
-        model = save(directory, kind, vocab_size=500)
-        shapes = linears(model)
-    plain = [name for name in shapes if "gate" not in name.rpartition("mlp.")[2] or name.endswith("gate_proj")]
-    shapes = {name: shapes[name] for name in plain if ".experts." not in name}
-    first = sorted(shapes)[0].rpartition(".")[2]
-    save_adapter(tmp_path / "all", shapes, 0, dtype=torch.bfloat16)
-    save_adapter(tmp_path / "some", shapes, 1, chosen=lambda name: name.endswith(first), r=16)
-    save_adapter(tmp_path / "small", shapes, 2, r=1)
-
-    def built(**own: Any) -> Engine:
-        made = engine(directory, **({"enable_lora": True, "max_num_seqs": 16} | options | own))
-        if made.loras is not None:
-            for name in NAMES[1:]:
-                made.load_lora(str(name), prepare(made.loras, tmp_path / str(name)))
-        return made
-
-    alone = built(num_blocks=256, enable_prefix_caching=False)
-    expected: Bits = {}
-    for request in asked():
-        expected |= bits(alone, [request])
-    effect = [expected[f"{i}"] for i in range(16)]
-    assert bits(built(num_blocks=256), asked()) == expected
-    # Steps of 13 tokens in too few blocks, one of two threads, and guesses.
-    threads = torch.get_num_threads()
-    for count, blocks, tokens in ((1, 40, 13), (2, 256, 37)):
-        torch.set_num_threads(count)
-        try:
-            assert (
-                bits(built(num_blocks=blocks, max_num_batched_tokens=tokens, num_speculative_tokens=2), asked())
-                == expected
-            )
-        finally:
-            torch.set_num_threads(threads)
-    without = bits(built(num_blocks=256, enable_lora=False), asked((None,)))
-    for i, lora in enumerate(NAMES[i % len(NAMES)] for i in range(16)):
-        assert (without[f"{i}"] == effect[i]) == (lora is None), (i, lora)
 
 
 def test_the_native_program_has_the_bits_of_its_operators(tmp_path: Path) -> None:

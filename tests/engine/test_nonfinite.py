@@ -16,7 +16,8 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.ops import native
-from quire.request import Request, SampleGroup, SamplingParams
+from quire.request import Event, Request, SampleGroup, SamplingParams
+from tests.engine.runs import drain
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
 
@@ -40,7 +41,7 @@ SHAPES: dict[str, tuple[str, torch.dtype, float, dict[str, Any]]] = {
     ),
     "bf16, experts": ("Qwen3Moe", torch.bfloat16, float("nan"), {"num_experts": 6, "num_experts_per_tok": 2}),
 }
-Outcome = list[tuple[Any, ...]]
+Outcome = list[Event]
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -66,16 +67,9 @@ def asked(name: str, tokens: list[int]) -> Request:
 
 def outcomes(engine: Engine, *requests: Request) -> list[Outcome]:
     """What each of them got: its tokens and logprobs, or its error."""
-    found: dict[str, Outcome] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for event in engine.step():
-            logprobs = event.logprobs and (event.logprobs.logprob, event.logprobs.top)
-            found[event.request_id].append((event.token, logprobs, event.finish_reason, event.error))
+    found = [[event._replace(request_id="") for event in events] for events in drain(engine, requests).values()]
     check_published_blocks(engine)
-    engine.scheduler.audit()
-    return list(found.values())
+    return found
 
 
 def check_published_blocks(engine: Engine) -> None:
@@ -96,7 +90,7 @@ def test_it_hurts_no_other_request(model: Path, chunk: int, long: bool) -> None:
     served = engine(model, num_blocks=200, block_size=BLOCK, max_num_batched_tokens=chunk)
     clean = [*STEM, 40, 41, 42]
     [want] = outcomes(lone, asked("clean", clean))
-    assert [error for *_, error in want] == [None] * 2
+    assert [event.error for event in want] == [None] * 2
     cached, positions = 0, range(0, len(STEM) + 1, 1 if long else 3)  # at each place of a block, and of a chunk of 7
     for position in positions:
         tokens = poisoned(position)
@@ -128,7 +122,7 @@ def test_a_sample_that_forked_from_it_publishes_nothing_either(tmp_path: Path) -
     served = engine(tmp_path, num_blocks=200, block_size=BLOCK)
     tokens = [3, POISON, *range(20, 48)]
     [alone] = outcomes(served, asked("alone", tokens))
-    assert alone[-1][-1] is None  # it ended as it should
+    assert alone[-1].error is None  # it ended as it should
     assert not any(index.by_block for index in served.scheduler.manager.indexes)
     samples = [asked("first", tokens), asked("second", tokens)]
     samples[0].group = samples[1].group = SampleGroup(samples)

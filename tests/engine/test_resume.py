@@ -160,7 +160,7 @@ def test_the_kinds_show_what_they_should(right: dict[str, tuple[CompletionOutput
     assert right["characters"][0].text == "漢漢🙂漢 "
 
 
-@pytest.mark.parametrize(("llm", "kind"), spread(5, ENGINES, KINDS), indirect=["llm"])
+@pytest.mark.parametrize(("llm", "kind"), spread(8, ENGINES, KINDS), indirect=["llm"])
 def test_after_any_delivered_token_the_rest_is_the_same(
     llm: LLM, kind: str, right: dict[str, tuple[CompletionOutput, list[str]]]
 ) -> None:

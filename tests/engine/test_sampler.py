@@ -67,7 +67,7 @@ FURTHER = [of_long_runs(BLINDLY, cuts) for cuts in CUTS[1:-1]]
 @pytest.mark.slow
 @pytest.mark.parametrize(("_way", "sampling"), [*SHOWN, *FURTHER], indirect=["_way"])
 def test_draws_follow_the_distribution(sampling: dict[str, float], long: bool) -> None:
-    n, row, params = 20_000 if long else 6_000, logits(V), SamplingParams(**sampling)
+    n, row, params = 20_000 if long else 3_000, logits(V), SamplingParams(**sampling)
     requests = [Request("r", array("i", (0,) * k), k, params, seed=s) for s in range(n // 100) for k in range(1, 101)]
     drawn = Counter(sample(row.repeat(n, 1), sampling_rows(requests), OPS).tolist())
     expected = allowed_probabilities(row, params)

@@ -1,7 +1,5 @@
 """What requests share: a prompt that many bring at once, the samples of one prompt, what others left in the cache."""
 
-import random
-
 import pytest
 
 from quire.cache.events import BlocksForked, BlocksShared
@@ -10,9 +8,9 @@ from quire.engine.engine import Engine
 from quire.engine.policy import by_priority, shortest_prompt_first
 from quire.request import FinishReason, Miss, Request
 from tests.engine.fakes import VOCAB, continuation, fake_engine, request, run, siblings
-from tests.marks import quick
+from tests.marks import spread
 
-TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
+ONE, TWO = (CacheGroup((0,)),), (CacheGroup((0,)), CacheGroup((1,), window=8))
 
 
 def num_computed(engine: Engine) -> int:
@@ -95,30 +93,6 @@ class TestSharingInFlight:
 
 
 class TestPrefixCacheAcrossRequests:
-    @pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO, (CacheGroup((0,), window=5),)])
-    @pytest.mark.parametrize("seed", quick(range(10), 2))
-    def test_hits_change_no_token(self, seed: int, groups: tuple[CacheGroup, ...]) -> None:
-        """The fake model reads its past out of the cache, so a wrong block would change what it says."""
-        rng = random.Random(seed)
-        engine = fake_engine(
-            num_blocks=rng.choice([30, 60, 200]), block_size=rng.choice([1, 3, 4]), groups=groups,
-            max_num_batched_tokens=rng.choice([5, 16, 64]),
-        )  # fmt: skip
-        stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))] for _ in range(3)]
-        asked: list[Request] = []
-        for i in range(30):
-            stem = rng.choice(stems)
-            prompt = [*stem[: rng.randint(1, len(stem))], *(rng.randrange(3) for _ in range(rng.randint(0, 5)))]
-            asked.append(request(f"r{i}", prompt, max_tokens=rng.randint(1, 6)))
-            engine.add(asked[-1])
-            if rng.random() < 0.3:
-                engine.step()
-        run(engine)
-        for r in asked:
-            prompt, got = r.tokens.tolist()[: r.num_prompt], r.tokens.tolist()[r.num_prompt :]
-            assert got == continuation(prompt, r.sampling.max_tokens, groups[0].window or 0)
-        assert engine.scheduler.manager.hits.cached_tokens > 0
-
     def test_a_conversation_finds_its_own_turns(self) -> None:
         engine = fake_engine(num_blocks=100)
         history = [1, 2, 3, 4, 5]
@@ -139,10 +113,16 @@ class TestPrefixCacheAcrossRequests:
 
 
 class TestSiblings:
-    @pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO, (CacheGroup((0,), window=5),)])
-    @pytest.mark.parametrize("caching", [True, False])
-    @pytest.mark.parametrize("count", [2, 5, 12])
-    @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17])
+    @pytest.mark.parametrize(
+        ("groups", "caching", "count", "length"),
+        spread(
+            6,
+            [ONE, TWO, (CacheGroup((0,), window=5),)],
+            [True, False],
+            [2, 5, 12],
+            [1, 3, 4, 5, 16, 17],
+        ),
+    )
     def test_samples_of_one_prompt_compute_it_once(
         self, length: int, count: int, caching: bool, groups: tuple[CacheGroup, ...]
     ) -> None:

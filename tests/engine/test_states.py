@@ -15,8 +15,9 @@ from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup
 from quire.errors import ConfigError
 from quire.ops import native
-from quire.request import Event, Miss
+from quire.request import Miss
 from tests.engine.fakes import VOCAB, circling, continuation, fake_engine, request, run, siblings
+from tests.engine.runs import drain
 from tests.engine.stateful import stateful_engine
 from tests.marks import spread
 
@@ -154,7 +155,7 @@ def test_no_state_after_what_is_not_finite_is_left_to_others(at: int) -> None:
     model.embedding[7] = 0.5
     r = request("again", prompt, max_tokens=3)
     engine.add(r)
-    assert run_all(engine)["again"] == run_all(engine_with("again", prompt))["again"]
+    assert drain(engine) == drain(engine_with("again", prompt))
     assert r.cache.prefix_report.num_cached <= at
 
 
@@ -167,7 +168,7 @@ def test_after_any_delivered_token_the_rest_is_the_same(options: dict[str, objec
     prompt = [3 + i * i % 400 for i in range(45)]
     engine = stateful_engine(torch.bfloat16, block_size=8)
     engine.add(request("whole", prompt, **sampling))
-    whole = [(event.token, event.logprobs) for event in events_of(engine)]
+    whole = [(event.token, event.logprobs) for event in drain(engine)["whole"]]
     engine = stateful_engine(torch.bfloat16, block_size=8, **options)
     cuts = range(1, len(whole), 3)
     for cut in cuts:
@@ -175,7 +176,7 @@ def test_after_any_delivered_token_the_rest_is_the_same(options: dict[str, objec
         resumed.resume([token for token, _ in whole[:cut]], num_checked=cut % 5)
         engine.add(resumed)
     found: dict[str, list[object]] = {}
-    for event in events_of(engine):
+    for event in (event for events in drain(engine).values() for event in events):
         assert event.error is None, event.error
         if event.drawn is None:  # else it was drawn to be compared
             found.setdefault(event.request_id, []).append((event.token, event.logprobs))
@@ -183,27 +184,11 @@ def test_after_any_delivered_token_the_rest_is_the_same(options: dict[str, objec
     assert (engine.scheduler.num_preemptions > 0) == bool(options)
 
 
-def events_of(engine: Engine) -> list[Event]:
-    """All that is left, as the engine reports it."""
-    found = []
-    while engine.has_work:
-        found += engine.step()
-        engine.scheduler.audit()
-    return found
-
-
 def engine_with(name: str, prompt: list[int]) -> Engine:
     engine = stateful_engine(torch.float32)
     engine.runner.model.embedding[7] = 0.5
     engine.add(request(name, prompt, max_tokens=3))
     return engine
-
-
-def run_all(engine: Engine) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for event in events_of(engine):
-        found.setdefault(event.request_id, []).append(event.token)
-    return found
 
 
 @pytest.mark.parametrize(

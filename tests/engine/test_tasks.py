@@ -1,7 +1,7 @@
 """Requests that draw nothing: embeddings and scores among requests that generate.
 
-Hidden states and logprobs are those of transformers' eager model, and have the same bits whatever runs beside them,
-however prompts are cut, whatever stands in the cache, and whoever gives way. Slots that nobody owns hold NaN.
+Hidden states and logprobs are those of transformers' eager model. `tests.engine.differential` compares their bits with
+those of each request alone. Slots that no request owns hold NaN.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections import Counter
 from copy import deepcopy
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ from quire.frontend.loglikelihood import loglikelihood_request
 from quire.ops import native
 from quire.request import FinishReason, Request, SamplingParams, Task
 from tests.engine.fakes import fake_engine, run
+from tests.engine.runs import poison, whole
+from tests.engine.test_graphs import Twin
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
 
@@ -41,12 +41,6 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "gemma2, windows, fp32": ("Gemma2", torch.float32, {"sliding_window": 9, "query_pre_attn_scalar": 24}),
 }
 Found = dict[str, list[Any]]
-USUAL = (
-    ("llama, fp32", "none", 7, True),
-    ("llama, bf16", "swap", 2048, False),
-    ("gpt2, fp32", "recompute", 2048, True),
-    ("gemma2, windows, fp32", "swap", 7, True),
-)
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -76,47 +70,14 @@ def asked(count: int = 18) -> list[Request]:
     return requests
 
 
-@torch.inference_mode()
-def poison(served: Engine) -> None:
-    """Fill the slots that nobody owns or may reuse with NaN."""
-    manager = served.scheduler.manager
-    eager = served.runner.runner if isinstance(served.runner, GraphRunner) else served.runner
-    assert isinstance(eager, Runner)
-    of_groups = zip(manager.groups, manager.pools, manager.indexes, eager.cache._memory, strict=True)
-    for group, pool, index, memory in of_groups:
-        free = torch.tensor(pool.ref_counts) == 0
-        free[list(index.by_block)] = False
-        for layer in group.layers:
-            memory[layer][free] = torch.nan
-
-
-def results(served: Engine, requests: list[Request], preempted: Counter[Task] | None = None) -> Found:
+def results(served: Engine, requests: list[Request]) -> Found:
     """What each request was told, as lists of numbers."""
-    found: Found = {request.id: [] for request in requests}
-    plan = served.scheduler.plan
-
-    def watched() -> Any:
-        step = plan()
-        if preempted is not None:
-            preempted.update(request.task for request in step.preempted)
-        return step
-
-    served.scheduler.plan = watched  # type: ignore[method-assign]
-    for request in requests:
-        served.add(request)
-    while served.has_work:
-        poison(served)
-        for event in served.step():
-            assert event.error is None, event.error
-            shown = [(one.token, one.logprob, one.rank) for one in (*event.prompt_logprobs, event.logprobs) if one]
-            found[event.request_id] += shown
-            if event.hidden_state is not None:
-                found[event.request_id].append(event.hidden_state.tolist())
-            if event.finish_reason is not None:
-                assert event.finish_reason is FinishReason.LENGTH
-        served.scheduler.audit()
-    served.scheduler.plan = plan  # type: ignore[method-assign]
-    assert all(pool.num_used == 0 for pool in served.scheduler.manager.pools)
+    found: Found = {}
+    for name, events in whole(served, requests, poison).items():
+        shown = (one for event in events for one in (*event.prompt_logprobs, event.logprobs) if one)
+        states = [event.hidden_state.tolist() for event in events if event.hidden_state is not None]
+        found[name] = [(one.token, one.logprob, one.rank) for one in shown] + states
+        assert events[-1].finish_reason is FinishReason.LENGTH
     return found
 
 
@@ -151,71 +112,6 @@ def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
 @pytest.mark.parametrize(
-    ("model", "preemption", "chunk", "caching"),
-    [
-        one if one in USUAL else of_long_runs(*one)
-        for one in product(SHAPES, ["none", "recompute", "swap"], [7, 2048], [True, False])
-    ],
-    indirect=["model"],
-)
-def test_the_same_bits(model: tuple[Path, Any], preemption: str, chunk: int, caching: bool) -> None:
-    directory, _ = model
-    served = engine(
-        directory,
-        block_size=4,
-        num_blocks=400 if preemption == "none" else 24,
-        max_num_batched_tokens=chunk,
-        enable_prefix_caching=caching,
-        preemption="swap" if preemption == "swap" else "recompute",
-        swap_space="8MiB" if preemption == "swap" else None,
-    )
-    preempted: Counter[Task] = Counter()
-    found = results(served, asked(), preempted)
-    assert found == alone(directory)
-    assert bool(preempted) == (preemption != "none")
-    if caching:
-        assert served.scheduler.manager.hits.cached_tokens > 0
-        assert results(served, asked()) == alone(directory)  # most of it from the cache
-
-
-@pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str, long: bool) -> None:
-    """Long prompts in small pieces beside requests that grow."""
-    save(tmp_path, vocab_size=VOCABULARY)
-    rng = random.Random(9)
-
-    def some() -> list[Request]:
-        elders = [Request(f"e{i}", array("i", [i + 1] * 4), 4, SamplingParams(max_tokens=60, temperature=0.0,
-                  ignore_eos=True, logprobs=0)) for i in range(3)]  # fmt: skip
-        tokens = [random.Random(i).randrange(VOCABULARY) for i in range(60)]
-        return [
-            *elders,
-            embedding_request("state", None, tokens)[0],
-            loglikelihood_request("score", tokens[:20], tokens)[0],
-        ]
-
-    expected = {
-        name: shown
-        for request in some()
-        for name, shown in results(engine(tmp_path, block_size=4, num_blocks=64), [request]).items()
-    }
-    seen: Counter[Task] = Counter()
-    for _ in range(6 if long else 3):
-        served = engine(
-            tmp_path,
-            block_size=4,
-            num_blocks=rng.randint(28, 44),
-            max_num_batched_tokens=5,
-            preemption=preemption,
-            swap_space="8MiB" if preemption == "swap" else None,
-        )
-        assert results(served, some(), seen) == expected
-    assert seen[Task.EMBED] + seen[Task.LOGLIKELIHOOD] > 0, seen
-
-
-@pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
-@pytest.mark.parametrize(
     "model", ["llama, fp32", of_long_runs("llama, bf16"), of_long_runs("gpt2, fp32"), "gemma2, windows, fp32"],
     indirect=True,
 )  # fmt: skip
@@ -224,24 +120,13 @@ def test_beside_guessed_tokens_and_in_graphs(model: tuple[Path, Any]) -> None:
     guessing = engine(directory, block_size=4, num_blocks=400, num_speculative_tokens=3, max_num_seqs=4)
     assert results(guessing, asked()) == alone(directory)
     eager = engine(directory, block_size=4, num_blocks=400)
-    sizes: list[int] = []
-
-    def twin(function: Any) -> Any:
-        def replay() -> torch.Tensor:
-            hidden: torch.Tensor = function()
-            sizes.append(len(hidden))
-            return hidden
-
-        return replay
-
+    twin = Twin()
     assert isinstance(eager.runner, Runner)
     eager.runner = GraphRunner(eager.runner, eager.runner.plans[0].max_seqs, eager.runner.plans[0].max_blocks, twin)
-    whole = [*asked(), embedding_request("one", None, [5])[0], loglikelihood_request("two", [5], [6])[0]]
+    more = [*asked(), embedding_request("one", None, [5])[0], loglikelihood_request("two", [5], [6])[0]]
     found = results(eager, [embedding_request("one", None, [5])[0]])  # a prompt of one token is replayed
-    assert len(sizes) == 1
-    assert {name: shown for name, shown in results(eager, whole).items() if name in alone(directory)} == alone(
-        directory
-    )
+    assert twin.replays.total() == 1
+    assert alone(directory).items() <= results(eager, more).items()
     assert results(engine(directory), [embedding_request("one", None, [5])[0]]) == found
 
 
