@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,9 @@ def test_what_is_installed_is_allowed(requirement: Requirement) -> None:
         assert installed == Version(lowest.floor(requirement))
 
 
+packages_distributions = cache(importlib.metadata.packages_distributions)
+
+
 def imports(package: Path) -> dict[str, Path]:
     """The outermost names of all that a package imports, each with a file that does."""
     found: dict[str, Path] = {}
@@ -95,7 +99,7 @@ def imports(package: Path) -> dict[str, Path]:
 )
 def test_all_that_is_imported_is_a_dependency(package: str, listed: list[Requirement], others: set[str]) -> None:
     """What comes along with a dependency only today may not come tomorrow, and its floor is out of Quire's hands."""
-    distributions = importlib.metadata.packages_distributions()
+    distributions = packages_distributions()
     declared = {canonicalize_name(each.name) for each in listed}
     for module, path in imports(ROOT / package).items():
         if module not in sys.stdlib_module_names | others:

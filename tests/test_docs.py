@@ -47,8 +47,8 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 COMMANDS = [(name, line[2:]) for name, body in blocks("console") for line in body.splitlines() if line.startswith("$ ")]
-# As `quire generate` with the same option.
-AGAIN = (".venv/bin/quire serve --tensor-parallel-size 2",)
+# As `quire generate` with the same option, and as a chat with others.
+AGAIN = (".venv/bin/quire serve --tensor-parallel-size 2", ".venv/bin/quire chat")
 # Their own tests run these, on less: bench/tests and tests/simulate.
 MEASURES = re.compile(r"\.venv/bin/quire (bench (?!.* --help$)|simulate --fleet ).*")
 

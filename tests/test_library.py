@@ -87,25 +87,31 @@ def needed(name: str) -> dict[str, Distribution]:
     return found
 
 
-def run(directory: Path, code: str, *names: str) -> subprocess.CompletedProcess[str]:
-    """Run code where only these distributions, what they depend on, and Quire's sources can be imported."""
+def link(directory: Path, *names: str) -> Path:
+    """Make a directory of which these distributions, and all that they depend on, can be imported."""
+    directory.mkdir(exist_ok=True)
     for one in (one for name in names for one in needed(name).values()):
         for path in {path.parts[0] for path in one.files or ()} - {"..", "__pycache__"}:
-            link = directory / path
-            if not link.exists():
-                link.symlink_to(str(one.locate_file(path)))
-    path = f"import sys; sys.path[:0] = [{str(directory)!r}, {str(SRC)!r}]\n"
+            if not (directory / path).exists():
+                (directory / path).symlink_to(str(one.locate_file(path)))
+    return directory
+
+
+def run(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code where only torch, numpy, what they depend on, and Quire's sources can be imported."""
+    path = f"import sys; sys.path[:0] = [{str(link(directory, 'torch', 'numpy'))!r}, {str(SRC)!r}]\n"
     # Neither this environment's packages nor variables.
     return subprocess.run([sys.executable, "-I", "-S", "-c", path + code], check=False, capture_output=True, text=True)
 
 
 @pytest.mark.slow
 def test_the_operators_need_torch_and_numpy_alone(tmp_path: Path) -> None:
-    """And what the other packages lack is named.
+    """And what the other packages lack is named. With transformers the integration runs, too.
 
     Each module can be imported, or the error says what is missing. Packages of extras are named by their callers.
     """
-    done = run(tmp_path, OPERATORS + EVERY_MODULE, "torch", "numpy")
+    more = f"sys.path.append({str(link(tmp_path / 'more', 'transformers'))!r})"
+    done = run(tmp_path / "least", OPERATORS + EVERY_MODULE + more + INTEGRATION)
     assert done.returncode == 0, done.stderr
     *backends, modules = done.stdout.splitlines()
     assert {"reference", "gather"} <= set(backends)
@@ -122,16 +128,10 @@ def test_the_operators_need_torch_and_numpy_alone(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_it_lacks(tmp_path: Path) -> None:
-    done = run(tmp_path, "import runpy; runpy.run_module('quire', run_name='__main__')", "torch", "numpy")
+    done = run(tmp_path, "import runpy; runpy.run_module('quire', run_name='__main__')")
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
     assert last == (
         "quire.errors.MissingPackage: quire.cli needs packages that are not installed: rich, typer, yaml. Install "
         "these, or all that Quire needs: pip install quire"
     )
-
-
-@pytest.mark.slow
-def test_the_integration_needs_transformers_besides(tmp_path: Path) -> None:
-    done = run(tmp_path, INTEGRATION, "torch", "numpy", "transformers")
-    assert done.returncode == 0, done.stderr

@@ -20,9 +20,9 @@ from tests.marks import quick
 
 pytestmark = pytest.mark.slow
 
-SEEDS, STEPS, LONG_STEPS = 40, 5_000, 25_000  # the long ones make a million operations
+SEEDS, STEPS, LONG_STEPS = 40, 3_000, 25_000  # the long ones make a million operations
 
-DISK_SEEDS, DISK_STEPS = 24, 4_000
+DISK_SEEDS, DISK_STEPS = 24, 2_500
 
 PICK = st.integers(0, 10_000)
 
@@ -102,7 +102,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def test_operations_that_hypothesis_draws(long: bool) -> None:
-    count = 450 if long else 40
+    count = 450 if long else 25
     run_state_machine_as_test(ManagerMachine, settings=settings(max_examples=count, stateful_step_count=50))
 
 

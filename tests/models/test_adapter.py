@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,13 +238,6 @@ def test_weights_lie_in_memory_of_their_own(tmp_path: Path) -> None:
     assert model.rows_are_batch_invariant  # and it is still there
 
 
-def test_our_decoder_needs_no_transformers() -> None:
-    """Nor do the modules that our attention in transformers' models stands on."""
-    code = "import sys, quire, quire.ops; quire.LLM(); print('transformers' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "False"
-
-
 def test_unowned_slots_are_never_read(tmp_path: Path) -> None:
     """The trial's cache is NaN but for what was written."""
     save(tmp_path)
@@ -275,7 +266,7 @@ def test_a_tied_projection_with_a_bias(tmp_path: Path, kind: str, changes: dict[
     torch.testing.assert_close(probe.found[tuple(PROMPTS[1])], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("function", ["mish", "quick_gelu", "silu", *map(of_long_runs, ["sigmoid", "relu", "gelu"])])
+@pytest.mark.parametrize("function", ["quick_gelu", "silu", *map(of_long_runs, ["mish", "sigmoid", "relu", "gelu"])])
 def test_whose_bits_depend_on_the_batch(tmp_path: Path, function: str) -> None:
     """Torch computes some functions otherwise at the end of an array; ours stand in for two of them."""
     config = transformers.OPTConfig(
@@ -294,7 +285,7 @@ def test_whose_bits_depend_on_the_batch(tmp_path: Path, function: str) -> None:
             assert all(torch.equal(together.found[text], logits) for text, logits in alone.found.items())
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2", of_long_runs("Gemma2"), of_long_runs("Qwen3")])
+@pytest.mark.parametrize("kind", ["GPT2", *map(of_long_runs, ["Llama", "Gemma2", "Qwen3"])])
 def test_common_models_keep_their_bits(tmp_path: Path, kind: str) -> None:
     save(tmp_path, kind)
     ours = loaded(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
 from quire.ops.experts import ExpertLayer, weighted_experts
 from quire.ops.program import MixExperts, Place, Program
-from quire.ops.weights.linear import PlainLinear
-from quire.ops.weights.quantised import quantised
+from quire.ops.quantised import quantised
+from tests.marks import spread
 from tests.ops.conftest import OTHER_ISAS, use_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -170,9 +170,7 @@ def test_half_types_stay_close(dtype: torch.dtype) -> None:
 
 @needs_native
 @pytest.mark.slow
-@pytest.mark.parametrize("renormalised", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize(("isa", "dtype", "renormalised"), spread(2, ISAS, DTYPES, [False, True]), indirect=["isa"])
 def test_the_native_operator_has_the_same_bits(dtype: torch.dtype, renormalised: bool) -> None:
     """And no bit of a row depends on the others, whose number goes up and down, or on the threads."""
     for shape in SHAPES:
@@ -260,27 +258,27 @@ ACTIVATIONS = {
 
 @needs_native
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
-@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
-@pytest.mark.parametrize("weighed", ["results", "inputs"])
+@pytest.mark.parametrize(
+    ("weighed", "choice", "activation", "dtype"),
+    spread(3, ["results", "inputs"], CHOICES, ACTIVATIONS, [torch.float32, torch.bfloat16]),
+)
 def test_the_native_operator_has_the_same_bits_with_all_options(
-    weighed: Literal["results", "inputs"], options: dict[str, Any], activation: Activation, dtype: torch.dtype
+    weighed: Literal["results", "inputs"], choice: str, activation: str, dtype: torch.dtype
 ) -> None:
     """Biases of the router and of experts, and a router that sees other rows than these."""
-    generator = torch.Generator().manual_seed(7)
+    activates, generator = ACTIVATIONS[activation], torch.Generator().manual_seed(7)
 
     def weight(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
     hidden, inner, count, pack = 48, 40, 12, Packer()
-    both = 2 * inner if activation.gated else inner
+    both = 2 * inner if activates.gated else inner
     layer = ExpertLayer(
         pack(3 * weight(count, hidden), weight(1, count)[0], torch.float32),
         [pack(weight(both, hidden), weight(1, both)[0]) for _ in range(count)],
         [pack(weight(hidden, inner), weight(1, hidden)[0]) for _ in range(count)],
-        Choice(**{"num_chosen": 4, "renormalised": True} | options),
-        activation,
+        Choice(**{"num_chosen": 4, "renormalised": True} | CHOICES[choice]),
+        activates,
         weighed,
     )
     x, seen, out = (Place(name, first, hidden) for name, first in (("in", 0), ("in", hidden), ("out", 0)))

@@ -8,20 +8,16 @@ import torch
 
 from quire.errors import ConfigError
 from quire.models.families import codegen
-from tests.marks import of_long_runs, spread
+from tests.marks import spread
 from tests.models.checkpoints import engine, probed_logits, save
 
 pytestmark = pytest.mark.slow
 
+# Other values of a family's keys are drawn by `tests.models.random_configs`.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped query": ("Llama", {}),
-    "multi head": ("Llama", {"num_key_value_heads": 6}),
     "multi query, odd group": ("Llama", {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}),
-    "head_dim derived": ("Llama", {"head_dim": None}),
-    "tied embeddings": ("Llama", {"tie_word_embeddings": True}),
     "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "rope theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    "rope linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "rope llama3": (
         "Llama",
         {
@@ -49,18 +45,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral, sliding window": ("Mistral", {"sliding_window": 9}),
-    "mistral, no window": ("Mistral", {"sliding_window": None}),
     "gpt2": ("GPT2", {}),
-    "gpt2, inner size and exact gelu": ("GPT2", {"n_inner": 100, "activation_function": "gelu"}),
     "bloom": ("Bloom", {}),
-    "bloom, eight heads": ("Bloom", {"n_head": 8}),
     "qwen2": ("Qwen2", {}),
-    "qwen2, windows in upper layers": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    ),
     "qwen3": ("Qwen3", {}),
-    "qwen3, biases": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "llama4": ("Llama4", {}),
     "llama4, three experts, no norms of q and k, listed layers": (
         "Llama4",
@@ -85,15 +73,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"parallel_attn": False, "multi_query": False, "bias": True, "tie_word_embeddings": False},
     ),
     "gptj": ("GPTJ", {}),
-    "gptj, whole heads": ("GPTJ", {"rotary_dim": 8, "n_inner": 80, "activation_function": "gelu"}),
     "codegen": ("CodeGen", {}),
     "opt": ("OPT", {}),
-    "opt, no biases": ("OPT", {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False}),
     "mpt": ("Mpt", {}),
-    "mpt, eight heads, other scores": (
-        "Mpt",
-        {"n_heads": 8, "attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False},
-    ),
     "granitemoe": (
         "GraniteMoe",
         {
@@ -105,7 +87,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoe, shared": ("GraniteMoeShared", {"num_experts_per_tok": 3, "attention_bias": True}),
     "mixtral": ("Mixtral", {}),
-    "mixtral, sliding window": ("Mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
     "qwen3 moe": ("Qwen3Moe", {}),
     "qwen3 moe, some layers dense": (
         "Qwen3Moe",
@@ -115,12 +96,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts_per_tok": 5, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9},
     ),
-    "qwen3 moe, all layers dense": ("Qwen3Moe", {"mlp_only_layers": [0, 1, 2]}),
     "gemma2": ("Gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 24}),
-    "gemma2, other caps": (
-        "Gemma2",
-        {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "num_hidden_layers": 4},
-    ),
     "gemma3": ("Gemma3", {"sliding_window": 9, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2}),
     "gemma3, a rope for each kind of layer": (
         "Gemma3",
@@ -141,7 +117,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 9, "rope_parameters": {"partial_rotary_factor": 0.75}, "tie_word_embeddings": True},
     ),
     "olmo2": ("Olmo2", {}),
-    "olmo2, multi head, biases": ("Olmo2", {"num_key_value_heads": 6, "attention_bias": True}),
     "granite": (
         "Granite",
         {
@@ -151,7 +126,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 6.0,
         },
     ),
-    "granite, biases": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.25}),
     "smollm3, every second layer without rope": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3, listed layers without rope, which have windows": (
         "SmolLM3",
@@ -164,18 +138,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "starcoder2": ("Starcoder2", {"num_key_value_heads": 2}),
-    "starcoder2, window, no biases": (
-        "Starcoder2",
-        {"use_bias": False, "sliding_window": 9, "tie_word_embeddings": False},
-    ),
     "gpt_neox": ("GPTNeoX", {}),
     "gpt_neox, branches in turn": (
         "GPTNeoX",
         {"use_parallel_residual": False, "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "gelu_new"},
-    ),
-    "gpt_neox, no biases of attention": (
-        "GPTNeoX",
-        {"attention_bias": False, "rotary_pct": 1.0, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
     ),
     "gemma4": ("Gemma4", {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
     "gemma4, v is k, no rows of layers": (
@@ -193,18 +159,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24},
     ),
     "glm4": ("Glm4", {}),
-    "glm4, no biases, other share": (
-        "Glm4",
-        {"attention_bias": False, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.75}},
-    ),
     "glm": ("Glm", {"tie_word_embeddings": True}),
     "ernie4_5": ("Ernie4_5", {}),
-    "ernie4_5, biases": ("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     "ernie4_5 moe": ("Ernie4_5_Moe", {}),
-    "ernie4_5 moe, some layers dense, none shared": (
-        "Ernie4_5_Moe",
-        {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 0},
-    ),
     "glm4 moe": ("Glm4Moe", {"routed_scaling_factor": 1.5}),
     "glm4 moe, groups": (
         "Glm4Moe",
@@ -220,18 +177,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2": ("Cohere2", {"sliding_window": 9, "sliding_window_pattern": 2}),
-    "cohere2, biases": (
-        "Cohere2",
-        {
-            "attention_bias": True,
-            "logit_scale": 0.25,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "sliding_window": 5,
-        },
-    ),
     "cohere": ("Cohere", {}),
     "deepseek v2": ("DeepseekV2", {"q_lora_rank": None}),
-    "deepseek v2, no row for q, biases": ("DeepseekV2", {"q_lora_rank": None, "attention_bias": True}),
     "deepseek v2, groups, yarn": (
         "DeepseekV2",
         {
@@ -252,27 +199,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek v3": ("DeepseekV3", {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}),
-    "deepseek v3, no row for q": (
-        "DeepseekV3",
-        {
-            "q_lora_rank": None,
-            "attention_bias": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "n_shared_experts": 2,
-        },
-    ),
     "exaone4": ("Exaone4", {"sliding_window": 9, "sliding_window_pattern": 3}),
-    "exaone4, no window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "seed oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "nemotron": ("Nemotron", {}),
-    "nemotron, biases": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "gpt oss": ("GptOss", {}),
-    "gpt oss, other activation": (
-        "GptOss",
-        {"swiglu_limit": 0.5, "swiglu_alpha": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-    ),
     "qwen3_5": ("Qwen3_5", {}),
     "qwen3_5, biases, as many heads of keys": (
         "Qwen3_5",
@@ -296,31 +226,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", {}),
-    "lfm2, biases, more taps": (
-        "Lfm2",
-        {
-            "conv_bias": True,
-            "conv_L_cache": 5,
-            "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": False,
-            "layer_types": ["full_attention", "conv", "conv"],
-        },
-    ),
     "bamba": ("Bamba", {}),
-    "bamba, biases, one group, limits of time": (
-        "Bamba",
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "mamba_proj_bias": True,
-            "mamba_conv_bias": False,
-            "mamba_n_groups": 1,
-            "mamba_d_conv": 3,
-            "attn_layer_indices": [0, 3],
-            "time_step_limit": [0.05, 0.4],
-            "tie_word_embeddings": True,
-        },
-    ),
     "granitemoehybrid, no experts": ("GraniteMoeHybrid", {}),
     "granitemoehybrid, rope, multipliers": (
         "GraniteMoeHybrid",
@@ -339,37 +245,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid, experts": ("GraniteMoeHybrid", {"num_local_experts": 5, "num_experts_per_tok": 3}),
     "qwen3_5 moe": ("Qwen3_5Moe", {}),
     "qwen3 next": ("Qwen3Next", {}),
-    "qwen3 next, some layers dense, more heads of keys": (
-        "Qwen3Next",
-        {
-            "mlp_only_layers": [1],
-            "norm_topk_prob": False,
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 6,
-            "full_attention_interval": 3,
-        },
-    ),
     "lfm2 moe": ("Lfm2Moe", {}),
-    "lfm2 moe, shares as they are": (
-        "Lfm2Moe",
-        {"norm_topk_prob": False, "use_expert_bias": False, "routed_scaling_factor": 1.5, "num_dense_layers": 0},
-    ),
 }
 FAMILIES = {kind: (kind, changes) for kind, changes in reversed(VARIANTS.values())}  # the first variant of each
-# Further variants that compute something else; those that are not here are other values of the same.
-OTHERS = (
-    "multi query, odd group", "biases", "rope llama3", "rope yarn", "falcon, groups of heads, two norms",
-    "falcon, branches in turn", "llama4, three experts, no norms of q and k, listed layers",
-    "qwen3 moe, some layers dense", "gemma3, a rope for each kind of layer", "phi3, window, part of each head",
-    "smollm3, listed layers without rope, which have windows", "gpt_neox, branches in turn",
-    "gemma4, v is k, no rows of layers", "gemma4, experts", "glm4 moe, groups", "deepseek v2, groups, yarn",
-    "qwen3_5, biases, as many heads of keys", "granitemoehybrid, rope, multipliers", "granitemoehybrid, experts",
-)  # fmt: skip
-USUAL = {name for name, variant in VARIANTS.items() if name in OTHERS or variant == FAMILIES[variant[0]]}
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 50)
 
 
-@pytest.fixture(params=[name if name in USUAL else of_long_runs(name) for name in VARIANTS])
+@pytest.fixture(params=VARIANTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
     kind, changes = VARIANTS[request.param]
     return tmp_path, save(tmp_path, kind, **changes)
@@ -398,13 +280,15 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Pa
     assert {"prefill", "decode"} in probe.steps
     rows = [prompt + generated[f"r{i}"] for i, prompt in enumerate(prompts())]
     padded = torch.tensor([tokens + [0] * (len(rows[-1]) - len(tokens)) for tokens in rows])  # no row sees what follows
-    single, double = theirs.float()(padded).logits, theirs.double()(padded).logits
+    single = theirs.float()(padded).logits
     for i, (prompt, tokens) in enumerate(zip(prompts(), rows, strict=True)):
         expected = single[i, : len(tokens)]
-        rounding = (double[i, : len(tokens)] - expected).abs().max()
-        # Theirs and ours lie on either side of the exact logits. Where a recurrence is steep, that shows.
-        close = max(1e-4, 1e-4 * float(expected.abs().max()), 2.5 * float(rounding))
+        close = max(1e-4, 1e-4 * float(expected.abs().max()))
         found = torch.stack([probe.found[tuple(tokens[:n])] for n in range(1, len(tokens))])
+        if not (found - expected[:-1]).abs().max() <= close:
+            # Theirs and ours lie on either side of the exact logits. Where a recurrence is steep, that shows.
+            double = theirs.double()(padded).logits[i, : len(tokens)]
+            close = max(close, 2.5 * float((double - expected).abs().max()))
         torch.testing.assert_close(found, expected[:-1], atol=close, rtol=0)
         for n in range(len(prompt), len(tokens)):  # each of our 8 tokens, given ours before it
             best, second = expected[n - 1].topk(2).values

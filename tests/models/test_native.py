@@ -54,8 +54,8 @@ def run_one_by_one(model: Decoder) -> None:
 FEW = ("grouped query", "gpt2", "gemma2", "qwen3", "olmo2", "granite", "gpt_neox", "qwen3 moe, some layers dense")
 CASES = [
     *spread(21, [None], VARIANTS, DTYPES),
-    *spread(2, [isa for isa in OTHER_ISAS if isa not in WIDE], FEW, DTYPES),
-    *spread(2, [isa for isa in OTHER_ISAS if isa in WIDE], FEW, [torch.bfloat16]),
+    *spread(4, [isa for isa in OTHER_ISAS if isa not in WIDE], FEW, DTYPES),
+    *spread(4, [isa for isa in OTHER_ISAS if isa in WIDE], FEW, [torch.bfloat16]),
 ]
 
 

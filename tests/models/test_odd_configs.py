@@ -113,6 +113,7 @@ def test_granites_multiplier_is_not_rounded(tmp_path: Path, dtype: torch.dtype) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
 def test_a_model_that_is_mostly_its_embedding(tmp_path: Path) -> None:
     """The embedding goes from its file into its packed form."""

@@ -17,6 +17,7 @@ from quire.models import choose, load_model, read_config
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import INDEX, Checkpoint, weight_files
 from quire.ops import load
+from tests.marks import of_long_runs
 from tests.models.checkpoints import TINY, engine, probed_logits, save
 from tests.models.published import GEMMA3_4B, MISTRAL_SMALL, QWEN2_5_VL, QWEN3_VL
 from tests.models.test_loading import change_config
@@ -207,7 +208,7 @@ def test_an_ordinary_model_is_the_whole() -> None:
     assert text_part(raw) == (raw, None)
 
 
-@pytest.mark.parametrize("whole", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("whole", [of_long_runs("qwen2_vl"), of_long_runs("qwen2_5_vl"), "qwen3_vl"])
 def test_what_a_missing_key_means(tmp_path: Path, whole: str) -> None:
     """To the text part, not to the ordinary type that computes the same."""
     sizes = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "max_position_embeddings")}

@@ -181,7 +181,7 @@ def test_metadata_of_another_value_or_type(tmp_path: Path, name: str, long: bool
     """Of each key in turn: the file is read, or refused by a sentence."""
     kind, changes = MODELS[name]
     save(tmp_path, kind, **changes)
-    path, architecture, refused, step = tmp_path / "model.gguf", ARCHITECTURES[kind], 0, 2 if long else 4
+    path, architecture, refused, step = tmp_path / "model.gguf", ARCHITECTURES[kind], 0, 2 if long else 6
     write_gguf(tmp_path, path, kind)
     keys = [key.partition(".")[2] for key in GgufFile(path).metadata if key.startswith(f"{architecture}.")]
     for i, key in enumerate(keys):
