@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from quire.importing import uncollected
 from tests.forks import Spawner
 
 pytest_plugins = ["tests.flaky"]
@@ -62,9 +63,15 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)  # what a test draws does not depend on the tests before it
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without the garbage collector, which would take a fifth of the time."""
+    with uncollected():
+        return (yield)
+
+
 def pytest_collection_finish() -> None:
     # What was imported stays. Looking through all of it again and again takes a tenth of the time of many tests.
-    gc.collect()
     gc.freeze()
 
 

@@ -23,7 +23,7 @@ def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", quick(range(30), 2, 2))
+@pytest.mark.parametrize("seed", quick(range(30), 1, 2))
 def test_aborts_and_failures_at_any_time_leak_nothing(seed: int) -> None:
     rng = random.Random(seed)
     engine = fake_engine(num_blocks=20, block_size=4, max_num_batched_tokens=rng.choice([4, 16]), max_num_seqs=5)
