@@ -60,17 +60,6 @@ def test_the_forms_of_a_prompt_are_one(llm: LLM) -> None:
     assert llm.embed([]) == []
 
 
-@pytest.mark.slow
-def test_one_prompt_gets_the_same_bits_whatever_runs_beside_it(llm: LLM) -> None:
-    texts = [f"class A{i}:\n" * (1 + i % 7) for i in range(40)]
-    alone = [vectors(llm, text)[0] for text in texts]
-    llm.reset_prefix_cache()
-    stream = llm.stream(["import os\n"] * 3, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
-    next(stream)  # they go on to generate in the same steps
-    assert vectors(llm, texts) == alone
-    assert all(output.finished for output in list(stream)[-1:])
-
-
 def test_the_prefix_cache_is_used_and_told_of(llm: LLM) -> None:
     text = "import collections\nimport functools\n" * 8
     llm.reset_prefix_cache()

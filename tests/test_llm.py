@@ -284,13 +284,6 @@ def test_gathering_has_its_own_span_in_a_profile() -> None:
     assert spans.count("quire::gather") == 2 * gathering.engine.runner.model.config.num_layers
 
 
-@pytest.mark.slow
-def test_block_size_and_budget_do_not_change_the_text(llm: LLM) -> None:
-    expected = llm.generate("import sys\n", GREEDY)[0].outputs[0].token_ids
-    for options in ({"block_size": 1, "num_blocks": 64}, {"block_size": 256}, {"max_num_batched_tokens": 1}):
-        assert LLM(dtype="float32", **options).generate("import sys\n", GREEDY)[0].outputs[0].token_ids == expected
-
-
 def test_params_of_the_other_kind_are_refused() -> None:
     llm = LLM(num_blocks=20)
     with pytest.raises(RequestError, match="params is a SamplingParams; it must be BeamSearchParams"):

@@ -55,21 +55,6 @@ def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert found[2].num_cached_tokens == 12  # 16 tokens, of which the last one tells of the continuation
 
 
-def test_one_pair_gets_the_same_bits_whatever_runs_beside_it(llm: LLM) -> None:
-    prompts = [f"class A{i % 5}:\n    def f(self):\n" for i in range(30)]
-    continuations = [f"        return {i}\n" for i in range(30)]
-
-    def bits(outputs: Any) -> Any:
-        return [(output.token_ids, output.token_logprobs, output.ranks) for output in outputs]
-
-    alone = [bits(llm.loglikelihood(*pair))[0] for pair in zip(prompts, continuations, strict=True)]
-    llm.reset_prefix_cache()
-    stream = llm.stream(["import os\n"] * 3, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
-    next(stream)
-    assert bits(llm.loglikelihood(prompts, continuations)) == alone
-    stream.close()
-
-
 def test_a_shared_prompt_is_computed_once(llm: LLM) -> None:
     llm.reset_prefix_cache()
     prompt = "def area(width, height):\n    return width * height\n" * 6

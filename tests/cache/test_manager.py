@@ -64,18 +64,6 @@ def test_a_request_owns_exactly_the_blocks_it_needs(groups: tuple[CacheGroup, ..
     audit(manager, [r])
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_growth_that_does_not_fit_takes_nothing(groups: tuple[CacheGroup, ...]) -> None:
-    manager = BlockManager(groups, 4, 2, 8)
-    a, b = started(manager, [1] * 5, "a"), started(manager, [2] * 3, "b")
-    assert manager.grow(a, 5, [])
-    assert not manager.grow(b, 3, [])
-    assert [len(table) for table in b.cache.block_ids] == [0] * len(groups)
-    assert cache_usage(manager, [a, b]).used_blocks == 3 * len(groups)
-    assert manager.grow(b, 2, [])
-    audit(manager, [a, b])
-
-
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_blocks_given_out_at_once_are_those_given_out_in_turns(takers: list[int]) -> None:
@@ -198,16 +186,6 @@ class TestForks:
         assert len(copies) == compute_again
         audit(manager, beams)
 
-    def test_blocks_return_when_their_last_owner_ends(self) -> None:
-        manager = BlockManager(ONE, 12, 4, 99)
-        parent = computed(manager, list(range(10)), "parent")
-        child = forked(manager, parent, 5, "child")
-        manager.release(parent)
-        assert cache_usage(manager, [child]).used_blocks == 3
-        audit(manager, [child])
-        manager.release(child)
-        assert manager.pools[0].num_free == 12
-
     def test_a_copy_needs_a_free_block(self) -> None:
         manager = BlockManager(ONE, 3, 4, 99)
         copies: list[Move] = []
@@ -273,25 +251,6 @@ class TestSwapping:
         assert manager.swap_out([r]) is None
         assert manager.host_pools[0].num_free == 2
         audit(manager, [r])
-
-    def test_release_gives_host_blocks_back(self) -> None:
-        manager = BlockManager(GROUPS["two groups"], 12, 4, 99, num_host_blocks=9)
-        r = computed(manager, list(range(20)))
-        manager.swap_out([r])
-        manager.release(r)
-        assert all(pool.num_used == 0 for pool in (*manager.pools, *manager.host_pools))
-        assert (r.cache.num_computed, r.cache.host_block_ids) == (0, [])
-
-    def test_the_last_release_of_a_shared_host_block_counts(self) -> None:
-        manager = BlockManager(ONE, 12, 4, 99, num_host_blocks=9)
-        a = computed(manager, list(range(10)), "a")
-        b = forked(manager, a, 2, "b")
-        manager.swap_out([a, b])
-        manager.release(a)
-        assert manager.host_pools[0].num_used == 3
-        audit(manager, [a, b])
-        manager.release(b)
-        assert manager.host_pools[0].num_used == 0
 
 
 @pytest.mark.parametrize("which", ["pools", "host_pools"])

@@ -119,20 +119,6 @@ class TestAgainstTransformers:
             assert min(seen["early"], seen["at the end"]) >= 1
             assert seen["mixed lengths"] >= 2 or width == 1
 
-    @pytest.mark.parametrize(("width", "penalty"), spread(3, [1, 2, 3, 5], [0.0, 1.0, -1.0]))
-    def test_ignore_eos_is_a_search_without_end_tokens(self, width: int, penalty: float, long: bool) -> None:
-        params = BeamSearchParams(beam_width=width, max_tokens=M, length_penalty=penalty, ignore_eos=True)
-        for seed in LONG_SEEDS if long else SEEDS:
-            model = tiny_model(seed, vocab=60)
-            eos = frequent_tokens(model, width)[:1]
-            ours, steps = our_search(model, params, eos)
-            theirs = transformers_search(model, width, [], penalty)
-            assert [h.tokens for h in ours] == [tokens for tokens, _ in theirs]
-            assert width == 1 or [h.score for h in ours] == pytest.approx([score for _, score in theirs], rel=1e-5)
-            assert steps == M
-            assert {h.finish_reason for h in ours} == {LENGTH}
-            assert any(eos[0] in h.tokens for h in ours)
-
     @pytest.mark.parametrize(("width", "vocab"), spread(3, [2, 5, 9], [3, 4, 6]))
     def test_small_vocabularies(self, width: int, vocab: int, long: bool) -> None:
         """Where tokens run out, transformers fills up with beams of score -1e9; ours are fewer, the others the same."""

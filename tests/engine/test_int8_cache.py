@@ -5,13 +5,12 @@ from __future__ import annotations
 from array import array
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire import LLM, SamplingParams, ops
+from quire import SamplingParams, ops
 from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache, bytes_per_block
 from quire.errors import ConfigError, Unsupported
@@ -20,18 +19,10 @@ from quire.ops.backends.reference import ReferenceBackend
 from quire.ops.weights.rounding import quantised_rows
 from quire.request import Request
 from tests.marks import of_long_runs, spread
-from tests.models.checkpoints import engine, probed_logits, save
+from tests.models.checkpoints import assert_texts_do_not_depend, engine, probed_logits, save
 
 NATIVE = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
 PROMPTS = [[7, 8, 9] * 12 + [i] for i in range(6)]
-PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-
-
-def texts(directory: Path, **options: Any) -> list[list[int]]:
-    """What a model makes of the prompts, all of them twice."""
-    llm = LLM(str(directory), kv_cache_dtype="int8", max_model_len=64, block_size=4, **options)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    return [out.outputs[0].token_ids for _ in range(2) for out in llm.generate(prompts, PARAMS, use_tqdm=False)]
 
 
 @NATIVE
@@ -39,16 +30,9 @@ def texts(directory: Path, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("implementation", ["quire", of_long_runs("transformers")])
 def test_sharing_guessing_and_preemption_change_no_token(tmp_path: Path, implementation: str) -> None:
     save(tmp_path)
-    plain = texts(
-        tmp_path, model_impl=implementation, num_speculative_tokens=0, enable_prefix_caching=False, num_blocks=200
-    )
-    for options in (
-        {"num_blocks": 200},
-        {"num_blocks": 30},
-        {"num_blocks": 30, "preemption": "swap", "swap_space": "1MiB"},
-        {"num_blocks": 200, "max_num_batched_tokens": 8, "num_speculative_tokens": 4},
-    ):
-        assert texts(tmp_path, model_impl=implementation, **options) == plain, options
+    drafts = {"num_blocks": 200, "max_num_batched_tokens": 8, "num_speculative_tokens": 4}
+    options = {"model_impl": implementation, "kv_cache_dtype": "int8"}
+    assert_texts_do_not_depend(tmp_path, {"num_speculative_tokens": 0}, {"num_blocks": 30}, drafts, **options)
 
 
 @pytest.mark.parametrize("backend", ["reference", "gather", pytest.param("cpu", marks=NATIVE)])

@@ -1,16 +1,13 @@
 """Requests that draw nothing: embeddings and scores among requests that generate.
 
-Hidden states and logprobs are those of transformers' eager model. `tests.engine.differential` compares their bits with
-those of each request alone. Slots that no request owns hold NaN.
+tests/test_embedding.py and test_loglikelihood.py compare them with transformers, `tests.engine.differential` their bits
+with those of each request alone. Slots that no request owns hold NaN.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from array import array
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +15,20 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
-from quire.engine.graphs import GraphRunner
 from quire.engine.runner import Runner
 from quire.errors import RequestError
 from quire.frontend.embedding import embedding_request
 from quire.frontend.loglikelihood import loglikelihood_request
-from quire.ops import native
-from quire.request import FinishReason, Request, SamplingParams, Task
+from quire.request import FinishReason, Request, SamplingParams
 from tests.engine.fakes import fake_engine, run
 from tests.engine.runs import poison, whole
-from tests.engine.test_graphs import Twin
-from tests.marks import of_long_runs
+from tests.engine.test_graphs import Twin, graphed
 from tests.models.checkpoints import engine, save
 
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 97
-SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
-    "llama, fp32": ("Llama", torch.float32, {}),
-    "llama, bf16": ("Llama", torch.bfloat16, {}),
-    "gpt2, fp32": ("GPT2", torch.float32, {}),
-    "gemma2, windows, fp32": ("Gemma2", torch.float32, {"sliding_window": 9, "query_pre_attn_scalar": 24}),
-}
 Found = dict[str, list[Any]]
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    kind, dtype, changes = SHAPES[request.param]
-    directory = tmp_path_factory.mktemp("model")
-    return directory, save(directory, kind, dtype, vocab_size=VOCABULARY, **changes)
-
-
-def asked(count: int = 18) -> list[Request]:
-    """Requests of every task, the same ones every time; their prompts have stems in common."""
-    rng = random.Random(4)
-    stems = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(2)]
-    requests = []
-    for i in range(count):
-        tokens = rng.choice(stems)[: rng.choice([1, 8, 19, 40])] + [
-            rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))
-        ]
-        if i % 3 == 0:
-            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
-            requests.append(Request(f"{i}-0", array("i", tokens), len(tokens), params))
-        elif i % 3 == 1:
-            requests.append(embedding_request(f"{i}", None, tokens)[0])
-        else:
-            cut = rng.randint(1, len(tokens) - 1)
-            requests.append(loglikelihood_request(f"{i}", tokens[:cut], tokens[cut:])[0])
-    return requests
 
 
 def results(served: Engine, requests: list[Request]) -> Found:
@@ -81,53 +42,22 @@ def results(served: Engine, requests: list[Request]) -> Found:
     return found
 
 
-@cache
-def alone(directory: Path) -> Found:
-    """Each request by itself, in one piece."""
-    served = engine(directory, block_size=4, num_blocks=200, enable_prefix_caching=False)
-    return {name: shown for request in asked() for name, shown in results(served, [request]).items()}
+def test_graphs_compute_the_same(tmp_path: Path) -> None:
+    """A prompt of one token is replayed."""
+    save(tmp_path, vocab_size=VOCABULARY)
 
+    def asked() -> list[Request]:
+        one, scored = embedding_request("one", None, [5])[0], loglikelihood_request("two", [5], [6])[0]
+        drawn = Request(
+            "drawn", array("i", [3] * 9), 9, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        )
+        return [drawn, one, scored, embedding_request("more", None, [4] * 30)[0]]
 
-@torch.no_grad()
-def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> None:
-    directory, theirs = model
-    found, is_exact = alone(directory), theirs.dtype is torch.float32
-    theirs, close = deepcopy(theirs).float(), {"atol": 1e-4 if is_exact else 0.15, "rtol": 1e-4 if is_exact else 0.05}
-    for request in asked():
-        outputs = theirs(torch.tensor([request.tokens.tolist()]), output_hidden_states=True)
-        shown = found[request.id]
-        if request.task is Task.EMBED:
-            [state] = shown
-            torch.testing.assert_close(torch.tensor(state), outputs.hidden_states[-1][0, -1], **close)
-        elif request.task is Task.LOGLIKELIHOOD:
-            logprobs = outputs.logits[0].log_softmax(-1)
-            scored = list(range(len(request.tokens) - len(shown), len(request.tokens)))
-            assert [token for token, _, _ in shown] == [request.tokens[i] for i in scored]
-            expected = torch.stack([logprobs[i - 1, request.tokens[i]] for i in scored])
-            torch.testing.assert_close(torch.tensor([logprob for _, logprob, _ in shown]), expected, **close)
-            if is_exact:
-                ranks = [int((logprobs[i - 1] > logprobs[i - 1, request.tokens[i]]).sum()) + 1 for i in scored]
-                assert [rank for _, _, rank in shown] == ranks
-
-
-@pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
-@pytest.mark.parametrize(
-    "model", ["llama, fp32", of_long_runs("llama, bf16"), of_long_runs("gpt2, fp32"), "gemma2, windows, fp32"],
-    indirect=True,
-)  # fmt: skip
-def test_beside_guessed_tokens_and_in_graphs(model: tuple[Path, Any]) -> None:
-    directory, _ = model
-    guessing = engine(directory, block_size=4, num_blocks=400, num_speculative_tokens=3, max_num_seqs=4)
-    assert results(guessing, asked()) == alone(directory)
-    eager = engine(directory, block_size=4, num_blocks=400)
     twin = Twin()
-    assert isinstance(eager.runner, Runner)
-    eager.runner = GraphRunner(eager.runner, eager.runner.plans[0].max_seqs, eager.runner.plans[0].max_blocks, twin)
-    more = [*asked(), embedding_request("one", None, [5])[0], loglikelihood_request("two", [5], [6])[0]]
-    found = results(eager, [embedding_request("one", None, [5])[0]])  # a prompt of one token is replayed
-    assert twin.replays.total() == 1
-    assert alone(directory).items() <= results(eager, more).items()
-    assert results(engine(directory), [embedding_request("one", None, [5])[0]]) == found
+    assert results(graphed(tmp_path, twin), asked()) == results(engine(tmp_path), asked())
+    before = twin.replays.total()
+    results(graphed(tmp_path, twin), asked()[1:2])
+    assert twin.replays.total() == before + 1
 
 
 def test_nothing_is_drawn_and_no_logit_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

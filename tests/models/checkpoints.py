@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from quire import LLM
 from quire.config import EngineConfig, engine_config
 from quire.engine.engine import Engine, build_engine
 from quire.models import load_model
@@ -204,3 +205,20 @@ def probed_logits(
             if event.token is not None:
                 generated[event.request_id].append(event.token)
     return probe, generated
+
+
+def assert_texts_do_not_depend(directory: Path, plain: dict[str, Any], *others: dict[str, Any], **options: Any) -> None:
+    """With each of these options, prompts that share a beginning get the tokens that they get with the plain ones.
+
+    All of them come twice, so that the second time their prefixes are in the cache.
+    """
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [7, 8, 9] * 12 + [i]} for i in range(6)]
+
+    def texts(own: dict[str, Any]) -> list[list[int]]:
+        llm = LLM(str(directory), max_model_len=64, block_size=4, **options, **own)
+        return [out.outputs[0].token_ids for _ in range(2) for out in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = texts(plain | {"enable_prefix_caching": False, "num_blocks": 200})
+    for own in ({"num_blocks": 200}, {"num_blocks": 30, "preemption": "swap", "swap_space": "1MiB"}, *others):
+        assert texts(own) == expected, own

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.mistral import modeling_mistral
 
-from quire import LLM, SamplingParams, ops
+from quire import ops
 from quire.config import engine_config
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models import choose, load_model
@@ -23,7 +23,7 @@ from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.parity_check import check, packed, randomise
 from quire.models.adapter.toy_model import shrink
 from tests.marks import of_long_runs
-from tests.models.checkpoints import SHORT, TINY, engine, probed_logits, save
+from tests.models.checkpoints import SHORT, TINY, assert_texts_do_not_depend, engine, probed_logits, save
 from tests.models.test_loading import change_config
 
 pytestmark = pytest.mark.slow
@@ -74,17 +74,7 @@ def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path, kind: str, dtype
 
 def test_prefix_hits_guesses_and_preemption_change_nothing(tmp_path: Path) -> None:
     save(tmp_path)
-    prompts = [{"prompt_token_ids": [7, 8, 9] * 12 + [i]} for i in range(6)]
-    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-
-    def texts(**options: Any) -> list[list[int]]:
-        llm = LLM(str(tmp_path), model_impl="transformers", max_model_len=64, block_size=4, **options)
-        return [out.outputs[0].token_ids for _ in range(2) for out in llm.generate(prompts, params, use_tqdm=False)]
-
-    plain = texts(num_speculative_tokens=0, enable_prefix_caching=False, num_blocks=200)
-    assert texts(num_blocks=200) == plain
-    assert texts(num_blocks=30) == plain
-    assert texts(num_blocks=30, preemption="swap", swap_space="1MiB") == plain
+    assert_texts_do_not_depend(tmp_path, {"num_speculative_tokens": 0}, {"num_blocks": 30}, model_impl="transformers")
 
 
 def test_longrope_goes_by_max_model_len(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 
-from quire import LLM, SamplingParams, ops
+from quire import ops
 from quire.errors import ConfigError, Unsupported
 from quire.models import choose
 from quire.models.adapter.parity_check import check, randomise
 from quire.models.adapter.per_sequence import Apart
 from quire.models.adapter.toy_model import shrink
 from tests.marks import of_long_runs
-from tests.models.checkpoints import engine, probed_logits
+from tests.models.checkpoints import assert_texts_do_not_depend, engine, probed_logits
 
 pytestmark = pytest.mark.slow
 
@@ -74,17 +74,7 @@ def test_it_agrees_with_whole_sequences(tmp_path: Path, kind: str, backend: str)
 
 def test_prefix_hits_and_preemption_change_nothing(tmp_path: Path) -> None:
     save_apart(tmp_path, "gptj")
-    prompts = [{"prompt_token_ids": [7, 8, 9] * 12 + [i]} for i in range(4)]
-    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-
-    def texts(**options: Any) -> list[list[int]]:
-        llm = LLM(str(tmp_path), model_impl="transformers", max_model_len=64, block_size=4, **options)
-        return [out.outputs[0].token_ids for _ in range(2) for out in llm.generate(prompts, params, use_tqdm=False)]
-
-    plain = texts(enable_prefix_caching=False, num_blocks=200)
-    assert texts(num_blocks=200) == plain
-    assert texts(num_blocks=30) == plain
-    assert texts(num_blocks=30, preemption="swap", swap_space="1MiB") == plain
+    assert_texts_do_not_depend(tmp_path, {}, model_impl="transformers")
 
 
 def test_a_cache_of_integers(tmp_path: Path) -> None:

@@ -63,12 +63,24 @@ def bytes_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-def every(seed: int, bits: int, group_size: int, store: Callable[[str, Written], dict[str, Tensor]], **how: Any) -> One:
-    """All linears but the output projection."""
+def is_plain(module: str) -> bool:
+    """Whether a linear is the output projection or a router, which formats leave as they were."""
+    return module == "lm_head" or module.endswith(".gate")
+
+
+def every(
+    seed: int,
+    bits: int,
+    group_size: int,
+    store: Callable[[str, Written], dict[str, Tensor]],
+    kept: Callable[[str], bool] = is_plain,
+    **how: Any,
+) -> One:
+    """All linears but those that are kept."""
     generator = np.random.default_rng(seed)
 
     def one(module: str, weight: Tensor) -> tuple[Written, dict[str, Tensor]] | None:
-        if module == "lm_head" or module.endswith(".gate"):
+        if kept(module):
             return None
         made = drawn(generator, *weight.shape, bits, group_size, **how)
         return made, store(module, made)
@@ -165,6 +177,14 @@ def logits(directory: Path, prompts: list[list[int]] = PROMPTS, **options: Any) 
     return torch.stack([probe.found[tuple(prompt[:end])] for prompt in prompts for end in range(1, len(prompt) + 1)])
 
 
+def assert_means_its_numbers(made: writers.Checkpoint, most: float = 0.03, **options: Any) -> None:
+    """The model is that of its numbers, but for the rounding of activations. most: of the divergence by that."""
+    expected = logits(made.dequantised, **options)
+    unrounded = logits(made.directory, quantization_activations="bf16", **options)
+    torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
+    assert 0 < divergence(logits(made.directory, **options), expected) < most
+
+
 def divergence(found: Tensor, expected: Tensor) -> float:
     """Mean KL divergence in nats."""
     p, q = expected.log_softmax(-1), found.log_softmax(-1)
@@ -201,13 +221,9 @@ MORE = [of_long_runs(case) for case in CASES if case not in MULTIPLIED]
 
 @pytest.mark.parametrize("case", [*quick(MULTIPLIED, 3), *MORE])
 def test_the_model_is_that_of_its_numbers(tmp_path: Path, case: str) -> None:
-    """But for the rounding of activations, whose size the case without it shows."""
     config, one = CASES[case]
     made = write(tmp_path, config, one(len(case)), intermediate_size=160 if "smaller" in case else 384)
-    expected = logits(made.dequantised)
-    assert divergence(logits(made.directory), expected) < 0.03
-    unrounded = logits(made.directory, quantization_activations="bf16")
-    torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
+    assert_means_its_numbers(made)
 
 
 @pytest.mark.parametrize("kind", quick(["Mixtral", "Qwen2", "Phi3", "GPTNeoX", "Bloom", "GPT2"], 1))
@@ -224,11 +240,7 @@ def test_families(tmp_path: Path, kind: str) -> None:
         return made, writers.gptq(module, made, 4)
 
     made = write(tmp_path, gptq_config(), one, kind, **changes)
-    expected = logits(made.dequantised)
-    torch.testing.assert_close(logits(made.directory, quantization_activations="bf16"), expected, rtol=1e-4, atol=1e-4)
-    assert divergence(logits(made.directory), expected) < (
-        0.1 if kind == "Mixtral" else 0.03
-    )  # a router may choose anew
+    assert_means_its_numbers(made, 0.1 if kind == "Mixtral" else 0.03)  # a router may choose another expert
 
 
 LATENT_SIZES = {"hidden_size": 96, "moe_intermediate_size": 64, "q_lora_rank": 32, "num_attention_heads": 6}
@@ -245,10 +257,7 @@ def test_a_latent_is_made_of_the_numbers_that_the_integers_mean(tmp_path: Path, 
     dense = {"first_k_dense_replace": 3} if case == "gptq, act-order" else {}  # experts have no orders that differ
     made = write(tmp_path, config, one(len(case)), kind, **LATENT_SIZES, **dense)
     assert sum("kv_b_proj" in module for module in made.written) == 3
-    expected = logits(made.dequantised)
-    unrounded = logits(made.directory, quantization_activations="bf16")
-    torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
-    assert 0 < divergence(logits(made.directory), expected) < 0.1  # a router may choose anew
+    assert_means_its_numbers(made, 0.1)  # a router may choose another expert
 
 
 @pytest.mark.slow
@@ -270,57 +279,34 @@ def test_parts_may_differ(tmp_path: Path) -> None:
 
     config = gptq_config(dynamic=dynamic, modules_to_not_convert=["layers.2.self_attn.q_proj"])
     made = write(tmp_path, config, one, "Qwen2", use_sliding_window=False)
-    expected = logits(made.dequantised)
-    unrounded = logits(made.directory, quantization_activations="bf16")
-    torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
-    assert divergence(logits(made.directory), expected) < 0.03
+    assert_means_its_numbers(made)
 
 
 @pytest.mark.parametrize(
     "ignore", [["lm_head", "model.layers.1.mlp.down_proj"], ["lm_head", r"re:.*\.1\.mlp\.down"], ["model.layers.1"]]
 )
 def test_what_is_ignored_stays(tmp_path: Path, ignore: list[str]) -> None:
-    generator = np.random.default_rng(6)
+    def kept(module: str) -> bool:
+        return module == "lm_head" or "layers.1.mlp.down_proj" in module or ignore[0] in module
 
-    def one(module: str, weight: Tensor) -> tuple[Written, dict[str, Tensor]] | None:
-        if module == "lm_head" or "layers.1.mlp.down_proj" in module or (ignore[0] in module):
-            return None
-        made = drawn(generator, *weight.shape, 4, 32)
-        return made, writers.packed(module, made, 4)
-
-    made = write(tmp_path, packed_config(ignore=ignore), one)
-    unrounded = logits(made.directory, quantization_activations="bf16")
-    torch.testing.assert_close(unrounded, logits(made.dequantised), rtol=1e-4, atol=1e-4)
+    made = write(tmp_path, packed_config(ignore=ignore), every(6, 4, 32, lambda n, w: writers.packed(n, w, 4), kept))
+    assert_means_its_numbers(made)
 
 
 def test_a_quantised_output_projection(tmp_path: Path) -> None:
-    generator = np.random.default_rng(8)
-
-    def one(module: str, weight: Tensor) -> tuple[Written, dict[str, Tensor]] | None:
-        made = drawn(generator, *weight.shape, 4, 32)
-        return made, writers.gptq(module, made, 4)
-
+    one = every(8, 4, 32, lambda n, w: writers.gptq(n, w, 4), lambda module: False)
     made = write(tmp_path, gptq_config(lm_head=True), one, vocab_size=104, tie_word_embeddings=False)
     assert "lm_head" in made.written
-    expected = logits(made.dequantised)
-    unrounded = logits(made.directory, quantization_activations="bf16")
-    torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
-    assert divergence(logits(made.directory), expected) < 0.03
+    assert_means_its_numbers(made)
 
 
 def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
     """Old writers gave every quantised linear one."""
-    generator = np.random.default_rng(9)
 
-    def one(module: str, weight: Tensor) -> tuple[Written, dict[str, Tensor]] | None:
-        if module == "lm_head":
-            return None
-        made = drawn(generator, *weight.shape, 4, 32)
-        return made, writers.gptq(module, made, 4) | {f"{module}.bias": torch.zeros(len(weight))}
+    def stored(module: str, written: Written) -> dict[str, Tensor]:
+        return writers.gptq(module, written, 4) | {f"{module}.bias": torch.zeros(len(written.values))}
 
-    made = write(tmp_path, gptq_config(), one)
-    unrounded = logits(made.directory, quantization_activations="bf16")
-    torch.testing.assert_close(unrounded, logits(made.dequantised), rtol=1e-4, atol=1e-4)
+    assert_means_its_numbers(write(tmp_path, gptq_config(), every(9, 4, 32, stored)))
 
 
 @pytest.mark.slow
