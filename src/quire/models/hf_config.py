@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, TypeVar
 
 from quire.errors import ModelError
@@ -207,3 +208,24 @@ class ConfigReader:
                 f"{self._place} has keys that {self._reader} does not understand: {listed}. It understands "
                 f"{', '.join(sorted(self._understood))}"
             )
+
+
+def reads(
+    family: str, **defaults: Any
+) -> Callable[[Callable[[ConfigReader], Kind]], Callable[[Mapping[str, Any]], Kind]]:
+    """Return a decorator of a function that reads a family's config.json. It then takes the JSON object.
+
+    ModelError is raised if the object sets a key that was never read. defaults: values of keys that are missing.
+    """
+
+    def decorated(read: Callable[[ConfigReader], Kind]) -> Callable[[Mapping[str, Any]], Kind]:
+        @wraps(read)
+        def whole(raw: Mapping[str, Any]) -> Kind:
+            config = ConfigReader({**defaults, **raw}, family)
+            found = read(config)
+            config.finish()
+            return found
+
+        return whole
+
+    return decorated

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families.llama import ENDS, read_sizes, rope_parameters
-from quire.models.hf_config import ConfigReader, is_number
+from quire.models.hf_config import ConfigReader, is_number, reads
 from quire.models.state_config import StateSpaceConfig
 from quire.models.weights import Sources
 
@@ -32,9 +30,9 @@ LAYER = MIXER | {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("bamba")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "bamba")
     sizes = read_sizes(config, num_kv_heads=8)
     sizes.decoder["norm_eps"] = config.number("rms_norm_eps", 1e-5)
     sizes.decoder["max_position_embeddings"] = config.integer("max_position_embeddings", 262_144)
@@ -51,9 +49,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     state = read_state_space(config, sizes.decoder["hidden_size"])
     mlp = MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias"))
     mixers = [attention if i in indices else state for i in range(sizes.num_layers)]
-    decoder = DecoderConfig(**sizes.decoder, layers=tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers))
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers))
 
 
 def read_state_space(config: ConfigReader, hidden_size: int) -> StateSpaceConfig:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
@@ -25,11 +23,11 @@ LAYER = {
 LONGEST = 2048  # tokens in the training of the released models; ALiBi itself has no limit
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("bloom")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "bloom")
     hidden_size = config.integer("n_embed", config.get("hidden_size"))
-    num_heads = config.heads("n_head" if "n_head" in raw else "num_attention_heads", hidden_size)
+    num_heads = config.heads("n_head" if config.has("n_head") else "num_attention_heads", hidden_size)
     config.only("apply_residual_connection_post_layernorm", False)
     for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "skip_bias_add",
                 "skip_bias_add_qkv", "attention_softmax_in_fp32"):  # fmt: skip
@@ -42,7 +40,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         output_bias=True,
     )
     mlp = MlpConfig(size=4 * hidden_size, activation=Activation("gelu_tanh", gated=False), bias=True)
-    decoder = DecoderConfig(
+    return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         max_position_embeddings=config.integer("seq_length", LONGEST),
@@ -53,8 +51,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         embedding_norm=True,
     )
-    config.finish()
-    return decoder
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.families.pairs import pairs_apart
-from quire.models.hf_config import ConfigReader, architectures
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
-DEFAULTS = {"max_position_embeddings": 8192, "layer_norm_eps": 1e-5}
 THETA = {"rope_theta": 500_000.0}  # default of Command R
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("cohere2", max_position_embeddings=8192, layer_norm_eps=1e-5)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "cohere2")
     sizes, rope = read_sizes(config, tied=True, norm_eps="layer_norm_eps"), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("use_qk_norm", False)
@@ -33,12 +30,12 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("order_of_interleaved_layers", "local_attn_first")
     bias = config.flag("attention_bias")
     attention, mlp = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias), MlpConfig(size=sizes.inner)
-    if "CohereForCausalLM" in architectures(raw):
+    if "CohereForCausalLM" in config.texts("architectures"):
         layers = layers_with(attention, mlp, (None,) * sizes.num_layers, (THETA | rope,) * sizes.num_layers)
     else:
         windows = _windows(config, sizes.num_layers)
         layers = layers_with(attention, mlp, windows, [None if window is None else rope for window in windows])
-    decoder = DecoderConfig(
+    return DecoderConfig(
         **sizes.decoder,
         layers=layers,
         norm="layer",
@@ -46,8 +43,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         branches="parallel, one norm",
         logit_scale=config.number("logit_scale", 0.0625),
     )
-    config.finish()
-    return decoder
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

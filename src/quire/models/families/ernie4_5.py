@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.families.pairs import pairs_apart
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
 DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 THETA = {"rope_theta": 500_000.0}  # the default
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("ernie4_5", **DEFAULTS)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "ernie4_5")
     sizes = read_sizes(config, num_kv_heads=2, head_dim=128, tied=True)
     config.only("hidden_act", "silu")
     bias = config.flag("use_bias")
     attention = AttentionConfig(**sizes.heads, rope=THETA | whole_rope(config), bias=bias, output_bias=bias)
     layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner, bias=bias))
-    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

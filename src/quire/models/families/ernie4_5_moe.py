@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -16,16 +14,16 @@ from quire.models.families.ernie4_5 import DEFAULTS, THETA
 from quire.models.families.glm4_moe import EXPERTS
 from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.families.pairs import pairs_apart
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
 AHEAD = re.compile(rf"model\.mtp_.*|{llama.FREQUENCIES.pattern}")  # of layers that predict draft tokens
 LAYER = {**EXPERTS, "correction": ("mlp.moe_statics.e_score_correction_bias",)}
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("ernie4_5_moe", **DEFAULTS)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "ernie4_5_moe")
     sizes = read_sizes(config, num_kv_heads=4, tied=True)
     config.only("hidden_act", "silu")
     config.only("moe_norm_min", 1e-12)  # without effect: no sum of routing weights is as small
@@ -49,9 +47,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     layers = tuple(
         LayerConfig(mixer=attention, mlp=experts if sparse else dense) for sparse in _sparse(config, sizes.num_layers)
     )
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def _sparse(config: ConfigReader, num_layers: int) -> list[bool]:

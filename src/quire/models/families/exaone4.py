@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, whole_rope
-from quire.models.hf_config import ConfigReader
-from quire.models.weights import Sources
+from quire.models.hf_config import ConfigReader, reads
 
-DEFAULTS = {"rms_norm_eps": 1e-5}
 LAYER = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
@@ -21,9 +15,9 @@ LAYER = {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("exaone4", rms_norm_eps=1e-5)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "exaone4")
     sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
     config.only("hidden_act", "silu")
     window = config.window("sliding_window", 4096)
@@ -32,9 +26,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     ropes = [rope if window is None or own is not None else None for own in windows]
     attention = AttentionConfig(**sizes.heads, qk_norm="head")
     layers = layers_with(attention, MlpConfig(size=sizes.inner), windows, ropes)
-    decoder = DecoderConfig(**sizes.decoder, layers=layers, input_norms=False, branch_norms=True)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers, input_norms=False, branch_norms=True)
 
 
 def _by_pattern(config: ConfigReader, window: int | None, num_layers: int) -> list[str]:
@@ -50,7 +42,4 @@ def _by_pattern(config: ConfigReader, window: int | None, num_layers: int) -> li
     return ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
 
 
-def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER})
+weight_sources = llama.sources_with(llama.weight_sources, LAYER)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families.gpt2 import ACTIVATIONS
 from quire.models.families.llama import whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
@@ -26,9 +24,9 @@ ONE_NORM = {"input_norm": ("input_layernorm",), "mlp_norm": ("post_attention_lay
 TWO_NORMS = {"input_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("falcon")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "falcon")
     hidden_size = config.integer("hidden_size", config.get("n_embed"))
     num_heads = config.heads("num_attention_heads", hidden_size)
     config.only("alibi", False)  # ALiBi models were trained with slopes rounded to bfloat16, as in transformers
@@ -59,7 +57,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         config.only("parallel_attn", True)
     norms = config.integer("num_ln_in_parallel_attn", 2 if grouped else 1)
     config.only("num_ln_in_parallel_attn", *((1, 2) if grouped else (1,)))
-    decoder = DecoderConfig(
+    return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         max_position_embeddings=config.integer("max_position_embeddings", 2048),
@@ -69,8 +67,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         branches="in turn" if not parallel else "parallel" if norms == 2 else "parallel, one norm",
     )
-    config.finish()
-    return decoder
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

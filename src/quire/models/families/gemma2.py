@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
-DEFAULTS = {"max_position_embeddings": 8192}
 LAYER = {
     "output_norm": ("post_attention_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),
@@ -24,9 +21,9 @@ LAYER = {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("gemma2", max_position_embeddings=8192)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "gemma2")
     sizes, rope = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True), whole_rope(config)
     num_layers = sizes.num_layers
     config.only("hidden_act", "gelu_pytorch_tanh")  # older configs have it in addition to hidden_activation
@@ -41,25 +38,23 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         bias=attention_bias,
         output_bias=attention_bias,
         scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
-        softcap=cap(config, raw, "attn_logit_softcapping", 50.0),
+        softcap=cap(config, "attn_logit_softcapping", 50.0),
     )
     mlp = MlpConfig(size=sizes.inner, activation=Activation("gelu_tanh"))
     windows = config.windows(config.texts("layer_types", alternating), window, num_layers)
-    decoder = DecoderConfig(
+    return DecoderConfig(
         **sizes.decoder,
         layers=layers_with(attention, mlp, windows, (rope,) * num_layers),
         branch_norms=True,
-        logit_softcap=cap(config, raw, "final_logit_softcapping", 30.0),
+        logit_softcap=cap(config, "final_logit_softcapping", 30.0),
         embedding_scale=math.sqrt(sizes.decoder["hidden_size"]),
         rounds_embedding_scale=True,
     )
-    config.finish()
-    return decoder
 
 
-def cap(config: ConfigReader, raw: Mapping[str, Any], key: str, default: float) -> float | None:
+def cap(config: ConfigReader, key: str, default: float) -> float | None:
     """Return the cap: None if the key is null, Gemma's default if it is missing."""
-    return None if key in raw and raw[key] is None else config.number(key, default)
+    return None if config.is_null(key) else config.number(key, default)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
-from quire.models.families import gemma2
+from quire.models.families import gemma2, llama
 from quire.models.families.llama import check_whole_heads, read_sizes
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.rope import check_rope
-from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
-# Default values; published text parts omit many keys.
-DEFAULTS = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 131_072,
-}
 
-
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads(
+    "gemma3",  # whose published text parts omit many keys
+    vocab_size=262_208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    max_position_embeddings=131_072,
+)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "gemma3")
     sizes = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True)
     num_layers = sizes.num_layers
     config.only("hidden_activation", "gelu_pytorch_tanh")
@@ -50,7 +45,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
     )
     mlp = MlpConfig(size=sizes.inner, activation=Activation("gelu_tanh"))
-    decoder = DecoderConfig(
+    return DecoderConfig(
         **sizes.decoder,
         layers=layers_with(attention, mlp, windows, [ropes[kind] for kind in kinds]),
         branch_norms=True,
@@ -58,8 +53,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         embedding_scale=math.sqrt(sizes.decoder["hidden_size"]),
         rounds_embedding_scale=True,
     )
-    config.finish()
-    return decoder
 
 
 def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
@@ -86,7 +79,4 @@ def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
     return ropes
 
 
-def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    theirs = gemma2.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)})
+weight_sources = llama.sources_with(gemma2.weight_sources, llama.HEAD_NORMS)

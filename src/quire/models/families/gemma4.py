@@ -21,12 +21,11 @@ from quire.models.decoder_config import (
 )
 from quire.models.families import gemma2
 from quire.models.families.llama import Sizes, check_whole_heads, read_sizes
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.rope import check_rope
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
-DEFAULTS = {"max_position_embeddings": 131_072}
 PER_LAYER = "config.json: per_layer_config"
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -62,13 +61,13 @@ APART = {  # in GGUF files
 UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.weight")  # of layers that share keys
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("gemma4", max_position_embeddings=131_072)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "gemma4")
     sizes = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True)
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("use_bidirectional_attention", "vision")  # only between tokens of an image
-    decoder = DecoderConfig(
+    return DecoderConfig(
         **sizes.decoder,
         layers=_layers(config, sizes),
         branch_norms=True,
@@ -78,8 +77,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         embedding_scale=sizes.decoder["hidden_size"] ** 0.5,
         rounds_embedding_scale=True,
     )
-    config.finish()
-    return decoder
 
 
 def _layers(config: ConfigReader, sizes: Sizes) -> tuple[LayerConfig, ...]:

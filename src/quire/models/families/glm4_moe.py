@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from quire.models.decoder_config import (
     AttentionConfig,
@@ -16,10 +14,9 @@ from quire.models.decoder_config import (
 )
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, rope_parameters
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
-DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 EXPERTS = {
     "router": ("mlp.gate",),
     "correction": ("mlp.gate.e_score_correction_bias",),
@@ -31,9 +28,9 @@ EXPERTS = {
 NORMS = {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("glm4_moe", max_position_embeddings=131_072, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "glm4_moe")
     sizes, rope = read_sizes(config, num_kv_heads=8), rope_parameters(config)
     config.only("hidden_act", "silu")
     attention = AttentionConfig(
@@ -43,13 +40,11 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         qk_norm="head" if config.flag("use_qk_norm") else None,
     )
     experts = sigmoid_experts(config)
-    decoder = DecoderConfig(
-        **sizes.decoder, layers=first_dense(config, attention, sizes.inner, experts, 1, sizes.num_layers)
-    )
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # layers after the last one, which predict draft tokens
         config.get(key)
-    config.finish()
-    return decoder
+    return DecoderConfig(
+        **sizes.decoder, layers=first_dense(config, attention, sizes.inner, experts, 1, sizes.num_layers)
+    )
 
 
 def sigmoid_experts(config: ConfigReader) -> ExpertsConfig:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import bloom, gpt2
 from quire.models.families.llama import rope_parameters
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
-DEFAULTS = {"rotary_pct": 0.25}
 LAYER = {
     "input_norm": ("input_layernorm",),
     "qkv": ("attention.query_key_value",),
@@ -27,9 +24,9 @@ ACTIVATIONS = {**gpt2.ACTIVATIONS, "gelu_fast": "gelu_tanh"}
 BUFFERS = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")  # of old checkpoints
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("gpt_neox", rotary_pct=0.25)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "gpt_neox")
     hidden_size = config.integer("hidden_size")
     num_heads = config.heads("num_attention_heads", hidden_size)
     rope = rope_parameters(config, "rotary_emb_base", "rotary_pct")
@@ -51,7 +48,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=Activation(ACTIVATIONS[activation], gated=False),
         bias=True,
     )
-    decoder = DecoderConfig(
+    return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         max_position_embeddings=config.integer("max_position_embeddings", 2048),
@@ -61,8 +58,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         norm_eps=config.number("layer_norm_eps", 1e-5),
         branches="parallel" if config.flag("use_parallel_residual", True) else "in turn",
     )
-    config.finish()
-    return decoder
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families.llama import Sizes, read_sizes, weight_sources, whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 
 __all__ = ["decoder_config", "weight_sources"]
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("granite")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "granite")
     sizes = read_sizes(config)
-    decoder = read_decoder(config, sizes, MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias")))
-    config.finish()
-    return decoder
+    return read_decoder(config, sizes, MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias")))
 
 
 def read_decoder(config: ConfigReader, sizes: Sizes, mlp: MlpConfig | ExpertsConfig) -> DecoderConfig:

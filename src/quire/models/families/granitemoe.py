@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.granite import read_decoder
 from quire.models.families.granitemoehybrid import experts_sources
 from quire.models.families.llama import read_sizes
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("granitemoe")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "granitemoe")
     config.get("router_aux_loss_coef")  # for training
     sizes, shared = read_sizes(config), config.count("shared_intermediate_size", 0)
     experts = ExpertsConfig(
@@ -27,9 +25,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         renormalised=True,
         shared=MlpConfig(size=shared) if shared else None,
     )
-    decoder = read_decoder(config, sizes, experts)
-    config.finish()
-    return decoder
+    return read_decoder(config, sizes, experts)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families.bamba import MIXER, adapted, read_state_space
 from quire.models.families.llama import ENDS, read_sizes, whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.state_config import StateSpaceConfig
 from quire.models.weights import Sources
 
@@ -36,9 +33,9 @@ APART: dict[str, tuple[str, ...]] = {  # in GGUF files
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("granitemoehybrid")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "granitemoehybrid")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
     for key in ("router_aux_loss_coef", "init_method"):
@@ -62,15 +59,13 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     usual = config.texts("layer_types", ["linear_attention"] * sizes.num_layers)
     kinds = config.texts("layers_block_type") or usual
     mlp = read_mlp(config, sizes.inner)
-    decoder = DecoderConfig(
+    return DecoderConfig(
         **sizes.decoder,
         layers=tuple(LayerConfig(mixer=one, mlp=mlp) for one in config.of_layers(mixers, kinds, sizes.num_layers)),
         branch_scale=config.number("residual_multiplier", 1.0),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / config.number("logits_scaling", 1.0),
     )
-    config.finish()
-    return decoder
 
 
 def read_mlp(config: ConfigReader, inner: int) -> MlpConfig | ExpertsConfig:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
-from quire.models.families import lfm2
+from quire.models.families import lfm2, llama
 from quire.models.families.lfm2 import read_lfm2_sizes, read_mixers
-from quire.models.hf_config import ConfigReader
-from quire.models.weights import Sources
+from quire.models.hf_config import ConfigReader, reads
 
 LAYER = {
     "router": ("feed_forward.gate",),
@@ -20,9 +15,9 @@ LAYER = {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("lfm2_moe")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "lfm2_moe")
     sizes = read_lfm2_sizes(config)
     dense = MlpConfig(size=sizes.inner)
     experts = ExpertsConfig(
@@ -38,12 +33,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     first = config.count("num_dense_layers", 2)
     mixers = read_mixers(config, sizes, config.texts("layer_types"))
     layers = tuple(LayerConfig(mixer=mixer, mlp=dense if i < first else experts) for i, mixer in enumerate(mixers))
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
-def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    theirs = lfm2.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER})
+weight_sources = llama.sources_with(lfm2.weight_sources, LAYER)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.errors import ModelError
@@ -12,6 +13,7 @@ from quire.models.hf_config import ConfigReader, architectures
 from quire.models.rope import check_rope, rotated_share, takes_original
 from quire.models.weights import Sources
 
+WeightSources = Callable[[DecoderConfig, frozenset[str]], Sources]
 # Ours -> theirs below a layer; several of theirs are stacked in this order.
 LAYER = {
     "input_norm": ("input_layernorm",),
@@ -21,6 +23,7 @@ LAYER = {
     "mlp_in": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp_out": ("mlp.down_proj",),
 }
+HEAD_NORMS = {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}  # of families that have them
 ENDS = {
     "embedding": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
@@ -123,3 +126,13 @@ def beyond(config: DecoderConfig) -> re.Pattern[str]:
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     return Sources(ENDS, "model.layers.{}.", LAYER, FREQUENCIES)
+
+
+def sources_with(base: WeightSources, layer: Mapping[str, tuple[str, ...]]) -> WeightSources:
+    """Return the `weight_sources` of a family that has those of another one but for these parts of a layer."""
+
+    def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+        theirs = base(config, names)
+        return replace(theirs, layer={**theirs.layer, **layer})
+
+    return weight_sources

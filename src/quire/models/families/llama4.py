@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +11,10 @@ from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsC
 from quire.models.families import llama
 from quire.models.families.llama import Sizes, read_sizes, whole_rope
 from quire.models.families.pairs import pairs_apart
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.rope import Temperature
 from quire.models.weights import Sources
 
-DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
 LAYER = {
     "mlp_in": ("feed_forward.gate_proj", "feed_forward.up_proj"),
     "mlp_out": ("feed_forward.down_proj",),
@@ -33,9 +30,9 @@ TOGETHER = {  # one tensor has the weights of all experts, [in, out] each
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("llama4", max_position_embeddings=131_072, rms_norm_eps=1e-5, rope_theta=500_000.0)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "llama4")
     sizes = read_sizes(config, num_kv_heads=8, head_dim=128)
     config.only("hidden_act", "silu")
     config.only("for_llm_compressor", False)
@@ -43,9 +40,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         config.get(key)
     mixers, mlps = _mixers(config, sizes), _mlps(config, sizes)
     layers = tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def _mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig]:

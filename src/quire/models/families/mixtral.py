@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, whole_rope
-from quire.models.hf_config import ConfigReader
-from quire.models.weights import Sources
+from quire.models.hf_config import ConfigReader, reads
 
-DEFAULTS = {"max_position_embeddings": 4096 * 32, "rms_norm_eps": 1e-5}
 LAYER = {
     "router": ("block_sparse_moe.gate",),
     "experts.mlp_in": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
@@ -20,9 +14,9 @@ LAYER = {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("mixtral", max_position_embeddings=4096 * 32, rms_norm_eps=1e-5)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "mixtral")
     sizes, rope = read_sizes(config, num_kv_heads=8), {"rope_theta": 1e6} | whole_rope(config)
     config.only("hidden_act", "silu")
     for key in ("router_aux_loss_coef", "router_jitter_noise"):  # for training
@@ -35,12 +29,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     attention = AttentionConfig(**sizes.heads, window=config.window("sliding_window"), rope=rope)
     layer = LayerConfig(mixer=attention, mlp=experts)
-    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
 
 
-def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER})
+weight_sources = llama.sources_with(llama.weight_sources, LAYER)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
@@ -26,9 +26,9 @@ ENDS = {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("mpt")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "mpt")
     hidden_size = config.integer("d_model", 2048)
     num_heads = config.heads("n_heads", hidden_size)
     config.only("expansion_ratio", 4)
@@ -46,7 +46,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         scale=_read_scale(config.mapping("attn_config")),
     )
     mlp = MlpConfig(size=4 * hidden_size, activation=Activation("gelu", gated=False))
-    decoder = DecoderConfig(
+    return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         max_position_embeddings=config.integer("max_seq_len", 2048),
@@ -57,8 +57,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         norm_bias=False,
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
     )
-    config.finish()
-    return decoder
 
 
 def _read_scale(raw: Mapping[str, Any]) -> float | None:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, rope_parameters
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
-DEFAULTS = {"max_position_embeddings": 4096, "norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 LAYER = {"mlp_in": ("mlp.up_proj",)}
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("nemotron", max_position_embeddings=4096, norm_eps=1e-5, partial_rotary_factor=0.5)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "nemotron")
     sizes, rope = read_sizes(config, norm_eps="norm_eps"), rope_parameters(config)
     config.only("hidden_act", "relu2")
     bias = config.flag("attention_bias")
@@ -29,9 +26,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     activation = Activation("relu_squared", gated=False)
     mlp = MlpConfig(size=sizes.inner, activation=activation, bias=config.flag("mlp_bias"))
     layer = LayerConfig(mixer=attention, mlp=mlp)
-    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, norm="layer")
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, norm="layer")
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

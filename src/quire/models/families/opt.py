@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families.gpt2 import ACTIVATIONS
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation, Function
 
@@ -23,9 +20,9 @@ FUNCTIONS: dict[str, Function] = {**ACTIVATIONS, "relu": "relu"}
 FIRST_POSITION = 2
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("opt")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "opt")
     hidden_size = config.integer("hidden_size")
     num_heads = config.heads("num_attention_heads", hidden_size)
     activation = config.get("activation_function", "relu")
@@ -47,7 +44,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     mlp = MlpConfig(
         size=config.integer("ffn_dim"), activation=Activation(FUNCTIONS[activation], gated=False), bias=bias
     )
-    decoder = DecoderConfig(
+    return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         max_position_embeddings=config.integer("max_position_embeddings", 2048),
@@ -58,8 +55,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         norm="layer",
         norm_eps=1e-5,
     )
-    config.finish()
-    return decoder
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

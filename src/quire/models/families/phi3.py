@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, rope_parameters
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.rope import rope_type
-from quire.models.weights import Sources
 
-DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 LAYER = {"qkv": ("self_attn.qkv_proj",), "mlp_in": ("mlp.gate_up_proj",)}
 ROPES = ("default", "longrope")
 # Custom code of the first checkpoints, which is now part of transformers.
 CODE = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("phi3", max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "phi3")
     sizes = read_sizes(config)
     rope = rope_parameters(config)
     if rope_type(rope) not in ROPES:
@@ -38,12 +32,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         config.only(key, 1)
     attention = AttentionConfig(**sizes.heads, window=config.window("sliding_window"), rope=rope)
     layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner))
-    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
 
 
-def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER})
+weight_sources = llama.sources_with(llama.weight_sources, LAYER)

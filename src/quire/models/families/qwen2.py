@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families.llama import read_sizes, weight_sources, whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 
 __all__ = ["decoder_config", "weight_sources"]
 
-DEFAULTS = {"max_position_embeddings": 32_768}
 
-
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("qwen2", max_position_embeddings=32_768)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "qwen2")
     sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("use_mrope", False)
     attention, ropes = AttentionConfig(**sizes.heads, bias=True), (rope,) * sizes.num_layers
     layers = layers_with(attention, MlpConfig(size=sizes.inner), windows(config, sizes.num_layers), ropes)
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

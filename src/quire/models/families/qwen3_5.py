@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import Sizes, read_sizes, rope_parameters
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.state_config import GatedDeltaConfig
 from quire.models.weights import Sources
 
@@ -34,17 +32,15 @@ LAYER = {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("qwen3_5")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "qwen3_5")
     sizes = read_text_sizes(config)
     config.only("hidden_act", "silu")
     config.only("mlp_only_layers", [])
     mlp = MlpConfig(size=sizes.inner)
     layers = tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in read_mixers(config, sizes))
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def read_text_sizes(config: ConfigReader, num_kv_heads: int = 4) -> Sizes:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import qwen3_5, qwen3_moe
 from quire.models.families.qwen3_5 import read_mixers, read_text_sizes
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
 SHARED = {
@@ -23,19 +21,17 @@ TOGETHER = {  # one tensor has the weights of all experts
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+# intermediate_size is that of layers without experts, which this family does not have.
+@reads("qwen3_5_moe", intermediate_size=1)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    # intermediate_size is that of layers without experts, which this family does not have.
-    config = ConfigReader({"intermediate_size": 1, **raw}, "qwen3_5_moe")
     sizes = read_text_sizes(config, num_kv_heads=2)
     config.only("hidden_act", "silu")
     config.only("mlp_only_layers", [])
     config.only("norm_topk_prob", True)
     experts = read_experts(config, count=256, per_token=8)
     layers = tuple(LayerConfig(mixer=mixer, mlp=experts) for mixer in read_mixers(config, sizes))
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def read_experts(config: ConfigReader, count: int, per_token: int) -> ExpertsConfig:

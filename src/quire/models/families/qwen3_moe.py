@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
-from quire.models.families import qwen3
+from quire.models.families import llama, qwen3
 from quire.models.families.llama import read_sizes, whole_rope
-from quire.models.hf_config import ConfigReader
-from quire.models.weights import Sources
+from quire.models.hf_config import ConfigReader, reads
 
-DEFAULTS = {"max_position_embeddings": 32_768}
 LAYER = {
     "router": ("mlp.gate",),
     "experts.mlp_in": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
@@ -20,9 +14,9 @@ LAYER = {
 }
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("qwen3_moe", max_position_embeddings=32_768)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "qwen3_moe")
     sizes, rope = read_sizes(config, num_kv_heads=4), whole_rope(config)
     config.only("hidden_act", "silu")
     config.get("router_aux_loss_coef")  # for training
@@ -38,9 +32,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     dense, experts = MlpConfig(size=sizes.inner), _experts(config)
     sparse = sparse_layers(config, sizes.num_layers)
     layers = tuple(LayerConfig(mixer=attention, mlp=experts if chosen else dense) for chosen in sparse)
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def _experts(config: ConfigReader) -> ExpertsConfig:
@@ -60,7 +52,4 @@ def sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
-def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
-    """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    theirs = qwen3.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER})
+weight_sources = llama.sources_with(qwen3.weight_sources, LAYER)

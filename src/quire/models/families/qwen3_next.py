@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +13,16 @@ from quire.models.families import qwen3_5, qwen3_5_moe
 from quire.models.families.qwen3_5 import read_mixers, read_text_sizes
 from quire.models.families.qwen3_5_moe import read_experts
 from quire.models.families.qwen3_moe import sparse_layers
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.state_config import GatedDeltaConfig
 from quire.models.weights import Sources
 
 LAYER = {"state_in": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("qwen3_next")
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader(raw, "qwen3_next")
     sizes = read_text_sizes(config, num_kv_heads=2)
     config.only("hidden_act", "silu")
     config.only("use_sliding_window", False)
@@ -32,9 +30,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     dense, experts = MlpConfig(size=sizes.inner), read_experts(config, count=512, per_token=10)
     mixers = zip(read_mixers(config, sizes, in_pairs=True), sparse_layers(config, sizes.num_layers), strict=True)
     layers = tuple(LayerConfig(mixer=mixer, mlp=experts if sparse else dense) for mixer, sparse in mixers)
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

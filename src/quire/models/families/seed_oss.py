@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families.llama import read_sizes, weight_sources, whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 
 __all__ = ["decoder_config", "weight_sources"]
 
-DEFAULTS = {"max_position_embeddings": 524_288}
 
-
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("seed_oss", max_position_embeddings=524_288)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "seed_oss")
     sizes, rope = read_sizes(config, num_kv_heads=8, head_dim=128), whole_rope(config)
     config.only("hidden_act", "silu")
     config.get("residual_dropout")  # training
@@ -27,6 +22,4 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         output_bias=config.flag("attention_out_bias"),
     )
     layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias")))
-    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families.llama import read_sizes, weight_sources, whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 
 __all__ = ["decoder_config", "weight_sources"]
 
-DEFAULTS = {"max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
 
-
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("smollm3", max_position_embeddings=32_768, rope_theta=2_000_000.0)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "smollm3")
     sizes, rope = read_sizes(config, num_kv_heads=4, tied=True), whole_rope(config)
     rotated = _rotated(config, sizes.num_layers)
     config.only("hidden_act", "silu")
@@ -26,9 +21,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     attention = AttentionConfig(**sizes.heads, bias=attention_bias, output_bias=attention_bias)
     mlp = MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias"))
     layers = layers_with(attention, mlp, _windows(config, rotated), [rope if turns else None for turns in rotated])
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=layers)
 
 
 def _rotated(config: ConfigReader, num_layers: int) -> list[bool]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, whole_rope
-from quire.models.hf_config import ConfigReader
+from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 from quire.ops.activation import Activation
 
-DEFAULTS = {"max_position_embeddings": 4096, "norm_epsilon": 1e-5}
 LAYER = {"mlp_in": ("mlp.c_fc",), "mlp_out": ("mlp.c_proj",)}
 
 
-def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+@reads("starcoder2", max_position_embeddings=4096, norm_epsilon=1e-5)
+def decoder_config(config: ConfigReader) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    config = ConfigReader({**DEFAULTS, **raw}, "starcoder2")
     sizes = read_sizes(config, num_kv_heads=2, tied=True, norm_eps="norm_epsilon")
     config.only("hidden_act", "gelu_pytorch_tanh")
     config.only("mlp_type", "default")
@@ -39,9 +36,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     mlp = MlpConfig(size=sizes.inner, activation=Activation("gelu_tanh", gated=False), bias=use_bias)
     layer = LayerConfig(mixer=attention, mlp=mlp)
-    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, norm="layer")
-    config.finish()
-    return decoder
+    return DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, norm="layer")
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
