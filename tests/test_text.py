@@ -333,16 +333,16 @@ def test_where_no_stop_string_begins_is_looked_at_once() -> None:
     assert len(looked) < 4 * len(text)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_prompts_and_texts(tokenizer: Tokenizer, seed: int) -> None:
+def test_random_prompts_and_texts(tokenizer: Tokenizer) -> None:
     """Characters of one to four bytes; the context is cut anywhere, also within a run of bytes."""
-    rng = random.Random(seed)
-    prompt, text = ("".join(rng.choice("ab é漢字🙂") for _ in range(rng.randint(1, 30))) for _ in range(2))
-    prompt, text = "a" + prompt, text + "b"
-    context = tokenizer.encode(prompt)
-    tokens = tokenizer.encode(prompt + text)[len(context) :]
-    detokenizer = Detokenizer(tokenizer, context, skip_special_tokens=True)
-    assert "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()]) == text
+    rng = random.Random(0)
+    for _ in range(60):
+        prompt, text = ("".join(rng.choice("ab é漢字🙂") for _ in range(rng.randint(1, 30))) for _ in range(2))
+        prompt, text = "a" + prompt, text + "b"
+        context = tokenizer.encode(prompt)
+        tokens = tokenizer.encode(prompt + text)[len(context) :]
+        detokenizer = Detokenizer(tokenizer, context, skip_special_tokens=True)
+        assert "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()]) == text
 
 
 def test_a_character_after_many_broken_bytes_is_whole(tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_a_long_prompt_is_not_gone_through() -> None:
 # ------------------------------------------------------------------------------------------------------- resumed
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_resumed_text_is_where_it_was_and_goes_on_the_same(tokenizer: Tokenizer, seed: int) -> None:
     """Cut within characters, within what may be a stop string, and within min_tokens."""
     rng = random.Random(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -126,7 +125,7 @@ def groups_of(num_kv_heads: int, head_dim: int) -> list[CacheGroup]:
     return [CacheGroup((0, 1), heads=heads), CacheGroup((2,), heads=heads)]
 
 
-@pytest.mark.parametrize(("block_size", "heads", "dim"), list(product((1, 3, 16, 255), (1, 3), (1, 2, 3, 7, 16, 33))))
+@pytest.mark.parametrize(("block_size", "heads", "dim"), spread(4, (1, 3, 16, 255), (1, 3), (1, 2, 3, 7, 16, 33)))
 def test_a_block_holds_integers_and_scales(block_size: int, heads: int, dim: int) -> None:
     groups = groups_of(heads, dim)
     cache = KVCache(groups, 5, block_size, torch.int8, num_host_blocks=2)

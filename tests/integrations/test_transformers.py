@@ -9,7 +9,7 @@ from transformers import masking_utils
 
 import quire.integrations.transformers as q
 from quire.errors import QuireError, Unsupported
-from tests.marks import of_long_runs
+from tests.marks import of_long_runs, spread
 
 q.register()
 
@@ -283,10 +283,11 @@ def stored(x: torch.Tensor, order: str) -> torch.Tensor:
     return x.permute(there).contiguous().permute(back)
 
 
-@pytest.mark.parametrize("k_order", STORED)
-@pytest.mark.parametrize("v_order", STORED)
-@pytest.mark.parametrize(("batch", "rows", "keys"), [(3, 5, 8), (1, 4, 4), (3, 1, 6), (3, 1, 1), (1, 1, 1)])
-def test_keys_of_any_strides(k_order: str, v_order: str, batch: int, rows: int, keys: int) -> None:
+@pytest.mark.parametrize(
+    ("k_order", "v_order", "sizes"), spread(4, STORED, STORED, [(3, 5, 8), (1, 4, 4), (3, 1, 6), (3, 1, 1), (1, 1, 1)])
+)
+def test_keys_of_any_strides(k_order: str, v_order: str, sizes: tuple[int, int, int]) -> None:
+    batch, rows, keys = sizes
     torch.manual_seed(0)
     query, key, value = torch.randn(batch, 4, rows, 8), torch.randn(batch, 2, keys, 8), torch.randn(batch, 2, keys, 12)
     visible = torch.arange(keys) <= torch.arange(keys - rows, keys)[:, None]

@@ -17,7 +17,7 @@ from quire.models import load_model, read_config
 from quire.models.rope import longest_rotated
 from quire.ops import load
 from quire_bench.engine import loading
-from tests.models.checkpoints import SHORT, TINY, engine, probed_logits, save
+from tests.models.checkpoints import TINY, engine, probed_logits, save
 from tests.models.test_loading import change_config
 
 PROMPT = list(range(2, 20))
@@ -43,27 +43,6 @@ def test_starcoder2_rotates_whole_heads(tmp_path: Path) -> None:
     refused(tmp_path, r"partial_rotary_factor is 0\.5; family 'starcoder2' serves 1\.0 only")
 
 
-@pytest.mark.parametrize("kind", ["Llama", "SmolLM3", "Mistral"])
-def test_a_null_number_of_kv_heads_is_one_for_each_head(tmp_path: Path, kind: str) -> None:
-    model = save(tmp_path, kind, **SHORT | {"num_key_value_heads": 6})
-    change_config(tmp_path, num_key_value_heads=None)
-    assert read_config(tmp_path)[0].groups[0].heads.num_kv_heads == 6
-    assert_as_transformers(tmp_path, model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("SmolLM3", {"no_rope_layer_interval": 1}),
-        ("GraniteMoeHybrid", {"layer_types": ["full_attention"] * 4}),
-        ("Cohere2", {"layer_types": ["full_attention"] * 3}),
-    ],
-)
-def test_layers_without_positions(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
-    """The causal mask alone tells a row which keys came before it."""
-    assert_as_transformers(tmp_path, save(tmp_path, kind, **changes))
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "written"),
     [
@@ -80,13 +59,6 @@ def test_what_a_config_says_twice_or_leaves_out(
     model = save(tmp_path, kind, **changes)
     change_config(tmp_path, **written)
     assert_as_transformers(tmp_path, model)
-
-
-@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "Gemma2"])
-def test_the_longest_sequence_of_a_config_that_names_none(tmp_path: Path, kind: str) -> None:
-    model = save(tmp_path, kind)
-    change_config(tmp_path, max_position_embeddings="DELETE")
-    assert read_config(tmp_path)[0].max_position_embeddings == type(model.config)().max_position_embeddings
 
 
 def test_rope_parameters_that_are_null_are_missing(tmp_path: Path) -> None:
