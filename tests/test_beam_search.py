@@ -157,19 +157,6 @@ def test_a_prompt_as_long_as_the_model_serves_is_refused(llama: tuple[Path, Any]
     assert [len(sequence.tokens) for sequence in output.sequences] == [17, 17]
 
 
-def test_searches_and_streams_run_side_by_side(llama: tuple[Path, Any]) -> None:
-    llm = LLM(str(llama[0]), num_blocks=200, block_size=4)
-    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    [alone] = llm.generate([PROMPTS[1]], greedy)
-    stream = llm.stream([PROMPTS[1]], greedy)
-    next(stream)
-    params = BeamSearchParams(beam_width=3, max_tokens=6)
-    [output] = llm.beam_search([PROMPTS[0]], params)
-    expected = of_transformers(llama[1], PROMPTS[0], params)
-    assert [sequence.tokens for sequence in output.sequences] == [tokens for tokens, _ in expected]
-    assert [*stream][-1].outputs[0].token_ids == alone.outputs[0].token_ids
-
-
 def test_a_failed_step_is_told_and_leaves_nothing_behind(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

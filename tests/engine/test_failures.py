@@ -146,17 +146,6 @@ def test_a_step_that_cannot_swap_out_loses_nothing_of_the_one_that_gave_way() ->
     assert young.tokens.tolist()[4:] == continuation([1, 2, 3, 4], 9)
 
 
-def test_a_lost_device_is_told() -> None:
-    """After an illegal address, say, every call of CUDA fails: the step's requests end, and the caller hears of it."""
-    engine = fake_engine(block_size=4)
-    engine.add(request("r", [1, 2, 3], max_tokens=3))
-    engine.runner.fail_next = engine.runner.lost = True
-    with pytest.raises(RuntimeError, match="injected"):
-        engine.step()
-    assert not engine.has_work
-    engine.scheduler.audit()
-
-
 def test_a_step_is_under_way_while_it_is_computed() -> None:
     """And not after it, however it ends."""
     engine = fake_engine(block_size=4)

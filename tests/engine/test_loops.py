@@ -562,8 +562,10 @@ def test_planning_ahead_that_raises_loses_nothing() -> None:
     engine.scheduler.audit()
 
 
-def test_a_lost_device_is_told() -> None:
-    engine = later_engine()
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_lost_device_is_told(loop: type[Loop]) -> None:
+    """After an illegal address, say, every call of CUDA fails: the step's requests end, and the caller hears of it."""
+    engine = later_engine(loop)
     engine.add(request("r", PROMPT, max_tokens=9))
     engine.step()
     engine.runner.lost = engine.runner.fail_next = True

@@ -182,6 +182,7 @@ def test_after_any_delivered_token_the_rest_is_the_same(
         assert llm.engine.scheduler.num_preemptions > before
 
 
+@pytest.mark.parametrize("llm", ["guesses", "swapped"], indirect=True)
 def test_prompt_logprobs_go_on_where_they_ended(llm: LLM, right: dict[str, tuple[CompletionOutput, list[str]]]) -> None:
     output, _ = whole = made(llm, "whole", "prompt")
     run(llm, whole)

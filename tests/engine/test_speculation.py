@@ -266,18 +266,6 @@ def test_guessing_never_takes_blocks_from_others(tmp_path: Path) -> None:
     assert steps < plain_steps
 
 
-def test_siblings_guess_for_themselves(tmp_path: Path) -> None:
-    save(tmp_path)
-    outputs = []
-    for count in (0, 5):
-        llm = LLM(str(tmp_path), num_speculative_tokens=count, num_blocks=64)
-        params = SamplingParams(n=2, temperature=0.2, max_tokens=40, ignore_eos=True, seed=5)
-        [output] = llm.generate([{"prompt_token_ids": LOOPS[0]}], params)
-        outputs.append([sample.token_ids for sample in output.outputs])
-    assert outputs[0] == outputs[1]
-    assert outputs[0][0] != outputs[0][1]
-
-
 def test_only_where_a_row_keeps_its_bits(tmp_path: Path) -> None:
     save(tmp_path)
     assert engine(tmp_path, num_speculative_tokens=1).scheduler.lookup is not None

@@ -207,31 +207,6 @@ def values(llm: LLM, lora: str | None = None) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [512, 20])
-def test_beams_with_an_adapter_are_scored_by_it(adapters: Path, num_blocks: int) -> None:
-    """Each beam scored by a request of its own gives the same number; so it does from the cache that the search left.
-
-    With 20 blocks of 4 tokens beams are preempted.
-    """
-    options: dict[str, Any] = {"lora": {"a": adapters / "a"}, "block_size": 4, "max_model_len": 64}
-    llm, fresh = LLM(num_blocks=num_blocks, **options), LLM(num_blocks=512, enable_prefix_caching=False, **options)
-    prompt = llm.get_tokenizer().encode("import os\n")
-    params = BeamSearchParams(beam_width=4, max_tokens=16, ignore_eos=True)
-    one_more = SamplingParams(max_tokens=1, temperature=0.0, logprobs=3)
-    for lora in ("a", None):
-        searches = llm.beam_search([{"prompt_token_ids": prompt}] * 2, params, lora=lora)
-        for found in (sequence for search in searches for sequence in search.sequences):
-            given: Any = {"prompt_token_ids": prompt}
-            [alone] = fresh.loglikelihood(given, [found.tokens[len(prompt) :]], lora=lora, use_tqdm=False)
-            assert found.cum_logprob == alone.cumulative_logprob
-            given = {"prompt_token_ids": found.tokens}
-            [after] = llm.generate(given, one_more, lora=lora, use_tqdm=False)
-            [expected] = fresh.generate(given, one_more, lora=lora, use_tqdm=False)
-            assert after.outputs[0].logprobs == expected.outputs[0].logprobs
-    assert (llm.engine.scheduler.num_preemptions > 0) == (num_blocks == 20)
-
-
-@pytest.mark.slow
 def test_answers_with_adapters_are_the_same_streamed_and_whole(adapters: Path) -> None:
     llm = LLM(lora={"a": adapters / "a"}, num_blocks=256)
     prompts = ["def f(x):", "import os"]
