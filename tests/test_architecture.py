@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 SRC = Path(__file__).parent.parent / "src" / "quire"
 FILES = sorted(SRC.rglob("*.py"))
 MEASURING = sorted((SRC.parent.parent / "bench" / "src" / "quire_bench").rglob("*.py"))
@@ -112,6 +114,14 @@ def trees() -> dict[Path, ast.Module]:
         gc.enable()
     gc.freeze()  # else every collection of later tests looks through a million nodes, for a second
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Drop the trees after these tests: the garbage collector would scan them in all later ones."""
+    yield
+    imported_modules.cache_clear()
+    trees.cache_clear()
 
 
 def violations(find: Callable[[Path, ast.Module], Iterator[str]]) -> str:

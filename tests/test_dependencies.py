@@ -15,7 +15,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.test_architecture import SRC, trees
 from tools import lowest
 
 ROOT = Path(__file__).parent.parent
@@ -79,9 +78,8 @@ packages_distributions = cache(importlib.metadata.packages_distributions)
 def imports(package: Path) -> dict[str, Path]:
     """The outermost names of all that a package imports, each with a file that does."""
     found: dict[str, Path] = {}
-    parsed = trees() if package == SRC else {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
-    for path, tree in parsed.items():
-        for node in ast.walk(tree):
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0]: path for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
