@@ -20,7 +20,7 @@ from tests.marks import quick
 
 pytestmark = pytest.mark.slow
 
-SEEDS, STEPS, LONG_STEPS = 40, 3_000, 25_000  # the long ones make a million operations
+SEEDS, STEPS, LONG_STEPS = 40, 5_000, 25_000  # the long ones make a million operations
 
 DISK_SEEDS, DISK_STEPS = 24, 2_500
 

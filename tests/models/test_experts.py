@@ -20,7 +20,8 @@ from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
 from quire.ops.experts import ExpertLayer, weighted_experts
 from quire.ops.program import MixExperts, Place, Program
-from quire.ops.quantised import quantised
+from quire.ops.weights.linear import PlainLinear
+from quire.ops.weights.quantised import quantised
 from tests.marks import spread
 from tests.ops.conftest import OTHER_ISAS, use_library
 
