@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from quire.engine.scheduler import Scheduler
+from quire.engine.committer import Committer
 from quire.ops import native
 from quire.request import Event, Request
 from tests.engine.differential import Report, Targets, run
@@ -45,17 +45,17 @@ def test_requests_get_what_they_get_alone(targets: Targets, seeds: Sequence[int]
 
 def test_faults_are_seen(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams that lose their adapter, and logprobs that are lost with a request's end: two faults that there were."""
-    inherit, end = Request.inherit, Scheduler._end_without_number
+    inherit, end = Request.inherit, Committer._end_without_number
 
     def without_adapter(child: Request, parent: Request) -> None:
         inherit(child, parent)
         child.lora_slot = -1
 
-    def without_logprobs(scheduler: Scheduler, request: Request, of_prompt: object = ()) -> Event:
-        return end(scheduler, request)
+    def without_logprobs(committer: Committer, request: Request, of_prompt: object = ()) -> Event:
+        return end(committer, request)
 
     monkeypatch.setattr(Request, "inherit", without_adapter)
-    monkeypatch.setattr(Scheduler, "_end_without_number", without_logprobs)
+    monkeypatch.setattr(Committer, "_end_without_number", without_logprobs)
     for seed, seen in ((WITH_SEARCHES, ("alone", "scored")), (WITHOUT_A_TOKEN, ("prompt logprobs",))):
         report = Report()
         run(seed, targets, report)
