@@ -254,13 +254,13 @@ def test_steps_whose_work_a_plan_has_no_room_for_run_eagerly(model: Path) -> Non
         plans = make_plans(*sizes)
         for plan in plans:
 
-            def update(starts: Tensor, lens: Tensor, *rest: Any, update: Callable[..., None] = plan.update) -> None:
+            def update(starts: Tensor, lens: Tensor, *rest: Any, real: Any = plan.update_trusted) -> None:
                 if int(lens.sum()) % 2:
                     refused.append(len(lens))
                     raise Unsupported("too much work")
-                update(starts, lens, *rest)
+                real(starts, lens, *rest)
 
-            plan.update = update
+            plan.update_trusted = update
         return plans
 
     graphs.runner.make_plans = narrow  # type: ignore[method-assign]
