@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from quire.engine.decode_rows import DecodeRows
 from quire.engine.philox import uniforms
 from quire.engine.plan import GENERATE, DecodeStep, Plan, PlanItem
 from quire.engine.sampling_parameters import Parameters, parameters_of
+from quire.engine.tally import Tally
 from quire.models.batch import (
     Batch,
     DrawnRows,
@@ -32,6 +34,8 @@ from quire.models.batch import (
     SamplingRows,
 )
 from quire.request import Request
+
+Tallies: TypeAlias = WeakKeyDictionary[Request, Tally]
 
 _NO_INTEGERS = torch.empty(0, dtype=torch.int64)
 _NO_NUMBERS = torch.empty(0, dtype=torch.float32)
@@ -70,6 +74,8 @@ class Buffers:
         self.decode: Batch | None = None  # of the last step that only decoded; its tensors are views of these buffers
         self.decode_of = 0, False, 0  # the id of its list of requests, whether it was ahead, the columns of its tables
         self.decoding: Sequence[Request] = ()  # that list
+        self.decode_parameters = parameters_of(())  # its sampling parameters
+        self.tallies: Tallies = WeakKeyDictionary()
 
 
 def flatten(plan: Plan, buffers: Buffers, rows: DecodeRows | None = None) -> Batch:
@@ -77,7 +83,7 @@ def flatten(plan: Plan, buffers: Buffers, rows: DecodeRows | None = None) -> Bat
     step = plan.decode
     if rows is None or step is None:
         return _laid_out(plan, None, plan.items, buffers)
-    if plan.rest or plan.moves or step.rows is not None or rows.special or has_states(buffers.groups):
+    if plan.rest or plan.moves or step.rows is not None:
         return _laid_out(plan, _decoding(step, rows), plan.rest, buffers)
     return _next_decode(plan, step, rows, buffers)
 
@@ -87,7 +93,8 @@ def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffer
     count, size = len(rows), buffers.block_size
     widest = int(step.starts.max()) // size + 1
     if buffers.decode is None or buffers.decode_of != (id(step.requests), step.is_ahead, widest):
-        buffers.decode = _laid_out(plan, _decoding(step, rows), (), buffers)
+        decoding = _decoding(step, rows)
+        buffers.decode, buffers.decode_parameters = _laid_out(plan, decoding, (), buffers), decoding.parameters
         buffers.decode_of = id(step.requests), step.is_ahead, widest
         buffers.decoding = step.requests  # so that no other list gets this id
         return buffers.decode
@@ -103,7 +110,12 @@ def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffer
         slots[:count] += offset
     if rows.real[:, 0].any():
         buffers.uniforms[:count] = rows.uniforms(int(step.is_ahead))
-    return buffers.decode
+    batch = buffers.decode
+    if rows.special:
+        aheads = [int(step.is_ahead)] * count
+        rest = (buffers.uniforms[:count], buffers.tallies)
+        batch = replace(batch, sampling=_sampling_rows(buffers.decode_parameters, aheads, *rest))
+    return replace(batch, recurrent=recurrent_tables(plan, buffers.groups)) if batch.recurrent else batch
 
 
 @dataclass(frozen=True)
@@ -226,7 +238,7 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         drawn=DrawnRows(_integers(unknown_rows), unknown_ids),
         logit_rows=_integers(logit_rows),
         logit_ids=logit_ids,
-        sampling=_sampling_rows(parameters, aheads, random),
+        sampling=_sampling_rows(parameters, aheads, random, buffers.tallies),
         prompt=prompt_rows(items, starts[num_decoding:]),
         embed=EmbedRows(_integers([row for _, row in embedded]), [name for name, _ in embedded]),
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
@@ -293,13 +305,14 @@ def _in_turns(moves: list[Move]) -> list[Pairs]:
 def sampling_rows(requests: Sequence[Request]) -> SamplingRows:
     """Return the inputs for drawing each request's next token."""
     at_once = [0] * len(requests)
-    return _sampling_rows(parameters_of(requests), at_once, _uniforms(requests, at_once))
+    return _sampling_rows(parameters_of(requests), at_once, _uniforms(requests, at_once), WeakKeyDictionary())
 
 
 def _sampling_rows(
     parameters: Parameters,
     ahead: Sequence[int],  # [R], tokens before the one that is drawn that its request does not have yet
     random: NDArray[np.float64],  # [R], random numbers
+    tallies: Tallies,  # of requests with penalties; those that are missing are added
 ) -> SamplingRows:
     """Return the inputs for drawing tokens."""
     temperature, top_p, min_p, repetition, presence, frequency = parameters.real
@@ -320,15 +333,17 @@ def _sampling_rows(
     if not parameters.special:
         return SamplingRows(**dense, **_NOTHING_SPECIAL)
     special = [(row, parameters.requests[row]) for row in parameters.special]
-    penalties = [_penalised(row, request) for row, request in special if request.sampling.has_penalty]
+    penalised = [(row, request) for row, request in special if request.sampling.has_penalty]
+    penalties = [_tallied(request, tallies) for _, request in penalised]
+    penalty_rows = np.repeat([row for row, _ in penalised], [len(tokens) for tokens, _ in penalties])
     biases = [(row, of) for row, one in special if (of := one.constraints) is not None and len(of.bias)]
     banned = [(row, token) for row, one in special for token in banned_now(one, ahead[row])]
     banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     return SamplingRows(
         **dense,
-        penalty_rows=_concatenated([rows for rows, _, _ in penalties], torch.int64),
-        penalty_tokens=_concatenated([tokens for _, tokens, _ in penalties], torch.int64),
-        penalty_counts=_concatenated([counts for _, _, counts in penalties], torch.float32),
+        penalty_rows=torch.from_numpy(penalty_rows).to(torch.int64),
+        penalty_tokens=_concatenated([tokens for tokens, _ in penalties], torch.int64),
+        penalty_counts=_concatenated([counts for _, counts in penalties], torch.float32),
         bias_rows=_concatenated([np.full(len(of.bias), row) for row, of in biases], torch.int64),
         bias_tokens=_concatenated([of.bias_tokens for _, of in biases], torch.int64),
         bias=_concatenated([of.bias for _, of in biases], torch.float32),
@@ -367,11 +382,12 @@ def _masks(requests: Sequence[tuple[int, Request]]) -> Masks | None:
     return Masks(torch.tensor(list(allowed), dtype=torch.int64), masks)
 
 
-def _penalised(row: int, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
-    """Return the row's number, its distinct tokens, and the number of times that each was generated."""
-    tokens, inverse = np.unique(np.frombuffer(request.tokens, np.int32), return_inverse=True)
-    counts = np.bincount(inverse[request.num_prompt :], minlength=len(tokens))
-    return np.full(len(tokens), row, np.int64), tokens, counts
+def _tallied(request: Request, tallies: Tallies) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the request's distinct tokens, and the number of times that each was generated."""
+    tally = tallies.get(request)
+    if tally is None or not tally.follows(request):
+        tally = tallies[request] = Tally(request)
+    return tally.numbers()
 
 
 def _concatenated(parts: list[NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:
