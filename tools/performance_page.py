@@ -46,7 +46,8 @@ SECTIONS: dict[str, Sequence[Table]] = {
         Table("peers-rounded-zen5", rows="llama1b", engines=("Quire", "OpenVINO GenAI", "llama.cpp")),
     ),
     "GGUF files, and llama.cpp on the same ones": (Table("gguf-zen5", rows="llama1b", engines=("Quire", "llama.cpp")),),
-    "Start-up and memory": (Table("install-zen5"), Table("loading-zen5")),
+    "Start-up": (Table("install-zen5"),),
+    "The host's part of a step": (Table("host-zen4", rows="text"),),
     "The server": (Table("server"),),
     "On a GPU": (Table("gpu"),),
 }
