@@ -22,7 +22,6 @@ from quire.request import CacheState, Request, SamplingParams
 DRAWN_AHEAD = 16  # steps whose random numbers are computed together, which takes little more time than one step's
 KEEP_ALL = 2**31 - 1  # a top_k that keeps every token
 FAR = 2**40  # a length that no request has: its row has no random numbers yet
-Append = Callable[[int], None]
 
 
 class DecodeRows:
@@ -40,7 +39,7 @@ class DecodeRows:
         self.ids: list[str] = []
         self.special: list[int] = []  # rows whose sampling needs more than the numbers of their parameters
         self._caches: list[CacheState] = []
-        self._appends: list[Append] = []
+        self._appends: list[Callable[[int], None]] = []
         self._row: dict[Request, int] = {}
         self._noted: dict[Request, None] = {}
         self._dropped: set[Request] = set()
@@ -83,6 +82,7 @@ class DecodeRows:
     def settle(self) -> None:
         """Apply the changes since the last call."""
         before = self.requests
+        self._dropped.update(one for one in self._noted if one in self._row and not _merely_decodes(one))
         if self._dropped:
             kept = [row for row, request in enumerate(self.requests) if request not in self._dropped]
             self._dropped.clear()
@@ -90,13 +90,10 @@ class DecodeRows:
         if self._noted:
             noted = [request for request in self._noted if _merely_decodes(request)]
             self._noted.clear()
-            joining = []
-            for request in noted:
-                if request in self._row:
-                    self._load_counts(self._row[request], request)
-                    self._load_blocks(self._row[request])
-                else:
-                    joining.append(request)
+            for row in [self._row[request] for request in noted if request in self._row]:
+                self._load_counts(row, self.requests[row])
+                self._load_blocks(row)
+            joining = [request for request in noted if request not in self._row]
             if joining:
                 self._join(joining)
         if self.requests is not before:
