@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from quire import SamplingParams
-from quire.engine.decisions import fits, free_seats, may_pass, num_new_tokens, seats_wanted, who_gives_way
+from quire.engine.decisions import fits, free_slots, may_pass, num_new_tokens, slots_wanted, who_gives_way
 from quire.engine.queue import RankedList
 from quire.request import PrefixReport, Request, SampleGroup
 
@@ -63,16 +63,16 @@ def test_the_last_one_gives_way_with_its_siblings_but_not_to_them() -> None:
 def test_a_search_may_claim_a_seat_for_each_of_its_beams() -> None:
     beams, plain = SampleGroup(), request("plain", 0)
     one, two, three = (request(name, 1 + i, beams, driven=True) for i, name in enumerate(("one", "two", "three")))
-    assert free_seats([], 8) == 8
-    assert free_seats([plain, one], 8) == 4  # one for the plain request, three for the search
-    assert free_seats([plain, one, two, three], 8) == 4
+    assert free_slots([], 8) == 8
+    assert free_slots([plain, one], 8) == 4  # one for the plain request, three for the search
+    assert free_slots([plain, one, two, three], 8) == 4
     running = listed(plain)
-    assert seats_wanted(request("other", 9), running) == 1
-    assert seats_wanted(one, running) == 3
+    assert slots_wanted(request("other", 9), running) == 1
+    assert slots_wanted(one, running) == 3
     running.add(one)
-    assert seats_wanted(two, running) == 0  # they were claimed with the first one
+    assert slots_wanted(two, running) == 0  # they were claimed with the first one
     alone = request("alone", 10, driven=True)
-    assert seats_wanted(alone, running) == 1
+    assert slots_wanted(alone, running) == 1
 
 
 def test_only_who_was_admitted_before_and_ranks_first_passes_what_is_swapped_out() -> None:

@@ -116,11 +116,11 @@ async def one(server: Serving, rng: random.Random) -> bool:
 
 async def clients(server: Serving, count: int, seed: int) -> int:
     """All of them, some at a time. Returns how many saw the end of their answer."""
-    rng, seats, completed = random.Random(seed), asyncio.Semaphore(AT_A_TIME), 0
+    rng, slots, completed = random.Random(seed), asyncio.Semaphore(AT_A_TIME), 0
 
     async def run(own: random.Random) -> None:
         nonlocal completed
-        async with seats:
+        async with slots:
             completed += await one(server, own)
 
     await asyncio.gather(*(run(random.Random(rng.random())) for _ in range(count)))

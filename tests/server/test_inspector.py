@@ -504,7 +504,7 @@ def test_steps_say_what_they_computed_and_why_somebody_waits() -> None:
         engine.add(request(name, [ord(name) % 7] * 5, max_tokens=2))
     hub.step()
     hub.inspector.flush()
-    assert books.steps[-1][5:7] == [1, "seats"]
+    assert books.steps[-1][5:7] == [1, "slots"]
 
 
 @pytest.mark.slow

@@ -45,17 +45,17 @@ def test_leaps_give_what_steps_give(long: bool) -> None:
         st.sampled_from([0, 1, 7, 61]),
         st.sampled_from([0.01, 0.2, 2.0]),
     )
-    def compare(seed: int, blocks: int, seats: int, preemption: str, caching: bool, every: int, rate: float) -> None:
-        assert_leaps_give_what_steps_give(seed, blocks, seats, preemption, caching, every, rate)
+    def compare(seed: int, blocks: int, slots: int, preemption: str, caching: bool, every: int, rate: float) -> None:
+        assert_leaps_give_what_steps_give(seed, blocks, slots, preemption, caching, every, rate)
 
     compare()
 
 
 def assert_leaps_give_what_steps_give(
-    seed: int, blocks: int, seats: int, preemption: str, caching: bool, every: int, rate: float
+    seed: int, blocks: int, slots: int, preemption: str, caching: bool, every: int, rate: float
 ) -> None:
     rows = rows_of(seed, 25, rate, 120)
-    options = {"num_blocks": blocks, "max_num_seqs": seats, "max_num_batched_tokens": 32, "preemption": preemption}
+    options = {"num_blocks": blocks, "max_num_seqs": slots, "max_num_batched_tokens": 32, "preemption": preemption}
     config = engine_config(**options, enable_prefix_caching=caching)
     hosts = 40 if preemption == "swap" else 0
     found = []

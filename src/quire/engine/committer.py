@@ -168,8 +168,8 @@ class Committer:
 
         Each of them computes the last row again.
         """
-        seats = self._state.max_num_seqs - len(self._state.running)
-        for sibling in list(islice(unforked(request, self._state.waiting), seats)) if seats else ():
+        slots = self._state.max_num_seqs - len(self._state.running)
+        for sibling in list(islice(unforked(request, self._state.waiting), slots)) if slots else ():
             self._state.waiting.remove(sibling)
             self._state.manager.fork(request, sibling)
             self._state.running.add(sibling)

@@ -14,7 +14,7 @@ from quire.request import Request
 class Hold(str, Enum):
     """The reason why the first waiting request does not run."""
 
-    SEATS = "seats"  # max_num_seqs requests are running
+    SLOTS = "slots"  # max_num_seqs requests are running
     BLOCKS = "blocks"  # there are not enough free blocks
     SWAPPED = "swapped"  # requests swapped out to the host resume first, once blocks are free
     BUDGET = "budget"  # the step's tokens are used up, or another request is computing blocks that this one could reuse
@@ -64,7 +64,7 @@ def who_gives_way(request: Request, running: RankedList) -> list[Request]:
     return running.last_unit()
 
 
-def free_seats(running: Iterable[Request], max_num_seqs: int) -> int:
+def free_slots(running: Iterable[Request], max_num_seqs: int) -> int:
     """Return the slots that are unused and unreserved. A beam search reserves one for each of its beams."""
     taken = 0
     searches = {}
@@ -76,7 +76,7 @@ def free_seats(running: Iterable[Request], max_num_seqs: int) -> int:
     return max_num_seqs - taken - sum(searches.values())
 
 
-def seats_wanted(request: Request, running: RankedList) -> int:
+def slots_wanted(request: Request, running: RankedList) -> int:
     """Return the free slots that a waiting request needs: for a beam search, those of all beams at once."""
     if not request.driven or request.group is None:
         return 1

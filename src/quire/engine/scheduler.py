@@ -11,10 +11,10 @@ from quire.engine.committer import Committer
 from quire.engine.decisions import (
     Hold,
     fits,
-    free_seats,
+    free_slots,
     may_pass,
     num_new_tokens,
-    seats_wanted,
+    slots_wanted,
     who_gives_way,
 )
 from quire.engine.decode_rows import DecodeRows
@@ -84,10 +84,10 @@ class Scheduler(SchedulerState):
         child.inherit(parent)
         if child.id not in self.requests:
             self.register(child)
-        seated = bool(child.cache.block_ids)
+        is_running = bool(child.cache.block_ids)
         self.leave(child)
         self.manager.forget_tokens(child)
-        if parent.cache.block_ids and parent.num_missing == 0 and (seated or len(self.running) < self.max_num_seqs):
+        if parent.cache.block_ids and parent.num_missing == 0 and (is_running or len(self.running) < self.max_num_seqs):
             self.manager.fork(parent, child)
             self.running.add(child)
         else:
@@ -290,12 +290,12 @@ class Scheduler(SchedulerState):
         if not self.waiting:
             return
         coming = ComingBlocks(self.manager, self.running)
-        seats = free_seats(self.running, self.max_num_seqs)
+        slots = free_slots(self.running, self.max_num_seqs)
         passed: list[Request] = []
         try:
             while (request := self.waiting.first()) is not None and plan.num_tokens < self.budget:
-                wanted = seats_wanted(request, self.running)
-                if len(self.running) >= self.max_num_seqs or wanted > seats - len(passed):
+                wanted = slots_wanted(request, self.running)
+                if len(self.running) >= self.max_num_seqs or wanted > slots - len(passed):
                     break
                 if not may_pass(request, self.swapped):
                     break
@@ -309,8 +309,8 @@ class Scheduler(SchedulerState):
                         passed.append(request)
                         if self.prefetch is not None:
                             lacking = [a + b for a, b in zip(lacking, self.prefetch.promised(request), strict=True)]
-                    elif self._seat(request, plan, lacking):
-                        seats -= wanted
+                    elif self._start_waiting(request, plan, lacking):
+                        slots -= wanted
                         coming.add(request)
                     else:
                         passed.append(request)
@@ -336,7 +336,7 @@ class Scheduler(SchedulerState):
         """Return the free blocks of each group minus those that running requests still lack."""
         return [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
 
-    def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
+    def _start_waiting(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
         """Start a waiting request, if there are blocks for it and for its siblings' first tokens."""
         spare = self._spare(lacking)
         if plan.computes and self.shortage.lasts(
@@ -344,8 +344,8 @@ class Scheduler(SchedulerState):
         ):  # matching its blocks again costs time
             return False
         match = self.manager.lookup.match(request)
-        seats = self.max_num_seqs - len(self.running) - 1
-        forks = sum(1 for _ in islice(unforked(request, self.waiting), seats))
+        slots = self.max_num_seqs - len(self.running) - 1
+        forks = sum(1 for _ in islice(unforked(request, self.waiting), slots))
         needed = [count + forks for count in self.manager.needed(request, match)]
         if not fits(needed, spare) and (forks == 0 or self.running or plan.computes or any(lacking)):
             self.shortage.note(request, spare, self.num_plans)
@@ -364,7 +364,7 @@ class Scheduler(SchedulerState):
         if first is None:
             return Hold.SWAPPED if self.swapped else None
         if len(self.running) >= self.max_num_seqs:
-            return Hold.SEATS
+            return Hold.SLOTS
         if not may_pass(first, self.swapped):
             return Hold.SWAPPED
         return Hold.BLOCKS if self.shortage.is_of(first) else Hold.BUDGET

@@ -278,9 +278,9 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, read: Reading, ra
     empty = state.free_blocks - state.cached_blocks - promised
     evicted = blocks - empty if empty > 0 else blocks
     # The share of running requests that must end before there is room. All are replaced in the time of one answer.
-    seats = (ahead + 1 - most) / most
+    slots = (ahead + 1 - most) / most
     memory = (blocks + promised - state.free_blocks) / num_blocks
-    short = seats if seats > memory else memory
+    short = slots if slots > memory else memory
 
     compute = uncached * a_token
     return (

@@ -172,7 +172,7 @@ class Decoders:
     def offload_if_large(self) -> Iterator[None]:
         """Hide the decoders from the scheduler, which plans the others with the slots and tokens that are left."""
         scheduler, count = self._scheduler, len(self._as_of)
-        running, seats, most, pace = (
+        running, slots, most, pace = (
             scheduler.running, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.pace
         )  # fmt: skip
         others = RankedList(running[count:])
@@ -181,13 +181,13 @@ class Decoders:
         if pace is not None:
             singles = sum([len(one.tokens) - one.cache.num_computed == 1 for one in others])
             budget = min(most, pace.most(count + singles))
-        scheduler.running, scheduler.max_num_seqs, scheduler.pace = others, seats - count, None
+        scheduler.running, scheduler.max_num_seqs, scheduler.pace = others, slots - count, None
         scheduler.max_num_batched_tokens = budget - count
         try:
             yield
         finally:
             running += scheduler.running
-            scheduler.running, scheduler.max_num_seqs, scheduler.pace = running, seats, pace
+            scheduler.running, scheduler.max_num_seqs, scheduler.pace = running, slots, pace
             scheduler.max_num_batched_tokens = most
 
     def go_on(self, steps: int) -> None:

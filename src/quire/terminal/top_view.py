@@ -57,10 +57,10 @@ def fleet_view(url: str, snapshot: Snapshot) -> list[str]:
 
 def _queue(now: Scrape, snapshot: Snapshot | None) -> str:
     running, waiting, swapped = (int(now.get(f"num_requests_{what}")) for what in ("running", "waiting", "swapped"))
-    seats = f" of {snapshot['config']['max_num_seqs']:,} at most" if snapshot is not None else ""
+    slots = f" of {snapshot['config']['max_num_seqs']:,} at most" if snapshot is not None else ""
     moved = f", {swapped:,} swapped to the host" if swapped else ""
     preempted = int(now.get("num_preemptions_total"))
-    return f"{running:,} running{seats}, {waiting:,} waiting{moved}; {preempted:,} preemptions since the start"
+    return f"{running:,} running{slots}, {waiting:,} waiting{moved}; {preempted:,} preemptions since the start"
 
 
 def _cache(change: Change, config: Mapping[str, str]) -> str:

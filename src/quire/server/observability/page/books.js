@@ -338,4 +338,4 @@ class State {
 }
 const LIFE = new Set(["ran", "first_token", "preempted", "resumed"]);
 const isLife = what => LIFE.has(what);
-const HOLDS = { blocks: "pool full", seats: "all slots taken", swapped: "pool full: requests on the host return first", budget: "the step's token budget was used up" };
+const HOLDS = { blocks: "pool full", slots: "all slots taken", swapped: "pool full: requests on the host return first", budget: "the step's token budget was used up" };
