@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import cast
 
 from quire.engine.engine import Engine
 from quire.engine.step_events import Drawn, StepEvents
+from quire.frontend.outputs import CompletionOutput, RequestOutput, candidates
+from quire.frontend.tokenizer import Detokenizer, Tokenizer
 from quire.request import (
     Event,
     FinishReason,
@@ -17,11 +19,6 @@ from quire.request import (
     SamplingParams,
     Task,
 )
-
-if TYPE_CHECKING:
-    pass
-from quire.frontend.outputs import CompletionOutput, RequestOutput, candidates
-from quire.frontend.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger("quire")
 
@@ -86,7 +83,7 @@ class OutputProcessor:
         """Process a step's events. Yield each event with the output that it changed.
 
         If the text ended a sample, for example at a stop string, the event gets its finish reason, and later events of
-        the sample are dropped. A token of a request that is not streamed is not yielded.
+        the sample are dropped. Of a request that is not streamed, an event that is only a token may not be yielded.
         """
         for part in events.parts if isinstance(events, StepEvents) else [list(events)]:
             if isinstance(part, Drawn):
@@ -103,23 +100,9 @@ class OutputProcessor:
                 continue
             elif sample.is_quiet:
                 sample.output.token_ids.append(token)
-            elif sample.sampling.stop_strings or not self._add_token(sample, token):
-                yield from self._process_events((Event(request_id, token),))
             else:
-                yield Event(request_id, token), sample.request
-
-    def _add_token(self, sample: _Sample, token: int) -> bool:
-        """Add a token that ends nothing to a sample without stop strings. Return False if it cannot be detokenized."""
-        try:
-            text = "" if sample.detokenizer is None else sample.detokenizer.add(token)
-        except Exception:  # reported when the event is processed
-            return False
-        output = sample.output
-        output.token_ids.append(token)
-        sample.decoded += 1
-        sample.text = output.text = sample.text + text
-        sample.searched = len(sample.text)
-        return True
+                process = self._process_event if sample.sampling.stop_strings else _add_token
+                yield self._processed(sample, Event(request_id, token), process), sample.request
 
     def _process_events(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
         for event in events:
@@ -127,22 +110,24 @@ class OutputProcessor:
             if sample is not None:  # else a stop string has ended it
                 if sample.request.prefix_report is None:
                     sample.request.prefix_report = sample.source.cache.prefix_report
-                try:
-                    self._process_event(sample, event)
-                except Exception as error:  # of a tokenizer; the other requests continue
-                    log.exception("request %s cannot be detokenized; it ends with an error", event.request_id)
-                    sample.output.finish_reason = FinishReason.ERROR.value
-                    sample.output.error = f"{type(error).__name__}: {error}"
-                    self._engine.finish(event.request_id, FinishReason.ERROR)
-                if sample.output.finished:
-                    event = event._replace(
-                        finish_reason=FinishReason(sample.output.finish_reason), error=sample.output.error
-                    )
-                    del self._samples[event.request_id]
-                    sample.request.num_running -= 1
-                    if sample.request.finished:
-                        sample.ended.append(sample.request)
-                yield event, sample.request
+                yield self._processed(sample, event, self._process_event), sample.request
+
+    def _processed(self, sample: _Sample, event: Event, process: Callable[[_Sample, Event], None]) -> Event:
+        """Process an event. Return it, with a finish reason if its text ended the sample."""
+        try:
+            process(sample, event)
+        except Exception as error:  # of a tokenizer; the other requests continue
+            log.exception("request %s cannot be detokenized; it ends with an error", event.request_id)
+            sample.output.finish_reason = FinishReason.ERROR.value
+            sample.output.error = f"{type(error).__name__}: {error}"
+            self._engine.finish(event.request_id, FinishReason.ERROR)
+        if not sample.output.finished:
+            return event
+        del self._samples[event.request_id]
+        sample.request.num_running -= 1
+        if sample.request.finished:
+            sample.ended.append(sample.request)
+        return event._replace(finish_reason=FinishReason(sample.output.finish_reason), error=sample.output.error)
 
     def _process_event(self, sample: _Sample, event: Event) -> None:
         output = sample.output
@@ -195,6 +180,16 @@ class OutputProcessor:
         if text is None:
             text = self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
+
+
+def _add_token(sample: _Sample, event: Event) -> None:
+    """Process an event that is only a token, of a sample without stop strings."""
+    token = cast(int, event.token)
+    sample.output.token_ids.append(token)
+    sample.decoded += 1
+    if sample.detokenizer is not None:
+        sample.text += sample.detokenizer.add(token)
+        sample.searched, sample.output.text = len(sample.text), sample.text
 
 
 def _restore(sample: _Sample) -> None:

@@ -148,7 +148,7 @@ class Tokenizer:
             elif self._anchor is not None:
                 known = self.decode((self._anchor,), skip_special_tokens)
                 text = self.decode((self._anchor, token), skip_special_tokens).removeprefix(known)
-            self._pieces[key] = None if text is None or REPLACEMENT in text else text
+            self._pieces[key] = None if not text or REPLACEMENT in text else text
         return self._pieces[key]
 
     @cached_property
@@ -219,6 +219,7 @@ class Detokenizer:
         self._window = whole[start:]
         self._num_prompt = len(self._window)  # tokens of the window that belong to the prompt
         self._num_told = self._num_prompt - end  # tokens of the window whose text was returned or is the prompt's
+        self._has_context = bool(self._decode(self._window[: self._num_told]))  # the window begins with some text
 
     def _clean_cut(self, whole: Sequence[int], is_cut_off: bool) -> tuple[int, int]:
         """Return the tokens to drop at the start and at the end, so that the others decode to complete characters."""
@@ -237,7 +238,8 @@ class Detokenizer:
         """Append a token. Return the text that is now certain."""
         if token in self._left_out:
             return ""
-        if self._window and self._num_told == len(self._window) >= self._num_prompt:  # no text is held back
+        # No text is held back, and there is some before it.
+        if self._has_context and self._num_told == len(self._window) >= self._num_prompt:
             piece = self._tokenizer.piece(token, self._skip)
             if piece is not None:
                 self._window, self._num_told, self._num_prompt = [token], 1, 0
@@ -250,6 +252,7 @@ class Detokenizer:
             certain -= MAX_CHARACTER_TOKENS - 1  # the rest stays invalid; only these may still become a character
             decoded = self._decode(self._window[:certain])
         text = self._new_text(decoded)
+        self._has_context = bool(text)
         # The context must not grow without text either, as with ids that the tokenizer does not know.
         surplus = max(self._num_told if text else 0, certain - MAX_HELD_TOKENS)
         self._window, self._num_told = self._window[surplus:], certain - surplus
