@@ -345,8 +345,9 @@ def engine_config(**options: Any) -> EngineConfig:
         if value not in FOREIGN[name].harmless:
             raise ConfigError(FOREIGN[name].refusal(f"engine option {name!r}", value))
     options = {name: value for name, value in options.items() if name not in asked}
-    if options.get("seed", 0) is None:  # vLLM's default
-        del options["seed"]
+    for name in ("seed", "enforce_eager"):  # None is vLLM's default
+        if name in options and options[name] is None:
+            del options[name]
     check_known(ConfigError, "there is no engine option", options, known, {})
     cache = CacheConfig(**{key: value for key, value in options.items() if key in cache_keys})
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)

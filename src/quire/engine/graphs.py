@@ -167,8 +167,12 @@ class GraphRunner:
         """Capture the bucket of that size, if not yet done, on padding alone."""
         bucket = self._bucket(size)
         if bucket is not None and bucket.replay is None and self._can_capture:
-            self._update(bucket, batch, 0)
-            self._capture_bucket(bucket, batch)
+            try:
+                self._update(bucket, batch, 0)
+            except Exception:
+                self._give_up(size)
+            else:
+                self._capture_bucket(bucket, batch)
 
     def _capture_bucket(self, bucket: Bucket, batch: Batch) -> None:
         """Capture the bucket with the current contents of its plans and inputs.
