@@ -22,6 +22,12 @@ def test_tokens_are_events_when_they_are_read_one_by_one() -> None:
     assert events == expected
     assert events != expected[1:]
     assert (len(events), events[0], events[-1], events[1:3]) == (5, expected[0], expected[-1], expected[1:3])
+    assert events + [Event("f", 3)] == [*expected, Event("f", 3)]  # noqa: RUF005
+    assert [Event("f", 3)] + events == [Event("f", 3), *expected]  # noqa: RUF005
+    assert events != "no events"
+    nothing = StepEvents()
+    nothing.add(Drawn(["a"], [1], {0: []}))
+    assert not nothing
     with pytest.raises(IndexError):
         events[5]
 

@@ -32,24 +32,34 @@ class Committer:
             self._state.pace.observe(plan.num_tokens, self._state.clock() - self._state.manager.now)
         if self._state.prefetch is not None:
             self._state.prefetch.end_step(plan.num_tokens, self._state.clock() - self._state.manager.now)
-        events = StepEvents()
-        events.add(self._end_all(plan.failed))
-        if plan.decode is not None and self._state.rows is not None:
-            try:
-                events.add(self._commit_rows(plan.decode, self._state.rows, output))
-            except BaseException:
-                for request in plan.decode.requests:  # some have their token, and others do not
+        try:
+            return self._events(plan, output)
+        except BaseException:
+            if self._state.rows is not None:
+                for request in self._state.running:  # some have their token, and others do not
                     self._state.rows.note(request)
-                raise
+            raise
+
+    def _events(self, plan: Plan, output: StepOutput) -> StepEvents:
+        rows, events = self._state.rows, StepEvents()
+        events.add(self._end_all(plan.failed))
+        if plan.decode is not None and rows is not None:
+            events.add(self._commit_rows(plan.decode, rows, output))
         for i, item in enumerate(plan.rest, plan.num_decoding):
             if item.request.finish_reason is None:
                 events.add(self._commit_request(i, item, output))
+                if rows is not None and item.request.finish_reason is None:
+                    rows.note(item.request)
         if self._state.marked:
             events.add(self._end_marked())
         return events
 
     def _commit_rows(self, step: DecodeStep, rows: DecodeRows, output: StepOutput) -> Drawn:
-        """Apply the results for requests that merely decode. Look closer at those that do not just continue."""
+        """Apply the results for requests that merely decode.
+
+        Those that end, or have more to report than a token, are `odd`: they are committed one by one. Requests that
+        just continue come last, so that an exception loses no token of theirs.
+        """
         tokens = output.decoded
         if tokens is None:
             tokens = np.array([output.tokens[name] for name in step.ids], np.int64)
@@ -60,22 +70,25 @@ class Committer:
             odd.update((row, None) for row, name in enumerate(step.ids) if name in output.logprobs)
         if step.is_ahead or self._state.marked:
             odd.update((row, None) for row, one in enumerate(step.requests) if one.finish_reason is not None)
-        for row, (append, cache, token) in enumerate(zip(step.appends, step.caches, values, strict=True)):
-            if row not in odd:
-                append(token)
-                cache.num_computed += 1
-        for row in (step.starts + 1 >= step.dues).nonzero()[0].tolist():
-            if row not in odd:
-                self._state.manager.advance(request := step.requests[row], 0)
-                rows.look_later(request)
         found: dict[int, list[Event]] = {}
         for row in odd:
             request = step.requests[row]
+            found[row] = []
             if request.finish_reason is None:
                 output.tokens[request.id] = values[row]
                 found[row] = self._commit_request(row, PlanItem(request, int(step.starts[row]), 1), output)
-            else:
-                found[row] = []
+                rows.look_later(request)
+        full = [row for row in (step.starts + 1 >= step.dues).nonzero()[0].tolist() if row not in odd]
+        for row in full:
+            request = step.requests[row]
+            request.tokens.append(values[row])
+            self._state.manager.advance(request, 1)
+            rows.look_later(request)
+        done = odd.keys() | full
+        for row, (append, cache, token) in enumerate(zip(step.appends, step.caches, values, strict=True)):
+            if row not in done:
+                append(token)
+                cache.num_computed += 1
         return Drawn(step.ids, values, found)
 
     def _commit_request(self, index: int, item: PlanItem, output: StepOutput) -> list[Event]:
@@ -88,8 +101,6 @@ class Committer:
         if event is not None and item.drafts:
             events += self._commit_drafts(item, event, output)
         self._state.manager.forget_uncomputed(request)
-        if self._state.rows is not None and request.finish_reason is None:
-            self._state.rows.note(request)
         return events
 
     def fail(self, plan: Plan, error: BaseException) -> list[Event]:

@@ -35,6 +35,10 @@ class DecodeRows:
         """longest: the number of tokens at which a request ends."""
         self._manager = manager
         self._longest = longest
+        self._make_empty()
+
+    def _make_empty(self) -> None:
+        self._is_changing = False  # True while rows change, and after that has raised
         self.requests: list[Request] = []  # replaced by `settle`, never changed: steps refer to it
         self.ids: list[str] = []
         self.special: list[int] = []  # rows whose sampling needs more than the numbers of their parameters
@@ -50,7 +54,7 @@ class DecodeRows:
         self._seeds = self._samples = np.empty(0, np.uint64)
         self.real = np.empty((0, 6), np.float32)  # see `sampling_numbers`
         self.whole = np.empty((0, 3), np.int64)
-        self.tables = np.empty((len(manager.attention_groups), 0, 1), np.int32)  # [G, R, M or more]
+        self.tables = np.empty((len(self._manager.attention_groups), 0, 1), np.int32)  # [G, R, M or more]
         self._drawn = np.empty((DRAWN_AHEAD, 0))  # random numbers of the coming steps
         self._drawn_from = np.empty(0, np.int64)  # [R], the length that the first of them is for
 
@@ -81,15 +85,14 @@ class DecodeRows:
 
     def settle(self) -> None:
         """Apply the changes since the last call."""
-        before = self.requests
+        if self._is_changing:  # a change raised, as without memory: lists and arrays may not agree
+            self._begin_again()
+        before, self._is_changing = self.requests, True
         self._dropped.update(one for one in self._noted if one in self._row and not _merely_decodes(one))
         if self._dropped:
-            kept = [row for row, request in enumerate(self.requests) if request not in self._dropped]
-            self._dropped.clear()
-            self._reorder(kept)
+            self._reorder([row for row, request in enumerate(self.requests) if request not in self._dropped])
         if self._noted:
             noted = [request for request in self._noted if _merely_decodes(request)]
-            self._noted.clear()
             for row in [self._row[request] for request in noted if request in self._row]:
                 self._load_counts(row, self.requests[row])
                 self._load_blocks(row)
@@ -97,7 +100,16 @@ class DecodeRows:
             if joining:
                 self._join(joining)
         if self.requests is not before:
-            self.special = self.whole[:, 2].nonzero()[0].tolist()
+            self.special = self.whole[:, 2].nonzero()[0].tolist()  # a row that stays has the same parameters
+        self._dropped.clear()
+        self._noted.clear()
+        self._is_changing = False
+
+    def _begin_again(self) -> None:
+        """Forget all rows, and note their requests."""
+        noted = dict.fromkeys([*self.requests, *self._row, *self._noted])
+        self._make_empty()
+        self._noted = noted
 
     def _join(self, joining: list[Request]) -> None:
         """Add rows for these requests, where their ranks belong."""
@@ -186,9 +198,9 @@ class DecodeRows:
                     raise BadValue(f"the block table of request {request.id} in group {g} differs in its row")
 
     def look_later(self, request: Request) -> None:
-        """Set when the block manager has to look at a request again."""
+        """Set when the block manager has to look at a request again, unless it has ended."""
         row = self._row.get(request)
-        if row is not None:
+        if row is not None and request.cache.block_ids:
             self._dues[row] = self._manager.next_due(request)
 
     # --------------------------------------------------------------------------------------------------- a step
@@ -213,10 +225,14 @@ class DecodeRows:
         raises, the request is added to `plan.failed` and is not part of the step. Return None if no row is left.
         """
         requests = [self.requests[row] for row in short]
+        # First, since an exception after an allocation would lose blocks that must be copied.
+        self._widen(1 + max((len(ids) for one in requests for ids in one.cache.block_ids), default=0))
+        self._is_changing = True
         if short and self._grow_each(requests):
             self._add_block(short)
-            return self._step(num_ahead, going)
-        for row, request in zip(short, requests, strict=True):
+            short = []
+        for row in short:
+            request = self.requests[row]
             try:
                 if not self._manager.grow(request, len(request.tokens) + num_ahead, plan.copies):
                     raise OutOfBlocks(f"request {request.id} was planned with too few free blocks")
@@ -226,6 +242,7 @@ class DecodeRows:
                 going[row] = False
             else:
                 self._load_blocks(row)
+        self._is_changing = False
         return self._step(num_ahead, going) if going is None or going.any() else None
 
     def _grow_each(self, requests: list[Request]) -> bool:
@@ -237,12 +254,10 @@ class DecodeRows:
 
     def _add_block(self, rows: list[int]) -> None:
         """Copy the last block of these rows' tables, which they just got."""
-        size = self._manager.block_size
-        at = self._rooms[rows] // size
-        self._widen(int(at.max()) + 1)
         for g, tables in zip(self._manager.attention_groups, self.tables, strict=True):
-            tables[rows, at] = [self.requests[row].cache.block_ids[g][-1] for row in rows]
-        self._rooms[rows] += size
+            owned = [self.requests[row].cache.block_ids[g] for row in rows]
+            tables[rows, [len(ids) - 1 for ids in owned]] = [ids[-1] for ids in owned]
+        self._rooms[rows] = [self.requests[row].cache.room for row in rows]
 
     def going(self) -> NDArray[np.bool_]:
         """Return which rows do not end with the token that is being drawn: bool [R]."""

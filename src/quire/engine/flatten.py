@@ -72,8 +72,8 @@ class Buffers:
         self.one_each = np.arange(max_seqs + 1, dtype=np.int32)  # query_starts if each sequence has one row
         self.uniforms = np.zeros(max_seqs)
         self.decode: Batch | None = None  # of the last step that only decoded; its tensors are views of these buffers
-        self.decode_of = 0, False, 0  # the id of its list of requests, whether it was ahead, the columns of its tables
-        self.decoding: Sequence[Request] = ()  # that list
+        self.decoding: Sequence[Request] = ()  # its requests: the same list as long as no request joins or leaves
+        self.decode_of = False, 0  # whether it was planned ahead, and the columns of its tables
         self.decode_parameters = parameters_of(())  # its sampling parameters
         self.tallies: Tallies = WeakKeyDictionary()
 
@@ -92,12 +92,13 @@ def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffer
     """Return the batch of a step that only decodes. If the rows are those of the step before, only numbers change."""
     count, size = len(rows), buffers.block_size
     widest = int(step.starts.max()) // size + 1
-    if buffers.decode is None or buffers.decode_of != (id(step.requests), step.is_ahead, widest):
+    batch = buffers.decode
+    if batch is None or buffers.decoding is not step.requests or buffers.decode_of != (step.is_ahead, widest):
         decoding = _decoding(step, rows)
-        buffers.decode, buffers.decode_parameters = _laid_out(plan, decoding, (), buffers), decoding.parameters
-        buffers.decode_of = id(step.requests), step.is_ahead, widest
-        buffers.decoding = step.requests  # so that no other list gets this id
-        return buffers.decode
+        batch = buffers.decode = _laid_out(plan, decoding, (), buffers)
+        buffers.decode_of, buffers.decode_parameters = (step.is_ahead, widest), decoding.parameters
+        buffers.decoding = step.requests
+        return batch
     if not step.is_ahead:
         buffers.token_ids[:count] = rows.last_tokens
     buffers.positions[:count] = step.starts
@@ -110,7 +111,6 @@ def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffer
         slots[:count] += offset
     if rows.real[:, 0].any():
         buffers.uniforms[:count] = rows.uniforms(int(step.is_ahead))
-    batch = buffers.decode
     if rows.special:
         aheads = [int(step.is_ahead)] * count
         rest = (buffers.uniforms[:count], buffers.tallies)

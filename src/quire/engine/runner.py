@@ -205,7 +205,7 @@ class Runner:
         def read(output: StepOutput) -> None:
             by_row = {row: one for rows, found in logprobs for row, one in zip(rows.tolist(), found(), strict=True)}
             count = batch.num_decoding
-            output.decoded = tokens[:count].numpy()
+            output.decoded = tokens[:count].numpy() if count else None
             output.logprobs.update((batch.logit_ids[row], one) for row, one in by_row.items() if row < count)
             rest = zip(batch.logit_ids[count:], tokens[count:].tolist(), strict=True)
             for row, (request_id, token) in enumerate(rest, count):

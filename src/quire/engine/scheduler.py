@@ -165,7 +165,8 @@ class Scheduler(SchedulerState):
     def _keep_rows(self, rows: DecodeRows, plan: Plan) -> list[int] | None:
         """Plan the running requests like `_keep_running`, but those that merely decode all at once.
 
-        Return None, having planned nothing, if there are too few tokens or blocks for all.
+        Return None, having allocated nothing, if there are too few tokens or blocks for all: then requests grow in the
+        order of their ranks, and no request is preempted after it was planned.
         """
         rows.settle()
         others = self.others(rows)
@@ -173,13 +174,10 @@ class Scheduler(SchedulerState):
         budget = self._step_budget(singles)
         if not rows or budget < singles:
             return None
-        short = rows.short(0)
-        if short and not self.manager.has_free([rows.most_taken(short, 0)] * len(self.manager.pools)):
-            return None
-        step = rows.grow(short, 0, plan)
-        lacking, left = [0] * len(self.manager.groups), budget - len(rows)
-        singles -= len(rows)
-        planned: list[PlanItem] = []
+        all_decode = singles == len(self.running) and not self.swapped
+        left, singles = budget - len(rows), singles - len(rows)
+        wanted: list[tuple[Request, int]] = []  # requests with their numbers of new tokens
+        lacking = [0] * len(self.manager.groups)
         for request in others:
             missing = request.num_missing
             num_new = num_new_tokens(missing, left, singles)
@@ -187,19 +185,27 @@ class Scheduler(SchedulerState):
             if missing == 0 or request.finish_reason is not None:
                 continue
             if num_new > 0:
-                try:
-                    if not self.manager.grow(request, request.cache.num_computed + num_new, plan.copies):
-                        return None
-                except Exception as error:
-                    plan.failed.append((request, error))
-                    continue
-                planned.append(PlanItem(request, request.cache.num_computed, num_new))
+                wanted.append((request, num_new))
                 left -= num_new
             if num_new < missing:
                 lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
-        plan.decode, plan.rest = step, planned
-        self.budget, plan.num_tokens = budget, budget - left
-        if not (others or self.swapped):
+        short = rows.short(0)
+        most = rows.most_taken(short, 0)
+        most += sum(self.manager.most_taken(one, one.cache.num_computed + num_new) for one, num_new in wanted)
+        if most and not self.manager.has_free([most] * len(self.manager.pools)):
+            return None
+        plan.decode = rows.grow(short, 0, plan)
+        plan.num_tokens = plan.num_decoding
+        for request, num_new in wanted:
+            try:
+                if not self.manager.grow(request, request.cache.num_computed + num_new, plan.copies):
+                    raise OutOfBlocks(f"request {request.id} was planned with too few free blocks")
+            except Exception as error:
+                plan.failed.append((request, error))
+            else:
+                plan.add(request, num_new)
+        self.budget = budget
+        if all_decode:
             self._add_drafts(plan, left)
         return lacking
 

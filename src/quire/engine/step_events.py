@@ -49,7 +49,13 @@ class StepEvents(Sequence[Event]):
         return len(self._events())
 
     def __bool__(self) -> bool:
-        return bool(self.parts)
+        return any(map(_has_events, self.parts))
+
+    def __add__(self, other: Sequence[Event]) -> list[Event]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Event]) -> list[Event]:
+        return [*other, *self]
 
     @overload
     def __getitem__(self, at: int) -> Event: ...
@@ -59,7 +65,7 @@ class StepEvents(Sequence[Event]):
         return self._events()[at]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._events() == list(other)
+        return isinstance(other, (list, tuple, StepEvents)) and self._events() == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -76,3 +82,9 @@ def _expanded(part: Drawn | list[Event]) -> Iterator[Event]:
             yield from part.odd[place]
         else:
             yield Event(request_id, token)
+
+
+def _has_events(part: Drawn | list[Event]) -> bool:
+    if isinstance(part, list):
+        return bool(part)
+    return len(part.odd) < len(part.ids) or any(part.odd.values())
