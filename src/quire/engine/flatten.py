@@ -99,8 +99,7 @@ def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffer
         buffers.decode_of, buffers.decode_parameters = (step.is_ahead, widest), decoding.parameters
         buffers.decoding = step.requests
         return batch
-    if not step.is_ahead:
-        buffers.token_ids[:count] = rows.last_tokens
+    buffers.token_ids[:count] = 0 if step.is_ahead else rows.last_tokens
     buffers.positions[:count] = step.starts
     np.add(step.starts, 1, out=buffers.context_lens[:count], casting="same_kind")
     at, offset = np.divmod(step.starts, size)

@@ -618,12 +618,13 @@ class LLM:
     def _finished(self, made: Sequence[Made], use_tqdm: bool) -> list[RequestOutput]:
         """Run prompts to completion. Return their outputs in the order of the prompts."""
         with progress_bar("prompts", len(made)) if use_tqdm else nullcontext(lambda: None) as advance:
-            for _ in self._run(made, is_streamed=False):
-                advance()
+            for output in self._run(made, is_streamed=False):
+                if output.finished:
+                    advance()
         return [output for output, _ in made]
 
     def _run(self, made: Sequence[Made], *, is_streamed: bool) -> Iterator[RequestOutput]:
-        """Run prompts. Yield each output when it has ended and, if it is streamed, whenever it has grown."""
+        """Run prompts. Yield an output whenever it has grown. is_streamed: see `OutputProcessor.add`."""
         for place, (_, requests) in enumerate(made):
             with _by_place(place, len(made)):
                 for request in requests:
@@ -639,8 +640,7 @@ class LLM:
                 if not self.engine.has_work:
                     raise QuireError("events of this call were lost: an exception interrupted another call")
                 grown = self._step()
-                if is_streamed:
-                    yield from (output for output in grown if output.request_id in pending and not output.finished)
+                yield from (output for output in grown if output.request_id in pending and not output.finished)
                 while ended:  # in this step, or in one of another stream
                     output = ended.popleft()
                     pending.remove(output.request_id)
