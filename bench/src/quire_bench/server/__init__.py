@@ -1,1 +1,1 @@
-"""Load on a server: `quire bench serve`, `quire bench http` and `quire bench soak`."""
+"""Load on a server: `quire bench serve` and `quire bench soak`."""
