@@ -67,7 +67,7 @@ SHAPED = (
 MOST_LINES = {
     "cache": 3_420,
     "cli": 1_470,
-    "engine": 5_720,
+    "engine": 5_780,
     "fingerprint": 650,
     "fleet": 5_785,
     "frontend": 3_230,
@@ -76,11 +76,11 @@ MOST_LINES = {
     "ops": 22_550,
     "parallel": 520,
     "ray": 420,
-    "sandbox": 1_200,
+    "sandbox": 1_210,
     "server": 15_850,
     "simulate": 4_195,
     "terminal": 1_240,
-    "modules": 1_260,  # those that are in no package
+    "modules": 1_265,  # those that are in no package
 }
 
 

@@ -398,6 +398,9 @@ class Guide(Protocol):
     def done(self) -> bool:
         """True if no token may follow: the request ends with FinishReason.STOP."""
 
+    def forced(self) -> Sequence[int]:
+        """Return tokens that are likely to come next because the text can continue in one way only; often none."""
+
     def copy(self) -> Guide:
         """Return another guide in the same state, for a sibling of the request."""
 

@@ -413,8 +413,8 @@ def serve(draw: Draw, serving: Serving, todo: list[Ask], counts: Counter[str]) -
     counts["overlapped"] += draw.is_overlapped
     counts["int8 cache"] += draw.options["kv_cache_dtype"] == "int8"
     counts["cached tokens"] += manager.hits.cached_tokens
-    if engine.scheduler.lookup is not None:
-        counts["right drafts"] += engine.scheduler.lookup.num_right
+    if engine.scheduler.speculation is not None:
+        counts["right drafts"] += engine.scheduler.speculation.num_right
     if manager.disk is not None:
         counts["read from the disk"] += manager.disk.reader.counts.blocks
     return begun

@@ -21,7 +21,7 @@ from quire.engine.loops import Loop
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.policy import Order, first_come_first_served
 from quire.engine.scheduler import Scheduler
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import Speculation
 from quire.models.batch import Batch
 from quire.request import Request, SampleGroup, SamplingParams, TokenLogprobs
 
@@ -327,7 +327,7 @@ def fake_engine(
     num_host_blocks: int = 0,
     enable_prefix_caching: bool = True,
     order: Order = first_come_first_served,
-    lookup: PromptLookup | None = None,
+    speculation: Speculation | None = None,
     model: Callable[[list[int]], int] = next_token,
     runner: type[FakeRunner] = FakeRunner,
     loop: Loop | None = None,
@@ -350,7 +350,7 @@ def fake_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         order=order,
-        lookup=lookup,
+        speculation=speculation,
     )
     max_blocks = -(-max_model_len // block_size)
     buffers = Buffers(groups, block_size, max_num_batched_tokens, max_num_seqs, max_blocks)

@@ -16,7 +16,7 @@ import pytest
 
 from quire.cache.groups import CacheGroup
 from quire.engine.plan import StepOutput
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import PromptLookup, Speculation
 from quire.errors import RequestError
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import CompletionOutput, RequestOutput
@@ -94,7 +94,7 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
         max_num_seqs=rng.choice([1, 2, 3] if drafts else [1, 3, 8]),  # where few decode
         max_num_batched_tokens=rng.choice([8, 16] if drafts else [1, 4, 16, 64]),
         eos=frozenset({rng.randrange(VOCAB)}),
-        lookup=PromptLookup(rng.randint(1, 7)) if drafts else None,
+        speculation=Speculation(PromptLookup(), rng.randint(1, 7)) if drafts else None,
     )
     runner = FailingRunner(num_blocks, block_size, groups, model=model)
     runner.every = rng.choice([11, 17, 31])

@@ -9,13 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from typer.testing import CliRunner
 
-from quire import LLM
+from quire import LLM, StructuredOutputsParams
 from quire.cli import app
 from quire.engine.engine import Engine
-from quire.engine.speculation import LONGEST_PAUSE, MATCHED, MAX_ROWS, PromptLookup, _after_the_same
+from quire.engine.speculation import LONGEST_PAUSE, MATCHED, MAX_ROWS, PromptLookup, Speculation, _after_the_same
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError
 from quire.request import Event, FinishReason, Request, SamplingParams
@@ -61,13 +63,13 @@ def test_guesses_are_what_stood_after_the_same_tokens() -> None:
 
 
 def test_few_rows_are_shared_among_those_that_decode() -> None:
-    lookup = PromptLookup(5)
-    assert [lookup.most(rows) for rows in (0, 1, 2, 3, 4, 5, MAX_ROWS, 100)] == [0, 5, 3, 1, 1, 0, 0, 0]
-    assert PromptLookup(1).most(1) == 1
+    speculation = Speculation(PromptLookup(), 5)
+    assert [speculation.most(rows) for rows in (0, 1, 2, 3, 4, 5, MAX_ROWS, 100)] == [0, 5, 3, 1, 1, 0, 0, 0]
+    assert Speculation(PromptLookup(), 1).most(1) == 1
 
 
 def test_who_was_wrong_pauses_longer_and_longer() -> None:
-    lookup, unlucky, other = PromptLookup(4), request([1, 2, 3, 1, 2], 2), request([1, 2, 3, 1, 2], 2)
+    lookup, unlucky, other = PromptLookup(), request([1, 2, 3, 1, 2], 2), request([1, 2, 3, 1, 2], 2)
     pauses = []
     for _ in range(8):
         assert lookup.draft(unlucky, 2) == array("i", [3, 1])
@@ -81,17 +83,52 @@ def test_who_was_wrong_pauses_longer_and_longer() -> None:
     assert lookup.draft(other, 2)
 
 
-def test_no_guesses_for_whose_draws_depend_on_more_than_their_tokens() -> None:
-    lookup, tokens = PromptLookup(4), [1, 2, 3, 1, 2]
-    assert lookup.draft(request(tokens, 2), 4)
-    assert not lookup.draft(request(tokens), 4), "its prompt is still to be shared with its siblings"
-    for params in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
-        assert not lookup.draft(request(tokens, 2, **params), 4)
-    for name, value in (("driven", True), ("guide", object())):
-        special = request(tokens, 2)
-        setattr(special, name, value)
-        assert not lookup.draft(special, 4)
-    assert not lookup.draft(request(tokens, 2), 0)
+def test_no_guesses_before_the_first_token_and_for_driven_requests() -> None:
+    speculation, tokens = Speculation(PromptLookup(), 4), [1, 2, 3, 1, 2]
+    assert speculation.draft(request(tokens, 2), 4)[0]
+    assert not speculation.draft(request(tokens), 4)[0], "its prompt is still to be shared with its siblings"
+    driven = request(tokens, 2)
+    driven.driven = True
+    assert not speculation.draft(driven, 4)[0]
+    assert not speculation.draft(request(tokens, 2), 0)[0]
+
+
+class Alternating:
+    """A guide that allows only even tokens after odd ones and the other way round, up to token 63, and ends at 40."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.done = last, last == 40
+
+    def allowed(self) -> NDArray[np.int32]:
+        return np.full(2, 0x55555555 if self.last % 2 else -0x55555556, np.int32)
+
+    def accept(self, token: int) -> None:
+        assert (token - self.last) % 2
+        self.__init__(token)  # type: ignore[misc]
+
+    def forced(self) -> list[int]:
+        return [9, 8, 7] if self.last == 10 else []
+
+    def copy(self) -> Alternating:
+        return Alternating(self.last)
+
+
+def test_drafts_of_a_guided_request_are_those_that_its_guide_allows() -> None:
+    speculation = Speculation(PromptLookup(), 6)
+    cases = {
+        (1, 2, 3, 6, 7, 1, 2): [3, 6, 7],  # 1 after 7 is not allowed
+        (1, 2, 3, 6, 64, 1, 2): [3, 6],  # beyond the mask
+        (1, 2, 3, 40, 1, 1, 2): [3],  # 40 ends the text
+        (1, 2, 5, 4, 3, 1, 2): [5],  # 4 is an end token
+        (1, 10, 3, 1, 10): [9, 8, 7],  # forced
+    }
+    for tokens, drafts in cases.items():
+        guided = request([*tokens], 2)
+        guided.guide, guided.ending_tokens = Alternating(tokens[-1]), frozenset({4})
+        found, masks = speculation.draft(guided, 6)
+        assert list(found) == drafts
+        assert [int(mask[0]) & 1 for mask in masks] == [token % 2 for token in drafts], "even tokens after odd ones"
+        assert guided.guide.last == tokens[-1], "the guide has not moved"
 
 
 # ----------------------------------------------------------------------------------------------------- the engine
@@ -147,7 +184,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prompt logprobs": {"prompt_logprobs": 1, "logprobs": 0},
     "stop token": {"stop_token_ids": [5, 6, 7, 9, 11]},
     "no stop token at first": {"stop_token_ids": list(range(20)), "min_tokens": 25},
-    "penalties": {"repetition_penalty": 1.2},
+    "penalties": {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": 0.05, "logprobs": 2},
     "short": {"max_tokens": 3},
 }
 
@@ -171,8 +208,8 @@ def test_tokens_are_those_that_come_one_by_one(tmp_path: Path, kind: str, case: 
 
 def judgements(made: Engine) -> list[int]:
     """Filled as the engine runs: how many guesses of a request were right, each time."""
-    lookup, judged = made.scheduler.lookup, []
-    assert lookup is not None
+    assert made.scheduler.speculation is not None
+    lookup, judged = made.scheduler.speculation.drafter, []
     judge = lookup.judge
 
     def listening(request: Request, num_right: int) -> None:
@@ -186,6 +223,60 @@ def judgements(made: Engine) -> list[int]:
 ARRIVALS = (0, 2, 9, 10, 25, 60)
 SIX = [*LOOPS, [5, 6, 7, 8] * 5 + [5], [11, 12] * 4]
 LIMITS: tuple[dict[str, Any], ...] = ({}, {"block_size": 4, "num_blocks": 30, "max_num_batched_tokens": 16})
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "year": {"type": "integer"}, "is_known": {"type": "boolean"}},
+    "required": ["name", "year", "is_known"],
+    "additionalProperties": False,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "schema": {"structured_outputs": StructuredOutputsParams(json=PERSON)},
+    "regex": {"structured_outputs": StructuredOutputsParams(regex=r"(abc ){3,8}end(\\.){5}")},
+    "choice and penalty": {
+        "structured_outputs": StructuredOutputsParams(choice=["a long choice", "a longer choice", "another"]),
+        "frequency_penalty": 0.5,
+    },
+    "bad words": {"bad_words": ["self.", "return self", " 1"]},
+    "penalties": {"repetition_penalty": 1.02, "presence_penalty": 0.1, "frequency_penalty": 0.01},
+    "bias": {"logit_bias": {13: 2.0, 30: -1.0}, "min_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_draws_that_look_back_are_those_of_one_by_one(temperature: float) -> None:
+    """Grammars, penalties and bad words of the embedded model, alone and together: tokens, logprobs and reasons."""
+    params = [
+        SamplingParams(**{"temperature": temperature, "seed": 2, "max_tokens": 60, "logprobs": 2} | options)
+        for options in SPECIAL.values()
+    ]
+    found, steps = [], []
+    for count in (0, 7):
+        llm = LLM(num_blocks=200, num_speculative_tokens=count)
+        tracer = made_steps(llm.engine)
+        outputs = [output for one in params for output in llm.generate("class Stack:\n    def ", one)]
+        steps.append(len(tracer))
+        outputs += llm.generate(["x = "] * len(params), params)
+        found.append([output.outputs for output in outputs])
+        assert not llm.engine.has_work
+        if llm.engine.scheduler.speculation is not None:
+            assert llm.engine.scheduler.speculation.num_right > 30
+    assert found[0] == found[1]
+    assert steps[1] < 0.9 * steps[0]
+
+
+def made_steps(made: Engine) -> list[int]:
+    """The tokens of each step, filled as the engine runs."""
+    sizes: list[int] = []
+    launch = made.runner.launch
+
+    def listening(batch: Any) -> Any:
+        sizes.append(len(batch.token_ids))
+        return launch(batch)
+
+    made.runner.launch = listening  # type: ignore[method-assign]
+    return sizes
 
 
 STOPS: dict[str, dict[str, Any]] = {
@@ -268,10 +359,10 @@ def test_guessing_never_takes_blocks_from_others(tmp_path: Path) -> None:
 
 def test_only_where_a_row_keeps_its_bits(tmp_path: Path) -> None:
     save(tmp_path)
-    assert engine(tmp_path, num_speculative_tokens=1).scheduler.lookup is not None
-    assert engine(tmp_path, num_speculative_tokens=0).scheduler.lookup is None
-    assert engine(tmp_path, num_speculative_tokens=None).scheduler.lookup is not None
-    assert engine(tmp_path, num_speculative_tokens=None, attention_backend="reference").scheduler.lookup is None
+    assert engine(tmp_path, num_speculative_tokens=1).scheduler.speculation is not None
+    assert engine(tmp_path, num_speculative_tokens=0).scheduler.speculation is None
+    assert engine(tmp_path, num_speculative_tokens=None).scheduler.speculation is not None
+    assert engine(tmp_path, num_speculative_tokens=None, attention_backend="reference").scheduler.speculation is None
     with pytest.raises(ConfigError, match="not 'reference' on 'cpu'"):
         engine(tmp_path, num_speculative_tokens=1, attention_backend="reference")
     for count in (-1, 8):
@@ -293,13 +384,14 @@ def test_a_wrong_guess_that_overflows_hurts_nobody(tmp_path: Path) -> None:
     model.model.embed_tokens.weight.data[7] = float("nan")
     model.save_pretrained(tmp_path)
     made = [engine(tmp_path, num_speculative_tokens=count) for count in (0, 5)]
-    lookup, prompt, tried = made[1].scheduler.lookup, [5, 6, 8, 9] * 3, []
+    prompt, tried = [5, 6, 8, 9] * 3, []
 
     def wrong(request: Request, most: int) -> array[int]:
         tried.append(most if len(tried) % 3 == 0 else 0)  # in between none, as after a pause
         return array("i", [7] * tried[-1])
 
-    lookup.draft = wrong  # type: ignore[method-assign]
+    assert made[1].scheduler.speculation is not None
+    made[1].scheduler.speculation.drafter.draft = wrong  # type: ignore[method-assign]
     plain, _ = run(made[0], [prompt], max_tokens=20)
     again, _ = run(made[1], [prompt], max_tokens=20)
     assert again == plain
@@ -317,13 +409,13 @@ def test_a_right_guess_that_overflows_ends_the_request(tmp_path: Path) -> None:
     found, given = [], []
     for count in (0, 5):
         made = engine(tmp_path, num_speculative_tokens=count)
-        if made.scheduler.lookup is not None:
+        if made.scheduler.speculation is not None:
 
             def right(request: Request, most: int) -> array[int]:
                 given.append(array("i", tokens[request.num_generated :][:most]))
                 return given[-1]
 
-            made.scheduler.lookup.draft = right  # type: ignore[method-assign]
+            made.scheduler.speculation.drafter.draft = right  # type: ignore[method-assign]
         made.add(request(prompt, max_tokens=20))
         found.append([event for _ in iter(lambda made=made: made.has_work, False) for event in made.step()])
         made.scheduler.audit()

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import PromptLookup, Speculation
 from quire.request import Request
 from quire.server.observability.metrics import Metrics, RequestClock
 from tests.engine.fakes import CIRCLE, circling, fake_engine, request, siblings
@@ -200,7 +200,7 @@ class TestCounting:
             assert shown(f"quire:{name}", model_name="quire-embedded") == value
 
     def test_right_guesses_make_arrivals_fewer_than_tokens(self) -> None:
-        driver = Driver(fake_engine(model=circling, lookup=PromptLookup(5)))
+        driver = Driver(fake_engine(model=circling, speculation=Speculation(PromptLookup(), 5)))
         driver.add(request("a", [i % CIRCLE for i in range(14)], max_tokens=40))
         steps = 0
         while driver.engine.has_work:

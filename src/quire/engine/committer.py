@@ -114,7 +114,7 @@ class Committer:
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
-        request, start, num_new, _ = item
+        request, start, num_new, *_ = item
         is_last = start + num_new == len(request.tokens)
         token = output.tokens[request.id] if is_last and request.task is GENERATE else None
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
@@ -146,9 +146,8 @@ class Committer:
                 events.append(self._end_without_number(request))
                 break
             events.append(self._append(request, token, logprob))
-        if self._state.lookup is not None:
-            self._state.lookup.count(len(item.drafts), len(events) - 1)
-            self._state.lookup.judge(request, len(events) - 1)
+        if self._state.speculation is not None:
+            self._state.speculation.judge(item, len(events) - 1)
         return events[1:]
 
     def _append(

@@ -47,14 +47,20 @@ def constraints_of(
     )
 
 
-def banned_now(request: Request, num_ahead: int) -> Iterator[int]:
-    """Yield the tokens that a request must not draw `num_ahead` tokens after its next one, in any order."""
+def banned_now(request: Request, num_ahead: int, drafts: Sequence[int] = ()) -> Iterator[int]:
+    """Yield the tokens that a request must not draw `num_ahead` tokens after its next one, in any order.
+
+    drafts: the tokens in between, if they are known.
+    """
     if request.num_generated + num_ahead < request.sampling.min_tokens:
         yield from request.ending_tokens
     constraints = request.constraints
     if constraints is not None:
         yield from constraints.banned
-        if constraints.endings and request.num_generated:  # then nothing is drawn ahead, see `Request.looks_back`
-            for before, last in constraints.endings.get(request.tokens[-1], ()):
-                if len(before) <= request.num_generated and request.tokens[-len(before) :] == before:
+        generated = request.num_generated + len(drafts)
+        if constraints.endings and generated:  # then they are known, see `Request.looks_back`
+            longest = max(len(before) for of in constraints.endings.values() for before, _ in of)
+            tail = request.tokens[-longest:] + array("i", drafts)
+            for before, last in constraints.endings.get(tail[-1], ()):
+                if len(before) <= generated and tail[-len(before) :] == before:
                     yield last

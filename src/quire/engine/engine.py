@@ -26,7 +26,7 @@ from quire.engine.ranks import LeadingRunner
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.shutdown_guard import StepGuard
-from quire.engine.speculation import NUM_GUESSES, PromptLookup
+from quire.engine.speculation import NUM_GUESSES, PromptLookup, Speculation
 from quire.engine.step_events import StepEvents
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
@@ -319,7 +319,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.most_tokens,
         order=ORDERS[config.scheduling_policy],
-        lookup=_lookup(config, backend, model),
+        speculation=_speculation(config, backend, model),
     )
     pools = Pools(num_blocks, num_host_blocks, state_pools)
     if model.exchange is not None:
@@ -369,8 +369,8 @@ def _loop(config: EngineConfig, is_queued: bool) -> Loop:
     return OverlappedLoop() if wanted else SequentialLoop()
 
 
-def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLookup | None:
-    """Return the proposer of draft tokens, or None unless accepting them leaves every output unchanged."""
+def _speculation(config: EngineConfig, backend: Backend, model: Model) -> Speculation | None:
+    """Return the source of draft tokens, or None unless accepting them leaves every output unchanged."""
     wanted = config.num_speculative_tokens
     batch_invariant = backend.batch_invariant(config.device) and model.rows_are_batch_invariant
     if wanted and not batch_invariant:
@@ -381,7 +381,7 @@ def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLooku
         )
     if wanted is None:
         wanted = NUM_GUESSES if batch_invariant else 0
-    return PromptLookup(wanted) if wanted else None
+    return Speculation(PromptLookup(), wanted) if wanted else None
 
 
 def working_memory(decoder: ModelShape, itemsize: int, max_tokens: int) -> int:

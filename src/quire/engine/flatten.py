@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -50,6 +52,16 @@ _NOTHING_SPECIAL: dict[str, Any] = {
     "banned_rows": _NO_INTEGERS,
     "banned_tokens": _NO_INTEGERS,
 }
+
+
+class Drafted(NamedTuple):
+    """The draft tokens before a row that draws."""
+
+    tokens: Sequence[int]
+    allowed: NDArray[np.int32] | None  # if the request has a guide: the tokens that it allows after them
+
+
+_NOT_DRAFTED = Drafted((), None)
 
 
 class Buffers:
@@ -141,8 +153,9 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
     unknown: list[tuple[int, str]] = []
     # Request, row to draw from, and the number of tokens up to that row that the request does not have yet.
     drawn: list[tuple[Request, int, int]] = []
+    drafted: dict[int, Drafted] = {}  # by index in `drawn`
     num_decoding = 0 if decoding is None else len(decoding.last_tokens)
-    for request, start, num_new, drafts in items:
+    for request, start, num_new, drafts, masks in items:
         ahead = start + num_new - len(request.tokens)
         if ahead > 0:
             flat += request.tokens[start:]
@@ -152,13 +165,16 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
             flat += request.tokens[start : start + num_new]
         if ahead >= 0 and request.task is GENERATE:
             row = num_decoding + len(flat) - 1
+            if drafts:
+                each = zip_longest(range(1, len(drafts) + 1), masks)
+                drafted |= {len(drawn) + i: Drafted(drafts[:i], mask) for i, mask in each}
             drawn += [(request, row + i, ahead + i) for i in range(len(drafts) + 1)]
         flat.extend(drafts)
     s, t = num_decoding + len(items), num_decoding + len(flat)
     token_ids, position = buffers.token_ids[:t], buffers.positions[:t]
     if items or decoding is None:
         computed = np.array([item.start for item in items], np.int64)
-        num_rows = np.array([num_new + len(drafts) for _, _, num_new, drafts in items], np.int64)
+        num_rows = np.array([num_new + len(drafts) for _, _, num_new, drafts, _ in items], np.int64)
         if decoding is not None:
             computed = np.concatenate([decoding.step.starts, computed])
             num_rows = np.concatenate([np.ones(num_decoding, np.int64), num_rows])
@@ -175,7 +191,7 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         token_ids[:num_decoding] = 0 if decoding.step.is_ahead else decoding.last_tokens
     token_ids[num_decoding:] = np.frombuffer(flat, np.int32)
     known: list[int] = []  # rows with K and V in the cache: shared blocks are never written
-    for first, (request, start, num_new, _) in zip(starts[num_decoding:-1].tolist(), items, strict=True):
+    for first, (request, start, num_new, *_) in zip(starts[num_decoding:-1].tolist(), items, strict=True):
         if start < request.cache.num_cached:
             known += range(first, first + min(request.cache.num_cached - start, num_new))
     own = [[item.request.cache.block_ids[g] for item in items] for g in buffers.attention]
@@ -211,6 +227,7 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         buffers.uniforms[:num_decoding] = decoding.uniforms
         random = np.concatenate([decoding.uniforms, random]) if items else buffers.uniforms[:num_decoding]
         aheads = [int(step.is_ahead)] * num_decoding + aheads
+        drafted = {num_decoding + row: drafts for row, drafts in drafted.items()}
         if step.is_ahead:
             unknown_rows, unknown_ids = [*range(num_decoding), *unknown_rows], [*step.ids, *unknown_ids]
     adapters = np.array([item.request.lora_slot for item in items], np.int32)
@@ -237,7 +254,7 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         drawn=DrawnRows(_integers(unknown_rows), unknown_ids),
         logit_rows=_integers(logit_rows),
         logit_ids=logit_ids,
-        sampling=_sampling_rows(parameters, aheads, random, buffers.tallies),
+        sampling=_sampling_rows(parameters, aheads, random, buffers.tallies, drafted),
         prompt=prompt_rows(items, starts[num_decoding:]),
         embed=EmbedRows(_integers([row for _, row in embedded]), [name for name, _ in embedded]),
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
@@ -312,6 +329,7 @@ def _sampling_rows(
     ahead: Sequence[int],  # [R], tokens before the one that is drawn that its request does not have yet
     random: NDArray[np.float64],  # [R], random numbers
     tallies: Tallies,  # of requests with penalties; those that are missing are added
+    drafted: Mapping[int, Drafted] = MappingProxyType({}),  # by row: the draft tokens before the one that is drawn
 ) -> SamplingRows:
     """Return the inputs for drawing tokens."""
     temperature, top_p, min_p, repetition, presence, frequency = parameters.real
@@ -331,12 +349,12 @@ def _sampling_rows(
     }
     if not parameters.special:
         return SamplingRows(**dense, **_NOTHING_SPECIAL)
-    special = [(row, parameters.requests[row]) for row in parameters.special]
-    penalised = [(row, request) for row, request in special if request.sampling.has_penalty]
-    penalties = [_tallied(request, tallies) for _, request in penalised]
-    penalty_rows = np.repeat([row for row, _ in penalised], [len(tokens) for tokens, _ in penalties])
-    biases = [(row, of) for row, one in special if (of := one.constraints) is not None and len(of.bias)]
-    banned = [(row, token) for row, one in special for token in banned_now(one, ahead[row])]
+    special = [(row, parameters.requests[row], drafted.get(row, _NOT_DRAFTED)) for row in parameters.special]
+    penalised = [row for row in special if row[1].sampling.has_penalty]
+    penalties = [_tallied(request, tallies).numbers(drafts.tokens) for _, request, drafts in penalised]
+    penalty_rows = np.repeat([row for row, *_ in penalised], [len(tokens) for tokens, _ in penalties])
+    biases = [(row, of) for row, one, _ in special if (of := one.constraints) is not None and len(of.bias)]
+    banned = [(row, token) for row, one, of in special for token in banned_now(one, ahead[row], of.tokens)]
     banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     return SamplingRows(
         **dense,
@@ -361,9 +379,9 @@ def _uniforms(requests: Sequence[Request], ahead: Sequence[int]) -> NDArray[np.f
     )
 
 
-def _allowed(request: Request) -> NDArray[np.int32] | None:
+def _allowed(request: Request, drafts: Drafted) -> NDArray[np.int32] | None:
     """Return the mask of tokens that both its guide and its constraints allow, one bit per token. None: all."""
-    guided = request.schedule.allowed
+    guided = drafts.allowed if drafts.tokens else request.schedule.allowed
     own = None if request.constraints is None else request.constraints.allowed
     if own is None or guided is None:
         return guided if own is None else own
@@ -371,8 +389,8 @@ def _allowed(request: Request) -> NDArray[np.int32] | None:
     return own[:size] & guided[:size]
 
 
-def _masks(requests: Sequence[tuple[int, Request]]) -> Masks | None:
-    allowed = {row: mask for row, request in requests if (mask := _allowed(request)) is not None}
+def _masks(rows: Sequence[tuple[int, Request, Drafted]]) -> Masks | None:
+    allowed = {row: mask for row, request, drafts in rows if (mask := _allowed(request, drafts)) is not None}
     if not allowed:
         return None
     widest = max(mask.nbytes for mask in allowed.values())
@@ -381,12 +399,12 @@ def _masks(requests: Sequence[tuple[int, Request]]) -> Masks | None:
     return Masks(torch.tensor(list(allowed), dtype=torch.int64), masks)
 
 
-def _tallied(request: Request, tallies: Tallies) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return the request's distinct tokens, and the number of times that each was generated."""
+def _tallied(request: Request, tallies: Tallies) -> Tally:
+    """Return the tally of the request's tokens, up to date."""
     tally = tallies.get(request)
     if tally is None or not tally.follows(request):
         tally = tallies[request] = Tally(request)
-    return tally.numbers()
+    return tally
 
 
 def _concatenated(parts: list[NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:

@@ -46,7 +46,7 @@ def plan_ahead(state: SchedulerState, before: Plan) -> Plan | None:
             rest.append((request, start, missing))
     items = share_budget(rest, state.budget - num_rows)
     count = num_rows + len(items)
-    if not count or (state.lookup is not None and state.lookup.most(count) > 0):
+    if not count or (state.speculation is not None and state.speculation.most(count) > 0):
         return None
     num_tokens = num_rows + sum(item.num_new for item in items)
     if state.waiting and (some_end or _may_come(state, num_tokens)):

@@ -28,6 +28,7 @@ class PlanItem(NamedTuple):
     start: int
     num_new: int
     drafts: Sequence[int] = ()
+    masks: Sequence[NDArray[np.int32]] = ()  # if it has a guide: the tokens allowed after each draft token
 
     @property
     def num_rows(self) -> int:

@@ -159,8 +159,8 @@ class Scheduler(SchedulerState):
     def _add_drafts(self, plan: Plan, budget: int) -> None:
         """Add draft tokens to a step in which all requests decode, unless a waiting request may join them."""
         nobody_comes = not self.waiting or len(self.running) >= self.max_num_seqs
-        if self.lookup is not None and nobody_comes:
-            self.lookup.add_to(plan, self.manager, self.longest, budget)
+        if self.speculation is not None and nobody_comes:
+            self.speculation.add_to(plan, self.manager, self.longest, budget)
 
     def _keep_rows(self, rows: DecodeRows, plan: Plan) -> list[int] | None:
         """Plan the running requests like `_keep_running`, but those that merely decode all at once.

@@ -17,7 +17,7 @@ from quire.engine.policy import Order, first_come_first_served
 from quire.engine.prefetch import Prefetch
 from quire.engine.prefill_budget import PrefillBudget
 from quire.engine.queue import SORT_KEY, RankedList, WaitingQueue
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import Speculation
 from quire.errors import BadValue, RequestError
 from quire.request import FinishReason, Request
 
@@ -38,7 +38,7 @@ class SchedulerState:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         order: Order = first_come_first_served,
-        lookup: PromptLookup | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -46,7 +46,7 @@ class SchedulerState:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.order = order
-        self.lookup = lookup  # if set, proposes draft tokens where that is worthwhile
+        self.speculation = speculation  # if set, proposes draft tokens where that is worthwhile
         self.clock = clock
         self.pace: PrefillBudget | None = None  # if set, steps in which sequences decode are shorter
         self.prefetch: Prefetch | None = None  # if set, requests may wait for blocks from other sources

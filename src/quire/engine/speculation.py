@@ -1,8 +1,8 @@
-"""Prompt lookup: draft tokens taken from the text after an earlier occurrence of the last tokens (Saxena 2023).
+"""Speculative decoding: compute draft tokens together with a request's own token, and keep those that it draws itself.
 
-A step computes the draft tokens together with the request's own token, like a chunk of a prompt, and draws a token
-after each of them. Those that equal the draft tokens are accepted. Since rows are batch-invariant and a draw depends on
-its position alone, the accepted tokens are the ones that decoding one by one would give.
+A step computes the draft tokens like a chunk of a prompt, and draws a token after each of them by the same rule as
+without drafts. Those that equal the draft tokens are accepted. Since rows are batch-invariant and a draw depends on the
+tokens before it alone, the accepted tokens are the ones that decoding one by one would give: a draft changes no token.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import logging
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from quire.cache.manager import BlockManager
 from quire.config import MAX_SPECULATIVE_TOKENS
 from quire.engine.plan import Plan, PlanItem
-from quire.request import Request
+from quire.request import Guide, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 log = logging.getLogger("quire")
 
@@ -25,6 +30,94 @@ MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here, reading the weig
 LONGEST_PAUSE = 64  # steps
 NUM_GUESSES = 3  # default: a step with them takes a quarter longer, which one accepted in four pays for
 NOTHING: array[int] = array("i")
+
+Draft: TypeAlias = Sequence[int]
+
+
+class Drafter(Protocol):
+    """Proposes tokens that may follow a request's tokens. Any proposal is safe: wrong ones only cost time."""
+
+    def draft(self, request: Request, most: int) -> Draft:
+        """Return up to `most` tokens, one or more, that may follow."""
+
+    def judge(self, request: Request, num_right: int) -> None:
+        """Record the number of the request's last draft tokens that were accepted."""
+
+
+class Speculation:
+    """Adds draft tokens to steps in which few requests decode."""
+
+    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
+        """num_tokens: maximum number of draft tokens at a time."""
+        self.drafter = drafter
+        self._num_tokens = num_tokens
+        self.num_drafts = self.num_draft_tokens = self.num_right = 0  # drafts, their tokens, accepted tokens
+
+    def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
+        """Add draft tokens to a step in which all requests decode, within `budget` tokens and the free blocks.
+
+        longest: tokens at which a request ends.
+        """
+        count = plan.num_decoding + len(plan.rest)
+        most = min(self.most(count), budget // max(1, count))
+        items = plan.items if most else []
+        has_drafts = False
+        for i, (request, start, num_new, *_) in enumerate(items):
+            known = len(request.tokens)
+            try:
+                drafts, masks = self.draft(request, min(most, longest(request) - known - 1))
+                has_room = len(drafts) > 0 and manager.grow(request, known + len(drafts), plan.copies)
+            except Exception:  # nothing was allocated
+                log.exception("request %s continues without draft tokens", request.id)
+                continue
+            if has_room:
+                items[i], has_drafts = PlanItem(request, start, num_new, drafts, masks), True
+                plan.num_tokens += len(drafts)
+        if has_drafts:
+            plan.items = items
+
+    def most(self, num_rows: int) -> int:
+        """Return the maximum number of draft tokens for each of `num_rows` requests that decode together."""
+        return min(self._num_tokens, (MAX_ROWS - num_rows) // num_rows) if 0 < num_rows < MAX_ROWS else 0
+
+    def draft(self, request: Request, most: int) -> tuple[Draft, list[NDArray[np.int32]]]:
+        """Return up to `most` draft tokens of a request and, if it has a guide, the tokens allowed after each.
+
+        They are the tokens that the caller has to check, else those that its guide forces, else the drafter's.
+        """
+        if most <= 0 or request.driven or not request.num_generated:
+            return NOTHING, []
+        drafts: Draft = request.to_check[:most]
+        if request.guide is None:
+            return drafts or self.drafter.draft(request, most), []
+        drafts = drafts or request.guide.forced()[:most] or self.drafter.draft(request, most)
+        masks = masks_after(request.guide, drafts, request.ending_tokens)
+        return drafts[: len(masks)], masks
+
+    def judge(self, item: PlanItem, num_right: int) -> None:
+        """Record the number of a step's draft tokens that were accepted."""
+        self.num_drafts += 1
+        self.num_draft_tokens += len(item.drafts)
+        self.num_right += num_right
+        self.drafter.judge(item.request, num_right)
+
+
+def masks_after(guide: Guide, drafts: Draft, ending_tokens: frozenset[int]) -> list[NDArray[np.int32]]:
+    """Return the tokens that a guide allows after each draft token, up to one that it forbids or that ends the text.
+
+    The guide is unchanged.
+    """
+    masks: list[NDArray[np.int32]] = []
+    there = guide.copy() if drafts else guide
+    for token in drafts:
+        allowed = there.allowed()
+        if token in ending_tokens or token // 32 >= len(allowed) or not allowed[token // 32] >> (token % 32) & 1:
+            break
+        there.accept(token)
+        if there.done:
+            break
+        masks.append(there.allowed())
+    return masks
 
 
 @dataclass
@@ -36,47 +129,16 @@ class _Luck:
 
 
 class PromptLookup:
-    """Proposes draft tokens for decoding requests, less often for requests whose drafts were rejected."""
+    """A drafter that continues an earlier occurrence of the last tokens (prompt lookup decoding, Saxena 2023).
 
-    def __init__(self, num_tokens: int) -> None:
-        """num_tokens: maximum number of draft tokens at a time."""
-        self._num_tokens = num_tokens
-        self.num_drafts = self.num_draft_tokens = self.num_right = 0  # drafts, their tokens, accepted tokens
+    It proposes less often for requests whose drafts were rejected.
+    """
+
+    def __init__(self) -> None:
         self._luck: weakref.WeakKeyDictionary[Request, _Luck] = weakref.WeakKeyDictionary()
 
-    def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
-        """Add draft tokens to a step in which all requests decode, within `budget` tokens and the free blocks.
-
-        longest: tokens at which a request ends.
-        """
-        count = plan.num_decoding + len(plan.rest)
-        most = min(self.most(count), budget // max(1, count))
-        items = plan.items if most else []
-        has_drafts = False
-        for i, (request, start, num_new, _) in enumerate(items):
-            known = len(request.tokens)
-            try:
-                drafts = self.draft(request, min(most, longest(request) - known - 1))
-                has_room = len(drafts) > 0 and manager.grow(request, known + len(drafts), plan.copies)
-            except Exception:  # nothing was allocated
-                log.exception("request %s continues without draft tokens", request.id)
-                continue
-            if has_room:
-                items[i], has_drafts = PlanItem(request, start, num_new, drafts), True
-                plan.num_tokens += len(drafts)
-        if has_drafts:
-            plan.items = items
-
-    def most(self, num_rows: int) -> int:
-        """Return the maximum number of draft tokens for each of `num_rows` requests that decode together."""
-        return min(self._num_tokens, (MAX_ROWS - num_rows) // num_rows) if 0 < num_rows < MAX_ROWS else 0
-
-    def draft(self, request: Request, most: int) -> array[int]:
-        """Return up to `most` draft tokens that may follow the request's tokens."""
-        if most <= 0 or not _can_be_drafted(request):
-            return NOTHING
-        if request.to_check:
-            return request.to_check[:most]
+    def draft(self, request: Request, most: int) -> Draft:
+        """Return up to `most` tokens that followed an earlier occurrence of the request's last tokens."""
         luck = self._luck.get(request)
         if luck is not None and luck.pause > 0:
             luck.pause -= 1
@@ -86,22 +148,11 @@ class PromptLookup:
             self.judge(request, 0)
         return drafts
 
-    def count(self, num_draft_tokens: int, num_right: int) -> None:
-        """Count a request's draft tokens that were computed and accepted."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_right += num_right
-
     def judge(self, request: Request, num_right: int) -> None:
         """Record the number of the request's last draft tokens that were accepted."""
         luck = self._luck.setdefault(request, _Luck())
         luck.misses = 0 if num_right else luck.misses + 1
         luck.pause = min(LONGEST_PAUSE, 2**luck.misses) if luck.misses else 0
-
-
-def _can_be_drafted(request: Request) -> bool:
-    """Return whether its draws depend on earlier draws through their tokens only."""
-    return request.num_generated > 0 and not request.driven and not request.looks_back
 
 
 def _after_the_same(tokens: array[int], most: int) -> array[int]:

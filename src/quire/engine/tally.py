@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,20 @@ class Tally:
         self._num_seen = len(tokens)
         return True
 
-    def numbers(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return the distinct tokens, and the number of times that each was generated."""
-        return np.array(self._tokens), np.array(self._counts)
+    def numbers(self, drafts: Sequence[int] = ()) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Return the distinct tokens, and the number of times that each was generated.
+
+        drafts: tokens to count in addition, this time only.
+        """
+        tokens, counts = np.array(self._tokens), np.array(self._counts)
+        if not drafts:
+            return tokens, counts
+        more: dict[int, int] = {}  # places of draft tokens that are new
+        for token in drafts:
+            place = self._place.get(token)
+            if place is None:
+                place = more.setdefault(token, len(counts))
+                if place == len(counts):
+                    counts = np.append(counts, np.float32(0))
+            counts[place] += 1
+        return np.append(tokens, np.array(list(more), np.int32)), counts

@@ -51,6 +51,10 @@ class FarGuide:
         """Unknown at a gateway. Raises BadValue."""
         raise BadValue("a gateway cannot follow a grammar")
 
+    def forced(self) -> Any:
+        """Unknown at a gateway. Raises BadValue."""
+        raise BadValue("a gateway cannot follow a grammar")
+
     def accept(self, token: int) -> None:
         """Raise BadValue: unknown at a gateway."""
         raise BadValue("a gateway cannot follow a grammar")

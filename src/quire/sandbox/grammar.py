@@ -290,6 +290,10 @@ class GrammarGuide:
         self._budget.add_token(time.thread_time() - begin)
         self._budget.check(self._kind)
 
+    def forced(self) -> list[int]:
+        """Return the tokens of the text that must come next, in the tokenizer's own division; often none."""
+        return self._matcher.compute_ff_tokens()
+
     @property
     def done(self) -> bool:
         """True if the text is complete, and nothing can be added."""

@@ -18,6 +18,7 @@ class Inner(Protocol):
     def accept(self, token: int) -> None: ...
     @property
     def done(self) -> bool: ...
+    def forced(self) -> Sequence[int]: ...
     def copy(self) -> Inner: ...
 
 
@@ -92,6 +93,13 @@ class ThinkingGuide:
             self._is_open = False
             if self._inner is not None:
                 self._inner.accept(token)
+
+    def forced(self) -> Sequence[int]:
+        """Return the rest of the end of reasoning that is too long, or the tokens that the inner guide forces."""
+        if self._is_thinking:
+            is_over = self._thinking.limit is not None and self._num_thoughts >= self._thinking.limit
+            return self._thinking.end[self._num_forced :] if is_over else ()
+        return () if self._is_open or self._inner is None else self._inner.forced()
 
     @property
     def done(self) -> bool:

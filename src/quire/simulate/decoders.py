@@ -71,7 +71,7 @@ class Decoders:
     def gather(self, latest: Mapping[str, float]) -> None:
         """Add the next running requests while they only decode. latest: time of each request's latest token."""
         running, as_of, step = self._scheduler.running, self._as_of, self.step
-        if self._manager.frees_early or self._scheduler.lookup is not None:
+        if self._manager.frees_early or self._scheduler.speculation is not None:
             return
         while len(as_of) < len(running):
             request = running[len(as_of)]

@@ -427,8 +427,8 @@ def _one_two_five(longest: int) -> list[float]:
 
 def _drafts(engine: Engine, name: str) -> float:
     """Return a counter of speculative decoding, or 0 if it is off."""
-    lookup = engine.scheduler.lookup
-    return 0.0 if lookup is None else float(getattr(lookup, name))
+    speculation = engine.scheduler.speculation
+    return 0.0 if speculation is None else float(getattr(speculation, name))
 
 
 def cache_use(scheduler: Scheduler) -> float:
