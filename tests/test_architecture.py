@@ -67,12 +67,12 @@ SHAPED = (
 MOST_LINES = {
     "cache": 3_420,
     "cli": 1_470,
-    "engine": 5_780,
+    "engine": 5_960,
     "fingerprint": 650,
     "fleet": 5_785,
     "frontend": 3_230,
     "integrations": 600,
-    "models": 12_100,
+    "models": 12_350,
     "ops": 22_550,
     "parallel": 520,
     "ray": 420,
@@ -80,7 +80,7 @@ MOST_LINES = {
     "server": 15_850,
     "simulate": 4_195,
     "terminal": 1_240,
-    "modules": 1_265,  # those that are in no package
+    "modules": 1_272,  # those that are in no package
 }
 
 

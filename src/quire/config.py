@@ -221,9 +221,15 @@ class EngineConfig:
     enforce_eager: bool = option(
         False, "Capture no CUDA graphs: a GPU's engine starts some seconds sooner, and its steps take longer."
     )
+    draft: str = option(
+        "auto",
+        "Source of draft tokens: lookup (in the text), head (of the checkpoint), auto (both, if there is a head) or "
+        "off. Drafts change no token; see docs/speculation.md.",
+        choices=("auto", "lookup", "head", "off"),
+    )
     num_speculative_tokens: int | None = option(
         None,
-        "Draft tokens that prompt lookup proposes at a time; 0 turns it off. Default: 3, on a GPU 0.",
+        "Maximum number of draft tokens of a sequence in a step; 0 turns them off. Default: 3, on a GPU 0.",
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
         aliases=("--spec-tokens",),

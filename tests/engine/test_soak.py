@@ -94,7 +94,7 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
         max_num_seqs=rng.choice([1, 2, 3] if drafts else [1, 3, 8]),  # where few decode
         max_num_batched_tokens=rng.choice([8, 16] if drafts else [1, 4, 16, 64]),
         eos=frozenset({rng.randrange(VOCAB)}),
-        speculation=Speculation(PromptLookup(), rng.randint(1, 7)) if drafts else None,
+        speculation=Speculation([PromptLookup()], rng.randint(1, 7)) if drafts else None,
     )
     runner = FailingRunner(num_blocks, block_size, groups, model=model)
     runner.every = rng.choice([11, 17, 31])

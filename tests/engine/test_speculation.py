@@ -63,9 +63,9 @@ def test_guesses_are_what_stood_after_the_same_tokens() -> None:
 
 
 def test_few_rows_are_shared_among_those_that_decode() -> None:
-    speculation = Speculation(PromptLookup(), 5)
+    speculation = Speculation([PromptLookup()], 5)
     assert [speculation.most(rows) for rows in (0, 1, 2, 3, 4, 5, MAX_ROWS, 100)] == [0, 5, 3, 1, 1, 0, 0, 0]
-    assert Speculation(PromptLookup(), 1).most(1) == 1
+    assert Speculation([PromptLookup()], 1).most(1) == 1
 
 
 def test_who_was_wrong_pauses_longer_and_longer() -> None:
@@ -73,24 +73,30 @@ def test_who_was_wrong_pauses_longer_and_longer() -> None:
     pauses = []
     for _ in range(8):
         assert lookup.draft(unlucky, 2) == array("i", [3, 1])
-        lookup.judge(unlucky, 0)
+        lookup.judge(unlucky, 2, 0)
         pauses.append(0)
         while not lookup.draft(unlucky, 2):
             pauses[-1] += 1
     assert pauses == [2, 4, 8, 16, 32, 64, LONGEST_PAUSE, LONGEST_PAUSE]
-    lookup.judge(unlucky, 1)
+    lookup.judge(unlucky, 2, 1)
     assert lookup.draft(unlucky, 2)
     assert lookup.draft(other, 2)
 
 
+def drafts_of(asked: Request, most: int) -> tuple[list[int], list[int]]:
+    """Its draft tokens by prompt lookup, and of each mask whether it allows token 0."""
+    found = Speculation([PromptLookup()], 6).drafts([(asked, most)], lambda *_: True)
+    tokens, masks = found.get(asked, ((), ()))
+    return list(tokens), [int(mask[0]) & 1 for mask in masks]
+
+
 def test_no_guesses_before_the_first_token_and_for_driven_requests() -> None:
-    speculation, tokens = Speculation(PromptLookup(), 4), [1, 2, 3, 1, 2]
-    assert speculation.draft(request(tokens, 2), 4)[0]
-    assert not speculation.draft(request(tokens), 4)[0], "its prompt is still to be shared with its siblings"
+    tokens = [1, 2, 3, 1, 2]
+    assert drafts_of(request(tokens, 2), 4) == ([3, 1, 2, 3], [])
+    assert drafts_of(request(tokens), 4) == ([], []), "its prompt is still to be shared with its siblings"
     driven = request(tokens, 2)
     driven.driven = True
-    assert not speculation.draft(driven, 4)[0]
-    assert not speculation.draft(request(tokens, 2), 0)[0]
+    assert drafts_of(driven, 4) == ([], [])
 
 
 class Alternating:
@@ -114,7 +120,6 @@ class Alternating:
 
 
 def test_drafts_of_a_guided_request_are_those_that_its_guide_allows() -> None:
-    speculation = Speculation(PromptLookup(), 6)
     cases = {
         (1, 2, 3, 6, 7, 1, 2): [3, 6, 7],  # 1 after 7 is not allowed
         (1, 2, 3, 6, 64, 1, 2): [3, 6],  # beyond the mask
@@ -125,9 +130,7 @@ def test_drafts_of_a_guided_request_are_those_that_its_guide_allows() -> None:
     for tokens, drafts in cases.items():
         guided = request([*tokens], 2)
         guided.guide, guided.ending_tokens = Alternating(tokens[-1]), frozenset({4})
-        found, masks = speculation.draft(guided, 6)
-        assert list(found) == drafts
-        assert [int(mask[0]) & 1 for mask in masks] == [token % 2 for token in drafts], "even tokens after odd ones"
+        assert drafts_of(guided, 6) == (drafts, [token % 2 for token in drafts]), "even tokens after odd ones"
         assert guided.guide.last == tokens[-1], "the guide has not moved"
 
 
@@ -209,12 +212,12 @@ def test_tokens_are_those_that_come_one_by_one(tmp_path: Path, kind: str, case: 
 def judgements(made: Engine) -> list[int]:
     """Filled as the engine runs: how many guesses of a request were right, each time."""
     assert made.scheduler.speculation is not None
-    lookup, judged = made.scheduler.speculation.drafter, []
+    lookup, judged = made.scheduler.speculation.drafters[0], []
     judge = lookup.judge
 
-    def listening(request: Request, num_right: int) -> None:
+    def listening(request: Request, num_drafts: int, num_right: int) -> None:
         judged.append(num_right)
-        judge(request, num_right)
+        judge(request, num_drafts, num_right)
 
     lookup.judge = listening  # type: ignore[method-assign]
     return judged
@@ -391,7 +394,7 @@ def test_a_wrong_guess_that_overflows_hurts_nobody(tmp_path: Path) -> None:
         return array("i", [7] * tried[-1])
 
     assert made[1].scheduler.speculation is not None
-    made[1].scheduler.speculation.drafter.draft = wrong  # type: ignore[method-assign]
+    made[1].scheduler.speculation.drafters[0].draft = wrong  # type: ignore[method-assign]
     plain, _ = run(made[0], [prompt], max_tokens=20)
     again, _ = run(made[1], [prompt], max_tokens=20)
     assert again == plain
@@ -415,7 +418,7 @@ def test_a_right_guess_that_overflows_ends_the_request(tmp_path: Path) -> None:
                 given.append(array("i", tokens[request.num_generated :][:most]))
                 return given[-1]
 
-            made.scheduler.speculation.drafter.draft = right  # type: ignore[method-assign]
+            made.scheduler.speculation.drafters[0].draft = right  # type: ignore[method-assign]
         made.add(request(prompt, max_tokens=20))
         found.append([event for _ in iter(lambda made=made: made.has_work, False) for event in made.step()])
         made.scheduler.audit()

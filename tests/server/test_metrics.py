@@ -200,7 +200,7 @@ class TestCounting:
             assert shown(f"quire:{name}", model_name="quire-embedded") == value
 
     def test_right_guesses_make_arrivals_fewer_than_tokens(self) -> None:
-        driver = Driver(fake_engine(model=circling, speculation=Speculation(PromptLookup(), 5)))
+        driver = Driver(fake_engine(model=circling, speculation=Speculation([PromptLookup()], 5)))
         driver.add(request("a", [i % CIRCLE for i in range(14)], max_tokens=40))
         steps = 0
         while driver.engine.has_work:

@@ -126,7 +126,9 @@ def test_what_came_after_a_stop_string_is_not_counted() -> None:
 
 def test_the_inspector_shows_a_run_with_guesses() -> None:
     """The books of a watcher stay right, and every token is counted, where a step brings a request several."""
-    engine = fake_engine(num_blocks=24, num_host_blocks=12, model=circling, speculation=Speculation(PromptLookup(), 5))
+    engine = fake_engine(
+        num_blocks=24, num_host_blocks=12, model=circling, speculation=Speculation([PromptLookup()], 5)
+    )
     hub = Hub(engine)
     books, _ = hub.watch()
     for i in range(6):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from quire.cache.events import Listener
-from quire.cache.groups import CacheGroup, StateGroup, check_pieces, has_states
+from quire.cache.groups import AnyGroup, CacheGroup, StateGroup, check_pieces, has_states
 from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
@@ -26,7 +26,7 @@ from quire.engine.ranks import LeadingRunner
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.shutdown_guard import StepGuard
-from quire.engine.speculation import NUM_GUESSES, PromptLookup, Speculation
+from quire.engine.speculation import NUM_GUESSES, Drafter, PromptLookup, Speculation
 from quire.engine.step_events import StepEvents
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
@@ -253,7 +253,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     decoder, cache_config = model.config, config.cache
     if config.reproducible and not model.rows_are_batch_invariant:
         raise Unsupported("reproducible is True; a row's bits may depend on the batch in transformers' layers")
-    groups, block_size = decoder.groups, cache_config.block_size
+    groups, block_size = groups_of(model), cache_config.block_size
     kv_dtype = cache_dtype(cache_config, model.dtype)
     attention = [group for group in groups if isinstance(group, CacheGroup)]
     specs = [  # with one block until their number is known
@@ -319,13 +319,13 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.most_tokens,
         order=ORDERS[config.scheduling_policy],
-        speculation=_speculation(config, backend, model),
     )
     pools = Pools(num_blocks, num_host_blocks, state_pools)
     if model.exchange is not None:
         model.exchange.send(pack(pools))
     eager = make_runner(Runner if model.exchange is None else LeadingRunner, model, backend, config, pools)
     runner: StepRunner = eager
+    scheduler.speculation = _speculation(config, backend, model, eager)
     limits = runner_limits(model, config)
     buffers = Buffers(groups, block_size, *limits)
     if is_queued and not config.enforce_eager:
@@ -342,7 +342,7 @@ def runner_limits(model: Model, config: EngineConfig) -> tuple[int, int, int]:
 
 def make_runner(kind: type[AnyRunner], model: Model, backend: Backend, config: EngineConfig, pools: Pools) -> AnyRunner:
     """Create a runner of that kind, with a cache of the given numbers of blocks."""
-    groups, block_size = model.config.groups, config.cache.block_size
+    groups, block_size = groups_of(model), config.cache.block_size
     kv_dtype = cache_dtype(config.cache, model.dtype)
     num_blocks, hosts, states = pools
     specs = [
@@ -369,9 +369,9 @@ def _loop(config: EngineConfig, is_queued: bool) -> Loop:
     return OverlappedLoop() if wanted else SequentialLoop()
 
 
-def _speculation(config: EngineConfig, backend: Backend, model: Model) -> Speculation | None:
+def _speculation(config: EngineConfig, backend: Backend, model: Model, runner: Runner) -> Speculation | None:
     """Return the source of draft tokens, or None unless accepting them leaves every output unchanged."""
-    wanted = config.num_speculative_tokens
+    wanted = 0 if config.draft == "off" else config.num_speculative_tokens
     batch_invariant = backend.batch_invariant(config.device) and model.rows_are_batch_invariant
     if wanted and not batch_invariant:
         raise ConfigError(
@@ -381,7 +381,15 @@ def _speculation(config: EngineConfig, backend: Backend, model: Model) -> Specul
         )
     if wanted is None:
         wanted = NUM_GUESSES if batch_invariant else 0
-    return Speculation(PromptLookup(), wanted) if wanted else None
+    drafters: list[Drafter] = [] if config.draft == "head" else [PromptLookup()]
+    if runner.drafter is not None:
+        drafters.append(runner.drafter)
+    return Speculation(drafters, wanted) if wanted else None
+
+
+def groups_of(model: Model) -> tuple[AnyGroup, ...]:
+    """Return the cache groups of a model, its draft head included."""
+    return model.config.groups if model.draft_head is None else model.draft_head.groups
 
 
 def working_memory(decoder: ModelShape, itemsize: int, max_tokens: int) -> int:

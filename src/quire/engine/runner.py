@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.cache.storage import KVCache
+from quire.engine.head_drafter import HeadDrafter
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import all_queued, receive, send
@@ -56,6 +57,9 @@ class Runner:
             *self.make_plans(max_tokens, max_seqs, max_blocks),
             *(backend.make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces) for spec in recurrent),
         )
+        self.drafter: HeadDrafter | None = None
+        if model.draft_head is not None:
+            self.drafter = HeadDrafter(model, model.draft_head, cache, self.plans, specs[0].block_size)
         self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: tokens of the last step that drew any
         self._drawn_ids: list[str] = []  # the request of each of its rows
 
@@ -110,6 +114,10 @@ class Runner:
         there = batch
         if token_ids is not batch.token_ids:
             there = replace(batch, token_ids=token_ids, positions=positions)
+        if self.drafter is not None:
+            hidden = self.model.forward(there, self.cache, self.plans)
+            self.drafter.follow(batch, token_ids, positions, hidden)
+            return self.finish(batch, hidden, self.plans)
         if kept.shape == batch.token_ids.shape:
             return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)
         return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), self.plans, kept)

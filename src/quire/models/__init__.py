@@ -7,9 +7,11 @@ transformers' modelling code with Quire's attention, if a trial shows that the t
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -22,6 +24,8 @@ check_installed("quire.models", "huggingface_hub", "regex", "safetensors", "toke
 
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
+from quire.models.draft_head import DraftHead
+from quire.models.families.mtp import ReadHead
 from quire.models.files import Files, Where, files_of
 from quire.models.hf_config import architectures, check_counts, model_type, shown
 from quire.models.hub import EMBEDDED as EMBEDDED
@@ -29,7 +33,7 @@ from quire.models.hub import locate as locate
 from quire.models.lora.fitting import decoder_targets
 from quire.models.lora.slots import LoraLimits, Loras
 from quire.models.model import Model, WeightBytes
-from quire.models.quantisation.module import Scheme
+from quire.models.quantisation.module import Scheme, Tensors
 from quire.models.quantisation.policy import Quantisation, read_scheme
 from quire.models.rope import check_factors, longest_rotated
 from quire.models.sharding import check_shards
@@ -41,6 +45,8 @@ from quire.progress import progress_bar
 
 if TYPE_CHECKING:
     from quire.models.adapter.load import Found
+
+log = logging.getLogger("quire")
 
 # Architecture in config.json -> the module that reads it.
 FAMILIES = {
@@ -265,11 +271,37 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         weights.on_read = advance
         model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
+    if exchange is None and config.draft in ("auto", "head") and config.num_speculative_tokens != 0:
+        model.draft_head = _draft_head(choice, checkpoint, model, config, replace(quantisation, head=None))
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
         model.loras.part = part
     return model
+
+
+def _draft_head(
+    choice: Own, checkpoint: Tensors, model: Decoder, config: EngineConfig, quantisation: Quantisation
+) -> DraftHead | None:
+    """Return the checkpoint's draft head, None if it has none or drafts would change the results of this backend.
+
+    Raises ModelError if the option asks for a head that is missing or unreadable.
+    """
+    if not model.backend.batch_invariant(config.device):
+        return None
+    found, read = None, cast(ReadHead, getattr(choice.family, "draft_head", lambda *_: None))
+    try:
+        found = read(choice.raw, choice.config, checkpoint.names)
+        if found is None:
+            raise ModelError(f"{checkpoint.path} has no draft head that Quire knows")
+        weights = Weights(checkpoint, found.sources, found.config, model.dtype, config.device, quantisation)
+        return DraftHead(found.config, weights, model)
+    except ModelError as error:
+        if config.draft == "head":
+            raise ModelError(f"draft is 'head': {error}") from error
+        if found is not None:
+            log.warning("the draft head is left out: %s", error)
+        return None
 
 
 def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None:

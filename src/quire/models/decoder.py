@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.cache.storage import KVCache
 from quire.models.batch import Batch
-from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentConfig
-from quire.models.layers import write_program
+from quire.models.decoder_config import DecoderConfig
+from quire.models.layers import position_tables, write_program
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables
-from quire.models.model import WeightBytes
+from quire.models.model import Head, WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
-from quire.models.rope import Temperature, rope_tables
 from quire.models.sharding import Shard, ShardWeights
-from quire.models.state_config import StateConfig
 from quire.ops import Backend
 from quire.ops.collectives import Communicator, SharedEmbedding, SharedHead
 from quire.ops.program import Plan
@@ -32,6 +29,7 @@ class Decoder:
     weight_bytes = WeightBytes()
     rows_are_batch_invariant = True
     loras: Loras | None = None  # set after the weights are loaded
+    draft_head: Head | None = None  # set after the weights are loaded
 
     @property
     def capturable(self) -> bool:
@@ -95,10 +93,7 @@ class Decoder:
                 rows = shard.columns(config.per_layer.vocab_size)
                 self.per_layer_embedding = SharedEmbedding(self.per_layer_embedding, rows)
             self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
-        mixers = [layer.mixer for layer in config.layers]
-        tables = rope_tables(
-            [_positions(one) for one in mixers], config.max_position_embeddings, max_model_len, self.device
-        )
+        tables = position_tables(config, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
         program = write_program(
@@ -113,8 +108,9 @@ class Decoder:
         rows: int64 [R], ascending. If given, the result is these rows, [R, H]: the others end with the last attention.
         """
         positions = batch.positions.to(self.device)
-        embedded = self._embed(batch.token_ids.to(self.device), positions)
-        return self.layers(embedded, positions, cache, plans, rows, batch.lora_slots)
+        embedded = self.embed(batch.token_ids.to(self.device), positions)
+        own = plans if self.draft_head is None else self.draft_head.without_own(plans)
+        return self.layers(embedded, positions, cache, own, rows, batch.lora_slots)
 
     def logits(
         self,
@@ -127,7 +123,8 @@ class Decoder:
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the input of the first layer: [T, H], with per-layer embeddings after it."""
         embedded = self.embedding(token_ids)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
@@ -139,13 +136,3 @@ class Decoder:
 
     def _rounded(self, factor: float) -> float:
         return float(torch.tensor(factor, dtype=self.dtype))
-
-
-def _positions(
-    mixer: AttentionConfig | LatentConfig | StateConfig,
-) -> tuple[Mapping[str, Any] | Temperature | None, int]:
-    """Return the position encoding of q and k, and the size of the head that it applies to."""
-    if isinstance(mixer, StateConfig):
-        return None, 0
-    temperature = mixer.temperature if isinstance(mixer, AttentionConfig) else None
-    return (mixer.rope if temperature is None else temperature), mixer.rope_dim

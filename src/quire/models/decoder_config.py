@@ -209,6 +209,8 @@ class DecoderConfig:
     branch_scale: float | None = None  # multiplies each branch before it is added to the residual
     layer_scales: bool = False  # each layer ends by scaling the residual with a weight
     per_layer: PerLayerConfig | None = None
+    # A draft head: its input is a token's embedding and the hidden state before it. It has no embedding.
+    joins_hidden: bool = False
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
     rounds_embedding_scale: bool = False  # round it to the weights' dtype first, as in Gemma's training
@@ -320,14 +322,19 @@ class _Linear(NamedTuple):
 
 def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
     H = config.hidden_size
-    yield "embedding", _whole(config.vocab_size, H)
+    if config.joins_hidden:
+        yield "join", _whole(H, 2 * H)
+    else:
+        yield "embedding", _whole(config.vocab_size, H)
     if config.learned_positions:
         yield "positions", _whole(config.first_position + config.max_position_embeddings, H)
-    if not config.tied_embeddings:
+    if not config.tied_embeddings and not config.joins_hidden:
         yield "lm_head", _whole(config.vocab_size, H)
     if config.head_bias:
         yield "lm_head.bias", _whole(config.vocab_size)
     norms = {"final_norm": H} | ({"embedding_norm": H} if config.embedding_norm else {})
+    if config.joins_hidden:
+        norms |= {"join.embedding_norm": H, "join.hidden_norm": H}
     if config.per_layer is not None:
         width = config.num_layers * config.per_layer.size
         yield "per_layer_embedding", _whole(config.per_layer.vocab_size, width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from quire.cache.groups import plans_of_layers
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
+from quire.models.rope import Temperature, rope_tables
 from quire.models.sharding import Shard
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.activation import Activation
@@ -77,6 +78,22 @@ def write_program(
     return Program(dtype, writer.input, hidden, writer.buffers, writer.operators)
 
 
+def position_tables(config: DecoderConfig, max_model_len: int, device: torch.device) -> list[Table | None]:
+    """Return the cos and sin of each layer, up to `max_model_len`."""
+    found = [_positions(layer.mixer) for layer in config.layers]
+    return rope_tables(found, config.max_position_embeddings, max_model_len, device)
+
+
+def _positions(
+    mixer: AttentionConfig | LatentConfig | StateConfig,
+) -> tuple[Mapping[str, Any] | Temperature | None, int]:
+    """Return the position encoding of q and k, and the size of the head that it applies to."""
+    if isinstance(mixer, StateConfig):
+        return None, 0
+    temperature = mixer.temperature if isinstance(mixer, AttentionConfig) else None
+    return (mixer.rope if temperature is None else temperature), mixer.rope_dim
+
+
 class _Writer:
     """A writer of operators. Each method appends some and returns the place of their result."""
 
@@ -99,6 +116,8 @@ class _Writer:
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
         self.input, self.per_layer = self.residual, cast(Place | None, None)
+        if config.joins_hidden:
+            self.input = self.buffer("input", 2 * H)
         if config.per_layer is not None:  # the caller passes the layers' rows after the embedding
             width = config.num_layers * config.per_layer.size
             self.input, self.per_layer = self.buffer("input", H + width), self.buffer("per layer", width)
@@ -110,9 +129,20 @@ class _Writer:
         """Write the operators before the first layer. Return the place of its input."""
         if self.per_layer is not None:
             self.write_per_layer(self.per_layer)
+        if self.config.joins_hidden:
+            self.write_join()
         if self.has("embedding_norm"):
             self.normalize("embedding_norm", self.residual, self.residual)
         return self.normalized_residual("layers.0.input_norm")
+
+    def write_join(self) -> None:
+        """Normalise the embedding and the hidden state before it, and project both. The norms' weights are folded."""
+        norms = [tensor(self.weights[f"join.{part}_norm.weight"]) for part in ("embedding", "hidden")]
+        weight = tensor(self.weights["join"])
+        joined = self.buffer("joined", self.input.size)
+        self.normalize_plainly(self.input, joined, 2)
+        folded = (weight.float() * torch.cat(norms)).to(weight.dtype)
+        self.write(Project(joined, self.linears.linear(folded), self.residual))
 
     def write_per_layer(self, out: Place) -> None:
         """Write the per-layer embeddings: the token's row and a projection of its embedding, added and scaled."""

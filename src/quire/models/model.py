@@ -84,6 +84,32 @@ class WeightBytes:
         return self.layers + self.experts + self.head + self.looked_up
 
 
+class Head(Protocol):
+    """Layers that predict draft tokens from a model's hidden states."""
+
+    @property
+    def groups(self) -> tuple[AnyGroup, ...]:
+        """The cache groups of the model's layers and then of these."""
+
+    @property
+    def plans(self) -> Sequence[int]:
+        """The cache groups, by index, that these layers belong to."""
+
+    def forward(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]
+        before: Tensor,  # [T, H], the hidden state of the model, or of the head, at the token before each
+        cache: KVCache,
+        plans: Sequence[Plan],  # one per cache group of model and head, updated for these tokens
+        rows: Tensor | None = None,  # int64 [R], ascending
+    ) -> Tensor:
+        """Return the hidden states after the final norm, [T, H] or [R, H], and write the K and V of all rows."""
+
+    def without_own(self, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """Return the plans of the model's own cache groups, given those of model and head."""
+
+
 class Model(Protocol):
     """A model that computes logits from token ids and a paged KV cache."""
 
@@ -130,6 +156,10 @@ class Model(Protocol):
     @property
     def exchange(self) -> Communicator | None:
         """The communication of the tensor-parallel group if this is one rank's part; None: the whole model."""
+
+    @property
+    def draft_head(self) -> Head | None:
+        """The layers that predict draft tokens; None: the model has none, or they are not loaded."""
 
     @property
     def loras(self) -> Loras | None:

@@ -280,7 +280,7 @@ class Weights(Mapping[str, Weight]):
             raise ModelError(lacking)
         superfluous = set(checkpoint.names - needed - allowed)
         if self._tied:
-            superfluous -= {self._sources.ends["lm_head"]}
+            superfluous -= {self._sources.ends.get("lm_head", "")}
         if self._sources.ignored is not None:
             superfluous = {name for name in superfluous if not self._sources.ignored.fullmatch(name)}
         # Some tools write a bias of zeros for every quantised linear.

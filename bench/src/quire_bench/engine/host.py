@@ -86,6 +86,7 @@ class FakeModel:
     capturable = True
     exchange: Communicator | None = None
     loras: Loras | None = None
+    draft_head = None
     config: ModelShape = FakeShape()
     whole: ModelShape = config
 

@@ -34,7 +34,7 @@ from quire.models.adapter.per_sequence import Apart
 from quire.models.adapter.ragged import Together
 from quire.models.batch import Batch
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables, Target
-from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
+from quire.models.model import Head, WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
 from quire.ops.collectives import Communicator
@@ -72,6 +72,7 @@ class AdaptedModel:
         self._current_lora = CurrentLora()
         replace_linears(model, packing, self._current_lora, lora_tables)
         self.exchange: Communicator | None = None
+        self.draft_head: Head | None = None
         self.loras: Loras | None = None
         if lora is not None and lora_tables is not None:
             own = lora_tables.by_name.items()

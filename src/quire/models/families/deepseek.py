@@ -16,6 +16,7 @@ from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LatentConf
 from quire.models.families import llama
 from quire.models.families.glm4_moe import EXPERTS, first_dense, sigmoid_experts
 from quire.models.families.llama import Sizes, read_sizes, whole_rope
+from quire.models.families.mtp import layer_after
 from quire.models.hf_config import ConfigReader, architectures
 from quire.models.rope import extension, rope_type, yarn_magnitude
 from quire.models.weights import Sources
@@ -139,3 +140,6 @@ def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tenso
         plain, turned = heads[:, : mixer.plain_dim], heads[:, mixer.plain_dim :]
         return torch.cat([turned[:, ::2], turned[:, 1::2], plain], 1).flatten(0, 1)
     return tensor
+
+
+draft_head = layer_after(weight_sources, _adapt)

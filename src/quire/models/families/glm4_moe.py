@@ -14,6 +14,7 @@ from quire.models.decoder_config import (
 )
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, rope_parameters
+from quire.models.families.mtp import layer_after
 from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
@@ -83,3 +84,6 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     theirs = llama.weight_sources(config, names)
     layer = {**theirs.layer, **EXPERTS, **NORMS}
     return replace(theirs, layer=layer, ignored=llama.beyond(config))
+
+
+draft_head = layer_after(weight_sources)

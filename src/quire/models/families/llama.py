@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from quire.errors import ModelError
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
+from quire.models.families.mtp import own_tensors
 from quire.models.hf_config import ConfigReader, architectures
 from quire.models.rope import check_rope, rotated_share, takes_original
 from quire.models.weights import Sources
@@ -31,7 +32,9 @@ ENDS = {
 }
 # Default values of Mistral.
 MISTRAL = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}
+HEAD_KEYS = ("mtp_num_hidden_layers", "mtp_intermediate_size")  # of a draft head
 FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # of old checkpoints; we compute them
+UNUSED = re.compile(rf"mtp\..*|{FREQUENCIES.pattern}")  # by the model without its draft head
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -44,6 +47,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     sizes, rope = read_sizes(config), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("rope_interleaved", False)
+    for key in HEAD_KEYS:
+        config.get(key)
     attention_bias = config.flag("attention_bias")
     attention = AttentionConfig(
         **sizes.heads, window=window, rope=rope, bias=attention_bias, output_bias=attention_bias
@@ -125,7 +130,10 @@ def beyond(config: DecoderConfig) -> re.Pattern[str]:
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    return Sources(ENDS, "model.layers.{}.", LAYER, FREQUENCIES)
+    return Sources(ENDS, "model.layers.{}.", LAYER, UNUSED)
+
+
+draft_head = own_tensors(weight_sources)
 
 
 def sources_with(base: WeightSources, layer: Mapping[str, tuple[str, ...]]) -> WeightSources:

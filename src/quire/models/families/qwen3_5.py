@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -11,11 +10,11 @@ from torch import Tensor
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.llama import Sizes, read_sizes, rope_parameters
+from quire.models.families.mtp import own_tensors
 from quire.models.hf_config import ConfigReader, reads
 from quire.models.state_config import GatedDeltaConfig
 from quire.models.weights import Sources
 
-AHEAD = re.compile(rf"mtp\..*|{llama.FREQUENCIES.pattern}")  # layers that predict draft tokens
 LAYER = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
@@ -76,7 +75,7 @@ def read_mixers(config: ConfigReader, sizes: Sizes, in_pairs: bool = False) -> l
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER}, ignored=AHEAD, adapt=partial(adapted, config))
+    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=partial(adapted, config))
 
 
 def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
@@ -91,3 +90,6 @@ def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tens
         by_head = tensor.view(config.attention[0].num_heads, 2, -1, *tensor.shape[1:])
         return by_head.transpose(0, 1).reshape(tensor.shape)
     return tensor
+
+
+draft_head = own_tensors(weight_sources, adapted)

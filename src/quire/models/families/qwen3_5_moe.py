@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import qwen3_5, qwen3_moe
+from quire.models.families.mtp import own_tensors
 from quire.models.families.qwen3_5 import read_mixers, read_text_sizes
 from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
@@ -54,3 +55,6 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     if any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
         layer |= TOGETHER
     return replace(theirs, layer=layer)
+
+
+draft_head = own_tensors(weight_sources, qwen3_5.adapted)

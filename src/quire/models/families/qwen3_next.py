@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.models.decoder_config import DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import qwen3_5, qwen3_5_moe
+from quire.models.families.mtp import own_tensors
 from quire.models.families.qwen3_5 import read_mixers, read_text_sizes
 from quire.models.families.qwen3_5_moe import read_experts
 from quire.models.families.qwen3_moe import sparse_layers
@@ -49,3 +50,6 @@ def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tens
     sizes = [share, share] if ".in_proj_ba." in part else [mixer.dim_k, mixer.dim_k, values, values]
     by_head = tensor.unflatten(0, (mixer.num_k_heads, sum(sizes)))  # type: ignore[no-untyped-call]
     return torch.cat([rows.flatten(0, 1) for rows in by_head.split(sizes, 1)])
+
+
+draft_head = own_tensors(weight_sources, adapted)

@@ -1,0 +1,136 @@
+"""HeadDrafter: draft tokens from a checkpoint's own draft head (multi-token prediction)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.cache.storage import KVCache
+from quire.engine.speculation import NOTHING, Asked, Draft, Room
+from quire.models.batch import Batch
+from quire.models.model import Head, Model
+from quire.ops.program import Plan
+from quire.request import Request
+
+FIRST_SHARE = 0.7  # assumed share of accepted tokens of a new request
+NEWEST = 0.1  # weight of the last draft in a request's share
+LEAST = 0.25  # a further draft token is worth its cost if it is accepted with at least this probability
+PROBE = 16  # steps after which a request whose drafts did not pay tries one again
+
+
+class HeadDrafter:
+    """Runs a model's draft head: after each step over the step's rows, before a step to propose tokens.
+
+    The model's hidden states of the last step are kept, with the cache slot of each row as its key. A row whose
+    predecessor was computed earlier, or by another engine, gets zeros in its place: then drafts may be worse.
+    """
+
+    def __init__(self, model: Model, head: Head, cache: KVCache, plans: Sequence[Plan], block_size: int) -> None:
+        """plans: of the runner; one of each cache group of model and head."""
+        self._model, self._head, self._cache, self._plans = model, head, cache, plans
+        self._block_size = block_size
+        self._hidden = torch.empty(0)  # [T, H] of the last step
+        self._rows: dict[int, int] = {}  # by slot in the head's first group
+        self._shares: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._idle: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # steps without a draft that did not pay
+
+    # ------------------------------------------------------------------------------------------ after each step
+
+    def follow(
+        self,
+        batch: Batch,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]
+        hidden: Tensor,  # [T, H], the model's
+    ) -> None:
+        """Compute the head's K and V of a step's rows, with the plans of the step."""
+        starts, size = batch.query_starts[:-1].numpy(), self._block_size
+        tables, at = batch.groups[self._head.plans[0]].block_tables.numpy(), batch.positions.numpy()
+        before = torch.empty_like(hidden)
+        before[1:] = hidden[:-1]
+        for s, row in enumerate(starts.tolist()):
+            known = self._rows.get(_slot(tables[s], int(at[row]) - 1, size)) if at[row] else None
+            before[row] = 0.0 if known is None else self._hidden[known]
+        self._head.forward(token_ids, positions, before, self._cache, self._plans, torch.tensor([len(at) - 1]))
+        sequence = np.repeat(np.arange(len(starts)), np.diff(batch.query_starts.numpy()))
+        slots = tables[sequence, at // size].astype(np.int64) * size + at % size
+        self._hidden, self._rows = hidden, {slot: row for row, slot in enumerate(slots.tolist())}
+
+    # ----------------------------------------------------------------------------------------- before each step
+
+    def propose(self, asked: Sequence[Asked], room: Room) -> list[Draft]:
+        """Return draft tokens of each request."""
+        wanted = [min(most, self._worthwhile(request)) for request, most in asked]
+        rows = [self._row_before(request) if count else None for (request, _), count in zip(asked, wanted, strict=True)]
+        chosen = [i for i, (request, _) in enumerate(asked) if rows[i] is not None and room(request, wanted[i])]
+        drafts: list[Draft] = [NOTHING] * len(asked)
+        if chosen:
+            made = self._drafts(
+                [asked[i][0] for i in chosen], [rows[i] for i in chosen], max(wanted[i] for i in chosen)
+            )
+            for i, tokens in zip(chosen, made.tolist(), strict=True):
+                drafts[i] = tokens[: wanted[i]]
+        return drafts
+
+    def judge(self, request: Request, num_drafts: int, num_right: int) -> None:
+        """Record the numbers of a request's last draft tokens, and of those that were accepted."""
+        share = num_right / min(num_drafts, num_right + 1)
+        known = self._shares.get(request, FIRST_SHARE)
+        self._shares[request] = (1 - NEWEST) * known + NEWEST * share
+
+    def _worthwhile(self, request: Request) -> int:
+        """Return the number of draft tokens that are worth their cost, by the share that was accepted so far."""
+        share, count, chance = self._shares.get(request, FIRST_SHARE), 0, 1.0
+        while (chance := chance * share) >= LEAST and count < 16:
+            count += 1
+        if count:
+            return count
+        self._idle[request] = idle = self._idle.get(request, 0) + 1
+        return int(idle % PROBE == 0)
+
+    def _row_before(self, request: Request) -> int | None:
+        """Return the row of the last step with the hidden state before the request's last token."""
+        table = request.cache.block_ids[self._head.plans[0]]
+        return self._rows.get(_slot(table, len(request.tokens) - 2, self._block_size))
+
+    def _drafts(self, requests: Sequence[Request], rows: Sequence[int | None], most: int) -> NDArray[np.int64]:
+        """Return `most` draft tokens of each request: int64 [R, most]."""
+        size, count = self._block_size, len(requests)
+        known = np.array([len(request.tokens) for request in requests], np.int64)
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        tables = [self._tables(requests, plan, int(known.max()) + most) for plan in self._head.plans]
+        token_ids = torch.tensor([request.tokens[-1] for request in requests])
+        before = self._hidden[torch.tensor(rows)]
+        found = np.empty((count, most), np.int64)
+        every = np.arange(count)
+        for k in range(most):
+            position = known + (k - 1)
+            lengths = torch.from_numpy((position + 1).astype(np.int32))
+            for plan, table in zip(self._head.plans, tables, strict=True):
+                slots = table[every, position // size].astype(np.int64) * size + position % size
+                own = torch.from_numpy(table)
+                self._plans[plan].update_trusted(starts, lengths, own, torch.from_numpy(slots))
+            at = torch.from_numpy(position)
+            before = self._head.forward(token_ids, at, before, self._cache, self._plans)
+            token_ids = self._model.logits(before).argmax(-1)
+            found[:, k] = token_ids.numpy()
+        return found
+
+    def _tables(self, requests: Sequence[Request], group: int, num_tokens: int) -> NDArray[np.int32]:
+        """Return the block tables of a cache group: int32 [R, M]."""
+        own = [request.cache.block_ids[group] for request in requests]
+        widest = min(-(-num_tokens // self._block_size), max(map(len, own)))
+        tables = np.zeros((len(own), widest), np.int32)
+        for row, ids in zip(tables, own, strict=True):
+            row[: len(ids)] = np.frombuffer(ids, np.int32)[:widest]
+        return tables
+
+
+def _slot(table: Sequence[int] | NDArray[np.int32], position: int, block_size: int) -> int:
+    """Return the slot of a position."""
+    return int(table[position // block_size]) * block_size + position % block_size

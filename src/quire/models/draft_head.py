@@ -1,0 +1,99 @@
+"""Draft heads: layers of a checkpoint that predict tokens after the next one (multi-token prediction, DeepSeek-V3).
+
+Row i joins the embedding of token i and the model's hidden state at token i - 1, after the final norm. It passes
+through the head's layers and the model's output projection, and predicts token i + 1. For further tokens the head's own
+hidden state takes the place of the model's. The K and V of its layers lie in the blocks of the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.cache.groups import AnyGroup, CacheGroup
+from quire.cache.storage import KVCache
+from quire.models.decoder import Decoder
+from quire.models.decoder_config import DecoderConfig
+from quire.models.layers import position_tables, write_program
+from quire.models.quantisation.stacking import Weight
+from quire.ops import PagedKV
+from quire.ops.program import Plan
+from quire.ops.recurrent.records import RecurrentCache
+
+
+class DraftHead:
+    """The layers of a checkpoint that predict draft tokens."""
+
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], model: Decoder) -> None:
+        """Take the weights of `weight_shapes`, for the model whose embedding and output projection the head uses."""
+        self.config, self._model = config, model
+        tables = position_tables(config, model.max_model_len, model.device)
+        linears = model.backend.linears(str(model.device), False)
+        self._layers = model.backend.compile(
+            write_program(config, weights, linears, tables, None, model.dtype, model.device)
+        )
+        # The cache groups of the model and its head, and the plans of these that each of them uses.
+        self.groups, self._plans = joined_groups(model.config, config)
+        self._only_own = len(self.groups) - len(model.config.groups)  # groups that the model has no layer in
+        self._num_attention = sum(isinstance(group, CacheGroup) for group in model.config.groups)
+
+    @property
+    def plans(self) -> Sequence[int]:
+        """The cache groups, by index, that the head's layers belong to."""
+        return self._plans
+
+    def forward(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]
+        before: Tensor,  # [T, H], the hidden state of the model, or of the head, at the token before each
+        cache: KVCache,
+        plans: Sequence[Plan],  # one per cache group of model and head, updated for these tokens
+        rows: Tensor | None = None,  # int64 [R], ascending
+    ) -> Tensor:
+        """Return the hidden states after the final norm, [T, H] or [R, H], and write the K and V of all rows."""
+        joined = torch.cat([self._model.embed(token_ids, positions)[:, : self.config.hidden_size], before], 1)
+        caches = _Later(cache, self._model.config.num_layers)
+        return self._layers(joined, positions, caches, [plans[plan] for plan in self._plans], rows)
+
+    def without_own(self, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """Return the plans of the model's own cache groups, given those of model and head."""
+        if not self._only_own:
+            return plans
+        return [*plans[: self._num_attention], *plans[self._num_attention + self._only_own :]]
+
+
+class _Later:
+    """The caches of the layers from `first` on, counted from 0."""
+
+    def __init__(self, cache: KVCache, first: int) -> None:
+        self._cache, self._first = cache, first
+
+    def layer(self, index: int) -> PagedKV | RecurrentCache:
+        return self._cache.layer(self._first + index)
+
+
+def joined_groups(model: DecoderConfig, head: DecoderConfig) -> tuple[tuple[AnyGroup, ...], list[int]]:
+    """Return the cache groups of a model's layers and then its head's, and the index of each group of the head.
+
+    Layers of the head that have the heads and the window of a group of the model join it.
+    """
+    attention = [group for group in model.groups if isinstance(group, CacheGroup)]
+    others = [group for group in model.groups if not isinstance(group, CacheGroup)]
+    indices = []
+    for group in head.groups:
+        if not isinstance(group, CacheGroup):
+            raise TypeError(f"a draft head consists of attention layers, not of a {type(group).__name__}")
+        layers = tuple(model.num_layers + layer for layer in group.layers)
+        known = [(one.heads, one.window) for one in attention]
+        if (group.heads, group.window) in known:
+            at = known.index((group.heads, group.window))
+            attention[at] = replace(attention[at], layers=attention[at].layers + layers)
+        else:
+            at = len(attention)
+            attention.append(replace(group, layers=layers))
+        indices.append(at)
+    return (*attention, *others), indices

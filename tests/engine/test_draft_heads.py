@@ -1,0 +1,139 @@
+"""Draft heads of checkpoints: their hidden states, and that no token depends on them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import pad
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from quire import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.head_drafter import HeadDrafter
+from quire.errors import ModelError
+from quire.models.draft_head import joined_groups
+from quire.request import Event, Request
+from tests.models.checkpoints import engine, save
+from tests.models.heads import add_head
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[5, 6, 7, 8] * 5, [9, 3] * 6, list(range(2, 30)), [4]]
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # the layer that the head's is like, and changes of the config
+    "Llama": (2, {}),
+    "Qwen3_5": (3, {}),  # its states are rolled back to the accepted row
+    "Qwen3Next": (3, {}),
+    "Glm4Moe": (2, {}),
+    "DeepseekV3": (2, {"q_lora_rank": 24}),
+}
+
+
+def drafter_of(made: Engine) -> HeadDrafter:
+    return made.runner.drafter  # type: ignore[attr-defined, no-any-return]
+
+
+def run(made: Engine, **params: Any) -> dict[str, list[Event]]:
+    sampling = SamplingParams(**({"max_tokens": 30, "ignore_eos": True, "logprobs": 1} | params))
+    for i, prompt in enumerate(PROMPTS):
+        made.add(Request(f"r{i}", array("i", prompt), len(prompt), sampling))
+    events: dict[str, list[Event]] = {f"r{i}": [] for i in range(len(PROMPTS))}
+    while made.has_work:
+        for event in made.step():
+            assert event.error is None, event.error
+            events[event.request_id].append(event)
+        made.scheduler.audit()
+    assert all(pool.num_used == 0 for pool in made.scheduler.manager.pools)
+    return events
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_depends_on_the_drafts(tmp_path: Path, kind: str) -> None:
+    """Of a random head, which is nearly always wrong, with room and with preemptions; greedy and sampled."""
+    layer, changes = KINDS[kind]
+    model = save(tmp_path, kind, **changes)
+    add_head(tmp_path, kind, layer, model.config.num_hidden_layers)
+    little = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16}
+    for options, params in (({}, {"temperature": 0.0}), (little, {"temperature": 0.7, "seed": 3})):
+        plain = run(engine(tmp_path, **options), **params)
+        made = engine(tmp_path, num_speculative_tokens=3, draft="head", **options)
+        assert run(made, **params) == plain
+        assert made.scheduler.speculation is not None
+        assert made.scheduler.speculation.num_draft_tokens > 10
+
+
+def test_hidden_states_are_those_of_the_layout(tmp_path: Path) -> None:
+    """Of every row of a prompt in chunks, against transformers' layer in fp32."""
+    model = save(tmp_path, "Llama")
+    add_head(tmp_path, "Llama", 2, 3)
+    made = engine(tmp_path, num_speculative_tokens=3, draft="head", max_num_batched_tokens=7)
+    head, found = drafter_of(made)._head, []
+    forward = head.forward
+
+    def watched(*given: Any) -> torch.Tensor:
+        rows = forward(*given[:5])  # all of them
+        found.append(rows)
+        return rows if len(given) == 5 else rows[given[5]]
+
+    head.forward = watched  # type: ignore[method-assign]
+    tokens = PROMPTS[2]
+    made.add(Request("r", array("i", tokens), len(tokens), SamplingParams(max_tokens=1)))
+    while made.has_work:
+        made.step()
+    torch.testing.assert_close(torch.cat(found), expected(model, tmp_path, tokens), atol=1e-4, rtol=1e-4)
+    assert len(found) == 4, "chunks of 7 tokens"
+
+
+def expected(model: Any, directory: Path, tokens: list[int]) -> torch.Tensor:
+    """The hidden states of the head for these tokens, as its layout says."""
+    own = {name[4:]: one for name, one in load_file(directory / "model.safetensors").items() if name.startswith("mtp.")}
+    config: LlamaConfig = model.config
+    ids = torch.tensor([tokens])
+    layer = LlamaDecoderLayer(config, 0)
+    layer.load_state_dict({name.removeprefix("layers.0."): one for name, one in own.items() if "layers.0." in name})
+
+    def normalised(name: str, x: torch.Tensor) -> torch.Tensor:
+        norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm.weight.data = own[f"{name}.weight"]
+        return norm(x)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state
+        before = normalised("pre_fc_norm_hidden", pad(hidden[:, :-1], (0, 0, 1, 0)))
+        embedded = normalised("pre_fc_norm_embedding", model.model.embed_tokens(ids))
+        joined = torch.cat([embedded, before], -1) @ own["fc.weight"].T
+        positions = torch.arange(len(tokens))[None]
+        mask = torch.full((1, 1, len(tokens), len(tokens)), float("-inf")).triu(1)
+        angles = LlamaRotaryEmbedding(config)(joined, positions)
+        return normalised("norm", layer(joined, attention_mask=mask, position_embeddings=angles))[0]
+
+
+def test_layers_of_the_head_join_a_group_of_the_model_or_follow(tmp_path: Path) -> None:
+    save(tmp_path / "llama")
+    add_head(tmp_path / "llama", "Llama", 2, 3)
+    made = engine(tmp_path / "llama", num_speculative_tokens=3)
+    assert [group.layers for group in made.scheduler.manager.groups] == [(0, 1, 2, 3)]
+    save(tmp_path / "gated", "Qwen3_5", num_key_value_heads=2)
+    add_head(tmp_path / "gated", "Qwen3_5", 3, 4)
+    config = engine(tmp_path / "gated").runner.model.config  # type: ignore[attr-defined]
+    other = replace(config, layers=config.layers[3:], joins_hidden=True)
+    groups, plans = joined_groups(config, other)
+    assert [group.layers for group in groups] == [(3, 4), (0, 1, 2), (0, 1, 2)]
+    assert plans == [0]
+    wider = replace(other, layers=(replace(other.layers[0], mixer=replace(other.layers[0].mixer, num_kv_heads=6)),))
+    groups, plans = joined_groups(config, wider)
+    assert [group.layers for group in groups] == [(3,), (4,), (0, 1, 2), (0, 1, 2)]
+    assert plans == [1]
+
+
+def test_a_missing_head_is_an_error_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert drafter_of(engine(tmp_path, num_speculative_tokens=3)) is None
+    with pytest.raises(ModelError, match=r"draft is 'head': .* has no draft head that Quire knows"):
+        engine(tmp_path, num_speculative_tokens=3, draft="head")
