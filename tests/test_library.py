@@ -53,9 +53,8 @@ print(json.dumps(said))
 INTEGRATION = """
 import torch
 import transformers
-import quire.integrations.transformers as q
+import quire.integrations.transformers
 
-q.register()
 torch.manual_seed(0)
 sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97, intermediate_size=64)
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()

@@ -11,8 +11,6 @@ import quire.integrations.transformers as q
 from quire.errors import QuireError, Unsupported
 from tests.marks import of_long_runs, spread
 
-q.register()
-
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97, "pad_token_id": 0}
 GROUPED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
 WINDOW = 4

@@ -1,8 +1,7 @@
 """Quire's attention inside transformers (5.0 or later):
 
-    import quire.integrations.transformers as q
+    import quire.integrations.transformers
 
-    q.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quire")
 
 `generate`, padded batches and flattened ragged batches (one row, with `cu_seq_lens_q` and `cu_seq_lens_k`, or with
@@ -41,14 +40,13 @@ NAME = "quire"  # the value of attn_implementation
 
 
 def register() -> None:
-    """Register attn_implementation="quire" with transformers. Calling it again has no effect.
+    """Register attn_implementation="quire" with transformers. The import does it; another call has no effect.
 
     Afterwards, loading a model with it raises Unsupported if Quire cannot compute the model's attention.
 
     Example:
-        >>> import quire.integrations.transformers as quire_attention
+        >>> import quire.integrations.transformers
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
-        >>> quire_attention.register()
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="quire")
     """
@@ -480,3 +478,6 @@ def _as_blocks(x: Tensor, step: int) -> Tensor:
     batch_stride, head_stride, token_stride, _ = x.stride()
     stride = batch_stride if tokens == 1 else token_stride
     return x.as_strided(((batch - 1) * step + tokens, heads, 1, dim), (stride, head_stride, stride, 1))
+
+
+register()
