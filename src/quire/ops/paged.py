@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape
-from quire.ops.checks.tensors import check_integers, renamed, to_host
+from quire.ops.backend import Backend
+from quire.ops.checks.attention import check_attention
+from quire.ops.checks.metadata import check_lengths
+from quire.ops.checks.tensors import check_integers, has_values, renamed, to_host
+from quire.ops.plan import Outline
+from quire.ops.registered import one_call
 from quire.ops.registry import load
-from quire.ops.spec import AttentionSpec, PagedKV
+from quire.ops.spec import AttentionSpec, PagedKV, Scores, check_supported
 
 
+def empty_state(
+    q: Tensor,  # [..., D]
+    k: Tensor,  # [..., D]
+    v: Tensor,  # [..., Dv]
+    *args: object,
+    **options: object,
+) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for the attention of q, [..., Dv], and its LSE."""
+    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+
+
+def empty_rows(*args: Any, **options: Any) -> Tensor:
+    """Return the first of `empty_state`."""
+    return empty_state(*args, **options)[0]
+
+
+@one_call(
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, Tensor cum_seq_lens_q, "
+    'Tensor? alibi_slopes=None, float? scale=None, *, str backend="auto") -> Tensor',
+    empty_rows,
+)
 def paged_prefill(
     q: Tensor,  # [T, Hq, D]
     k_cache: Tensor,  # [N, Hkv, B, D]
@@ -33,6 +62,7 @@ def paged_prefill(
 
     Raises:
         BadShape, BadDtype, BadStride, BadValue: naming the argument, the sequence and the value.
+        Unsupported: for a tensor that requires gradients, except under torch.no_grad() or torch.inference_mode().
 
     Example:
         >>> q, kv = torch.randn(3, 4, 64), torch.randn(2, 8, 2, 16, 64)
@@ -44,6 +74,11 @@ def paged_prefill(
         return _attend(q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes, scale, backend)
 
 
+@one_call(
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor context_lens, "
+    'Tensor? alibi_slopes=None, float? scale=None, *, str backend="auto") -> Tensor',
+    empty_rows,
+)
 def paged_decode(
     q: Tensor,  # [S, Hq, D]
     k_cache: Tensor,  # [N, Hkv, B, D]
@@ -64,6 +99,7 @@ def paged_decode(
 
     Raises:
         BadShape, BadDtype, BadStride, BadValue: naming the argument, the sequence and the value.
+        Unsupported: for a tensor that requires gradients, except under torch.no_grad() or torch.inference_mode().
 
     Example:
         >>> q, kv = torch.randn(2, 4, 64), torch.randn(2, 8, 2, 16, 64)
@@ -92,8 +128,27 @@ def _attend(
 ) -> Tensor:
     ops, spec = load(backend, q.device.type), describe(q, k_cache, v_cache)
     starts, lens = (to_host(name, x, 1) for name, x in (("query_starts", query_starts), ("context_lens", context_lens)))
-    plan = ops.plan(spec, starts, lens, to_host("block_tables", block_tables, 2))
-    return ops.attention(q, PagedKV(k_cache, v_cache), plan, scale=scale, alibi_slopes=alibi_slopes)
+    tables, kv = to_host("block_tables", block_tables, 2), PagedKV(k_cache, v_cache)
+    if not has_values(q):
+        return check_sizes(ops, spec, q, kv, starts, lens, tables, Scores(scale, alibi_slopes))[0]
+    return ops.attention(q, kv, ops.plan(spec, starts, lens, tables), scale=scale, alibi_slopes=alibi_slopes)
+
+
+def check_sizes(
+    ops: Backend,
+    spec: AttentionSpec,
+    q: Tensor,  # [T, Hq, D]
+    kv: PagedKV,
+    query_starts: Tensor,  # int [S+1]
+    context_lens: Tensor,  # int [S]
+    block_tables: Tensor,  # int [S, M]
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """Check everything that a plan and `attention` would check, except for values. Return empty results."""
+    check_supported(spec, ops.name, ops.limits)
+    check_lengths(len(query_starts), len(context_lens), len(block_tables))
+    check_attention(q, kv, Outline(spec, len(q), len(context_lens)), scores, None, False)
+    return empty_state(q, kv.k, kv.v)
 
 
 def describe(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -157,6 +157,14 @@ def plan_of(
     if plan is None:
         raise BadValue(f"plan is the key {int(key)}, and there is no such plan (any more): keep the plan alive")
     return plan
+
+
+class Outline(NamedTuple):
+    """The properties of a plan that checks read, known without the values of a step: while torch traces a graph."""
+
+    spec: AttentionSpec
+    num_tokens: int  # T
+    num_seqs: int  # S
 
 
 class Lockable(Protocol):

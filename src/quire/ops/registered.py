@@ -3,7 +3,7 @@
 A backend's operators read addresses, which do not exist while torch traces a graph. So a call under `torch.compile` or
 `torch.export` becomes one of the operators registered here, with the backend's name as the first argument. torch knows
 the written arguments and the shapes of the results, and does not trace into the operator. A call outside of graphs goes
-directly to the backend.
+directly to the backend. `one_call` does the same for functions that make a plan in each call, such as `paged_decode`.
 
 A plan is made and updated outside of graphs, and cannot be an operator's argument. The operators take its `key`, a
 tensor that never changes: neither an update nor another plan causes a recompilation.
@@ -11,23 +11,30 @@ tensor that never changes: neither an update nor another plan causes a recompila
 A graph that writes to a cache of int8 needs its integers and its scales in separate memory: torch (2.13) rejects inputs
 of different dtypes that share memory, as they do in an engine's cache.
 
-Invalid arguments are detected when the graph runs, and raise the backend's errors. There are no gradients: torch warns
-if a backward pass reaches one of these operators.
+Invalid arguments of a backend's operators are detected when the graph runs, and raise the backend's errors. Functions
+that make a plan check all but the values of tensors while torch traces, and refuse tensors that require gradients. The
+other operators have no gradients: torch warns if a backward pass reaches one of them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_any, tree_map
 
+from quire.errors import Unsupported
 from quire.ops.checks.tensors import begin_alike
 from quire.ops.plan import plan_of
 from quire.ops.registry import load
 from quire.ops.spec import PagedKV
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ATTENTION = (
     "str backend, Tensor q, Tensor k, Tensor v, Tensor plan, *, "
@@ -163,7 +170,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 # ------------------------------------------------------------------------- shapes and dtypes of the results
 
 
-def _pin(*written: Tensor) -> None:
+def pin(*written: Tensor) -> None:
     """Make all sizes, strides and offsets of written tensors static, except for the first size.
 
     Inductor (2.13) replaces the dynamic offset of a view that an operator writes to by 0.
@@ -183,7 +190,7 @@ def _fake_write_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    _pin(*PagedKV(k, v, k_scale, v_scale).tensors().values())
+    pin(*PagedKV(k, v, k_scale, v_scale).tensors().values())
 
 
 def _fake_copy_blocks(
@@ -195,7 +202,7 @@ def _fake_copy_blocks(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    _pin(*PagedKV(k, v, k_scale, v_scale).tensors().values())
+    pin(*PagedKV(k, v, k_scale, v_scale).tensors().values())
 
 
 def _fake_attention(
@@ -206,7 +213,7 @@ def _fake_attention(
 
 
 def _fake_attention_out(*args: Any, out: Tensor, **options: Any) -> Tensor:
-    _pin(out)
+    pin(out)
     return _fake_attention(*args, **options)[1]
 
 
@@ -255,14 +262,89 @@ FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("quire", "DEF")  # type: ignore[no-untyped-call]
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        call = CALLS.get(name) or _plain(name)
-        library.impl(name, call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"quire::{name}", FAKES.get(name, _fake_norm), lib=library)
-    return library
+_LIBRARY = torch.library.Library("quire", "DEF")  # type: ignore[no-untyped-call] # operators exist as long as it
 
 
-_LIBRARY = _register()  # the operators exist as long as this object
+def _define(name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"quire::{name}", fake, lib=_LIBRARY)
+
+
+for _name, _schema in SCHEMAS.items():
+    _define(_name, _schema, CALLS.get(_name) or _plain(_name), FAKES.get(_name, _fake_norm))
+
+
+# ----------------------------------------------------------------------- functions that make a plan in each call
+
+
+def one_call(
+    schema: str,
+    shapes: Callable[..., Any],
+    in_graph: Callable[..., Any] | None = None,
+    convert: Callable[..., Any] = lambda function: function,
+) -> Callable[[Function], Function]:
+    """Decorate a function that makes a plan: while torch traces a graph, call the operator registered here instead.
+
+    The trace runs the function itself on tensors without values, as examples of the sizes, for its checks.
+
+    Args:
+        schema: of the registered operator.
+        shapes: returns empty results for the arguments of the registered operator, whose sizes may be symbolic.
+        in_graph: calls the registered operator with the function's arguments; None if both take the same.
+        convert: returns a function that takes the arguments of the registered operator.
+    """
+
+    def decorate(function: Function) -> Function:
+        name, registered = function.__name__, convert(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_compiling():
+                _check_gradients(function, args, kwargs)
+                return function(*args, **kwargs)
+            return (in_graph or getattr(torch.ops.quire, name))(*args, **kwargs)
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            _check_gradients(function, args, kwargs)
+            if not tree_any(_is_unknown, (args, kwargs)):
+                args_of_check, kwargs_of_check = tree_map(_example, (args, kwargs))
+                registered(*args_of_check, **kwargs_of_check)
+            return shapes(*args, **kwargs)
+
+        _define(name, schema, registered, fake, torch.Tag.cudagraph_unsafe)  # it copies lengths to the host
+        return cast(Function, call)
+
+    return decorate
+
+
+def _check_gradients(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported if an argument requires gradients, which would silently be zero."""
+    if torch.is_grad_enabled():
+        for i, x in enumerate((*args, *kwargs.values())):
+            if isinstance(x, Tensor) and x.requires_grad:
+                name = [*list(inspect.signature(function).parameters)[: len(args)], *kwargs][i]
+                raise Unsupported(
+                    f"{name} requires gradients, and {function.__name__} has no backward pass; call it under "
+                    f"torch.no_grad() or torch.inference_mode(), or give {name}.detach()"
+                )
+
+
+def _numbers(x: Any) -> tuple[Any, ...]:
+    return (*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,)
+
+
+def _is_unknown(x: Any) -> bool:
+    """Return True if a size depends on the values of a tensor, so that not even an example of it is known."""
+    return any(isinstance(n, torch.SymInt | torch.SymFloat) and not n.node.has_hint() for n in _numbers(x))
+
+
+def _example(x: Any) -> Any:
+    """Return a number instead of a symbolic one, and a tensor with such sizes instead of one with symbolic sizes.
+
+    Checks compare them without a guard on the sizes, which would compile the graph again for others.
+    """
+    if isinstance(x, Tensor):
+        size, stride = [_example(n) for n in x.shape], [_example(n) for n in x.stride()]
+        return torch.empty_strided(size, stride, dtype=x.dtype, device=x.device)
+    return x.node.hint if isinstance(x, torch.SymInt | torch.SymFloat) else x

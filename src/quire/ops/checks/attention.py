@@ -8,8 +8,8 @@ import torch
 
 from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
 from quire.ops.checks.tensors import INT32_MAX, begin_alike, check_float, check_tensor, check_written
-from quire.ops.plan import AttentionPlan
-from quire.ops.spec import PagedKV, Scores, check_kv
+from quire.ops.plan import AttentionPlan, Outline
+from quire.ops.spec import AttentionSpec, PagedKV, Scores, check_kv
 
 MAX_SCALE = 2.0**120  # of scores: fp32 represents it and its inverse, also in units of log 2
 
@@ -29,9 +29,7 @@ def check_write(
     check_kv(kv, spec)
     if not plan.writable:
         raise BadValue("write_kv needs a plan that was updated with slots; this one is read-only")
-    device = torch.device(spec.device)
-    check_tensor("k_new", k_new, (plan.num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
-    check_tensor("v_new", v_new, (plan.num_tokens, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
+    check_new(k_new, v_new, spec, plan.num_tokens)
     new = {"k_new": k_new, "v_new": v_new}
     if (spec.latent or not spec.is_scaled) and begin_alike(kv.k, kv.v) and begin_alike(k_new, v_new):
         written = kv.tensors()
@@ -42,10 +40,22 @@ def check_write(
         check_written(kv.tensors(), new)
 
 
+def check_new(
+    k_new: torch.Tensor,  # [T, Hkv, D]
+    v_new: torch.Tensor,  # [T, Hkv, Dv]
+    spec: AttentionSpec,
+    num_tokens: int,  # T
+) -> None:
+    """Check the keys and values of new tokens."""
+    device = torch.device(spec.device)
+    check_tensor("k_new", k_new, (num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
+    check_tensor("v_new", v_new, (num_tokens, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
+
+
 def check_attention(
     q: torch.Tensor,  # [T, Hq, D]
     kv: PagedKV,
-    plan: AttentionPlan,
+    plan: AttentionPlan | Outline,
     scores: Scores,
     out: torch.Tensor | None,  # [T, Hq, Dv]
     return_lse: bool,

@@ -43,6 +43,16 @@ def step_sizes(
     return num_tokens, len(lens), tables.shape[1]
 
 
+def check_lengths(num_starts: int, num_seqs: int, num_tables: int) -> None:
+    """Raise BadShape unless the tensors of a step are of the same number of sequences."""
+    if num_starts != num_seqs + 1:
+        raise BadShape(
+            f"query_starts has {num_starts} entries and context_lens {num_seqs}; with S sequences they have S + 1 and S"
+        )
+    if num_tables != num_seqs:
+        raise BadShape(f"block_tables has {num_tables} rows for {num_seqs} sequences; it needs one per sequence")
+
+
 def check_metadata(
     spec: AttentionSpec,
     room: tuple[int, int, int],  # largest number of query tokens, sequences, and blocks per sequence
@@ -54,13 +64,7 @@ def check_metadata(
     lens = host_integers("context_lens", step.context_lens, 1)
     tables = host_integers("block_tables", step.block_tables, 2)
     num_seqs = len(lens)
-    if len(starts) != num_seqs + 1:
-        raise BadShape(
-            f"query_starts has {len(starts)} entries and context_lens {num_seqs}; with S sequences they have S + 1 "
-            f"and S"
-        )
-    if len(tables) != num_seqs:
-        raise BadShape(f"block_tables has {len(tables)} rows for {num_seqs} sequences; it needs one per sequence")
+    check_lengths(len(starts), num_seqs, len(tables))
     if num_seqs > max_seqs:
         raise BadShape(f"the step has {num_seqs} sequences; the plan was made for at most {max_seqs}")
     if tables.shape[1] > max_blocks:

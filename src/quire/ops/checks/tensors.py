@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._subclasses import FakeTensor
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError
 from quire.ops.checks import overlap
@@ -80,6 +81,11 @@ def check_written(
             )
     if found := overlap.first_shared(written, read):
         raise BadStride(f"{found[0]} shares memory with {found[1]}; it is written, so it needs separate memory")
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return False for a tensor of a graph that torch is tracing: it has a shape and no values."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def begin_alike(k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue
-from quire.ops.checks.tensors import check_tensor, renamed, to_host
-from quire.ops.paged import describe
+from quire.ops.checks.attention import check_new
+from quire.ops.checks.tensors import has_values, renamed, to_host
+from quire.ops.paged import check_sizes, describe, empty_rows
+from quire.ops.registered import one_call, pin
 from quire.ops.registry import load
-from quire.ops.spec import AttentionSpec, PagedKV
+from quire.ops.spec import AttentionSpec, PagedKV, Scores
 
 # An operator's name of an argument -> its name here.
 LAYER = {
@@ -21,6 +23,11 @@ LAYER = {
 }
 
 
+@one_call(
+    "(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache_layer, Tensor v_cache_layer, Tensor block_table, "
+    'Tensor context_lens, *, float? scale=None, SymInt? block_size=None, str backend="auto") -> Tensor',
+    empty_rows,
+)
 def paged_attention_decode(
     q: Tensor,  # [S, Hq, D]
     k_new: Tensor,  # [S, Hkv, D]
@@ -49,6 +56,7 @@ def paged_attention_decode(
         BadShape: also for more than one query token per sequence.
         BadDtype, BadStride: naming the argument.
         BadValue: also for a table that is too short for its length, naming the sequence.
+        Unsupported: for a tensor that requires gradients, except under torch.no_grad() or torch.inference_mode().
 
     Example:
         >>> q, new, cache = torch.randn(2, 8, 64), torch.randn(2, 2, 2, 64), torch.randn(2, 32, 2, 16, 64)
@@ -64,12 +72,14 @@ def paged_attention_decode(
         )
     with renamed(**LAYER):
         ops, spec = load(backend, q.device.type), describe(q, k_cache_layer, v_cache_layer)
-        _check_new(k_new, v_new, spec, len(q))
+        check_new(k_new, v_new, spec, len(q))
         if block_size is not None and block_size != spec.block_size:
             raise BadValue(f"block_size is {block_size}; the cache has blocks of {spec.block_size}")
-        plan = ops.plan(spec, torch.arange(len(q) + 1, dtype=torch.int32), lens, table)
+        kv, starts = PagedKV(k_cache_layer, v_cache_layer), torch.arange(len(q) + 1, dtype=torch.int32)
+        if not has_values(q):
+            return check_sizes(ops, spec, q, kv, starts, lens, table, Scores(scale))[0]
         # A row has the position of the last cached token here, and sees all of them.
-        cached = ops.attention(q, PagedKV(k_cache_layer, v_cache_layer), plan, scale=scale, return_lse=True)
+        cached = ops.attention(q, kv, ops.plan(spec, starts, lens, table), scale=scale, return_lse=True)
     k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k_new, v_new))
     wide = torch.promote_types(q.dtype, torch.float32)
     score = (q.to(wide) * k.to(wide)).sum(-1) * (spec.default_scale if scale is None else scale)
@@ -77,6 +87,17 @@ def paged_attention_decode(
     return out
 
 
+def _nothing(
+    k_new: Tensor, v_new: Tensor, k_cache_layer: Tensor, v_cache_layer: Tensor, *args: object, **_: object
+) -> None:
+    pin(k_cache_layer, v_cache_layer)
+
+
+@one_call(
+    "(Tensor k_new, Tensor v_new, Tensor(a!) k_cache_layer, Tensor(b!) v_cache_layer, Tensor block_table, "
+    'Tensor context_lens, *, str backend="auto") -> ()',
+    _nothing,
+)
 def append_token(
     k_new: Tensor,  # [S, Hkv, D]
     v_new: Tensor,  # [S, Hkv, Dv]
@@ -94,27 +115,24 @@ def append_token(
     Raises:
         BadShape, BadDtype: naming the argument. Nothing is written then.
         BadValue: for a table without room, naming the sequence. Nothing is written then.
+        Unsupported: for a tensor that requires gradients, except under torch.no_grad() or torch.inference_mode().
     """
     table, lens = to_host("block_table", block_table, 2), to_host("context_lens", context_lens, 1)
     with renamed(**LAYER, q="k_new", slots="new_token_slots"):
         ops, spec = load(backend, k_new.device.type), describe(k_new, k_cache_layer, v_cache_layer)
-        _check_new(k_new, v_new, spec, len(k_new))
-        slots = _slots_after(lens.long(), table.long(), len(k_new), spec)
+        check_new(k_new, v_new, spec, len(k_new))
+        if len(table) != len(k_new) or len(lens) != len(k_new):
+            raise BadShape(f"there are {len(k_new)} new tokens, {len(table)} tables and {len(lens)} lengths")
+        if not has_values(lens):
+            return
+        slots = _slots_after(lens.long(), table.long(), spec)
         starts, nobody = torch.arange(len(k_new) + 1), torch.zeros(len(k_new), dtype=torch.int32)
         plan = ops.plan(spec, starts, nobody, torch.zeros(len(k_new), 0, dtype=torch.int32), slots)
         ops.write_kv(k_new, v_new, PagedKV(k_cache_layer, v_cache_layer), plan)
 
 
-def _check_new(k_new: Tensor, v_new: Tensor, spec: AttentionSpec, num_seqs: int) -> None:
-    device = torch.device(spec.device)
-    check_tensor("k_new", k_new, (num_seqs, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
-    check_tensor("v_new", v_new, (num_seqs, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
-
-
-def _slots_after(lens: Tensor, table: Tensor, num_new: int, spec: AttentionSpec) -> Tensor:
+def _slots_after(lens: Tensor, table: Tensor, spec: AttentionSpec) -> Tensor:
     """Return the slot of each sequence's new token: int64 [S]."""
-    if len(table) != num_new or len(lens) != num_new:
-        raise BadShape(f"there are {num_new} new tokens, {len(table)} tables and {len(lens)} lengths")
     column = lens // spec.block_size
     short = ((column >= table.shape[1]) | (lens < 0)).nonzero().flatten()
     if len(short):

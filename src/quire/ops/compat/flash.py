@@ -7,21 +7,60 @@ has Quire's shape, one row per token. Options that Quire does not have are not a
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex, TypeAlias
+from collections.abc import Callable
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported, check_integer
-from quire.ops.checks.attention import check_attention
-from quire.ops.checks.tensors import check_integers, check_written, renamed, to_host
-from quire.ops.paged import describe
+from quire.ops.checks.attention import check_attention, check_new
+from quire.ops.checks.tensors import check_integers, check_written, has_values, renamed, to_host
+from quire.ops.paged import check_sizes, describe, empty_state
+from quire.ops.registered import one_call, pin
 from quire.ops.registry import load
 from quire.ops.spec import PagedKV, Scores
 
 Window: TypeAlias = tuple[SupportsIndex, SupportsIndex] | Tensor  # two integers, or an integer tensor [2]
 
 
+def _in_graph(name: str) -> Callable[..., Any]:
+    """Return a caller of a registered operator, which takes a tensor as `window`, and always returns an LSE."""
+
+    def call(*args: Any, window_size: Window = (-1, -1), return_lse: bool = False, **options: Any) -> Any:
+        options["window" if isinstance(window_size, Tensor) else "window_size"] = window_size
+        out, lse = getattr(torch.ops.quire, name)(*args, **options)
+        return (out, lse) if return_lse else out
+
+    return call
+
+
+def _convert(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with the arguments of its registered operator."""
+
+    def run(
+        *args: Any, window_size: list[int] | tuple[int, int] = (-1, -1), window: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        given = window_size if window is None else window
+        out, lse = function(*args, window_size=given, return_lse=True, **options)
+        return out, lse
+
+    return run
+
+
+def _empty_varlen(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = empty_state(*args, **options)
+    return out, lse.flatten(0, -2)  # [Tq, Hq] also for q of 4 dimensions
+
+
+@one_call(
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, *, float? softmax_scale=None, bool causal=False, SymInt[] window_size=[-1, -1], "
+    'Tensor? window=None, float softcap=0.0, Tensor? alibi_slopes=None, str backend="auto") -> (Tensor, Tensor)',
+    _empty_varlen,
+    _in_graph("varlen_attention"),
+    _convert,
+)
 def varlen_attention(
     q: Tensor,  # [Tq, Hq, D] or [1, Tq, Hq, D]
     k: Tensor,  # [Tk, Hkv, D] or [1, Tk, Hkv, D]
@@ -52,7 +91,8 @@ def varlen_attention(
         BadShape, BadDtype, BadStride: naming the argument.
         BadValue: for cu_seqlens that do not start at 0, fall, or do not end at the number of rows, and for a max_seqlen
             below the longest sequence.
-        Unsupported: for windows other than causal ones.
+        Unsupported: for windows other than causal ones, and for tensors that require gradients, except under
+            torch.no_grad() or torch.inference_mode().
 
     Example:
         >>> q, k, v = torch.randn(3, 8, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)
@@ -76,6 +116,9 @@ def varlen_attention(
     with renamed(k_cache="k", v_cache="v", k="k", v="v"):
         ops, spec = load(backend, q.device.type), describe(q, kv.k, kv.v, causal=causal, window=window)
         lens = starts_k.diff()
+        if not has_values(q):
+            scores = Scores(softmax_scale, alibi_slopes, softcap or None)
+            return check_sizes(ops, spec, q, kv, starts_q, lens, starts_k[:-1, None], scores)
         longest = int(lens.max()) if len(lens) else 0
         plan = ops.plan(spec, starts_q, lens, starts_k[:-1, None] + torch.arange(longest))
         out, lse = ops.attention(
@@ -85,6 +128,25 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
+def _kvcache_in_graph(q: Tensor, *args: Any, cache_seqlens: int | Tensor, **options: Any) -> Any:
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full((len(q),), cache_seqlens)
+    return _in_graph("attention_with_kvcache")(q, *args, cache_seqlens=cache_seqlens, **options)
+
+
+def _empty_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    pin(k_cache, v_cache)
+    return empty_state(q, k_cache, v_cache)
+
+
+@one_call(
+    "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k=None, Tensor? v=None, *, Tensor cache_seqlens, "
+    "Tensor block_table, float? softmax_scale=None, bool causal=False, SymInt[] window_size=[-1, -1], "
+    'Tensor? window=None, float softcap=0.0, Tensor? alibi_slopes=None, str backend="auto") -> (Tensor, Tensor)',
+    _empty_kvcache,
+    _kvcache_in_graph,
+    _convert,
+)
 def attention_with_kvcache(
     q: Tensor,  # [S, Tq, Hq, D]
     k_cache: Tensor,  # [N, B, Hkv, D], written if k is given
@@ -114,7 +176,8 @@ def attention_with_kvcache(
     Raises:
         BadShape, BadDtype, BadStride: naming the argument. Nothing is written after any of these errors.
         BadValue: for a table that is too short, or has -1 at a cached or new token, naming the sequence.
-        Unsupported: for windows other than causal ones.
+        Unsupported: for windows other than causal ones, and for tensors that require gradients, except under
+            torch.no_grad() or torch.inference_mode().
 
     Example:
         >>> cache, q, new = torch.zeros(2, 8, 32, 2, 64), torch.randn(1, 1, 8, 64), torch.randn(2, 1, 1, 2, 64)
@@ -144,11 +207,15 @@ def attention_with_kvcache(
     kv = PagedKV(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
     with renamed(block_tables="block_table", slots="new_token_slots", k="k_cache", v="v_cache"):
         ops, spec = load(backend, q.device.type), describe(flat, kv.k, kv.v, causal=causal, window=window)
-        slots = _slots_after(cached, num_new, table, spec.block_size)
         lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
+        scores = Scores(softmax_scale, alibi_slopes, cap)
+        if not has_values(q):
+            if k is not None and v is not None:
+                check_new(k.flatten(0, 1), v.flatten(0, 1), spec, num_seqs * num_new)
+            return check_sizes(ops, spec, flat, kv, starts, lens, table, scores)
+        slots = _slots_after(cached, num_new, table, spec.block_size)
         plan = ops.plan(spec, starts * rows, lens, table)
-        # Check all arguments before the cache is written.
-        check_attention(flat, kv, plan, Scores(softmax_scale, alibi_slopes, cap), None, True)
+        check_attention(flat, kv, plan, scores, None, True)  # all arguments, before the cache is written
         if k is not None and v is not None:
             writer = ops.plan(spec, starts * num_new, lens, table, slots)
             ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, writer)
@@ -159,6 +226,25 @@ def attention_with_kvcache(
     return (out, lse) if return_lse else out
 
 
+def _empty_update(
+    key_states: Tensor, value_states: Tensor, k_cache: Tensor, v_cache: Tensor, read_index: Tensor, write_index: Tensor
+) -> tuple[Tensor, ...]:
+    pin(k_cache, v_cache)
+    rows = read_index.shape[0] or key_states.shape[2]
+    return tuple(x.new_empty(1, x.shape[1], rows, x.shape[3]) for x in (key_states, value_states))
+
+
+def _copied(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the function with contiguous results, in memory that is not an argument's."""
+    return lambda *args: tuple(x.clone(memory_format=torch.contiguous_format) for x in function(*args))
+
+
+@one_call(
+    "(Tensor key_states, Tensor value_states, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor read_index, "
+    "Tensor write_index) -> (Tensor, Tensor)",
+    _empty_update,
+    convert=_copied,
+)
 def update_and_gather(
     key_states: Tensor,  # [1, Hkv, T, D]
     value_states: Tensor,  # [1, Hkv, T, Dv]
@@ -182,8 +268,11 @@ def update_and_gather(
 
     Raises:
         BadShape, BadDtype, BadStride, BadValue: naming the argument. Nothing is written then.
+        Unsupported: for a tensor that requires gradients, except under torch.no_grad() or torch.inference_mode().
     """
     read, write = _check_update(key_states, value_states, k_cache, v_cache, read_index, write_index)
+    if not has_values(read):
+        return key_states, value_states  # in a trace, where the sizes are checked
     gathered = []
     for states, cache in ((key_states, k_cache), (value_states, v_cache)):
         size, new = cache.shape[1], states[0].transpose(0, 1)  # [T, Hkv, D]
@@ -227,6 +316,8 @@ def _check_alibi(alibi_slopes: Tensor | None, causal: bool, rows: int) -> None:
 
 def _window(causal: bool, window_size: Window) -> tuple[bool, int | None]:
     """Convert flash-attn's causal and window_size to Quire's, whose window includes the row's own key."""
+    if isinstance(window_size, Tensor) and not has_values(window_size):
+        return True, None  # a window is served where rows see nothing to their right
     given = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise BadValue(f"window_size is {window_size!r}; it must be a pair: keys to the left and to the right")
@@ -252,6 +343,8 @@ def _starts(name: str, cu_seqlens: Tensor, total: int, max_name: str, longest: i
     if len(starts) == 0:
         raise BadShape(f"{name} has shape (0,); expected [S+1]")
     check_integer(BadValue, max_name, longest, 0)
+    if not has_values(starts):
+        return starts
     lens = starts.diff()
     if starts[0] != 0 or starts[-1] != total or (lens < 0).any():
         raise BadValue(f"{name} is {_brief(starts)}; it must start at 0, never fall, and end at the {total} rows")
@@ -311,15 +404,19 @@ def _check_update(
         if states.dtype != cache.dtype:
             raise BadDtype(f"{name} has dtype {states.dtype} and its cache {cache.dtype}; they must be the same")
     num_slots, num_new = k_cache.shape[0] * k_cache.shape[1], key_states.shape[2]
-    for name, index in (("read_index", read_index), ("write_index", write_index)):
+    indices = ("read_index", read_index), ("write_index", write_index)
+    for name, index in indices:
         check_integers(name, index, 1)
+    read, write = read_index.long(), write_index.long()
+    if len(write) != num_new:
+        raise BadShape(f"write_index has {len(write)} entries for {num_new} new tokens; it needs one per token")
+    if not has_values(read):
+        return read, write
+    for name, index in indices:
         outside = ((index < -1) | (index >= num_slots)).nonzero().flatten()
         if len(outside):
             t = int(outside[0])
             raise BadValue(f"{name}[{t}] is {index[t]}; it must be -1 or a slot in 0..{num_slots - 1}")
-    read, write = read_index.long(), write_index.long()
-    if len(write) != num_new:
-        raise BadShape(f"write_index has {len(write)} entries for {num_new} new tokens; it needs one per token")
     fresh = int((read < 0).sum())
     if fresh not in (0, num_new):
         raise BadValue(f"read_index has -1 {fresh} times; it must occur {num_new} times, once per new token, or never")
