@@ -112,7 +112,7 @@ def tracked() -> list[Path]:
     return [
         ROOT / name
         for name in listed
-        if (name.startswith("src/") and name.endswith((*source, ".md")))
+        if (name.startswith("src/") and name.endswith((*source, ".md")) and "/vendor/" not in name)
         or (name.endswith(".md") and not name.startswith((".github/", "bench/results/", "tests/")))
         if ROOT / name != PAGE
     ]
