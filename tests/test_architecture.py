@@ -63,7 +63,8 @@ SHAPED = (
 )
 
 # Lines of Python, C++, JavaScript, HTML and CSS that a package may have. Lower a number when a package has become
-# smaller; raise one only for a feature that is worth it.
+# smaller; raise one only for a feature that is worth it. A directory `vendor` has unchanged files of others, which are
+# maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_420,
     "cli": 1_470,
@@ -77,7 +78,7 @@ MOST_LINES = {
     "parallel": 520,
     "ray": 420,
     "sandbox": 1_210,
-    "server": 15_850,
+    "server": 16_130,
     "simulate": 4_195,
     "terminal": 1_240,
     "modules": 1_272,  # those that are in no package
@@ -244,7 +245,7 @@ def test_long_files_are_warned_of() -> None:
 def test_no_package_has_more_lines_than_its_budget() -> None:
     lines = dict.fromkeys(MOST_LINES, 0)
     for path in SRC.rglob("*.*"):
-        if path.suffix in (".py", ".cpp", ".h", ".js", ".html", ".css"):
+        if path.suffix in (".py", ".cpp", ".h", ".js", ".html", ".css") and path.parent.name != "vendor":
             within = path.relative_to(SRC).parts
             lines[within[0] if len(within) > 1 else "modules"] += path.read_text().count("\n")
     print(*(f"{package:12} {count:6} of {MOST_LINES[package]:6} lines" for package, count in lines.items()), sep="\n")

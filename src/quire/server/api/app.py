@@ -255,9 +255,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
 
     @app.get("/", response_class=Response, include_in_schema=False)
     async def start(request: HttpRequest) -> Response:
-        return start_page(
-            request, service.model.names[0], service.model.template is not None, bool(service.config.keys)
-        )
+        return start_page(request, service.model, bool(service.config.keys))
 
     @app.get("/version", response_model=None, responses=openapi.answer(Version, "Quire's version"))
     async def version() -> Version:

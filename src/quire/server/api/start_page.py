@@ -9,15 +9,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire import __version__
+from quire.config import EMBEDDED_NAME
+from quire.server.api.service import ServedModel
 from quire.server.http.sse import JsonBody
 from quire.server.observability.page import answer, joined
 
 ROUTES = ("/inspector", "/v1/models", "/openapi.json", "/metrics", "/ready")
 PAGE = Path(__file__).parent / "start.html"
+LIMIT = 200  # tokens of an answer by a model that would not end it: a user can change it
 
 
-def start_page(request: HttpRequest, name: str, has_template: bool, needs_key: bool) -> Response:
+def start_page(request: HttpRequest, model: ServedModel, needs_key: bool) -> Response:
     """Return the start page of a server with this model, or the same information as JSON if HTML is not accepted."""
+    name, has_template, is_embedded = model.names[0], model.template is not None, model.root == EMBEDDED_NAME
     if "text/html" not in request.headers.get("accept", ""):
         found: dict[str, Any] = {"name": "quire", "version": __version__, "model": name, "routes": list(ROUTES)}
         return JsonBody(found)
@@ -29,6 +33,8 @@ def start_page(request: HttpRequest, name: str, has_template: bool, needs_key: b
         "curl": _curl(url, has_template, needs_key),
         "kind": "chat" if has_template else "text",
         "key": "needed" if needs_key else "",
+        "embedded": "embedded" if is_embedded else "",
+        "limit": str(LIMIT) if is_embedded or not has_template else "",
     }
     return answer(joined(PAGE, values))
 
