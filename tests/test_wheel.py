@@ -74,6 +74,9 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
         [described] = [opened.read(name).decode() for name in names if name.endswith(".dist-info/WHEEL")]
     assert "Tag: py3-none-manylinux_2_28_" in described
     assert {"quire/ops/cpu/libquire_cpu.so", "quire/embedded/model.safetensors", "quire/py.typed"} <= set(names)
+    vendored = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/quire/server/api/vendor").iterdir()}
+    assert len(vendored) == 5  # two libraries of the chat page, their licenses, and the table of their versions
+    assert vendored <= set(names)
     assert not [name for name in names if "csrc" in name]
     assert not [name for name in names if ".libs/" in name], "a library of the system was copied into the wheel"
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}

@@ -1,7 +1,7 @@
-"""Take the pictures of the inspector in docs/, of `quire serve` with the embedded model and prompts that share blocks.
+"""Take the pictures of the pages in docs/, of `quire serve` with the embedded model and prompts that share blocks.
 
-python tools/inspector_screenshot.py [directory]: writes inspector.png, inspector-request.png and the animation
-inspector.webp. Needs chromium.
+python tools/inspector_screenshot.py [directory]: writes assets/chat.webp, inspector.png, inspector-request.png and the
+animation inspector.webp. Needs chromium.
 """
 
 from __future__ import annotations
@@ -85,6 +85,21 @@ def film(page: Page, path: Path) -> None:
     print(path, f"{path.stat().st_size / 1024:.0f} KiB, {FRAMES * FRAME / 1000:.1f} s")
 
 
+def take_chat(page: Page, path: Path) -> None:
+    """Send two messages in the chat page, and take the picture of the second one's first blocks."""
+    page.evaluate("$('most').value = 80")
+    for text in ("def read_json(path):", "def write_json(path, value):"):
+        page.fill("#prompt", text)
+        page.press("#prompt", "Enter")
+        page.locator("#messages .assistant:last-child .tools").wait_for()
+    page.locator("#prompt").blur()
+    page.evaluate("$('cards').scrollTop = 0")
+    page.wait_for_timeout(700)
+    path.parent.mkdir(exist_ok=True)
+    Image.open(io.BytesIO(page.screenshot())).save(path, quality=80, method=6)
+    print(path, f"{path.stat().st_size / 1024:.0f} KiB")
+
+
 def main() -> None:
     """Start the server and its clients, and take the pictures."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
@@ -94,6 +109,8 @@ def main() -> None:
         clients = [threading.Thread(target=ask, args=(port, seed, stop), daemon=True) for seed in range(CLIENTS)]
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         page = browser.new_page(viewport={"width": 1280, "height": 800}, device_scale_factor=1.5, color_scheme="dark")
+        page.goto(server.url)
+        take_chat(page, out / "assets" / "chat.webp")
         page.goto(f"{server.url}/inspector")
         for client in clients:
             client.start()

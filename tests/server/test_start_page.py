@@ -347,6 +347,13 @@ def test_a_model_or_an_adapter_is_chosen(browser: Any, server: Serving, thinking
         assert it.page.locator("#name").inner_text() == "quire-embedded"
         assert not it.page.locator("#model").is_visible()
         assert it.last(".answer .bar span") == "python"  # its answers are code without a fence
+        it.page.evaluate("$('most').value = 8")
+        for _ in range(2):  # of 400 tokens each: two of them and the first turn do not fit into 1,024
+            it.ask("x = 1; " * 80)
+        assert len(it.bodies[2]["messages"]) == 3
+        assert it.last(".notice") == (
+            "Cut at 8 tokens, the limit in the settings. Without the first turn, for which the model has no room."
+        )
 
 
 def test_a_model_without_a_template_continues_texts(browser: Any, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Turn {
     const parts = [
       isEmpty && (this.reasoning.trim() ? "there is no answer, only reasoning" : "the answer is empty"),
       this.reason(),
-      this.left && `without the first ${plural(this.left, "turn")}, for which the model has no room`,
+      this.left && `without the first ${this.left > 1 ? `${this.left} turns` : "turn"}, for which the model has no room`,
       this.isRefused && "this turn is not sent with the next one",
     ];
     return parts.filter(Boolean).map(part => part[0].toUpperCase() + part.slice(1).replace(/\.?$/, ".")).join(" ");
