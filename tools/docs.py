@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,12 @@ AT_ROOT = {
     "CHANGELOG.md": "changes.md",
     "tests/README.md": "tests.md",
 }
+
+
+def on_config(config: Any) -> None:
+    """Leave out the list of versions unless mike builds the site: only its branch has versions.json."""
+    if "MIKE_DOCS_VERSION" not in os.environ:
+        config.extra.pop("version", None)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

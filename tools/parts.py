@@ -22,6 +22,7 @@ PARTS = {
     ),
     "documents": (
         *("*.md", "docs/*", "mkdocs.yml", "tools/docs.py", "tools/griffe_comments.py", "tests/test_walkthroughs.py"),
+        "tests/test_site.py",
         *("CMakeLists.txt", "src/quire/ops/cpu/csrc/*", "src/quire/ops/native.py", "src/quire/ops/backend.py"),
         *("src/quire/models/families/*", ".ci/parts"),
     ),
