@@ -17,8 +17,7 @@ PROMPTS = [
     "class Version:\n    def __lt__(self, other):",
     "class Reader:\n    def __enter__(self):",
 ]
-# So small a model repeats itself where it may: what it has written becomes less probable. A definition ends where two
-# lines stay empty.
+# The penalty keeps this small model from repeating lines. A definition ends with two empty lines.
 PARAMS = SamplingParams(max_tokens=64, temperature=0.0, repetition_penalty=1.15, stop=["\n\n\n"])
 
 

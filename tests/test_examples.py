@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,10 @@ import torch
 
 from quire import LLM, SamplingParams, ops
 from quire.errors import BadValue, OutOfBlocks
+from tests.models.gguf.writer import write_model
+from tests.server.conftest import TEMPLATE
 from tests.server.interrupts import obey
+from tests.server.serving import serving
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISES = {
@@ -30,6 +34,12 @@ PROMISES = {
     "tiny_engine.py": ["import os\\nimport sys", "class Stack:"],
     "layerwise_cache.py": ["six tokens of two layers in blocks", "agree up to the fork: True, and then differ"],
     "fleet.py": ["[kill -9]", "longest stall", "identical to the undisturbed one"],
+    "structured_output.py": ["record: {'name': ", "'kind': ", "version: ", "word: "],
+    "lora.py": ["no adapter: ", "rows of one adapter agree: True; texts that differ: 3"],
+    "embeddings.py": ["  class Queue:\n", "score agrees: True"],
+    "async_llm.py": ["--- class Stack:\n", "--- computed together: True", "--- one line: '"],
+    "tools.py": ['temperature({"city"', " degrees\nanswer: "],
+    "gguf_file.py": ["prompt: 'Name three rivers of Portugal.:'", "answer of model.gguf, "],
     "sampling_tour.py": ["greedy", "min_p 0.2", "2: ", "1: ", "logprob -"],
 }
 SLOW = {"fleet.py": [pytest.mark.slow, pytest.mark.long]}  # it starts three servers
@@ -41,8 +51,19 @@ def test_every_example_is_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in PROMISES])
-def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+def test_example(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments: list[str] = []
+    with ExitStack() as stack:
+        if name == "gguf_file.py":
+            arguments = [str(write_model(tmp_path / "model.gguf"))]
+        elif name == "tools.py":
+            (tmp_path / "template.jinja").write_text(TEMPLATE)
+            server = stack.enter_context(serving(tool_call_parser="hermes", chat_template=tmp_path / "template.jinja"))
+            arguments = [f"http://127.0.0.1:{server.port}/v1"]
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     printed = capsys.readouterr().out
     for promise in PROMISES[name]:
         assert promise in printed
