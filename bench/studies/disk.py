@@ -105,7 +105,7 @@ def written(replica: Replica) -> bool:
 
 
 def forget_pages(directory: Path) -> None:
-    """Let the system remove from its memory the pages that it has of the files."""
+    """Make the system remove the pages of the files from its memory."""
     for path in directory.rglob(f"{SLOTS}.*"):
         with path.open("rb") as file:
             os.fdatasync(file.fileno())

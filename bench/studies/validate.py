@@ -147,7 +147,7 @@ class Compared:
     speeds: Sequence[Probes]  # before and after each run, how many times as fast as by the device file
 
     def error(self, figure: str) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Return the error of the prediction, relative to the measurement."""
         return _error(self.simulated[figure], self.real[figure])
 
 
@@ -204,7 +204,7 @@ def validate(
 
 @dataclass(frozen=True)
 class _Known:
-    """What predictions are made with."""
+    """The inputs of predictions."""
 
     device: DeviceFile
     model: str  # its directory or file
@@ -232,7 +232,7 @@ def _replayed(running: Serving, rows: Sequence[TraceRow], seed: int, turn: int) 
 
 
 def _figures(replays: Sequence[_Replay]) -> dict[str, float]:
-    """What runs came to, all together."""
+    """Return the figures of all runs together."""
     records = [record for one in replays for record in one.run.records]
     found = [one for one in map(latencies, records) if one is not None]
     first, gaps = sorted(one.ttft for one in found), sorted(gap for one in found for gap in one.gaps)
@@ -269,7 +269,7 @@ def _simulated(known: _Known, count: int, replay: _Replay) -> Outcome:
 
 
 def _predicted(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """As `_figures`."""
+    """Return the same as `_figures`, of the simulator."""
     together = Outcome()
     for one in outcomes:
         together.add(one)
@@ -281,7 +281,7 @@ def _predicted(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def within_goals(found: Sequence[Compared], figure: str) -> tuple[int, int, float, float]:
-    """How many loads of those that have a goal meet it, of how many; their median error and the largest, unsigned."""
+    """Return the loads that meet their goal, the loads with a goal, and their median and largest unsigned error."""
     errors = sorted(abs(one.error(figure)) for one in found if one.load <= MOST_LOAD)
     if not errors:
         return 0, 0, 0.0, 0.0

@@ -82,7 +82,7 @@ def some_rows(between: float) -> list[TraceRow]:
 
 
 def records_of(device: DeviceFile, rows: Sequence[TraceRow], budget: int = 10**9, computing: int = 1) -> list[Record]:
-    """What a client sees of a replica that takes for its steps what the device says, and cuts prompts at the budget."""
+    """Return a client's records of a replica whose steps take the device's time and that cuts prompts at the budget."""
     cost = cost_at(device, MODEL, computing)
     records, now = [Record(row.arrival, row.arrival) for row in rows], 0.0
     for record, row in zip(records, rows, strict=True):

@@ -60,7 +60,7 @@ def test_requests_of_the_13b_model_in_80_gb() -> None:
 
 @pytest.mark.parametrize(("tokens", "blocks", "wasted"), [(150, 10, 10), (500, 32, 12), (2000, 125, 0)])
 def test_slots_wasted_at_block_size_16(tokens: int, blocks: int, wasted: int) -> None:
-    """Of the slots owned 6.25, 2.34 and 0 %: told as 6.3, 2.4 and 0."""
+    """6.25, 2.34 and 0 % of the owned slots are wasted, shown as 6.3, 2.4 and 0."""
     _, usage = hold([tokens], 16)
     assert (usage.used_blocks, usage.wasted_slots, usage.filled_slots) == (blocks, wasted, tokens)
     shown = {150: 6.3, 500: 2.4, 2000: 0}[tokens]

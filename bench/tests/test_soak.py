@@ -28,7 +28,7 @@ def sample(seconds: float, resident: float) -> Sample:
 
 
 def sound() -> Findings:
-    """What a server leaves that may run for ever: memory that goes up and down, and nothing else."""
+    """Return the findings of a server that may run for ever: memory that goes up and down, and nothing else."""
     rng = random.Random(0)
     found = Findings([sample(t, (500 + rng.uniform(-20, 20)) * MIB) for t in range(0, 3600, 5)], IDLE, IDLE)
     found.note("chat", "answered")

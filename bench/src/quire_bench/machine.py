@@ -1,4 +1,4 @@
-"""What this machine reads and multiplies, what share of it our kernels reach, and which targets that meets.
+"""The rates of this machine, the share of them that the kernels reach, and the targets that this meets.
 
 The targets are for bf16 on a CPU whose AMX tiles the kernels use; on another one there are figures only.
 """
@@ -58,7 +58,7 @@ class Target:
         return f"{'<=' if self.at_most else '>='} {self.limit:g}"
 
     def met(self, ratio: float) -> bool:
-        """Whether the ratio is on the right side of the limit."""
+        """Return whether the ratio is on the right side of the limit."""
         return ratio <= self.limit if self.at_most else ratio >= self.limit
 
 
@@ -83,7 +83,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none, or no ratio."""
+        """Return whether the target is met, or None if there is no target or no ratio."""
         return None if self.target is None or self.ratio is None else self.target.met(self.ratio)
 
     def as_dict(self) -> dict[str, object]:
@@ -133,7 +133,7 @@ def measure(models: Sequence[str], seconds: float, runs: int) -> Iterator[Row]:
 
 
 def rates(runs: int) -> Iterator[Row]:
-    """What the machine reads and multiplies, without anything between: medians."""
+    """Yield the rates at which the machine reads and multiplies, back to back: medians."""
     threads = torch.get_num_threads()
     read, multiply = attention.read_rate(threads), attention.product_rate("bfloat16", threads)
     read(), multiply()

@@ -1,4 +1,4 @@
-"""What the system reports of a process and of the CPU."""
+"""Reports of the system about a process and the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sizes(path: Path) -> dict[str, int]:
 
 
 def tells_cpu_time() -> bool:
-    """Whether the system tells what a process and its threads took."""
+    """Return whether the system reports the CPU time of a process and its threads."""
     return Path("/proc/self/stat").exists()
 
 
@@ -39,14 +39,14 @@ def _cpu_seconds(path: Path) -> float:
 
 
 def processor() -> str:
-    """What the system calls the CPU."""
+    """Return the name of the CPU."""
     path = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
     return names[0] if names else platform.machine()
 
 
 def cpu_flags() -> set[str]:
-    """What the system says that the CPU can do; nothing where it does not say so as on x86."""
+    """Return the features of the CPU by the system's names; empty if it does not list them as on x86."""
     path = Path("/proc/cpuinfo")
     found = re.search(r"^flags\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
     return set(found[1].split()) if found else set()

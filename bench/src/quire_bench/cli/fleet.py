@@ -32,7 +32,7 @@ def fleet(
     save: Save = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a gateway costs, how long a kill stalls an answer, what routing brings, how soon a replica is left alone.
+    """Measure a gateway's cost, stalls after kills, gains from routing, and the time until a lost replica is avoided.
 
     Starts replicas of one thread each, and gateways, and stops them again.
     """

@@ -99,7 +99,7 @@ PARTS = 3 + ROUNDS + len(ASKED)
 
 
 def _touch(llm: LLM) -> None:
-    """Let the cache have all of its memory: where a step is the first to use some, the system makes it wait."""
+    """Touch all memory of the cache: a step that is the first to use a page waits for the system."""
     cache = llm.engine.runner.cache  # type: ignore[attr-defined]
     for group in range(len(llm.decoder.config.groups)):
         for layer in cache.layers(group):
@@ -118,7 +118,7 @@ def _rates(threads: int) -> tuple[float, float]:
 
 
 def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> ServerFit:
-    """What a server adds to steps and requests.
+    """Return the time that a server adds to steps and requests.
 
     The same is timed over HTTP and in the engine, in turns: within a minute a machine's speed drifts by more than what
     is looked for.
@@ -139,7 +139,7 @@ def _server(options: Sequence[str], llm: LLM, advance: Callable[[], None]) -> Se
 
 
 def _own_gap(llm: LLM) -> float:
-    """What `_gap` measures, without a server."""
+    """Return the seconds that `_gap` measures, without a server."""
     took = []
     with decoding(llm, [64], random.Random()):
         for _ in range(TOKENS - 1):

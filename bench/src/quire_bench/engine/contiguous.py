@@ -92,7 +92,7 @@ class ContiguousScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """Return whether any request has not ended."""
         return bool(self.waiting or self.running)
 
     def plan(self) -> list[tuple[Reservation, int]]:

@@ -1,4 +1,4 @@
-"""How long one batch takes, all of its requests there at once: the whole, the first tokens, and those that follow."""
+"""The latency of one batch whose requests arrive at once: of the whole, of first tokens, and of those that follow."""
 
 from __future__ import annotations
 

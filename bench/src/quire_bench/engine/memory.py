@@ -1,4 +1,4 @@
-"""What becomes of KV memory under a load: paged, and contiguous for each request, with the same slots.
+"""The use of KV memory under a load: paged, and contiguous for each request, with the same slots.
 
 The scheduler and the block manager are the real ones, driven step by step without a model; nothing here depends on the
 machine. All requests are there from the start, and nobody ends early. Every step is looked at in its middle, when its
@@ -38,7 +38,7 @@ Lengths = list[tuple[int, int]]  # prompt tokens and new tokens of each request
 
 
 def _chat(rng: random.Random, _: int) -> tuple[int, int]:
-    """As the workload "mixed", whatever the longest is."""
+    """Draw lengths as the workload "mixed" does, for any longest length."""
     return chat_lengths(rng)
 
 
@@ -117,7 +117,7 @@ class Setup:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Of each request, the shared prefix included."""
+        """The lengths of each request, with the shared prefix."""
         drawn = draw(self.distribution, self.requests, self.max_model_len - self.shared_prefix, self.seed)
         return [(self.shared_prefix + prompt, new) for prompt, new in drawn]
 
@@ -155,7 +155,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Run:
-    """What one system did with the memory."""
+    """The use of the memory by one system."""
 
     setup: Setup
     system: str
@@ -217,7 +217,7 @@ def compare(setup: Setup) -> list[Run]:
 
 
 def table(runs: Sequence[Run]) -> list[str]:
-    """What the systems did with one load, for a reader."""
+    """Return a table of the systems under one load."""
     setup, paged = runs[0].setup, runs[0].pressed
     prompts, news = (sum(numbers) for numbers in zip(*setup.lengths, strict=True))
     shown = ("live", "wasted", "unusable", "free")
@@ -370,7 +370,7 @@ class KVSize:
 
 @dataclass(frozen=True)
 class ModelFit:
-    """How many requests find room for a model's K and V."""
+    """The number of requests for whose K and V a memory has room."""
 
     model: str
     num_layers: int  # L
@@ -421,7 +421,7 @@ class ModelFit:
 def model_fit(
     config: Path | None, memory: str, block_size: int, max_model_len: int | None, requests: int, seed: int
 ) -> ModelFit:
-    """What a model's K and V take, and how many requests fit in that memory.
+    """Return the size of a model's K and V, and the number of requests that fit in that memory.
 
     config: a config.json or its directory; None: the embedded model's. memory: bytes, or a share of what is free.
     max_model_len: None for what the model was made for. requests, seed: those whose mean lengths are taken.

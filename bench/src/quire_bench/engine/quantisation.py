@@ -1,4 +1,4 @@
-"""What rounding weights and caches costs in accuracy, and what it brings in speed.
+"""The loss of accuracy by rounding weights and caches, and the gain in speed.
 
 The measure of accuracy is that of llama.cpp's tables: the Kullback-Leibler divergence of the next token's distribution
 from that of the model as it is, in nats, over all positions of a text. A quantised model differs from the one it was
@@ -55,7 +55,7 @@ WORKLOADS = ("single", "decode")
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a model's next tokens are from those of another one, over all positions."""
+    """The distance of a model's next tokens from those of another one, over all positions."""
 
     mean: float  # Kullback-Leibler divergence, nats
     p99: float  # of the positions
@@ -65,7 +65,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What one way of rounding costs."""
+    """The loss by one way of rounding."""
 
     name: str
     context: int  # tokens of each window
@@ -135,7 +135,7 @@ def standard_texts() -> list[Path]:
 def measure_accuracy(
     model: str | None, texts: Sequence[Path], most: int, options: Mapping[str, Any]
 ) -> Iterator[Accuracy]:
-    """Of each way of rounding, one after the other."""
+    """Yield the accuracy of each way of rounding."""
     common = {"num_speculative_tokens": 0, "enable_prefix_caching": False} | dict(options)
     exact = common | {"dtype": "float32"}
     for context in CONTEXTS:
@@ -198,7 +198,7 @@ def divergence(
     found: Sequence[Tensor],  # of each stretch [T - 1, V]
     stretches: Sequence[Sequence[int]],
 ) -> Divergence:
-    """How far `found` is from `wanted`."""
+    """Return the distance of `found` from `wanted`."""
     distances, same, losses = [], [], [0.0, 0.0]
     for ours, theirs, ids in zip(found, wanted, stretches, strict=True):
         p, q = (torch.log_softmax(logits.double(), -1) for logits in (theirs, ours))
@@ -219,7 +219,7 @@ def divergence(
 
 
 def measure_speed(model: str | None, runs: int, options: Mapping[str, Any]) -> list[Speed]:
-    """Of the model as it is and of each way of rounding, the runs taking turns."""
+    """Return the speed of the model unchanged and with each way of rounding, in alternation."""
     ways: dict[str, Mapping[str, Any]] = {"as it is": {}, **WEIGHTS, "int8 cache": CACHE}
     seconds: dict[str, dict[str, list[float]]] = {name: {each: [] for each in WORKLOADS} for name in ways}
     engines = {name: LLM(model, num_speculative_tokens=0, **options, **way) for name, way in ways.items()}

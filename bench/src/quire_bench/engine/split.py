@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the engine's parts against the clock, each without the parts within it.
+"""The parts of a step's time: those of the engine by the clock, each without the parts within it.
 
 The engine and the runner are stood in for by ones that time their parts, and executors report each operator, only
 while somebody looks: a run that counts knows nothing of it. On a GPU each part is waited for, and no graph is replayed,

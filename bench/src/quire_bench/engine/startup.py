@@ -22,7 +22,7 @@ if len(output.outputs[0].token_ids) != 1 or "transformers" in sys.modules:
 
 
 def measured(model: str | None) -> dict[str, Callable[[], float]]:
-    """What is measured: a name, and a function that returns the seconds of one fresh process."""
+    """Return the measurements: a name, and a function that returns the seconds of one fresh process."""
     return {
         "first token": partial(seconds, [sys.executable, "-c", FIRST_TOKEN, model or ""]),
         "first token that quire serve streams": partial(seconds_served, model),

@@ -169,7 +169,7 @@ def checked(events: Sequence[Any]) -> None:
 
 
 def medians(steps: Sequence[Timed]) -> list[Timed]:
-    """Of each kind the median, and the work of the step in the middle of its round."""
+    """Return the median of each kind, with the work of the step in the middle of its round."""
     kinds: dict[str, list[Timed]] = {}
     for one in steps:
         kinds.setdefault(one.kind, []).append(one)

@@ -16,7 +16,7 @@ from quire_bench.workloads import Workload, greedy
 
 @dataclass(frozen=True)
 class Throughput:
-    """What one workload took: the measured runs, in order."""
+    """The measured runs of one workload, in order."""
 
     workload: Workload
     seconds: tuple[float, ...]
@@ -29,7 +29,7 @@ class Throughput:
 
     @property
     def num_tokens(self) -> int:
-        """Of a run: read and written."""
+        """The tokens of a run: read and written."""
         return self.workload.num_prompt_tokens + self.workload.num_new_tokens
 
     def as_dict(self) -> dict[str, object]:

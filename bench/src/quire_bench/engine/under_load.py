@@ -1,4 +1,4 @@
-"""What servers add to steps where requests come and go, and what replicas cost one another.
+"""The time that servers add to steps while requests come and go, and that replicas cost one another.
 
 Under load steps wait for event loops, which read requests and write tokens, and for clients and gateways, which have
 cores as well. That is less than what processes with the same model differ by: their memory lies elsewhere. So it is
@@ -58,7 +58,7 @@ TURNS, SETTLED = 20, 1e-3  # in which what neighbours cost is found, and the sha
 
 
 class _Work(NamedTuple):
-    """What was asked and computed, and what event loops, gateway and client did for it."""
+    """The tokens requested and computed, and the work of event loops, gateway and client for them."""
 
     requests: int
     steps: int  # of all replicas
@@ -130,7 +130,7 @@ class _Load(NamedTuple):
 
 
 def _without_others(found: NDArray[np.float64]) -> tuple[float, ...]:
-    """How much of each of the others the first column has: least squares, without the rows that fit least."""
+    """Return the share of each other column in the first: least squares, without the rows that fit least."""
     parts = nonnegative_least_squares(found[:, 1:], found[:, 0])
     off = np.abs(found[:, 0] - found[:, 1:] @ parts)
     kept = found[off <= np.quantile(off, 1 - OTHERS)]

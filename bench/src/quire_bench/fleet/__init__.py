@@ -1,1 +1,1 @@
-"""What a fleet costs and brings: its gateway, kills, where requests go, and how soon a replica is left alone."""
+"""Costs and gains of a fleet: its gateway, kills, routing, and the time until a lost replica is avoided."""

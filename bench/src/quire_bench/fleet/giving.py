@@ -1,4 +1,4 @@
-"""How fast a replica gives its blocks to another one."""
+"""The rate at which a replica gives its blocks to another one."""
 
 from __future__ import annotations
 

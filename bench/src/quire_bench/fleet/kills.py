@@ -1,4 +1,4 @@
-"""How long a client waits when the replica that computes its answer is killed, and whether it gets the same answer."""
+"""The wait of a client when the replica that computes its answer is killed, and whether the answer stays the same."""
 
 from __future__ import annotations
 

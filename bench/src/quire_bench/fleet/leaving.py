@@ -1,4 +1,4 @@
-"""How soon a gateway leaves a replica alone that is dead, that hangs, or that is drained, and what clients notice."""
+"""The time until a gateway avoids a replica that is dead, hangs, or is drained, and the effect on clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEFORE, AFTER = 1.0, 1.0  # seconds of load around what happens
 def measure(
     options: Sequence[str], streams: int, runs: int, advance: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Let one of two replicas hang, die, and be drained, each `runs` times, while clients stream answers.
+    """Make one of two replicas hang, die, and drain, each `runs` times, while clients stream answers.
 
     seconds: until the gateway gave the replica no request any more; when drained, and all that it computed was moved.
     longest_wait: of a client for a piece of its answer, in seconds.
@@ -71,7 +71,7 @@ def _drain(running: Fleet, replica: Replica) -> float:
 
 @dataclass
 class _Clients:
-    """What clients have noticed."""
+    """The effect on clients."""
 
     longest_wait: float = 0.0
     answers: int = 0

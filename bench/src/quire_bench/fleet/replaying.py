@@ -111,7 +111,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a replica."""
+    """The sizes of a replica."""
 
     seats: int = 32  # requests that it computes together at most
     blocks: int = 1024  # of its cache, of BLOCK tokens each
@@ -127,7 +127,7 @@ def serving(count: int, threads: int, sizes: Sizes, options: Sequence[str]) -> A
 
 @contextmanager
 def alone(threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Serving]:
-    """As `serving`, of one replica."""
+    """Do as `serving`, for one replica."""
     one = Replica(_own(sizes, options), threads)
     try:
         one.start()
@@ -139,7 +139,7 @@ def alone(threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Servin
 
 @contextmanager
 def behind_gateway(count: int, threads: int, sizes: Sizes, options: Sequence[str]) -> Iterator[Serving]:
-    """As `serving`, of several replicas."""
+    """Do as `serving`, for several replicas."""
     with fleet(count, *_own(sizes, options), threads=threads) as running:
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(_make_ready, running.replicas, repeat(sizes)))
@@ -153,7 +153,7 @@ def _own(sizes: Sizes, options: Sequence[str]) -> list[str]:
 
 
 def _make_ready(replica: Replica, sizes: Sizes) -> None:
-    """Let a replica have all of its memory: the first use of each page makes a step wait, which is not simulated."""
+    """Touch all memory of a replica: a step waits at the first use of each page, which is not simulated."""
     _warm(replica.url)
     sent(replica.url, [TraceRow(0.0, FILLING, 1)] * -(-sizes.blocks * BLOCK // FILLING), -2, 0)
 
@@ -185,7 +185,7 @@ def seconds_of(run: Run) -> float:
 def simulated(
     count: int, gateways: int, sizes: Sizes, rows: Sequence[TraceRow], device: DeviceFile, model: str
 ) -> Outcome:
-    """What the simulator says of so many replicas on one machine. model: its directory or file; none: the embedded.
+    """Simulate `count` replicas on one machine. model: its directory or file; None: the embedded model.
 
     gateways: without, requests go to replicas in turns.
     """

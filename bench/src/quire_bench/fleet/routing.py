@@ -1,4 +1,4 @@
-"""What a gateway's choice of replicas brings: traces through it, and to the same replicas in turns.
+"""The gain from a gateway's choice of replicas: traces through it, and to the same replicas in turns.
 
 Two replicas of one thread have caches that hold half of what a trace reads more than once, and one longest request.
 Loads are shares of what the two sustain when they are asked in turns.
@@ -100,7 +100,7 @@ def _sustained(running: Fleet, trace: Trace) -> float:
 
 
 def _asked(running: Fleet, trace: Trace, rate: float, way: Way, seed: int) -> tuple[list[Record], float]:
-    """What became of each request, and the share of the prompts' tokens that were cached."""
+    """Return the record of each request, and the share of the prompts' tokens that were cached."""
     before = prefix_hits(running.replicas)
     records = way(running, [_body(one) for one in trace.prompts], arrival_times(len(trace.prompts), rate, seed))
     looked_for, found = (after - other for after, other in zip(prefix_hits(running.replicas), before, strict=True))

@@ -49,7 +49,7 @@ class Replica:
         os.kill(self.pid, signal.SIGKILL)
 
     def restart(self) -> None:
-        """Let a successor take its place, when it is gone or has nothing to do any more."""
+        """Start a successor in its place, when it is gone or idle."""
         self._stack.close()
         self.start()
 
@@ -94,7 +94,7 @@ class Fleet:
         return waited_for(look, "no replica has got a request")
 
     def drain(self, replica: Replica) -> None:
-        """Let others go on with what a replica computes."""
+        """Move the requests of a replica to others."""
         fetch(f"{replica.url}/fleet/drain", b"", {"Authorization": f"Bearer {self.secret}"})
 
     def seen(self, replica: Replica, what: str, since: float = 0.0) -> float:
@@ -111,7 +111,7 @@ class Fleet:
         return waited_for(look, f"the gateway does not say that {replica.url} {what}")
 
     def restart(self, replica: Replica) -> None:
-        """Let a successor take a replica's place, and wait until the gateway has connected to it."""
+        """Start a successor in a replica's place, and wait until the gateway has connected to it."""
         before = time.time()
         replica.restart()
         self.seen(replica, "is connected", before)
@@ -147,7 +147,7 @@ def prefix_hits(replicas: Sequence[Replica]) -> tuple[float, float]:
 
 
 def waited_for(look: Callable[[], T | None], problem: str) -> T:
-    """What a function returns once it is not None. Raises QuireError, with the problem, where that takes too long."""
+    """Return a function's result once it is not None. Raises QuireError, with the problem, if that takes too long."""
     deadline = time.monotonic() + PATIENCE
     while (found := look()) is None:
         if time.monotonic() > deadline:
@@ -157,7 +157,7 @@ def waited_for(look: Callable[[], T | None], problem: str) -> T:
 
 
 def fetch(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> bytes:
-    """What is there, of a server without a proxy between. Raises QuireError where it does not answer so."""
+    """Return a server's answer, without a proxy in between. Raises QuireError if there is none."""
     try:
         with OPENER.open(urllib.request.Request(url, body, headers or {}), timeout=PATIENCE) as answer:
             return bytes(answer.read())

@@ -1,4 +1,4 @@
-"""How fast a machine serves right now, by a stream, prompts, many streams, and streams at all replicas at once.
+"""The current speed of a machine, by a stream, prompts, many streams, and streams at all replicas at once.
 
 A machine that is shared with others reads and computes at rates that drift apart within minutes, and what two replicas
 take from each other drifts, too. Processes with the same model differ as well: by where their weights and caches lie.
@@ -86,7 +86,7 @@ def _asked(replica: Replica, count: int, prompt: int, new: int) -> list[Latencie
 
 
 def cost_at(device: DeviceFile, model: ModelCost, computing: int) -> ReplicaCost:
-    """Of a replica, while so many on its machine compute."""
+    """Return the cost of a replica, while `computing` replicas of its machine compute."""
     cost, host = ReplicaCost(model, device.step, device.block_size, device.server), host_of("any", device)
     host.computing = set(range(computing))
     cost.rates = host.rates()
@@ -94,7 +94,7 @@ def cost_at(device: DeviceFile, model: ModelCost, computing: int) -> ReplicaCost
 
 
 def expected(model: ModelCost, device: DeviceFile, count: int) -> Probes:
-    """What so many replicas take by the file: they have nothing else to do.
+    """Return the times of `count` replicas by the file: they have nothing else to do.
 
     What event loops take from streams at all replicas counts as reading: these come without a gateway.
     """
@@ -142,7 +142,7 @@ def server_token(device: DeviceFile, model: ModelCost, took: Probes) -> float:
 
 
 def _share(device: DeviceFile, model: ModelCost, names: Sequence[str]) -> Probes:
-    """What some parts of a step are of what is asked of a replica."""
+    """Return the share of some parts of a step in the time of each probe."""
     without = expected(model, replace(device, step=_scaled(device.step, 0.0, names)), 1)
     return Probes(*(1 - less / whole for less, whole in zip(without, expected(model, device, 1), strict=True)))
 
@@ -156,5 +156,5 @@ def _within(value: float, least: float, most: float) -> float:
 
 
 def mean(those: Sequence[Probes]) -> Probes:
-    """Of each of them."""
+    """Return the mean of each probe."""
     return Probes(*map(fmean, zip(*those, strict=True)))

@@ -1,4 +1,4 @@
-"""What the stages of the GPU benchmark share: their settings, the rows that they report, and the clock.
+"""The common parts of the stages of the GPU benchmark: their settings, the rows that they report, and the clock.
 
 Times on a GPU are taken with events, around calls that are launched one by one and around replays of a captured graph
 of them, where they can be captured; the faster of the two medians counts, and both are reported. Contestants run in
@@ -31,7 +31,7 @@ PRODUCT = 8192  # rows and columns of the matrix product
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all stages get."""
+    """The settings of all stages."""
 
     device: str = "cuda"
     backend: str = "triton"
@@ -54,12 +54,12 @@ class Bench:
 
     @property
     def device(self) -> str:
-        """Where everything runs."""
+        """The device of all tensors."""
         return self.settings.device
 
     @property
     def on_gpu(self) -> bool:
-        """Whether times are taken with events."""
+        """Return whether times are taken with events."""
         return self.device != "cpu"
 
     @property

@@ -1,4 +1,4 @@
-"""What the rows of a GPU benchmark amount to: every target with what was measured, and all rows as tables."""
+"""The report of a GPU benchmark: every target with its measurement, and all rows as tables."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Target:
 
 
 def _others(rows: Rows, stage: str, case: str) -> str:
-    """What the peers reached there."""
+    """Return the results of the peers in that case."""
     fastest: dict[str, tuple[float, str]] = {}
     for row in rows.of(stage, case, ""):
         if row.get("value") and not row["who"].startswith(("copy", "product", "quire")):
@@ -88,7 +88,7 @@ CASCADE = "256 x (32768 shared + 256)"
 
 
 def _against(peer: str, case: str) -> Callable[[Rows], float | None]:
-    """How many times as fast as the peer, in the run that has both."""
+    """Return a function for the speed relative to the peer, in the run that has both."""
 
     def measure(rows: Rows) -> float | None:
         stage = "peers"
@@ -117,7 +117,7 @@ def _share(stage: str, case: str, who: str, key: str) -> Callable[[Rows], float 
 
 
 def _times(case: str, slower: str, faster: str, key: str = "us") -> Callable[[Rows], float | None]:
-    """How many times as fast one way of the engine is: by its time, or by the tokens a second of another load."""
+    """Return a function for the relative speed of one way of the engine, by its time or by tokens a second."""
 
     def measure(rows: Rows) -> float | None:
         if key == "us":

@@ -116,7 +116,7 @@ def _importable(module: str) -> bool:
 
 
 class Warnings(logging.Handler):
-    """What Quire warns of becomes rows: that a graph could not be captured, say."""
+    """Turns the warnings of Quire into rows, such as that a graph could not be captured."""
 
     def __init__(self, name: str, emit: Callable[[Row], None]) -> None:
         super().__init__(logging.WARNING)
@@ -202,7 +202,7 @@ def child(order: dict[str, Any]) -> None:
 
 
 def environment(settings: Settings) -> dict[str, Any]:
-    """Where and when this runs."""
+    """Return the device, the versions and the time of this run."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     for name in ("triton", "transformers", "flashinfer", "conch"):
         if _importable(name):

@@ -1,4 +1,4 @@
-"""What surrounds attention and linears in a step: writing K and V, and small operators."""
+"""The parts of a step around attention and linears: writing K and V, and small operators."""
 
 from __future__ import annotations
 

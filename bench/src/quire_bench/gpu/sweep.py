@@ -1,4 +1,4 @@
-"""Which tiles serve a shape best: those around the table's choice, and how many programs the keys are cut for."""
+"""The best tiles for a shape: those around the table's choice, and the number of programs for which keys are cut."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ SETS: dict[str, tuple[Shape, ...]] = {
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine did at best, between the calls: medians."""
+    """The best rates of the machine, between the calls: medians."""
 
     read: float  # GB/s of memory, all threads
     multiply: float  # GFLOP/s: of oneDNN's bf16 product for bf16, of multiply-adds in registers otherwise
@@ -164,7 +164,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Figure:
-    """What one shape took."""
+    """The times of one shape."""
 
     shape: Shape
     seconds: tuple[float, ...]
@@ -185,7 +185,7 @@ class Figure:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as torch's attention over contiguous K and V."""
+        """The speed relative to torch's attention over contiguous K and V."""
         return statistics.median(self.sdpa_seconds) / statistics.median(self.seconds) if self.sdpa_seconds else None
 
     def as_dict(self) -> dict[str, object]:

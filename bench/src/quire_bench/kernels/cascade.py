@@ -61,7 +61,7 @@ class CascadeShape:
 
 @dataclass(frozen=True)
 class CascadeFigure:
-    """What the two calls took, and the ceilings meanwhile: medians."""
+    """The times of the two calls, and the ceilings meanwhile: medians."""
 
     shape: CascadeShape
     apart_seconds: float
@@ -71,12 +71,12 @@ class CascadeFigure:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast with shared blocks."""
+        """The speed with shared blocks relative to that without."""
         return self.apart_seconds / self.shared_seconds
 
     @property
     def roof(self) -> float:
-        """What the speedup could be at best: in decode a byte of bf16 KV takes G operations."""
+        """The largest possible speedup: in decode a byte of bf16 KV takes G operations."""
         return min(self.shape.bytes_saved, self.multiply / (self.shape.group_size * self.read))
 
 

@@ -53,7 +53,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class LinearFigure:
-    """What calls with so many rows took, and the machine meanwhile: quartiles on the better side."""
+    """The times of calls with a number of rows, and the machine's rates meanwhile: quartiles on the better side."""
 
     shape: LinearShape
     rows: int
@@ -89,7 +89,7 @@ def measure(shape: LinearShape, rows: int, memory: Tensor, reader: Callable[[], 
 
 
 def _copies(packed: PackedLinear, memory: Tensor) -> list[PackedLinear]:
-    """As many copies as that memory holds; the linear itself where it holds none."""
+    """Return the copies that fit in that memory, or the linear itself if none fits."""
     size = len(packed.packed)
     places = memory[: len(memory) // size * size].view(-1, size)
     places.copy_(packed.packed)

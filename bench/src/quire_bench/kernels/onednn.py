@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def lacking() -> str | None:
-    """Why there is no such product on this machine, or None where there is one."""
+    """Return the reason why this machine has no such product, or None if it has one."""
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not all(hasattr(torch.ops.mkldnn, name) for name in names):
         return f"torch {torch.__version__} has no prepacked product"

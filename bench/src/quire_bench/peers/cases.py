@@ -58,7 +58,7 @@ class Case:
 
     @property
     def at_load(self) -> str | None:
-        """How engines that round by themselves do it while they load a checkpoint."""
+        """The rounding that engines apply while they load a checkpoint, or None."""
         return None if self.quantization in ("awq", *GGUF) else self.quantization
 
     @property
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether prompts begin alike; only then prefix caching is on."""
+        """Return whether prompts begin alike; only then prefix caching is on."""
         return self.workload != READY and WORKLOADS[self.workload][1] > 0
 
 

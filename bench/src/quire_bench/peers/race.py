@@ -28,7 +28,7 @@ Run: TypeAlias = Callable[[Path, list[int]], float]  # a file of prompts, tokens
 
 @dataclass
 class Race:
-    """How cases are run, and by whom."""
+    """The engines that run cases, and their settings."""
 
     commands: Mapping[str, Sequence[str]]  # engine -> what starts its runner; in the order of their turns
     checkpoints: Mapping[tuple[str, str], Path]  # engine and variant -> the model as that engine wants it

@@ -1,4 +1,4 @@
-"""What a case took: ratios, and whether they are those that were wanted."""
+"""The times of a case: ratios, and whether they meet the targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """What these have in the middle and at the ends."""
+        """Return the median, the minimum and the maximum of these values."""
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Spread:
 
 @dataclass
 class Result:
-    """What one case took: the seconds of the runs that count, in order, by engine."""
+    """The times of one case: the seconds of the runs that count, in order, by engine."""
 
     case: Case
     weight_bytes: int  # of the model
@@ -54,7 +54,7 @@ class Result:
         return tokens * self.weight_bytes / 1e9 / statistics.median(self.read)
 
     def verdict(self, engine: str) -> tuple[str, str]:
-        """How Quire compares with a peer, or Quire itself with the machine; and the target, with whether it is met."""
+        """Return the ratio to a peer, or for Quire to the machine; and the target, with whether it is met."""
         if engine == "quire":
             target = self.case.weights_read
             if target is None:

@@ -66,7 +66,7 @@ def _gguf(python: Path, checkpoint: Path, folder: Path, kind: str | None) -> Pat
 
 
 def _made(checkpoint: Path, name: str, command: Sequence[str | Path], folder: Path, *after: str) -> Path:
-    """What a command makes of a checkpoint, whose path it takes as an argument before those in `after`."""
+    """Convert a checkpoint by a command, which takes its path as an argument before those in `after`."""
     target = checkpoint.parent / "converted" / f"{checkpoint.name}-{name}"
     part = target.with_name(target.name + ".part")
     if not target.exists():
@@ -79,7 +79,7 @@ def _made(checkpoint: Path, name: str, command: Sequence[str | Path], folder: Pa
 
 
 def machine_rates(threads: int) -> Rates:
-    """What measures the machine."""
+    """Return a function that measures the machine's rates."""
     import torch
 
     from quire_bench.kernels.attention import product_rate, read_rate
@@ -103,7 +103,7 @@ def report(race: Race, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def about(found: dict[str, Any]) -> str:
-    """What a report says of the engines and of the machine."""
+    """Return the line of a report about the engines and the machine."""
     versions = ", ".join(f"{ENGINES[engine].title} {version}" for engine, version in found["versions"].items())
     rates = f"{short(found['read'])} GB/s read, {short(found['product'])} GFLOP/s of a bf16 product"
     return f"{versions}. {found['date']}, {found['processor']}, {found['threads']} threads; between the runs {rates}."

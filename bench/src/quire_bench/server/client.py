@@ -31,7 +31,7 @@ KEEPALIVE_SECONDS = 2.0  # less than servers keep idle connections, or a request
 
 @dataclass(frozen=True)
 class Server:
-    """Where to send, and how long to wait. Raises ConfigError for what cannot be."""
+    """The address of a server, and the time to wait for it. Raises ConfigError for invalid values."""
 
     url: str  # with or without /v1 at its end
     endpoint: str = "completions"  # or chat
@@ -63,7 +63,7 @@ class Record:
 
     @property
     def completed(self) -> bool:
-        """Whether the whole answer came."""
+        """Return whether the whole answer came."""
         return self.ended is not None and self.error is None
 
     @property
@@ -133,7 +133,7 @@ def check_installed() -> None:
 
 
 def _loop() -> Callable[[Coroutine[Any, Any, None]], None]:
-    """What runs a coroutine: uvloop, where there is one, as it takes half of asyncio's CPU time for a chunk."""
+    """Return a function that runs a coroutine. uvloop's, if installed, takes half of asyncio's CPU time for a chunk."""
     try:
         import uvloop
     except ImportError:  # on Windows

@@ -1,4 +1,4 @@
-"""What the clients of a soak ask for: requests of every kind, right and wrong, and what must be true of each answer."""
+"""The requests of a soak's clients: of every kind, valid and invalid, and the checks of each answer."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Ask:
 
 @dataclass
 class Told:
-    """What an answer reported, streamed or not."""
+    """The content of an answer, streamed or not."""
 
     texts: dict[int, str] = field(default_factory=dict)  # by the index of the choice
     reasons: dict[int, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Asker:
         return f"{rng.choice(self._starts)} {' '.join(rng.choices(WORDS, k=rng.randint(1, 40)))}"
 
     def _sampling(self, rng: random.Random) -> Fields:
-        """How to choose tokens: now one way, now another."""
+        """Return random sampling parameters."""
         chosen: Fields = {"max_tokens": rng.choice((1, 8, 30, 100, 300)), "ignore_eos": True}
         chosen["temperature"] = rng.choice((0, 0.7, 1.3))
         chosen["n"] = rng.choice((1, 1, 1, 2, 4))
@@ -268,7 +268,7 @@ def _check_text(body: Fields, text: str, reason: str) -> None:
 
 
 def read_answer(answer: bytes, is_stream: bool) -> Told:
-    """What an answer of a completion or a chat says. Raises Wrong for one that is not whole, or an error."""
+    """Return the content of an answer of a completion or a chat. Raises Wrong if it is not whole, or an error."""
     parts = [answer]
     if is_stream:
         *events, end, rest = answer.split(b"\n\n") if answer.count(b"\n\n") > 1 else [b"", b"", answer]

@@ -1,4 +1,4 @@
-"""What a load asks for: prompts, the bodies of their requests, and when each of them is due."""
+"""The requests of a load: prompts, their bodies, and the time when each is due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TOKENS = 2**24  # of a prompt, and of an answer
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request asks for."""
+    """The prompt of one request."""
 
     content: str | list[int]  # a text, or token ids
     max_tokens: int

@@ -1,4 +1,4 @@
-"""What a load found: latencies, rates, goodput, errors, and how far the client itself was in the way."""
+"""The results of a load: latencies, rates, goodput, errors, and the delays of the client itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUSY = 0.8  # of a core: a client that takes more holds the server's answers up
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of one answer, in seconds from when its request was sent."""
+    """The latencies of one answer, in seconds from when its request was sent."""
 
     sent: float
     ttft: float
@@ -42,7 +42,7 @@ class Latencies:
         return sum(self.gaps) / len(self.gaps) if self.gaps else None
 
     def largest(self, metric: str) -> float | None:
-        """What a limit on this metric is compared with: for the ITL the longest gap."""
+        """Return the value that a limit on this metric is compared with: for the ITL the longest gap."""
         if metric == "itl":
             return max(self.gaps, default=None)
         return {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2el}[metric]
@@ -86,7 +86,7 @@ def summary(values: Iterable[float], percents: Sequence[float]) -> dict[str, flo
 
 
 def met(found: Latencies, limits: Mapping[str, float]) -> bool:
-    """Whether an answer kept all limits, in seconds. What it has none of, as gaps of a single token, it kept."""
+    """Return whether an answer kept all limits, in seconds. Without a metric, such as a gap, it kept that limit."""
     return all((value := found.largest(metric)) is None or value <= limit for metric, limit in limits.items())
 
 
@@ -166,7 +166,7 @@ class Report:
 
     @property
     def spread(self) -> str:
-        """How tokens were assigned to chunks: "chunks" (one each), "told" (usage came with each chunk), or "evenly"."""
+        """The way of assigning tokens to chunks: "chunks" (one each), "told" (by usage in chunks), or "evenly"."""
         if self.completed and all(record.answer.counts_are_told for record in self.completed):
             return "told"
         return "chunks" if all(r.answer.num_tokens <= len(r.answer.times) for r in self.completed) else "evenly"

@@ -41,7 +41,7 @@ ERROR = re.compile(r"^(?:\S+ \S+ (?:ERROR|CRITICAL) |Exception ).*", re.MULTILIN
 
 @dataclass(frozen=True)
 class Soak:
-    """How long, and how much at a time."""
+    """The duration and the load of a soak."""
 
     seconds: float
     warm_up: float  # seconds of load before those

@@ -92,7 +92,7 @@ class Answer:
 
     @property
     def counts_are_told(self) -> bool:
-        """Whether each chunk came with the number of tokens so far."""
+        """Return whether each chunk came with the number of tokens until then."""
         return bool(self.told) and 0 not in self.told
 
     def chunk_tokens(self) -> list[int]:
@@ -104,7 +104,7 @@ class Answer:
 
 
 def error_message(body: bytes) -> str:
-    """What an error body says, in one line: OpenAI's message, FastAPI's detail, or the text itself."""
+    """Return the message of an error body, in one line: OpenAI's message, FastAPI's detail, or the text itself."""
     text = body.decode("utf-8", "replace")
     try:
         found: Any = json.loads(text)

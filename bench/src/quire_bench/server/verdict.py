@@ -1,4 +1,4 @@
-"""What a soak found, and whether a server that runs for ever may look like that."""
+"""The findings of a soak, and whether a server with them may run for ever."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def left(self) -> dict[str, int]:
-        """What an idle server has nothing of."""
+        """The resources in use, of those that an idle server has released."""
         names = ("running", "waiting", "swapped", "blocks", "host_blocks")
         return {name: value for name in names if (value := getattr(self, name))}
 
@@ -110,7 +110,7 @@ def growth(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def judge(found: Findings) -> list[str]:
-    """What is wrong with a server of which this was found, in words; nothing: it may run for ever."""
+    """Return the faults of a server with these findings, in words; empty if it may run for ever."""
     problems = []
     if found.ended_early is not None:
         problems.append(f"the soak ended early: {found.ended_early}")
@@ -141,7 +141,7 @@ def judge(found: Findings) -> list[str]:
 
 
 def table(found: Findings) -> list[tuple[str, str]]:
-    """What was found, in lines with a name each."""
+    """Return the findings, as lines with a name each."""
     mib = 2**20
     rows = [
         (kind, ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counter.items())))

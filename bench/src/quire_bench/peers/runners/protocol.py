@@ -1,4 +1,4 @@
-"""How an engine's process gets what to run: JSON lines in at standard input, JSON lines out where that began.
+"""The protocol of an engine's process: JSON lines in at standard input, JSON lines out at its first standard output.
 
 First its settings, answered with the engine's version; then the paths of files with prompts, each answered with the
 seconds that they took. Nothing here or in a runner imports Quire, Quire's own runner offload_if_large.
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Settings:
-    """What every engine gets before it starts."""
+    """The settings of every engine, sent before it starts."""
 
     model: str | None  # a checkpoint, or what became of it for this engine; None: Quire's embedded model
     threads: int

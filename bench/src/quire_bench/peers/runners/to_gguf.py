@@ -82,7 +82,7 @@ def qwen35(name: str, numbers: Any) -> Any:
 
 
 def renamed(name: str, names: Any) -> str:
-    """What GGUF calls a weight."""
+    """Return the name of a weight in GGUF."""
     for ours, known in NAMED.items():
         name = name.replace(ours, known)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
