@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from quire import ops
 from tests.server.browsing import open_browser, shown
+from tools import docs
 
 ROOT = Path(__file__).parent.parent
 DIAGRAMS = sorted(path.stem for path in (ROOT / "docs" / "concepts").glob("*.svg"))
@@ -69,6 +71,16 @@ def test_the_site_is_built_and_complete(site: Path) -> None:
     assert "<!-- made:" not in "".join(text.values())
     for page, html in text.items():  # nothing is loaded from elsewhere
         assert not re.search(r"<(?:script|img|link)[^>]*(?:src|href)=\"?https?://(?!squidfunk)", html), page
+
+
+def test_versions_are_offered_where_mike_builds_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(extra={"version": {"provider": "mike"}, "polyfills": []})
+    monkeypatch.setenv("MIKE_DOCS_VERSION", "dev")
+    docs.on_config(config)
+    assert "version" in config.extra
+    monkeypatch.delenv("MIKE_DOCS_VERSION")
+    docs.on_config(config)
+    assert list(config.extra) == ["polyfills"]
 
 
 @pytest.mark.parametrize(
