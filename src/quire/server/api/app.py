@@ -125,7 +125,8 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
         redirect_slashes=False,  # a redirect would go to any host that the Host header names
         responses=openapi.ERRORS,
     )
-    app.state.bodies = Bodies(config.max_body_size, UnknownFields(config.unknown_fields).settle)
+    settle = UnknownFields(config.unknown_fields).settle
+    app.state.bodies = Bodies(config.max_body_size, settle, config.allowed_origins)
     if service.traces is not None:
         from quire.server.observability.traces import Traced
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar, get_type_hints
 
@@ -14,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import OLLAMA_PATHS, ApiError, cut
 from quire.server.http.guard import client_of
+from quire.server.http.hosts import ANY
 
 MAX_HELD_BODIES = 16  # the bytes of this many bodies of the largest size are held unparsed at a time
 REFERENCE = "#/components/schemas/{model}"  # in the OpenAPI document
@@ -30,9 +31,12 @@ class Bodies:
     So bodies that never end cannot block others.
     """
 
-    def __init__(self, max_body_size: int, settle: Callable[[HttpRequest, Any], None]) -> None:
-        """Create it. `settle` is called with each parsed body, and may raise ApiError for it."""
+    def __init__(
+        self, max_body_size: int, settle: Callable[[HttpRequest, Any], None], origins: Collection[str] = ()
+    ) -> None:
+        """Create it. `settle` is called with each parsed body, and may raise ApiError for it. origins: allowed ones."""
         self._settle = settle
+        self._origins = frozenset(origins)
         self._limit = MAX_HELD_BODIES * max_body_size
         self._held = 0  # bytes
         self._coming: list[_Coming] = []  # in the order in which they began
@@ -45,7 +49,10 @@ class Bodies:
         coming = _Coming(client_of(request))
         self._coming.append(coming)
         try:
-            body = model_of(_value(await self._read(request, coming), request), model)
+            read = await self._read(request, coming)
+            if read:
+                self._check_type(request)
+            body = model_of(_value(read), model)
         finally:
             self._drop(coming)
         self._settle(request, body)
@@ -68,6 +75,22 @@ class Bodies:
                 )
             is_complete = not message.get("more_body", False)
         return b"".join(coming.pieces)
+
+    def _check_type(self, request: HttpRequest) -> None:
+        """Raise ApiError for a content type that is not JSON. On Ollama's routes any type will do, as in Ollama.
+
+        Web pages may send bodies of some other types to this server without asking it first (CORS). Browsers name the
+        page in the header Origin, so a page that may not use this server needs the type on every route.
+        """
+        given, origin = request.headers.get("content-type", ""), request.headers.get("origin")
+        kind = given.partition(";")[0].strip().lower()
+        if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+            return
+        is_of_a_page = origin is not None and self._origins.isdisjoint((origin, ANY))
+        if request.url.path.startswith(OLLAMA_PATHS) and not is_of_a_page:
+            return
+        found = f"Content-Type is {cut(given)}" if given else "there is no Content-Type"
+        raise ApiError(f"{found}; it must be application/json")
 
     def _take(self, coming: _Coming, piece: bytes) -> None:
         """Store a piece of a body. If there is no room, drop other bodies, or this one."""
@@ -132,14 +155,9 @@ def _referring(response: dict[str, Any]) -> dict[str, Any]:
     return {"description": response["description"], "content": content}
 
 
-def _value(read: bytes, request: HttpRequest) -> Any:
-    """Return a body's JSON value, or None if it is empty or its content type is not JSON.
-
-    Web pages may send bodies of some other content types to this server without asking it first (CORS).
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-    if not read or not is_json:
+def _value(read: bytes) -> Any:
+    """Return a body's JSON value, or None if it is empty."""
+    if not read:
         return None
     try:
         return json.loads(read)
