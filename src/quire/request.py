@@ -50,7 +50,7 @@ NOT_SAMPLING = MappingProxyType(
 NOT_STRUCTURED = MappingProxyType(
     {
         "backend": "llguidance handles all grammars",
-        "disable_additional_properties": "set additionalProperties: false in the schema",
+        "disable_additional_properties": "further keys are allowed by the schema alone, with additionalProperties",
         "disable_any_whitespace": "JSON has at most one blank, where json.dumps has one",
         "structural_tag": "a structural tag is not served; a grammar in Lark's notation can express the same",
         "whitespace_pattern": 'set "x-guidance" in the schema to control white space',
@@ -93,7 +93,8 @@ class StructuredOutputsParams:
         ```
     """
 
-    json: str | Mapping[str, Any] | None = None  # a JSON schema, as a text or an object
+    # a JSON schema, as a text or an object; its objects have further keys only if it has additionalProperties
+    json: str | Mapping[str, Any] | None = None
     regex: str | None = None  # a regular expression that the whole text matches
     choice: Sequence[str] | None = None  # the text is one of these
     grammar: str | None = None  # a grammar in llguidance's variant of Lark's notation

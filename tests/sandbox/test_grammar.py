@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from quire.errors import RequestError
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.requests import make_requests
-from quire.request import Request, SamplingParams
+from quire.request import Request, SamplingParams, StructuredOutputsParams
 from quire.sandbox import grammar as grammar_module
 from quire.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
 from quire.sandbox.process import OutOfCpuTime, OutOfTime, Process, Sandbox, SandboxFailed
@@ -227,6 +228,45 @@ def test_what_pydantic_writes(llm: LLM, grammars: Grammars, draft: str) -> None:
         "required": ["at", "name"],
     }
     follow(grammars.compile(Spec.of_schema(schema)), llm, '{"at": {"x": -12}, "name": null}')
+
+
+INNER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED = INNER | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (INNER, CLOSED),
+        ({"properties": {"properties": INNER}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
+        ({"$defs": {"x": INNER}, "$ref": "#/$defs/x"}, {"$defs": {"x": CLOSED}, "$ref": "#/$defs/x"}),
+        ({"type": "array", "items": {"anyOf": [INNER, {"type": "null"}]}},
+         {"type": "array", "items": {"anyOf": [CLOSED, {"type": "null"}]}}),
+        ({"allOf": [INNER]}, {"allOf": [CLOSED]}),  # how pydantic may write a reference with a default
+        *((one, one) for one in (
+            {"type": "object"},  # any object, such as a dict of Python
+            {"const": INNER},
+            INNER | {"additionalProperties": {"type": "string"}},
+            INNER | {"patternProperties": {"^x": {"type": "string"}}},
+            INNER | {"anyOf": [{"required": ["a"]}, {"properties": {"b": {}}}]},
+            {"allOf": [INNER, {"properties": {"b": {}}}]},
+        )),
+    ],
+)  # fmt: skip
+def test_objects_are_closed_unless_the_schema_says_otherwise(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    before = deepcopy(schema)
+    for given in (schema, json.dumps(schema)):
+        assert json.loads(Spec.of(StructuredOutputsParams(json=given)).text) == expected
+        assert json.loads(Spec.of(StructuredOutputsParams(json=given), is_closed=False).text) == schema
+    assert schema == before
+
+
+def test_a_closed_object_has_no_further_key(llm: LLM, grammars: Grammars) -> None:
+    guides = [grammars.compile(Spec.of(StructuredOutputsParams(json=INNER), is_closed=each)) for each in (False, True)]
+    for guide in guides:
+        follow(guide, llm, '{"a": 1')
+    comma = llm.tokenizer.encode(",")[-1]
+    assert [comma in mask_of(guide) for guide in guides] == [True, False]
 
 
 def test_there_is_little_white_space_unless_a_schema_asks_for_it(llm: LLM, grammars: Grammars) -> None:

@@ -9,8 +9,9 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from copy import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -30,6 +31,9 @@ from quire.sandbox.thinking import Thinking, ThinkingGuide
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance's limit is 128
 MAX_REASON = 300  # characters of an error report about a grammar
+BY_NAME, LISTED = ("properties", "$defs", "definitions"), ("allOf", "anyOf", "oneOf", "prefixItems")  # hold schemas
+OTHER_KEYS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}  # decide about further keys
+JOINED = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}  # add to the properties next to them
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule in GBNF
 LONG_WORD = re.compile(r"(\S{80})\S+")  # from the client's text
 NUM_REMEMBERED = 4096  # grammars that need no further trial
@@ -53,8 +57,11 @@ class Spec:
     text: str = ""
 
     @staticmethod
-    def of(asked: StructuredOutputsParams) -> Spec:
-        """Return the Spec of these parameters. Raises RequestError for a schema that is not plain JSON."""
+    def of(asked: StructuredOutputsParams, *, is_closed: bool = True) -> Spec:
+        """Return the Spec of these parameters. Raises RequestError for a schema that is not plain JSON.
+
+        is_closed: objects of a schema have no keys but those of their `properties`, see `closed`.
+        """
         if asked.regex:
             return Spec("regex", asked.regex)
         if asked.grammar:
@@ -63,14 +70,21 @@ class Spec:
             return Spec("choice", json.dumps(list(asked.choice)))
         if asked.json_object:
             return JSON_OBJECT
-        return Spec("json_schema", asked.json) if isinstance(asked.json, str) else Spec.of_schema(asked.json or {})
+        schema: Any = asked.json or {}
+        if isinstance(schema, str):
+            with suppress(ValueError, RecursionError):  # if it cannot be read, llguidance gives the reason
+                schema = json.loads(schema) if len(schema) <= MAX_SIZE else schema
+            if not isinstance(schema, dict):
+                return Spec("json_schema", str(asked.json))
+        return Spec.of_schema(schema, is_closed=is_closed)
 
     @staticmethod
-    def of_schema(schema: Mapping[str, Any]) -> Spec:
-        """Return the Spec of a JSON schema. Raises RequestError if it is not plain JSON."""
+    def of_schema(schema: Mapping[str, Any], *, is_closed: bool = False) -> Spec:
+        """Return the Spec of a JSON schema. Raises RequestError if it is not plain JSON. is_closed: see `closed`."""
         check_depth(schema)
         try:
-            return Spec("json_schema", json.dumps(schema, allow_nan=False, ensure_ascii=False))
+            text = json.dumps(closed(schema) if is_closed else schema, allow_nan=False, ensure_ascii=False)
+            return Spec("json_schema", text)
         except (TypeError, ValueError) as error:
             raise RequestError(f"json_schema is not JSON: {error}") from error
 
@@ -324,6 +338,39 @@ def check_depth(schema: Mapping[str, Any], name: str = "json_schema") -> None:
         ]
     if level:
         raise RequestError(f"{name} is nested more than {MAX_DEPTH} levels deep")
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no keys but those of their `properties`, unless it allows others by name.
+
+    A schema that adds to the properties of an object by another schema (JOINED) is returned unchanged: each of the two
+    would forbid the keys of the other. Raises RequestError for one that is too deeply nested.
+    """
+    check_depth(schema)
+    found: dict[str, Any] = deepcopy(dict(schema))
+    parts = list(_schemas(found))
+    if any(len(_list(one, "allOf")) > 1 or ("properties" in one and not JOINED.isdisjoint(one)) for one in parts):
+        return found
+    for one in parts:
+        if "properties" in one and OTHER_KEYS.isdisjoint(one):
+            one["additionalProperties"] = False
+    return found
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all schemas within it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    by_name = (schema[key] for key in BY_NAME if isinstance(schema.get(key), dict))
+    inner = [one for values in by_name for one in values.values()]
+    inner += [one for key in LISTED for one in _list(schema, key)]
+    for one in (*inner, schema.get("items"), schema.get("additionalProperties")):
+        yield from _schemas(one)
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    return found if isinstance(found := schema.get(key), list) else []
 
 
 AnyGuide = GrammarGuide | ThinkingGuide

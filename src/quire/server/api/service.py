@@ -295,11 +295,11 @@ class Service:
         tools: Callable[[], Spec] | None,
         thinking: Thinking | None,
     ) -> Guide:
-        spec, asked = None, body.structure()
+        spec, asked, is_closed = None, body.structure(), name != "response_format"
         if tools is not None:
             spec = await self._quick_grammars.run(client, tools)
         elif asked is not None and isinstance(asked.json, Mapping):  # on a thread: it may be as large as a body
-            spec = await self._quick_grammars.run(client, partial(Spec.of, asked))
+            spec = await self._quick_grammars.run(client, partial(Spec.of, asked, is_closed=is_closed))
         elif asked is not None:
             spec = Spec.of(asked)
         if thinking is not None:

@@ -126,9 +126,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     disable_any_whitespace: Annotated[bool | None, Refused(NOT_STRUCTURED["disable_any_whitespace"])] = None
-    disable_additional_properties: Annotated[bool | None, Refused(NOT_STRUCTURED["disable_additional_properties"])] = (
-        None
-    )
+    disable_additional_properties: Ignored[bool] = None  # further keys are allowed only by the schema itself
     whitespace_pattern: Annotated[str | None, Refused(NOT_STRUCTURED["whitespace_pattern"])] = None
     structural_tag: Annotated[str | None, Refused(NOT_STRUCTURED["structural_tag"])] = None
 
