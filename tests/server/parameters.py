@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -19,7 +19,7 @@ from typing_extensions import NotRequired, is_typeddict
 from quire.server.http.body import BodyRoute
 from quire.server.protocol.body import Body
 from quire.server.protocol.sampling import Sampling
-from quire.server.protocol.unknown import ALSO_CALLED, BOOKKEEPING, NOT_HERE
+from quire.server.protocol.unknown import ALSO_CALLED, BOOKKEEPING, DEPENDENT, NEUTRAL, NOT_HERE
 from quire.server.run import build_parts
 from quire.server.server_config import ServerConfig
 from tests.server.serving import SMALL
@@ -43,12 +43,14 @@ NAMES = """
 ## Accepted everywhere, without effect
 
 Fields that clients use for their own records or for a proxy, and those that request the existing behaviour:
-{bookkeeping}.
+{bookkeeping}. Where text is generated, also fields of a way of sampling that another field requests, which is refused:
+{dependent}.
 
 ## Refused by name where text is generated
 
 Names of other servers, or of other routes, for options that change the text. They are refused if the table of a route
-has no such field.
+has no such field, unless they are null or empty, or have a value that is listed as accepted: one that requests the
+behaviour here, or the default of the other server.
 
 | field | why |
 |---|---|
@@ -114,8 +116,12 @@ def fate_of(kind: type[Body], name: str) -> tuple[Fate, str]:
         return Fate.WITHOUT_EFFECT, ""
     if (refused := kind.REFUSED.get(name)) is None:
         return Fate.HONOURED, ""
-    allowed = " or ".join(f"`{json.dumps(value)}`" for value in refused.neutral)
-    return Fate.REFUSED, refused.why + (f"; {allowed} is accepted" if allowed else "")
+    return Fate.REFUSED, refused.why + _accepted(refused.neutral)
+
+
+def _accepted(neutral: Sequence[Any]) -> str:
+    allowed = " or ".join(f"`{json.dumps(value)}`" for value in neutral)
+    return f"; {allowed} is accepted" if allowed else ""
 
 
 def _within(hint: Any, path: str, above: tuple[type[Any], ...]) -> Iterator[Parameter]:
@@ -179,10 +185,12 @@ def page(found: dict[type[Body], list[str]]) -> str:
         parts.append("| field | values | |\n|---|---|---|")
         parts += [_row(one) for one in rows]
     others = {name: f"use {use}" for name, use in ALSO_CALLED.items()} | NOT_HERE
+    others = {name: why + _accepted(NEUTRAL.get(name, ())) for name, why in others.items()}
     known = {name for kind in found if issubclass(kind, Sampling) for name in kind.model_fields}
     parts.append(
         NAMES.format(
             bookkeeping=", ".join(f"`{name}`" for name in sorted(BOOKKEEPING)),
+            dependent=", ".join(f"`{name}`" for name in sorted(DEPENDENT)),
             others="\n".join(f"| `{name}` | {why} |" for name, why in sorted(others.items()) if name not in known),
         ).rstrip("\n")
     )

@@ -19,7 +19,8 @@ from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.sampling import Sampling
 from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from quire.server.protocol.unknown import ALSO_CALLED, BOOKKEEPING, NOT_HERE, near_miss
+from quire.server.protocol.unknown import ALSO_CALLED, BOOKKEEPING, DEPENDENT, NOT_HERE, near_miss
+from quire.server.protocol.unknown import NEUTRAL as NEUTRAL_VALUES
 from tests.server.serving import Serving, serving
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -196,7 +197,7 @@ def test_a_field_that_changes_the_text_elsewhere_is_refused_with_a_sentence(serv
         for name in (*ALSO_CALLED, *NOT_HERE):
             if not issubclass(kind, Sampling) or name in kind.model_fields:
                 continue
-            refused = server.post(path, **given, **{name: 1})
+            refused = server.post(path, **given, **{name: 5})
             assert (refused.status, refused.error()["param"]) == (400, name)
             assert f"there is no field {name!r}; " in refused.error()["message"]
     hints = ("cache_prompt", "options", "usage", "moderation")
@@ -205,6 +206,21 @@ def test_a_field_that_changes_the_text_elsewhere_is_refused_with_a_sentence(serv
     refused = server.post(COMPLETIONS, **BODIES[COMPLETIONS][1], response_format={"type": "json_object", "schema": {}})
     assert (refused.status, refused.error()["param"]) == (400, "response_format")
     assert refused.error()["message"] == "there is no field 'response_format.schema'"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_value_that_requests_the_behavior_here_is_accepted(server: Serving, path: str) -> None:
+    """Of fields that are refused by name with any other value."""
+    kind, usual = BODIES[path][0], told(server, path)
+    names = [name for name in (*ALSO_CALLED, *NOT_HERE) if name not in kind.model_fields]
+    assert NEUTRAL_VALUES.keys() <= {*ALSO_CALLED, *NOT_HERE}
+    for i in range(2):  # together: a request for each value would take seconds
+        fields = {name: (*NEUTRAL_VALUES.get(name, ()), None, [])[i] for name in names} | dict.fromkeys(DEPENDENT, 0.3)
+        answer = server.post(path, **BODIES[path][1], **dict(list(fields.items())[:90]))
+        assert (answer.status, "x-quire-ignored-fields" in answer.headers) == (200, False), answer.body
+        assert told(server, path, **dict(list(fields.items())[90:])) == usual
+    refused = server.post(path, **BODIES[path][1], typical_p=0.9, mirostat_tau=5)
+    assert (refused.status, refused.error()["param"]) == (400, "typical_p")
 
 
 def test_unknown_fields_are_reported_within_bounds(server: Serving, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,11 +102,10 @@ class Refused:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the schema for the OpenAPI document."""
-        if self._refuses_empty:
-            return EMPTY["null"]
         found = handler(schema)
         neutral = [{"enum": list(self.neutral)}] if self.neutral else []
-        return {"anyOf": [*neutral, *(EMPTY.get(one.get("type"), one) for one in found.get("anyOf", [found]))]}
+        empty = (EMPTY.get(one.get("type"), one) for one in found.get("anyOf", [found]))
+        return {"anyOf": [*neutral, *([EMPTY["null"]] if self._refuses_empty else empty)]}
 
 
 @with_config(ConfigDict(extra="ignore", strict=True))

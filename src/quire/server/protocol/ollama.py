@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from typing_extensions import NotRequired
 
-from quire.request import OLLAMA, served_in
+from quire.sandbox.grammar import closed
 from quire.server.http.api_error import Answer
 from quire.server.http.body import model_of
 from quire.server.protocol.answers import ChatLogprob
@@ -29,26 +29,18 @@ from quire.server.protocol.body import (
 )
 from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, NO_TEMPLATE, ChatRequest, FunctionTool
 from quire.server.protocol.embeddings import EmbeddingRequest
-from quire.server.protocol.sampling import numbers_of
-
-# Ollama's names of options, and the names of the same fields in a chat request.
-CALLED = served_in(OLLAMA)
+from quire.server.protocol.llama import CALLED, LlamaOptions
 
 
-OTHER_SAMPLING = "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are"
-
-
-@numbers_of(OLLAMA)
-class Options(Body):
+class Options(LlamaOptions):
     """Sampling options. Options for loading and computing the model in Ollama are ignored."""
 
     num_predict: int | None = None  # below 0: as many as there is room for
-    stop: Text | list[Text] | None = None
-    seed: int | None = None
 
     num_ctx: Ignored[int] = None  # each sequence gets the memory that it needs
     num_batch: Ignored[int] = None
     num_gpu: Ignored[int] = None
+    num_gqa: Ignored[int] = None
     num_keep: Ignored[int] = None
     num_thread: Ignored[int] = None
     main_gpu: Ignored[int] = None
@@ -58,21 +50,19 @@ class Options(Body):
     logits_all: Ignored[bool] = None
     low_vram: Ignored[bool] = None
     numa: Ignored[bool] = None
+    rope_frequency_base: Ignored[Number] = None
+    rope_frequency_scale: Ignored[Number] = None
     use_mlock: Ignored[bool] = None
     use_mmap: Ignored[bool] = None
     vocab_only: Ignored[bool] = None
 
-    mirostat: Annotated[int | None, Refused(OTHER_SAMPLING)] = None
-    mirostat_eta: Ignored[Number] = None  # without effect while mirostat is 0
-    mirostat_tau: Ignored[Number] = None
-    penalize_newline: Annotated[bool | None, Refused("penalties are for all tokens alike")] = None
-    repeat_last_n: Annotated[int | None, Refused("penalties are over the whole text", -1)] = None
-    tfs_z: Annotated[Number | None, Refused(OTHER_SAMPLING, 1)] = None
-    typical_p: Annotated[Number | None, Refused(OTHER_SAMPLING, 1)] = None
+    penalize_newline: Annotated[
+        bool | None, Refused("penalties are for all tokens alike", True, refuses_empty=True)
+    ] = None
 
     def drawn(self) -> dict[str, Any]:
         """Return the options by their names in a chat request."""
-        found = {own: one for name, own in CALLED.items() if (one := getattr(self, name)) is not None}
+        found = super().drawn()
         if found.get("max_tokens", 1) < 0:
             del found["max_tokens"]
         return found
@@ -88,7 +78,7 @@ class Shared(Body):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: Off = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    keep_alive: Annotated[Any, IGNORED] = None  # the model stays loaded
+    keep_alive: float | Name | None = None  # 0 without a prompt is a request to unload the model
     truncate: Ignored[bool] = None  # a prompt that is too long is an error
     shift: Ignored[bool] = None
 
@@ -112,7 +102,8 @@ class Shared(Body):
         if self.format == "json":
             asked["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):  # an empty schema counts: it allows any JSON
-            asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+            schema = closed(self.format)
+            asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         if isinstance(self.think, str):
             asked["reasoning_effort"] = self.think
         elif self.think is not None:
@@ -211,6 +202,15 @@ class EmbedRequest(Body):
         return model_of(asked, EmbeddingRequest)
 
 
+class PullRequest(Body):
+    """The body of /api/pull."""
+
+    model: Name | None = None
+    name: Name | None = None  # an older name of `model`
+    stream: On = True
+    insecure: Ignored[bool] = None
+
+
 class ShowRequest(Body):
     """The body of /api/show."""
 
@@ -291,7 +291,7 @@ class OllamaAnswer(Answer):
     thinking: NotRequired[str]  # of a response
     logprobs: NotRequired[list[ChatLogprob]]
     done: bool
-    done_reason: NotRequired[Literal["stop", "length", "load"]]
+    done_reason: NotRequired[Literal["stop", "length", "load", "unload"]]
     total_duration: NotRequired[int]  # nanoseconds
     load_duration: NotRequired[int]
     prompt_eval_count: NotRequired[int]
@@ -339,6 +339,15 @@ class OllamaModels(Answer):
     """The answer of /api/tags and /api/ps."""
 
     models: list[OllamaModel]
+
+
+class PullLine(Answer):
+    """The state of a download, in bytes."""
+
+    status: str
+    digest: NotRequired[str]
+    total: NotRequired[int]
+    completed: NotRequired[int]
 
 
 class OllamaShown(Answer):

@@ -32,6 +32,11 @@ BOOKKEEPING = frozenset(
     "litellm_metadata litellm_session_id litellm_trace_id message_id model_item prompt_cache_key request_id "
     "safety_identifier session_id slot_id span_id tags thread_id trace_id user_id".split()
 )
+# Fields of a way of sampling that another field requests, which is refused: alone they have no effect.
+DEPENDENT = frozenset(
+    "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_eta mirostat_tau "
+    "smoothing_curve xtc_threshold".split()
+)
 # Names that other servers or routes use for a field that changes the text, and the name of that field here.
 ALSO_CALLED = {
     "beam_width": "n, with use_beam_search",
@@ -64,10 +69,9 @@ ALSO_CALLED = {
 # Fields of other servers that have no counterpart here, and the reasons.
 NOT_HERE = (
     dict.fromkeys(
-        "dry_allowed_length dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp_exponent "
-        "dynatemp_range epsilon_cutoff eta_cutoff guidance_scale min_keep mirostat mirostat_eta mirostat_tau "
-        "penalty_alpha samplers smoothing_curve smoothing_factor temperature_last tfs tfs_z top_a top_n_sigma typical "
-        "typical_p xtc_probability xtc_threshold".split(),
+        "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff guidance_scale min_keep mirostat penalty_alpha "
+        "samplers smoothing_factor temperature_last tfs tfs_z top_a top_n_sigma typical typical_p "
+        "xtc_probability".split(),
         "this way of drawing tokens is not served; temperature, top_p, top_k and min_p are",
     )
     | dict.fromkeys(
@@ -102,6 +106,28 @@ NOT_HERE = (
         "transforms": "no part of a prompt is dropped; one that is too long is an error",
     }
 )
+# Values that request the behavior here, by the fields of the two tables above. So do null and empty values.
+NEUTRAL: dict[str, tuple[Any, ...]] = (
+    dict.fromkeys(("guidance_scale", "num_beam_groups", "num_beams", "tfs", "tfs_z", "typical", "typical_p"), (1,))
+    | dict.fromkeys(
+        "diversity_penalty dry_multiplier dry_penalty dynatemp_range epsilon_cutoff eta_cutoff mirostat "
+        "no_repeat_ngram_size penalty_alpha smoothing_factor top_a xtc_probability".split(),
+        (0,),
+    )
+    | dict.fromkeys(("last_n_tokens", "repeat_last_n"), (64, -1))  # the default elsewhere, and the whole text
+    | dict.fromkeys(("early_stopping", "raw", "temperature_last"), (False,))
+    | {
+        "do_sample": (True,),
+        "min_keep": (0, 1),
+        "n_keep": (0, -1),
+        "penalize_newline": (True,),
+        "penalize_nl": (True,),
+        "repetition_penalty_range": (0, -1),
+        "top_n_sigma": (0, -1),
+        "truncation_side": ("left",),
+    }
+)
+NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 class UnknownField(ApiError):
@@ -122,8 +148,8 @@ class UnknownFields:
         Raises UnknownField for a field that is misspelt or known to change the text.
         """
         dropped: dict[str, None] = {}
-        for path, owner, name in _unknown(body, ""):
-            if not path and name in BOOKKEEPING:
+        for path, owner, name, value in _unknown(body, ""):
+            if not path and (name in BOOKKEEPING or _asks_nothing(owner, name, value)):
                 continue
             why = _why_not(owner, path, name)
             if why is not None or self._refuses:
@@ -166,14 +192,22 @@ def _why_not(owner: type[Body], path: str, name: str) -> str | None:
     return near_miss(owner, name)
 
 
-def _unknown(body: Body, path: str) -> Iterator[tuple[str, type[Body], str]]:
-    """Remove the unknown fields of an object and of those in it. Yield the path, the owner's class and the name."""
+def _asks_nothing(owner: type[Body], name: str, value: Any) -> bool:
+    """Return whether a known field of other servers has a value that requests the behavior here."""
+    is_sampling = issubclass(owner, Sampling)
+    is_known = name in owner.ALSO_CALLED or (is_sampling and (name in ALSO_CALLED or name in NOT_HERE))
+    is_neutral = value in NOTHING or value in NEUTRAL.get(name, ())
+    return (is_known and is_neutral) or (is_sampling and name in DEPENDENT)
+
+
+def _unknown(body: Body, path: str) -> Iterator[tuple[str, type[Body], str, Any]]:
+    """Remove the unknown fields of an object and of those in it. Yield path, owner's class, name and value of each."""
     extra = body.__pydantic_extra__
     if extra:
-        names = list(extra)
+        found = list(extra.items())
         extra.clear()
-        for name in names:
-            yield path, type(body), name
+        for name, value in found:
+            yield path, type(body), name, value
     for field in _fields_of_objects(type(body)):
         found = getattr(body, field)
         if isinstance(found, Body):
