@@ -22,7 +22,7 @@ from quire.cli import app
 from quire.cli.hub import since, size_of
 from quire.models import EMBEDDED, locate
 from tests.marks import of_long_runs
-from tests.models.fake_hub import commit_of, fake_hub
+from tests.models.fake_hub import commit_of, fake_hub, filled_from
 
 FILES = {
     path.name: path.read_bytes() if path.suffix != ".safetensors" else b"x" * 3000
@@ -41,10 +41,7 @@ REPOSITORIES = {
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a cache that is filled from such a hub."""
     with fake_hub(REPOSITORIES) as url:
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        filled_from(url, tmp_path / "hub", monkeypatch)
         yield tmp_path / "hub"
 
 

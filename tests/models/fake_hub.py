@@ -6,7 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 from tests.loopback import Quiet, answering
 
@@ -15,6 +19,14 @@ Repositories = Mapping[str, Mapping[str, bytes]]  # the files of each, by their 
 
 def commit_of(name: str) -> str:
     return hashlib.sha1(name.encode()).hexdigest()
+
+
+def filled_from(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub fill this cache from that hub."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
 @contextmanager

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import json
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.errors import ConfigError, ModelError
+from quire.models import locate
 from quire.request import StructuredOutputsParams
+from quire.server.api import pull as pull_module
+from quire.server.api.ollama import STAYS
 from quire.server.protocol.ollama import OllamaChatRequest
-from tests.server.serving import Serving
+from quire.server.server_config import ServerConfig
+from tests.models.fake_hub import fake_hub, filled_from
+from tests.server.serving import Serving, serving
 from tests.server.test_responses import SCHEMA
 
 USER = [{"role": "user", "content": "a queue"}]
 GREEDY = {"num_predict": 12, "temperature": 0, "num_ctx": 2048, "num_gpu": 1}
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "The time.", "parameters": SCHEMA}}
+
+
+REPOSITORIES = {
+    "someone/tiny": {"config.json": b"{}", "model.safetensors": b"x" * 3000, "onnx/model.onnx": b"o"},
+    "someone/packed-GGUF": {"README.md": b"r", "a-Q4.gguf": b"g" * 10, "b.gguf": b"h"},
+    "someone/notes": {"README.md": b"r"},
+}
 
 
 def ask(server: Serving, path: str, **body: Any) -> dict[str, Any]:
@@ -119,6 +139,10 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
         ("/api/chat", {"messages": USER, "model": "m"}, "there is no model 'm'"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, "messages[0].images is ['x']"),
         ("/api/chat", {"messages": USER, "options": {"mirostat": 1}}, "options.mirostat is 1"),
+        ("/api/chat", {"messages": USER, "options": {"typical_p": 0.5}}, "options.typical_p is 0.5"),
+        ("/api/chat", {"messages": USER, "options": {"repeat_last_n": 128}}, "penalties are over the whole text"),
+        ("/api/chat", {"messages": USER, "options": {"penalize_newline": False}}, "penalties are for all tokens"),
+        ("/api/pull", {"model": "a/b"}, "clients may not download"),
         ("/api/chat", {"messages": USER, "options": {"temperature": -1}}, "temperature is -1"),
         ("/api/chat", {"messages": USER, "options": {"temprature": 1}}, "did you mean 'temperature'"),
         ("/api/chat", {"messages": USER, "temperature": 1}, "use options.temperature"),
@@ -131,6 +155,190 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
 )
 def test_errors_are_ollamas(speaking: Serving, path: str, body: dict[str, Any], words: str) -> None:
     answer = speaking.post(path, **body)
-    assert answer.status == (404 if "no model" in words else 400)
+    assert answer.status == {"there is no model 'm'": 404, "clients may not download": 403}.get(words, 400)
     assert answer.json().keys() == {"error"}
     assert words in answer.json()["error"]
+
+
+# ----------------------------------------------------------------------------------------------- as clients send it
+
+OPTIONS = {"temperature": 0, "num_predict": 12}
+SAID = [{"role": "system", "content": "Be brief.", "images": []}, {"role": "user", "content": "hi", "images": []}]
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "images": [],
+    "tool_calls": [{"id": "c1", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}],
+}
+# What litellm 1.110.2 sends for `ollama_chat/`, as it sends it: without a type, or with that of any bytes.
+LITELLM: list[tuple[str, dict[str, Any]]] = [
+    ("", {"messages": SAID, "options": OPTIONS | {"top_p": 0.9, "stop": ["x"], "repeat_penalty": 1.1, "seed": 3}}),
+    ("", {"messages": SAID, "options": OPTIONS, "tools": [CLOCK]}),
+    ("", {"messages": [*SAID, CALLED, {"role": "tool", "content": "noon", "images": [], "tool_call_id": "c1"}],
+          "options": OPTIONS, "tools": [CLOCK]}),
+    ("", {"messages": SAID, "options": OPTIONS | {"num_ctx": 2048, "repeat_last_n": 64, "mirostat": 0},
+          "keep_alive": 0, "think": True}),
+    ("application/octet-stream", {"messages": SAID, "options": OPTIONS, "stream": True}),
+    ("application/x-www-form-urlencoded", {"messages": SAID, "options": OPTIONS}),  # curl -d
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body"), LITELLM)
+def test_what_litellm_and_curl_send(speaking: Serving, kind: str, body: dict[str, Any]) -> None:
+    sent = json.dumps({"model": "quire-embedded", "stream": False} | body).encode()
+    answer = speaking.ask("POST", "/api/chat", sent, {"Content-Type": kind} if kind else {})
+    assert answer.status == 200, answer.body
+    *pieces, last = (json.loads(line) for line in answer.body.splitlines())
+    assert (last["done"], last["model"], bool(pieces)) == (True, "quire-embedded", body.get("stream", False))
+    assert "".join(one["message"]["content"] for one in (*pieces, last))
+    assert "x-quire-ignored-fields" not in answer.headers
+    shown = speaking.ask("POST", "/api/show", b'{"name":"quire-embedded"}')  # litellm looks there for tools
+    assert "tools" in shown.json()["template"]
+
+
+def test_a_page_of_another_site_needs_the_type(speaking: Serving) -> None:
+    """A browser sends its text without asking the server first, and with the page's origin."""
+    sent = json.dumps({"messages": USER, "options": GREEDY, "stream": False}).encode()
+    for origin in ("http://elsewhere.example", "null", "http://localhost:3000"):
+        headers = {"Content-Type": "text/plain", "Origin": origin}
+        refused = speaking.ask("POST", "/api/chat", sent, headers)
+        assert refused.status == 400
+        assert refused.json() == {"error": "Content-Type is text/plain; it must be application/json"}
+        assert speaking.ask("POST", "/api/chat", sent, headers | {"Content-Type": "application/json"}).status == 200
+    with serving(ollama=True, allowed_origins=("http://chat.example",)) as open_to_one:
+        for origin, status in (("http://chat.example", 200), ("http://elsewhere.example", 400)):
+            body = json.dumps({"model": "quire-embedded"}).encode()
+            assert open_to_one.ask("POST", "/api/generate", body, {"Origin": origin}).status == status
+
+
+NEUTRAL = {
+    "repeat_last_n": 64, "typical_p": 1, "tfs_z": 1.0, "mirostat": 0, "mirostat_tau": 5, "mirostat_eta": 0.1,
+    "penalize_newline": True, "num_gpu": 1, "num_thread": 4, "num_gqa": 1, "num_keep": 5, "num_batch": 2, "numa": False,
+    "main_gpu": 0, "low_vram": False, "vocab_only": False, "use_mmap": True, "rope_frequency_base": 1e4, "seed": -1,
+}  # fmt: skip
+
+
+def test_options_that_change_nothing(speaking: Serving) -> None:
+    text = ask(speaking, "/api/generate", prompt="a queue")["response"]
+    for options in (NEUTRAL, {"repeat_last_n": -1}, {"repeat_last_n": None}):
+        answer = speaking.post("/api/generate", prompt="a queue", options=GREEDY | options, stream=False)
+        assert (answer.json()["response"], "x-quire-ignored-fields" in answer.headers) == (text, False)
+    penalized = [
+        ask(speaking, "/api/generate", prompt="a queue", options=GREEDY | {"repeat_penalty": 9.0, "repeat_last_n": n})
+        for n in (64, 0)  # 0: no penalties, as in Ollama
+    ]
+    assert [one["response"] == text for one in penalized] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"),
+    [(0, "unload"), ("0", "unload"), ("0s", "unload"), ("0m0.0s", "unload"), (0.0, "unload"), (None, "load"),
+     (-1, "load"), ("10s", "load"), (300, "load"), ("0h5m", "load"), ("s", "load")],
+)  # fmt: skip
+def test_a_model_is_not_unloaded_and_the_answer_says_it(speaking: Serving, keep_alive: Any, reason: str) -> None:
+    for path in ("/api/generate", "/api/chat"):
+        found = ask(speaking, path, model="quire-embedded", keep_alive=keep_alive, options=None)
+        said = found["response"] if path == "/api/generate" else found["message"]["content"]
+        assert (found["done"], found["done_reason"]) == (True, reason)
+        assert said == ("" if reason == "load" else STAYS)
+    assert [one["name"] for one in speaking.get("/api/ps").json()["models"]] == ["quire-embedded"]
+
+
+# ------------------------------------------------------------------------------------------------------ downloads
+
+
+@pytest.fixture(scope="module")
+def pulling() -> Iterator[Serving]:
+    with serving(ollama=True, allow_pull=True) as running:
+        yield running
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a cache that is filled from a hub on the loopback interface."""
+    with fake_hub(REPOSITORIES) as url:
+        filled_from(url, tmp_path / "hub", monkeypatch)
+        yield tmp_path / "hub"
+
+
+def test_a_model_is_pulled(pulling: Serving, cache: Path) -> None:
+    for name in ("someone/tiny", "hf.co/someone/tiny:latest"):
+        answer = pulling.ask("POST", "/api/pull", json.dumps({"model": name}).encode())
+        assert (answer.status, answer.headers["content-type"]) == (200, "application/x-ndjson")
+        first, *progress, last = (json.loads(line) for line in answer.body.splitlines())
+        assert (first, last) == ({"status": "pulling manifest"}, {"status": "success"})
+        for one in progress:
+            assert (one["status"], one["digest"][:7]) == ("pulling someone/tiny", "sha256:")
+            assert 0 <= one["completed"] <= one["total"] <= 3002
+        assert bool(progress) == (name == "someone/tiny")  # the second time, nothing is left to download
+    assert not list(cache.rglob("onnx"))
+    assert (locate("someone/tiny") / "model.safetensors").read_bytes() == b"x" * 3000
+    assert pulling.post("/api/pull", name="someone/packed-GGUF:a-Q4.gguf", stream=False).json() == {"status": "success"}
+    [gguf] = cache.rglob("*.gguf")
+    assert gguf.name == "a-Q4.gguf"
+    for model, words in (
+        ("someone/none", "the hub has no such repository"),
+        ("someone/packed-GGUF:Q4_K_M", "it has a-Q4.gguf"),
+        ("someone/notes", "no model that can be served"),
+    ):
+        first, last = (json.loads(line) for line in pulling.post("/api/pull", model=model).body.splitlines())
+        assert first == {"status": "pulling manifest"}
+        assert last.keys() == {"error"}
+        assert words in last["error"]
+        refused = pulling.post("/api/pull", model=model, stream=False)
+        assert (refused.status, words in refused.json()["error"]) == (400, True)
+    assert pulling.post("/api/pull").json()["error"].startswith("model is missing")
+
+
+def test_a_download_ends_with_its_client_and_with_the_server(pulling: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The download's threads end at their next report of progress."""
+    ended: queue.Queue[str] = queue.Queue()
+
+    def endless(model: str, revision: None, gguf_file: None, report: Callable[[int, int], None]) -> Path:
+        for i in count():
+            try:
+                report(i, 10**9)
+            except ModelError:
+                ended.put(model)
+                raise
+            time.sleep(0.005)
+        raise AssertionError
+
+    monkeypatch.setattr(pull_module, "pull", endless)
+    head = "POST /api/pull HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n"
+    with socket.create_connection((pulling.host, pulling.port)) as client:
+        client.sendall(head.encode() + b'{"model":"a/b"}')
+        assert until_read(client, b'"completed":')
+    assert ended.get(timeout=30) == "a/b"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pulling.post, "/api/pull", model="c/d")
+        with socket.create_connection((pulling.host, pulling.port)) as client:
+            client.sendall(head.encode() + b'{"model":"e/f"}')
+            assert until_read(client, b"manifest")
+            pulling.service.draining = True
+            try:
+                lines = waiting.result(30).body.splitlines()
+                assert json.loads(lines[-1]) == {"error": "the server is stopping"}
+                assert until_read(client, b"the server is stopping")
+                assert ended.get(timeout=30) == "c/d"
+                refused = pulling.post("/api/pull", model="g/h")
+                assert (refused.status, refused.json()["error"]) == (503, "the server is stopping")
+            finally:
+                pulling.service.draining = False
+
+
+def until_read(client: socket.socket, words: bytes) -> bool:
+    """Whether these come before the end."""
+    client.settimeout(30)
+    found = b""
+    while words not in found:
+        part = client.recv(65536)
+        if not part:
+            return False
+        found += part
+    return True
+
+
+def test_downloads_need_the_option() -> None:
+    with pytest.raises(ConfigError, match="allow_pull is for /api/pull"):
+        ServerConfig(allow_pull=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from quire.errors import ModelError
 from quire.models.weights import read_index
@@ -21,6 +23,7 @@ LOOKS_LIKE_A_PATH = re.compile(r"[/~.\\]|.*[/\\].*[/\\]")
 GGUF = ".gguf"
 ONE_OF_SEVERAL = re.compile(r"(.*)-([0-9]+)-of-([0-9]+)(\..*)")
 MOST_MISSING = 1000  # the number of files comes from a file's name, which may state any number
+Report: TypeAlias = Callable[[int, int], None]  # takes bytes so far and in all
 SHOWN = 3  # missing files that an error names
 
 
@@ -124,10 +127,12 @@ def _cached(model: str) -> Path | None:
         ) from error
 
 
-def pull(model: str, revision: str | None = None, gguf_file: str | None = None) -> Path:
+def pull(model: str, revision: str | None = None, gguf_file: str | None = None, report: Report | None = None) -> Path:
     """Download the missing files of a repository's model into the hub's cache. Return its path.
 
     revision: a branch, tag or commit; None: main. gguf_file: download this GGUF file alone, with its other parts.
+    report: called with the bytes so far and those of all files as data arrives, on several threads; it may raise an
+    error, which ends the download.
     Raises ModelError if the hub has no such repository, revision or file, if the repository has only GGUF files and
     gguf_file is not given, or if the hub cannot be reached.
     """
@@ -139,13 +144,13 @@ def pull(model: str, revision: str | None = None, gguf_file: str | None = None) 
     if gguf_file is not None:
         if gguf_file not in gguf:
             raise ModelError(f"{model!r} has no GGUF file {gguf_file!r}; it has {', '.join(gguf) or 'none'}")
-        directory = _downloaded(model, (_parts_of(gguf_file),), (), excluded=(), revision=revision)
+        directory = _downloaded(model, (_parts_of(gguf_file),), (), excluded=(), revision=revision, report=report)
         return directory / gguf_file
     if "config.json" not in names:
         if not gguf:
             raise ModelError(f"{model!r} has no config.json and no GGUF file, so it is no model that can be served")
         raise ModelError(f"{model!r} has GGUF files alone; name one with --gguf-file: {', '.join(gguf)}")
-    return _downloaded(model, (*DESCRIPTION, *WEIGHTS), (), revision=revision)
+    return _downloaded(model, (*DESCRIPTION, *WEIGHTS), (), revision=revision, report=report)
 
 
 def _parts_of(gguf_file: str) -> str:
@@ -160,6 +165,7 @@ def _downloaded(
     lacking: Sequence[str],
     excluded: Sequence[str] = NOT_THESE,
     revision: str | None = None,
+    report: Report | None = None,
 ) -> Path:
     """Download the missing files of a repository and return its directory. lacking: names for the error message."""
     from huggingface_hub import snapshot_download
@@ -170,10 +176,32 @@ def _downloaded(
         if lacking
         else "it is not in the hub's cache"
     )
-    with _asking(model, f"is not a directory, {state}, and it could not be downloaded"), _bars_at_terminals():
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(excluded))
-        )
+    which: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(excluded)}
+    with _asking(model, f"is not a directory, {state}, and it could not be downloaded"):
+        if report is not None:
+            return Path(snapshot_download(model, revision=revision, tqdm_class=_reporting(report), **which))
+        with _bars_at_terminals():
+            return Path(snapshot_download(model, revision=revision, **which))
+
+
+def _reporting(report: Report) -> type[Any]:
+    """Return a class of progress bars that are reported instead of drawn."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Reported(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": False, "file": StringIO()})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            drawn: bool | None = super().update(n)
+            if self.unit == "B" and self.total:  # there are others, which count files
+                report(int(self.n), int(self.total))
+            return drawn
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            return True
+
+    return Reported
 
 
 @contextmanager

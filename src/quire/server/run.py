@@ -40,6 +40,7 @@ from quire.sandbox.process import SandboxFailed
 from quire.server.api import lora
 from quire.server.api.app import build_app
 from quire.server.api.local_engine_client import LocalEngineClient
+from quire.server.api.pull import Puller
 from quire.server.api.service import ServedModel, Service
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
 from quire.server.observability import inspector
@@ -227,7 +228,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
         default_sampling=llm.default_sampling,
         loras=loras,
     )
-    service = Service(model, worker, config, traces)
+    service = Service(model, worker, config, traces, Puller() if config.allow_pull else None)
     member = None
     if config.fleet_secret and join_fleet is not None:
         member = join_fleet(llm, worker, service, metrics, config.fleet_secret)

@@ -146,6 +146,7 @@ class ServerConfig(HttpConfig):
         (), "NAME=PATH of a LoRA adapter, served as a model of that name. May be repeated.", aliases=("--lora-modules",)
     )
     allow_lora_loading: bool = option(False, "Let clients load adapters from any local directory, and unload them.")
+    allow_pull: bool = option(False, "Let clients download models from the hub into its cache, by Ollama's /api/pull.")
     chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
     max_num_queued_reqs: int = option(1024, "Most samples that wait. Further ones get 429.", lower=0, upper=2**31 - 1)
     stuck_after: float | None = option(
@@ -169,6 +170,8 @@ class ServerConfig(HttpConfig):
         check_texts("served_model_name", self.served_model_name)
         if taken := parse_loras(self.lora).keys() & {*self.served_model_name}:
             raise ConfigError(f"lora has the name {min(taken)!r}, which is the model's own; choose another")
+        if self.allow_pull and not self.ollama:
+            raise ConfigError("allow_pull is for /api/pull, one of Ollama's routes; it goes with ollama, so give both")
         if self.allow_lora_loading and self.fleet_secret is not None:
             raise ConfigError(
                 "allow_lora_loading does not go with fleet_secret; all replicas of a fleet have the same adapters, so "

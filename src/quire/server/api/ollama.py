@@ -5,10 +5,12 @@ The others describe the model.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
+from http import HTTPStatus
 from typing import Literal
 
 from starlette.requests import Request as HttpRequest
@@ -16,11 +18,13 @@ from starlette.responses import Response
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, Script, read_whole
 from quire.server.api.embeddings import embedded, unit_vector
+from quire.server.api.pull import Progress
 from quire.server.api.service import Service, counted, offload_if_large, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import OLLAMA_PATHS, ApiError
-from quire.server.http.sse import JsonBody, dumps
+from quire.server.http.guard import client_of
+from quire.server.http.sse import EventStream, JsonBody, dumps, noticing_disconnect
 from quire.server.protocol.answers import ChatLogprob
 from quire.server.protocol.ollama import (
     EmbedRequest,
@@ -33,18 +37,33 @@ from quire.server.protocol.ollama import (
     OllamaModel,
     OllamaModels,
     OllamaShown,
+    PullLine,
+    PullRequest,
     ShowRequest,
 )
 from quire.server.tools.parser import Kind
 
+LINES = "application/x-ndjson"
 VERSION = "0.12.6"  # the version of Ollama whose API this is: clients check it before they use newer fields
+ZERO = re.compile(r"(-?0*(0\.?|\.0)0*(ns|us|µs|ms|s|m|h)?)+")  # a duration of 0
+STAYS = "The model stays loaded: this server has one model, and unloads it when it stops."
 FAR = "2318-01-01T00:00:00Z"  # the expiry of a model that is never unloaded
 
 
 class LinesAnswer(StreamedAnswer):
     """A stream whose events are lines of JSON."""
 
-    media_type = "application/x-ndjson"
+    media_type = LINES
+
+
+class PullAnswer(EventStream):
+    """The lines of a download."""
+
+    media_type = LINES
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the line of an error."""
+        return _error(error)
 
 
 async def chat(service: Service, request: HttpRequest, body: OllamaChatRequest) -> Response:
@@ -66,12 +85,13 @@ async def _answer(
     field: str,
 ) -> Response:
     began = time.perf_counter_ns()
-    if not has_prompt:  # in Ollama, a request to load the model
+    if not has_prompt:  # in Ollama, a request to load the model, or to unload it
         model = (body.model or "").removesuffix(":latest")
         service.check_model(model)
         loaded = _line(body.model or service.answering(None), is_done=True)
-        loaded["done_reason"] = "load"
-        return JsonBody(_say(loaded, field, "", ""))
+        is_kept = body.keep_alive is None or ZERO.fullmatch(str(body.keep_alive)) is None
+        loaded["done_reason"] = "load" if is_kept else "unload"
+        return JsonBody(_say(loaded, field, "" if is_kept else STAYS, ""))
     asked, prompt = body.chat(), None
     if isinstance(body, GenerateRequest) and (body.raw or service.model.template is None):
         service.check_model(asked.model)
@@ -117,6 +137,36 @@ async def embed(service: Service, request: HttpRequest, body: EmbedRequest) -> R
 
     answer = await offload_if_large(len(outputs) * service.model.hidden_size, answered)
     return with_fingerprint(answer, await service.system_fingerprint(outputs))
+
+
+async def pull(service: Service, request: HttpRequest, body: PullRequest) -> Response:
+    """Download a model into the hub's cache. The server continues to serve its own."""
+    if service.puller is None:
+        message = (
+            "clients may not download models here; a server of one model allows it with --allow-pull, and "
+            "`quire pull NAME` downloads on its machine"
+        )
+        raise ApiError(message, HTTPStatus.FORBIDDEN, code="not_allowed")
+    service.check_ready()
+    model, progress = body.model or body.name, Progress()
+    if not model:
+        raise ApiError("model is missing; it is the name of a repository on the hub, OWNER/NAME", param="model")
+    lines = service.puller.lines(client_of(request), model, progress, lambda: service.draining)
+
+    async def parts() -> AsyncIterator[bytes]:
+        try:
+            async for line in lines:
+                yield dumps(line) + b"\n"
+        except ApiError as error:
+            yield _error(error)
+
+    if body.stream:
+        return PullAnswer(parts(), progress.end)
+    last: PullLine | None = None
+    async with noticing_disconnect(request.receive, progress.end):
+        async for line in lines:
+            last = line
+    return JsonBody(last)
 
 
 def tags(service: Service) -> OllamaModels:
@@ -173,6 +223,11 @@ def _model(service: Service, name: str) -> OllamaModel:
             "quantization_level": "",
         },
     }
+
+
+def _error(error: ApiError) -> bytes:
+    """Return the line of an error."""
+    return dumps(error.body_for(OLLAMA_PATHS)) + b"\n"
 
 
 def _written(seconds: float) -> str:
@@ -263,7 +318,7 @@ class _Script(Script):
 
     def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
         """Return the line of an error."""
-        return dumps(error.body_for(OLLAMA_PATHS)) + b"\n"
+        return _error(error)
 
     def _line(self, text: str, thoughts: str, calls: Sequence[OllamaCall] = ()) -> OllamaAnswer:
         return _say(_line(self._model, is_done=False), self._field, text, thoughts, calls)

@@ -14,7 +14,7 @@ from quire.server.http.guard import OPEN_PATHS
 from quire.server.protocol.chat import ChatChunk
 from quire.server.protocol.completions import CompletionChunk
 from quire.server.protocol.messages import AnthropicEvent
-from quire.server.protocol.ollama import OllamaAnswer
+from quire.server.protocol.ollama import OllamaAnswer, PullLine
 from quire.server.protocol.responses import ResponseEvent
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -46,6 +46,7 @@ STREAMS = {
     "/v1/messages": StreamedBody(AnthropicEvent, AnthropicError),
     "/api/chat": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
     "/api/generate": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
+    "/api/pull": StreamedBody(PullLine, OllamaError, "application/x-ndjson"),
 }
 
 

@@ -25,7 +25,7 @@ from quire.server.protocol.chat import ChatCompletion
 from quire.server.protocol.completions import Completion
 from quire.server.protocol.embeddings import Embeddings
 from quire.server.protocol.messages import AnthropicMessage, InputTokens
-from quire.server.protocol.ollama import OllamaAnswer, OllamaEmbeddings, OllamaModels, OllamaShown, ShowRequest
+from quire.server.protocol.ollama import OllamaAnswer, OllamaEmbeddings, OllamaModels, OllamaShown, PullLine, ShowRequest
 from quire.server.protocol.rerank import Reranked, Scored
 from quire.server.protocol.responses import ModelResponse
 
@@ -71,6 +71,7 @@ ROUTES = (
 OLLAMA_ROUTES = (
     Route("/api/chat", "chat_lines", ollama.chat, OllamaAnswer, "The next message", OllamaError),
     Route("/api/generate", "generated_lines", ollama.generate, OllamaAnswer, "The answer to a prompt", OllamaError),
+    Route("/api/pull", "pulled_lines", ollama.pull, PullLine, "The state of a download", OllamaError),
     Route("/api/embed", "embedded_texts", ollama.embed, OllamaEmbeddings, "A vector for each text", OllamaError),
 )
 

@@ -29,6 +29,7 @@ from quire.sandbox.grammar import Spec, num_trials
 from quire.sandbox.thinking import Thinking
 from quire.server.api.engine_client import EngineClient
 from quire.server.api.jobs import Stream
+from quire.server.api.pull import Puller
 from quire.server.http.access import ID, TOKENS
 from quire.server.http.api_error import ApiError, api_error, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
@@ -90,6 +91,7 @@ class Service:
     worker: EngineClient
     config: HttpConfig
     traces: Traces | None = None
+    puller: Puller | None = None  # None: clients may not download models
     draining: bool = False  # running requests are finished, further ones are not wanted
     created: int = field(default_factory=lambda: int(time.time()))
     factory: RequestFactory = field(init=False)
@@ -326,6 +328,8 @@ class Service:
         self.factory.close()
         if self.model.template is not None:
             self.model.template.close()
+        if self.puller is not None:
+            self.puller.close()
         if self.traces is not None:
             self.traces.close()
 
