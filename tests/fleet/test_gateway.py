@@ -231,11 +231,21 @@ def test_the_other_routes_answer_as_a_plain_server_does(two: list[Serving], flee
     for path, body in (
         ("/tokenize", {"prompt": "für 漢字", "return_token_strs": True}),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"content": "für 漢字", "with_pieces": True}),
         ("/detokenize", {"tokens": [5, 6, 7]}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "a"}]}),
     ):
         assert fleet.ask("POST", path, body).json() == two[0].ask("POST", path, body).json()
     assert fleet.get("/tokenizer_info").json() == two[0].get("/tokenizer_info").json()
     assert fleet.get("/version").json() == two[0].get("/version").json()
+    body = {"prompt": "import os\n", "n_predict": 8, "temperature": 0}
+    varying = {"timings": None, "tokens_cached": 0}
+    answers = [one.post("/completion", **body).json() | varying for one in (fleet, two[0])]
+    assert answers[0] == answers[1]
+    settings = fleet.get("/props").json()
+    assert settings == two[0].get("/props").json() | {"total_slots": settings["total_slots"]}
+    assert settings["total_slots"] == sum(one.service.worker.engine.scheduler.max_num_seqs for one in two)
+    assert [one["id"] for one in fleet.get("/slots").json()] == list(range(settings["total_slots"]))
 
 
 def test_further_protocols_through_a_gateway(two: list[Serving], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +260,8 @@ def test_further_protocols_through_a_gateway(two: list[Serving], monkeypatch: py
         chat = front.post("/api/chat", messages=messages["messages"], options={"num_predict": 40, "temperature": 0})
         assert "".join(json.loads(line)["message"]["content"] for line in chat.body.splitlines()) == text
         assert front.post("/v1/messages", **messages).json()["content"][0]["text"] == text
+        refused = front.post("/api/pull", model="someone/tiny")
+        assert (refused.status, "a server of one model allows it" in refused.json()["error"]) == (403, True)
         scores = [one["score"] for one in plain.post("/v1/score", text_1="a", text_2=["b", "c"]).json()["data"]]
         with fronting(two[0].url) as by_vectors:
             found = by_vectors.post("/v1/score", text_1="a", text_2=["b", "c"]).json()["data"]

@@ -45,6 +45,7 @@ NARROW: dict[str, Any] = {
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
     "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
     "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
+    "n_predict": {"type": "integer", "minimum": 0, "maximum": 12},
     "n": {"type": "integer", "minimum": 1, "maximum": 4},
     "min_tokens": {"const": 0},
     "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
@@ -122,7 +123,10 @@ def _faults_of_error(body: Any, path: str) -> Iterator[str]:
 
 
 # How the streams of other protocols than OpenAI's chats end.
-ENDS = {"/v1/responses": b"event: response.", "/v1/messages": b"event: message_stop"}
+NATIVE = dict.fromkeys(
+    ("/completion", "/infill"), b'data: {"index":0,"content":"","tokens":[],"id_slot":0,"stop":true,'
+)
+ENDS = {"/v1/responses": b"event: response.", "/v1/messages": b"event: message_stop"} | NATIVE
 
 
 def _faults_of_stream(content: bytes, path: str) -> Iterator[str]:
@@ -130,7 +134,7 @@ def _faults_of_stream(content: bytes, path: str) -> Iterator[str]:
     if rest or not last.startswith(ENDS.get(path, b"data: [DONE]")):
         yield "a stream without an end"
     for part in parts:
-        part = part.partition(b"\n")[2] if path in ENDS else part
+        part = part.partition(b"\n")[2] if path in ENDS and path not in NATIVE else part
         if not part.startswith(b"data: "):
             yield "an event without data"
         elif "error" in (found := json.loads(part[6:])) or found.get("type") == "response.failed":
@@ -210,6 +214,7 @@ def narrowed(document: Any) -> Any:
     for name in (
         "CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "Message", "ResponsesRequest",
         "MessagesRequest", "RerankRequest", "ScoreRequest", "OllamaChatRequest", "GenerateRequest", "EmbedRequest",
+        "LlamaCompletionRequest",
     ):  # fmt: skip
         properties = found["components"]["schemas"][name]["properties"]
         properties |= {name: NARROW[name] for name in NARROW.keys() & properties.keys()}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.errors import RequestError
 from quire.request import StructuredOutputsParams
+from quire.sandbox.grammar import Spec
 from quire.server.api import infill
 from quire.server.api.infill import Form
+from quire.server.api.service import Service
 from tests.server.serving import SMALL, Serving
 
 PROMPT = "import os\n\n\ndef "
@@ -145,6 +149,50 @@ def test_a_suffix_is_put_into_the_prompt(server: Serving, llm: LLM, monkeypatch:
     assert (choice["text"], choice["finish_reason"]) == (expected.outputs[0].text, expected.outputs[0].finish_reason)
     refused = server.post(COMPLETIONS, prompt="a", suffix="b", echo=True)
     assert (refused.status, refused.error()["param"]) == (400, "echo")
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"schema": OPEN}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "is_closed"),
+    [
+        (COMPLETIONS, {"guided_json": OPEN}, True),
+        (COMPLETIONS, {"guided_json": json.dumps(OPEN)}, True),
+        (COMPLETIONS, {"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}, True),
+        (COMPLETIONS, {"response_format": FORMAT}, False),
+        (CHAT, {"guided_json": OPEN}, True),
+        (CHAT, {"response_format": FORMAT}, False),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": OPEN}}}, False),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": OPEN}}, "max_tokens": 8},
+            False,
+        ),
+        ("/api/chat", {"format": OPEN}, True),
+        ("/api/generate", {"format": OPEN}, True),
+        ("/completion", {"json_schema": OPEN}, True),
+    ],
+)
+def test_which_schemas_allow_further_keys(
+    speaking: Serving, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], is_closed: bool
+) -> None:
+    """Each protocol's users are used to their own rule."""
+    specs: list[Spec] = []
+
+    async def compiled(self: Service, client: str, spec: Spec, field: str) -> Any:
+        specs.append(spec)
+        raise RequestError("nothing is compiled here")
+
+    monkeypatch.setattr(Service, "compiled", compiled)
+    prompts = {"/v1/responses": {"input": "a"}, COMPLETIONS: {"prompt": "a"}, "/completion": {"prompt": "a"}}
+    given = prompts.get(path) or ({"prompt": "a"} if path == "/api/generate" else {"messages": MESSAGES})
+    answer = speaking.post(path, **given, **fields)
+    assert (answer.status, "nothing is compiled here" in answer.body.decode()) == (400, True), answer.body
+    [spec] = specs
+    assert '"a' in spec.text
+    assert ("additionalProperties" in spec.text) == is_closed
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

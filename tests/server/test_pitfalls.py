@@ -352,7 +352,7 @@ def test_tokens_are_the_models(server: Serving) -> None:
         assert raw(server, COMPLETIONS, field, f"[{size - 1}, 0]").status == 200
     stopping = {"stop_token_ids": list(range(200)), "min_tokens": 2, "ignore_eos": True}
     assert server.post(COMPLETIONS, prompt=[size - 1], max_tokens=2, **stopping).status == 200
-    assert server.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+    assert server.post("/detokenize", tokens=[]).json() == {"prompt": "", "content": ""}
     assert_serves(server)
 
 

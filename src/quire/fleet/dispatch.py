@@ -95,6 +95,11 @@ class Dispatcher:
         except NoReplica as error:
             raise no_replica(str(error)) from error
 
+    def num_slots(self) -> tuple[int, int]:
+        """Return the number of samples that the connected replicas can run at a time, and of those that they run."""
+        states = [link.state for link in self.roster.links.values() if link.state is not None]
+        return sum(state.max_running for state in states), sum(state.num_running for state in states)
+
     def check_room(self, num_samples: int, name: str = "n") -> None:
         """Raise ApiError, with the name of the field, for more samples than a replica accepts."""
         if self._failure is not None:

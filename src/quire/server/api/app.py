@@ -23,7 +23,8 @@ from quire.errors import EngineStopped, RequestError
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import openapi
 from quire.server.api.conversation import conversation
-from quire.server.api.routes import add_ollama_routes, add_routes
+from quire.server.api.llama import tokenized
+from quire.server.api.routes import add_llama_routes, add_ollama_routes, add_routes
 from quire.server.api.service import FINGERPRINT_HEADER, Service
 from quire.server.api.start_page import start_page
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
@@ -90,6 +91,8 @@ ROUTES_NAMES = {
         "logprobs": "top_logprobs",
     },
     "/detokenize": {"prompt": "tokens"},
+    "/completion": {"max_tokens": "n_predict", "guided_json": "json_schema"},
+    "/infill": {"max_tokens": "n_predict", "guided_json": "json_schema", "suffix": "input_suffix"},
 }
 
 
@@ -160,6 +163,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(Exception, _broken)
     _add_models(app, service)
     add_routes(app.router, service)
+    add_llama_routes(app.router, service)
     if config.ollama:
         add_ollama_routes(app.router, service)
     _add_other_routes(app, service, metrics)
@@ -207,8 +211,11 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
     @app.post("/tokenize", response_model=None, responses=openapi.answer(Tokens, "The token ids"))
     async def tokenize(request: HttpRequest, body: TokenizeRequest) -> Response:
         service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError("there must be something to tokenize; give either prompt or messages", param="prompt")
+        if [body.prompt, body.messages, body.content].count(None) != 2:
+            message = "there must be one text to tokenize; give either prompt, messages or content"
+            raise ApiError(message, param="prompt")
+        if body.content is not None:
+            return JsonBody(await tokenized(service, request, body, body.content))
         if body.messages is not None:
             prompt = await conversation(service, request, body.messages, body)
             if body.add_special_tokens:
@@ -232,7 +239,8 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
             message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"
             raise ApiError(message, param="tokens")
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JsonBody(DetokenizedText(prompt=await service.run_tokenization(request, len(body.tokens), decode)))
+        text = await service.run_tokenization(request, len(body.tokens), decode)
+        return JsonBody(DetokenizedText(prompt=text, content=text))
 
     @app.get(
         "/tokenizer_info",

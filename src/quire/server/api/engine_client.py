@@ -29,6 +29,9 @@ class EngineClient(Protocol):
     def check_health(self) -> None:
         """Raise ApiError (503) if it cannot serve now."""
 
+    def num_slots(self) -> tuple[int, int]:
+        """Return the number of samples that can run at a time, and of those that run."""
+
     def check_room(self, num_samples: int, name: str = "n") -> None:
         """Raise ApiError, naming a field, if `num_samples` more samples cannot be accepted now."""
 

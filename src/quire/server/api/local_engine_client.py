@@ -104,6 +104,11 @@ class LocalEngineClient:
         num_drawn = sum(1 if item.request.sampling.prompt_logprobs is None else item.num_rows for item in plan.items)
         return max(STUCK_AFTER, PATIENCE * self._cost.seconds(plan, num_drawn))
 
+    def num_slots(self) -> tuple[int, int]:
+        """Return the number of samples that can run at a time, and of those that run."""
+        total = self.engine.scheduler.max_num_seqs
+        return total, min(total, self._num_samples)
+
     def check_room(self, num_samples: int, name: str = "n") -> None:
         """Raise ApiError, naming a field, if `num_samples` more samples cannot be accepted now."""
         if self.llm.failure is not None:

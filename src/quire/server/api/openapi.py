@@ -13,6 +13,7 @@ from quire.server.http.body import REFERENCE
 from quire.server.http.guard import OPEN_PATHS
 from quire.server.protocol.chat import ChatChunk
 from quire.server.protocol.completions import CompletionChunk
+from quire.server.protocol.llama import LlamaCompletion
 from quire.server.protocol.messages import AnthropicEvent
 from quire.server.protocol.ollama import OllamaAnswer, PullLine
 from quire.server.protocol.responses import ResponseEvent
@@ -47,6 +48,8 @@ STREAMS = {
     "/api/chat": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
     "/api/generate": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
     "/api/pull": StreamedBody(PullLine, OllamaError, "application/x-ndjson"),
+    "/completion": StreamedBody(LlamaCompletion, Error),
+    "/infill": StreamedBody(LlamaCompletion, Error),
 }
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server.api import ollama
+from quire.server.api import llama, ollama
 from quire.server.api.chat import chat
 from quire.server.api.completions import complete
 from quire.server.api.embeddings import embed
@@ -24,8 +24,16 @@ from quire.server.protocol.answers import Version
 from quire.server.protocol.chat import ChatCompletion
 from quire.server.protocol.completions import Completion
 from quire.server.protocol.embeddings import Embeddings
+from quire.server.protocol.llama import LlamaCompletion, Prompt, Properties, Slot, Slots
 from quire.server.protocol.messages import AnthropicMessage, InputTokens
-from quire.server.protocol.ollama import OllamaAnswer, OllamaEmbeddings, OllamaModels, OllamaShown, PullLine, ShowRequest
+from quire.server.protocol.ollama import (
+    OllamaAnswer,
+    OllamaEmbeddings,
+    OllamaModels,
+    OllamaShown,
+    PullLine,
+    ShowRequest,
+)
 from quire.server.protocol.rerank import Reranked, Scored
 from quire.server.protocol.responses import ModelResponse
 
@@ -67,6 +75,9 @@ ROUTES = (
         other_paths=("/v2/rerank", "/rerank"),
     ),
     Route("/v1/score", "scored", score, Scored, "A score for each pair", other_paths=("/score",)),
+    Route("/completion", "llama_completion", llama.complete, LlamaCompletion, "The prompt, continued"),
+    Route("/infill", "llama_infill", llama.fill_in, LlamaCompletion, "The text between prefix and suffix"),
+    Route("/apply-template", "llama_prompt", llama.apply_template, Prompt, "The prompt of a chat"),
 )
 OLLAMA_ROUTES = (
     Route("/api/chat", "chat_lines", ollama.chat, OllamaAnswer, "The next message", OllamaError),
@@ -99,6 +110,18 @@ def _endpoint(service: Service, route: Route) -> Callable[..., Awaitable[Respons
     kind = get_type_hints(route.function)["body"]
     endpoint.__annotations__ = {"request": HttpRequest, "body": kind, "return": Response}
     return endpoint
+
+
+def add_llama_routes(router: APIRouter, service: Service) -> None:
+    """Add llama-server's routes that take no body."""
+
+    @router.get("/props", response_model=None, responses=answer(Properties, "The model and the default settings"))
+    async def llama_properties() -> Properties:
+        return llama.properties(service)
+
+    @router.get("/slots", response_model=None, responses=answer(Slots, "The slots"))
+    async def llama_slots(fail_on_no_slot: bool = False) -> list[Slot]:
+        return llama.slots(service, fails_if_full=fail_on_no_slot)
 
 
 def add_ollama_routes(router: APIRouter, service: Service) -> None:
