@@ -94,6 +94,26 @@ try:
 except litellm.ContextWindowExceededError as error:
     print(said.choices[0].message.tool_calls[0].function.name, len(pieces), "pieces", type(error).__name__)
 """,
+    "litellm, ollama_chat": """
+import litellm
+litellm.suppress_debug_info = True
+common = {"model": "ollama_chat/" + model, "api_base": url, "temperature": 0, "max_tokens": 8}
+said = litellm.completion(**common, messages=asked).choices[0].message.content
+pieces = [one.choices[0].delta.content or "" for one in litellm.completion(**common, messages=asked, stream=True)]
+assert "".join(pieces) == said
+async def streamed():
+    answer = await litellm.acompletion(**common, messages=asked, stream=True)
+    return "".join([one.choices[0].delta.content or "" async for one in answer])
+assert asyncio.run(streamed()) == said
+form = {"type": "json_schema", "json_schema": {"name": "zone", "schema": zone}}
+parsed = json.loads(litellm.completion(**common | {"max_tokens": 40}, messages=asked, response_format=form)
+                    .choices[0].message.content)
+called = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": json.dumps(parsed)}}
+after = [*asked, {"role": "assistant", "content": "", "tool_calls": [called]},
+         {"role": "tool", "tool_call_id": "a", "content": "noon"}]
+answer = litellm.completion(**common, messages=after, tools=[clock], num_ctx=2048, repeat_last_n=64, mirostat=0)
+print(repr(said), len(pieces), "pieces", parsed, answer.choices[0].finish_reason)
+""",
     "langchain-openai": """
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
