@@ -129,6 +129,8 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
     about = shown["model_info"]
     assert about[f"{about['general.architecture']}.context_length"] == 1024
     assert speaking.get("/api/version").json()["version"].count(".") == 2
+    sought = speaking.ask("HEAD", "/")  # what the command `ollama` sends first
+    assert (sought.status, sought.body) == (200, b"")
     assert server.get("/api/tags").status == 404  # without --ollama
     assert server.post("/api/chat", messages=USER).status == 404
 

@@ -262,7 +262,8 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
         service.check_ready()
         return Response()
 
-    @app.get("/", response_class=Response, include_in_schema=False)
+    # HEAD is how the command `ollama` looks for its server.
+    @app.api_route("/", methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
     async def start(request: HttpRequest) -> Response:
         return start_page(request, service.model, bool(service.config.keys))
 

@@ -222,8 +222,7 @@ class _Writer(EventWriter):
 
     def _event(self, delta: Delta) -> bytes:
         if delta.error is not None:
-            field = "grammar" if self._body.grammar else "json_schema"
-            return self.fail(request_failed(delta.error, field))
+            return self.fail(request_failed(delta.error, "grammar" if self._body.grammar else "json_schema"))
         self._num_generated += len(delta.token_ids)
         if self._is_silent or not (delta.text or delta.token_ids):
             return b""
@@ -257,7 +256,7 @@ class _Writer(EventWriter):
             "tokens_evaluated": len(self._prompt.tokens),
             "generation_settings": _settings(self._params, self._body),
             "prompt": self._prompt.text or "",
-            "has_new_line": "\n" in sample.text,
+            "has_new_line": "\n" in sample.text and not self._is_silent,
             "truncated": False,
             "stop_type": "limit" if _is_cut(sample) or self._is_silent else "word" if word else "eos",
             "stopping_word": word,
