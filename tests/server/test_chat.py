@@ -194,14 +194,14 @@ def test_tokenize_and_back(server: Serving) -> None:
     assert found["max_model_len"] == server.service.model.max_model_len
     bare = server.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
     assert found["tokens"][-len(bare) :] == bare
-    assert server.post("/detokenize", tokens=bare).json() == {"prompt": text}
+    assert server.post("/detokenize", tokens=bare).json() == {"prompt": text, "content": text}
     prompt = server.post("/tokenize", messages=MESSAGES).json()["tokens"]
-    assert server.post("/detokenize", tokens=prompt).json() == {"prompt": rendered(server)}
+    assert server.post("/detokenize", tokens=prompt).json()["prompt"] == rendered(server)
     for body in ({}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "a", "model": "x"}):
         server.post("/tokenize", **body).error()
     refused = server.post("/detokenize", tokens=[1, 10**6])
     assert "tokens[1] is 1000000" in refused.error()["message"]
-    assert server.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+    assert server.post("/detokenize", tokens=[]).json()["prompt"] == ""
 
 
 def test_models_and_version(server: Serving) -> None:
