@@ -278,6 +278,8 @@ def test_no_file_reads_the_environment() -> None:
             return
         if path == SRC / "sandbox" / "process.py":  # it hands on what its processes need of it
             return
+        if path == SRC / "cli" / "environment.py":  # it warns of variables that are not those of options
+            return
         for node in ast.walk(tree):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if name in {"environ", "environb", "getenv"}:

@@ -515,6 +515,61 @@ def test_keys_come_from_the_environment_and_yaml_says_where_it_is_wrong(
     assert f"there is no file {tmp_path}/nowhere" in served(monkeypatch, "--config", f"{tmp_path}/nowhere")[2].stderr
 
 
+def test_every_option_is_also_a_variable_below_the_command_line_and_above_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from typer.main import get_command
+
+    for command in ("serve", "fleet"):
+        shown = " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.split())
+        for option in get_command(app).commands[command].params:
+            if option.param_type_name == "option" and option.name != "help":
+                assert option.envvar == f"QUIRE_{option.name.strip('_').upper()}"
+                assert f"env var: {option.envvar}" in shown
+    path = tmp_path / "quire.yaml"
+    path.write_text("max-num-seqs: 1\nblock-size: 32\nport: 1\nhost: a\nenable-prefix-caching: true\n")
+    variables = {"CONFIG": path, "MAX_NUM_SEQS": 2, "PORT": 2, "LORA": "a=/x b=/y", "MODEL": "m", "HOST": ""}
+    variables |= {"ENABLE_PREFIX_CACHING": "false", "OLLAMA": "1", "SHUTDOWN_TIMEOUT": "1.5", "RANK": "", "MODLE": ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"QUIRE_{name}", str(value))
+    options, server, result = served(monkeypatch, "--port", "3")
+    assert result.exit_code == 0, result.output
+    assert (options["max_num_seqs"], options["block_size"], options["model"]) == (2, 32, "m")
+    assert (server.port, server.host, server.shutdown_timeout, server.ollama) == (3, "a", 1.5, True)
+    assert (options["enable_prefix_caching"], server.lora) == (False, ("a=/x", "b=/y"))
+    unknown = [record.getMessage() for record in caplog.records if record.name == "quire"]
+    assert unknown == [
+        "the environment has QUIRE_MODLE, which is not the variable of an option; did you mean QUIRE_MODEL?"
+    ]
+    assert served(monkeypatch, "other")[0]["model"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PORT", "abc", "error: QUIRE_PORT is 'abc'; "),
+        ("PORT", "tcp://10.0.0.1:80", "unless the pod has enableServiceLinks: false"),
+        ("PORT", "70000", "error: port is 70000; it must be in 0..65535 (from the environment: QUIRE_PORT)"),
+        ("OLLAMA", "maybe", "error: QUIRE_OLLAMA is 'maybe'; "),
+    ],
+)
+def test_a_wrong_value_in_the_environment_is_refused_with_its_variable(
+    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"QUIRE_{name}", value)
+    _, server, result = served(monkeypatch)
+    assert (result.exit_code, server) == (1, None)
+    assert words in result.stderr
+    assert served(monkeypatch, f"--{name.lower()}", *(["3"] if name == "PORT" else []))[2].exit_code == 0
+
+
+def test_the_variable_of_ranks_is_known_to_be_no_option() -> None:
+    from quire.cli.environment import OF_RANKS
+    from quire.parallel.launch import GIVEN
+
+    assert OF_RANKS == GIVEN
+
+
 @pytest.mark.slow
 def test_generate_takes_the_checkpoints_own_sampling(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')

@@ -27,7 +27,7 @@ from quire.sandbox.chat_template import PROGRAM as TEMPLATE_PROGRAM
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = (str(TEMPLATE_PROGRAM), grammar_program.__file__)
-ADDRESS = "QUIRE_TESTS_WARM"  # the variable that tells the processes of tests where to ask for a fork
+ADDRESS = "TESTS_OF_QUIRE_WARM"  # the variable that tells the processes of tests where to ask for a fork
 
 
 class Warm:

@@ -32,7 +32,6 @@ class Option:
     upper: int | float | None = None  # largest value; None: no limit
     choices: tuple[str, ...] = ()  # all valid values; (): checked elsewhere
     aliases: tuple[str, ...] = ()  # other names on the command line
-    variable: str | None = None  # environment variable for the command line; several texts are separated by spaces
 
 
 def option(default: Any, help: str, **about: Any) -> Any:

@@ -46,7 +46,9 @@ def ended() -> list[int]:
 
 
 @pytest.fixture
-def server(ended: list[int]) -> Iterator[ServerProcess]:
+def server(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    for name in ("PORT", "API_KEY"):  # of the process that starts it
+        monkeypatch.setenv(f"QUIRE_{name}", "1")
     found = ServerProcess(OPTIONS, 2, ended.append)
     yield found
     found.stop(20)

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from quire import __version__
 from quire.cli.cache import cache
 from quire.cli.chat import chat
-from quire.cli.config_file import TakesFile
+from quire.cli.config_file import Sourced, with_variables
 from quire.cli.convert import convert
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
@@ -51,7 +51,7 @@ class Reporting(TyperGroup):
         try:
             return super().invoke(ctx)
         except QuireError as error:
-            fail(error)
+            fail(with_variables(error, ctx))
 
 
 app = typer.Typer(
@@ -61,15 +61,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Paged attention for Python: serve language models.",
 )
-app.command(short_help="Talk to a model in the terminal.")(chat)
-app.command("run", short_help="The same as chat.")(chat)
+app.command(cls=Sourced, short_help="Talk to a model in the terminal.")(chat)
+app.command("run", cls=Sourced, short_help="The same as chat.")(chat)
 app.command(short_help="Download a model from the hub.")(pull)
 app.command("list", short_help="List the models that were downloaded.")(list_models)
 app.command("rm", short_help="Remove downloaded models.")(remove)
-app.command(short_help="Continue texts.")(generate)
+app.command(cls=Sourced, short_help="Continue texts.")(generate)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
 app.command(short_help="Monitor a running server.")(top)
-app.command(cls=TakesFile, short_help="Serve a fleet's replicas under one address.")(fleet)
+app.command(cls=Sourced, short_help="Serve a fleet's replicas under one address.")(fleet)
 
 
 def _show_version(asked: bool) -> None:
@@ -100,7 +100,7 @@ def bench(context: typer.Context) -> None:
     import_module(f"{MEASURING}.cli").app(context.args, prog_name="quire bench")
 
 
-app.command(short_help="Simulate the scheduler or a fleet under a load.")(simulate)
+app.command(cls=Sourced, short_help="Simulate the scheduler or a fleet under a load.")(simulate)
 app.command(short_help="Write a model with its weights rounded.")(convert)
 app.add_typer(cache, name="cache", short_help="See or remove the KV blocks on a disk.")
 app.command(short_help="List published models, and how they are served.")(models)

@@ -1,19 +1,23 @@
-"""--config: options from a YAML file."""
+"""Where options come from: the command line, else the environment, else the YAML file of --config."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from quire.cli.environment import variable_of
 from quire.cli.options import fail
 from quire.errors import ConfigError
 
 FILE = "quire.config_file"  # key of the file's path in a context's meta
+VARIABLES = "quire.variables"  # key of the options' variables that were used, by the options' names
+SERVICE_LINK = re.compile(r"(tcp|udp)://")  # value of a variable that Kubernetes derives from a Service
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -32,20 +36,54 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-class TakesFile(TyperCommand):
-    """A command with --config, whose errors name the file if an invalid value comes from it."""
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML: these options by name.",
+        is_eager=True,
+        callback=read_config_file,
+        envvar=variable_of("config"),
+    ),
+]
+
+
+class Sourced(TyperCommand):
+    """A command whose errors name the variable or the file that an invalid value comes from."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            name = str(getattr(error.param, "name", ""))
-            source = ctx.get_parameter_source(name)
-            if source is None or source.name != "DEFAULT_MAP" or FILE not in ctx.meta:
+            name, source = self._source(ctx, error)
+            if source == "ENVIRONMENT":
+                variable, value = error.param.envvar, error.param.resolve_envvar_value(ctx)  # type: ignore[union-attr]
+                hint = "; Kubernetes sets it for a Service of that name, unless the pod has enableServiceLinks: false"
+                fail(f"{variable} is {value!r}; {error.message}{hint if SERVICE_LINK.match(value) else ''}")
+            if source != "DEFAULT_MAP" or FILE not in ctx.meta:
                 raise
             value = ctx.default_map[name]
             fail(f"{ctx.meta[FILE]}: {name.replace('_', '-')} is {value!r}; {error.message}")
+        ctx.meta[VARIABLES] = {
+            one.name: one.envvar
+            for one in self.params
+            if (source := ctx.get_parameter_source(one.name)) is not None and source.name == "ENVIRONMENT"
+        }
+        return rest
+
+    def _source(self, ctx: Any, error: typer.BadParameter) -> tuple[str, str]:
+        """Return the name of an invalid option, and the kind of its source."""
+        name = str(getattr(error.param, "name", ""))
+        source = ctx.get_parameter_source(name)
+        return name, "" if source is None else source.name
+
+
+def with_variables(reason: object, context: typer.Context) -> str:
+    """Return an error message, with the variables that the options in it come from."""
+    used: dict[str, str] = context.meta.get(VARIABLES, {})
+    found = [variable for name, variable in used.items() if re.search(rf"\b{name}\b", str(reason))]
+    return f"{reason} (from the environment: {', '.join(found)})" if found else str(reason)
 
 
 def _options_of(path: Path, known: Collection[str], command: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
+from quire.cli.environment import variable_of
 from quire.config import CacheConfig, EngineConfig, options_of
 from quire.server.logs import JSON
 
@@ -62,7 +63,7 @@ def _parameter(config: Config, name: str) -> inspect.Parameter:
         *_names(config, name),
         help=about.help,
         show_default=default != [],
-        envvar=about.variable,
+        envvar=variable_of(name),
         autocompletion=complete_model if name == "model" else None,
     )
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=made, annotation=kind)
@@ -78,11 +79,17 @@ def _names(config: Config, name: str) -> tuple[str, ...]:
 def field_option(config: Config, name: str) -> Any:
     """Return an option with a field's names and help, for a command with a different default."""
     completion = complete_model if name == "model" else None
-    return typer.Option(*_names(config, name), help=options_of(config)[name].help, autocompletion=completion)
+    return typer.Option(
+        *_names(config, name),
+        help=options_of(config)[name].help,
+        envvar=variable_of(name),
+        autocompletion=completion,
+    )
 
 
 ApiKey = Annotated[
-    str | None, typer.Option(help="Key of that server. Better kept in the environment.", envvar="QUIRE_API_KEY")
+    str | None,
+    typer.Option(help="Key of that server. Better kept in the environment.", envvar=variable_of("api_key")),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quire.cli.config_file import read_config_file
+from quire.cli.config_file import ConfigFile, with_variables
+from quire.cli.environment import warn_of_unknown_variables
 from quire.cli.options import ENGINE, ModelName, fail_in, no_model, taken, taken_model, with_options
 from quire.errors import QuireError
 from quire.importing import uncollected
@@ -29,10 +29,7 @@ log = logging.getLogger("quire.server")
 def serve(
     context: typer.Context,
     model_name: ModelName = None,
-    _config: Annotated[
-        Path | None,
-        typer.Option("--config", help="YAML: these options by name.", is_eager=True, callback=read_config_file),
-    ] = None,
+    _config: ConfigFile = None,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
@@ -43,6 +40,7 @@ def serve(
     obey_as_first_process()
     server = ServerConfig(**taken(ServerConfig, options))
     set_up_logs(server.log_format)
+    warn_of_unknown_variables(context)
     note = None if options["model"] is not None else no_model("quire serve")
     try:
         with uncollected():
@@ -51,7 +49,7 @@ def serve(
         tell = partial(_log if server.log_format == JSON else _print, note)
         status = run(options, server, began, tell, _join_fleet)
     except QuireError as error:
-        fail_in(server.log_format, error)
+        fail_in(server.log_format, with_variables(error, context))
     raise typer.Exit(status)
 
 

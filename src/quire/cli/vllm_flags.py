@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quire.cli.config_file import TakesFile
+from quire.cli.config_file import Sourced
 from quire.cli.options import fail
 from quire.config import FOREIGN, ONE_DEVICE, Foreign
 
@@ -57,7 +57,7 @@ NOT_HERE = {
 SEVERAL = "--served-model-name"  # vLLM's takes all values up to the next flag
 
 
-class PastedFlags(TakesFile):
+class PastedFlags(Sourced):
     """A command that accepts such flags. Its own options take precedence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -110,7 +110,12 @@ class ServerProcess:
         config.touch(mode=0o600)
         config.write_text(json.dumps(self._options), encoding="utf-8")
         return subprocess.Popen(
-            ["env", f"OMP_NUM_THREADS={self._num_threads}", sys.executable, "-c", BOUND, str(os.getpid()), config],
+            [
+                "env",
+                *(f"-uQUIRE_{name.replace('-', '_').upper()}" for name in self._options),  # they would take precedence
+                f"OMP_NUM_THREADS={self._num_threads}",
+                *(sys.executable, "-c", BOUND, str(os.getpid()), str(config)),
+            ],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

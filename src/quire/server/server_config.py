@@ -28,7 +28,6 @@ class HttpConfig:
     api_key: tuple[str, ...] = option(
         (),
         "Key that clients must send. May be repeated. Better kept in a file, or in the environment.",
-        variable="QUIRE_API_KEY",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
