@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import re
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quire.models import EMBEDDED
 from quire.models.generation_config import read_default_sampling
 from quire.request import SamplingParams
 from quire.server.server_config import HttpConfig
+from tests.server.collected import until
 from tests.server.serving import Serving, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -250,9 +252,33 @@ def test_a_path_that_is_no_route_is_told_which_one_is(
     assert refused.error()["message"].endswith(words)
 
 
-def test_ready_says_no_while_the_server_stops_and_health_says_yes() -> None:
-    with serving() as server:
+def is_refused(server: Serving) -> bool:
+    """Whether the server listens no more."""
+    try:
+        server.get("/version")
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_after_sigterm_ready_says_no_and_requests_are_answered_until_the_grace_is_over() -> None:
+    with serving(drain_grace=3600.0) as server:
         assert server.get("/ready").status == server.get("/health").status == 200
-        server.service.draining = True
-        assert (server.get("/ready").status, server.get("/health").status) == (503, 200)
+        assert server.server is not None
+        server.server.handle_exit(signal.SIGTERM, None)
+        until(lambda: server.get("/ready").status == 503)
         assert server.get("/ready").error()["code"] == "draining"
+        assert server.get("/health").status == 200
+        assert server.post("/v1/completions", prompt="import", max_tokens=2).status == 200
+        server.server.end_of_grace = 0.0
+        until(lambda: is_refused(server))
+
+
+@pytest.mark.parametrize(("number", "is_watched"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_without_a_balancer_and_after_an_interrupt_there_is_no_grace(number: int, is_watched: bool) -> None:
+    with serving(drain_grace=3600.0) as server:
+        if is_watched:
+            assert server.get("/ready").status == 200
+        assert server.server is not None
+        server.server.handle_exit(number, None)
+        until(lambda: is_refused(server))

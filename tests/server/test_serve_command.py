@@ -52,7 +52,7 @@ def failing(forks: Spawner, *arguments: str) -> str:
 
 
 def test_it_says_what_was_chosen_and_why_and_drains_at_sigterm(forks: Spawner) -> None:
-    with running(forks, "--num-blocks", "60", "--max-num-seqs", "4") as server:
+    with running(forks, "--num-blocks", "60", "--max-num-seqs", "4", "--drain-grace", "0.1") as server:
         shown = "\n".join(lines(server))
         assert re.search(r"serves quire-embedded at http://127.0.0.1:\d+ \(ready in \d+\.\d s\)", shown)
         assert re.search(r"backend +cpu on cpu, .* kernels \(the fastest that runs here\)", shown)
@@ -70,7 +70,9 @@ def test_it_says_what_was_chosen_and_why_and_drains_at_sigterm(forks: Spawner) -
         asked.start()
         while not re.search(r"quire:num_requests_running\S* 4", metrics(server)):
             assert asked.is_alive()
+        urllib.request.urlopen(f"{server.url}/ready", timeout=30)
         server.send(signal.SIGTERM)
+        server.said("requests are accepted for another 0.1 s, in which /ready answers 503")
         asked.join(60)
         assert answers[0]["usage"]["completion_tokens"] == 800  # type: ignore[index]
         assert server.wait() == -signal.SIGTERM

@@ -58,7 +58,7 @@ class Sourced(TyperCommand):
         except typer.BadParameter as error:
             name, source = self._source(ctx, error)
             if source == "ENVIRONMENT":
-                variable, value = error.param.envvar, error.param.resolve_envvar_value(ctx)  # type: ignore[union-attr]
+                variable, value = error.param.envvar, str(error.param.resolve_envvar_value(ctx))  # type: ignore[union-attr]
                 hint = "; Kubernetes sets it for a Service of that name, unless the pod has enableServiceLinks: false"
                 fail(f"{variable} is {value!r}; {error.message}{hint if SERVICE_LINK.match(value) else ''}")
             if source != "DEFAULT_MAP" or FILE not in ctx.meta:

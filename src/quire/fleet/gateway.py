@@ -187,13 +187,12 @@ class GatewayServer(Listening):
     """Waits for open answers before it stops. Inspector streams, which never end by themselves, are closed first."""
 
     def __init__(self, settings: uvicorn.Config, gateway: Gateway, ready: Callable[[], None]) -> None:
-        super().__init__(settings, ready, gateway.service.config.shutdown_timeout)
+        super().__init__(settings, ready, gateway.service)
         self._gateway = gateway
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish the running answers, then stop."""
         gateway = self._gateway
-        gateway.service.draining = True
         gateway.watch.close()
         end_all = partial(gateway.fleet.end_all, "the gateway is stopping")
         timer = asyncio.get_running_loop().call_later(gateway.service.config.shutdown_timeout, end_all)

@@ -61,6 +61,7 @@ log = logging.getLogger("quire.server")
 REPORT_EVERY = 10.0  # seconds between two lines of statistics, while there is work
 FAREWELL = 5  # seconds for sending an error to requests that did not end in time
 KEEP_ALIVE = 30  # seconds that a connection stays open for the next request
+WATCHED = 60.0  # seconds after a request of /ready in which a balancer is assumed to request it again
 
 
 class FleetMember(Protocol):
@@ -70,6 +71,9 @@ class FleetMember(Protocol):
 
     def router(self) -> APIRouter:
         """Return its routes."""
+
+    def drain(self) -> None:
+        """Accept no further calls, and let gateways move running ones."""
 
     def close(self) -> None:
         """Close its connections to gateways."""
@@ -287,12 +291,12 @@ def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
 
 
 class Listening(uvicorn.Server):
-    """A server that calls `ready` when it listens, and keeps the signal that stopped it."""
+    """A server that calls `ready` when it listens, drains at SIGTERM, and keeps the signal that stopped it."""
 
-    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None], shutdown_timeout: float) -> None:
-        """Create it. shutdown_timeout: seconds for requests to end when the server is stopped."""
+    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None], service: Service) -> None:
         super().__init__(settings)
-        self._shutdown_timeout = shutdown_timeout
+        self._service = service
+        self.end_of_grace: float | None = None  # in seconds of time.monotonic(); None: it is not being stopped
         self.signal: int | None = None  # the last signal that stopped the server
         self._ready = ready
 
@@ -302,13 +306,35 @@ class Listening(uvicorn.Server):
         if self.started:
             self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop. After SIGTERM the server drains first: it serves, and /ready answers 503."""
+        if not await super().on_tick(counter):
+            return False
+        if self.end_of_grace is None:
+            self.drain()
+            self.end_of_grace = time.monotonic() + self._grace()
+        return time.monotonic() >= self.end_of_grace
+
+    def drain(self) -> None:
+        """Let /ready answer 503."""
+        self._service.draining = True
+
+    def _grace(self) -> float:
+        """Return the seconds in which the server still accepts connections. Without a balancer it is not waited."""
+        grace = self._service.config.drain_grace
+        if self.signal != signal.SIGTERM or not grace or time.monotonic() - self._service.ready_asked > WATCHED:
+            return 0.0
+        log.warning("stopping: requests are accepted for another %g s, in which /ready answers 503", grace)
+        return grace
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish the running requests, then stop."""
         if self.signal is not None:
             count = len(self.server_state.tasks)
             again = "Ctrl-C again ends them now" if self.signal == signal.SIGINT else "a SIGINT ends them now"
+            timeout = self._service.config.shutdown_timeout
             if count:
-                log.warning("stopping: %d open requests have %g s to end; %s", count, self._shutdown_timeout, again)
+                log.warning("stopping: %d open requests have %g s to end; %s", count, timeout, again)
             else:
                 log.warning("stopping: no request is open")
         await super().shutdown(sockets)
@@ -325,12 +351,17 @@ class Server(Listening):
     """The server of a model. It closes streams without an end at shutdown, and stops when the engine has failed."""
 
     def __init__(self, settings: uvicorn.Config, parts: ServerParts, ready: Callable[[], None]) -> None:
-        config = parts.service.config
-        super().__init__(settings, ready, config.shutdown_timeout)
+        super().__init__(settings, ready, parts.service)
         self.engine_failed = False
         self._reports: asyncio.Task[None] | None = None
         self._parts = parts
         parts.worker.llm.on_failure = self._fail
+
+    def drain(self) -> None:
+        """Let /ready answer 503, and a fleet's gateways move their requests to other replicas."""
+        super().drain()
+        if self._parts.member is not None:
+            self._parts.member.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen and to log statistics."""
@@ -347,7 +378,6 @@ class Server(Listening):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish the running requests, then stop. Requests that take too long end with an error."""
         parts = self._parts
-        parts.service.draining = True
         parts.inspector.close()
         end_all = partial(parts.worker.llm.end_all, "the server is stopping")
         timer = asyncio.get_running_loop().call_later(parts.service.config.shutdown_timeout, end_all)

@@ -51,6 +51,13 @@ class HttpConfig:
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests get when the server is stopped.", lower=0.0, upper=MAX_WAIT
     )
+    drain_grace: float = option(
+        5.0,
+        "Seconds after SIGTERM in which requests are still accepted while /ready answers 503, so that a balancer stops "
+        "sending them. Not waited if /ready was not requested for a minute.",
+        lower=0.0,
+        upper=MAX_WAIT,
+    )
     tool_call_parser: str | None = option(
         None, "Syntax of the model's tool calls, such as hermes, or none. Default: that of its chat template."
     )

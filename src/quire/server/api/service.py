@@ -93,6 +93,7 @@ class Service:
     traces: Traces | None = None
     puller: Puller | None = None  # None: clients may not download models
     draining: bool = False  # running requests are finished, further ones are not wanted
+    ready_asked: float = -math.inf  # time.monotonic() of the last request of /ready
     created: int = field(default_factory=lambda: int(time.time()))
     factory: RequestFactory = field(init=False)
     compilers: BoundedExecutor = field(init=False)  # for grammars that are new or known to be slow
@@ -152,6 +153,7 @@ class Service:
 
     def check_ready(self) -> None:
         """Raise ApiError (503) while the server drains or cannot serve requests."""
+        self.ready_asked = time.monotonic()
         if self.draining:
             raise ApiError("the server is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         self.worker.check_health()
