@@ -466,7 +466,7 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
         ("--gpu-memory-utilization 0.9", "kv_cache_memory sets"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in chunks"),
         ("--revision abc", "download the revision"),
-        ("--ssl-keyfile x", "leave it to a proxy"),
+        ("--ssl-ca-certs x", "leave it to a proxy"),
         ("--hf-token x", "HF_TOKEN"),
         ("--api-server-count 4", "--api-server-count is '4'"),
         ("--model x", "the model is given twice, as 'm' and as --model 'x'"),

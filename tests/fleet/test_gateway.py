@@ -6,12 +6,16 @@ import asyncio
 import http.client
 import json
 import re
+import signal
 import socket
+import ssl
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ from quire.fleet.link import LinkLost
 from quire.fleet.membership import StaticMembers
 from quire.server.api import rerank
 from quire.server.http.api_error import ApiError
+from tests.certificates import certificate
 from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
 from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
 from tests.fleet.gateways import (
@@ -613,6 +618,31 @@ def test_another_dtype_is_another_class_and_what_drains_there_stays(two: list[Se
             slow(other, 0.0)
             assert text_of(asked.result()) == expected
             assert value(fleet, "quire:fleet_resumed_total") == 0
+
+
+def test_at_sigterm_a_replica_hands_its_streams_over_before_its_grace_ends(two: list[Serving]) -> None:
+    body = BODY | {"max_tokens": 60, "temperature": 0.9}
+    with serving({}, slowed, fleet_secret=SECRET, drain_grace=3600.0) as leaving:
+        assert leaving.get("/ready").status == 200
+        assert leaving.server is not None
+        get_the_request(leaving, two[0])
+        slow(leaving, 0.1)
+        with fronting(leaving.url, two[0].url) as fleet, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
+            until(lambda: value(fleet, "quire:fleet_time_to_first_token_seconds_count") == 1)
+            leaving.server.handle_exit(signal.SIGTERM, None)
+            assert text_of(asked.result()) == text_of(two[0].ask("POST", COMPLETIONS, body))
+            assert value(fleet, "quire:fleet_resumed_total", reason="drained") == 1
+        assert leaving.get("/ready").status == 503
+        leaving.server.end_of_grace = 0.0
+
+
+def test_a_gateway_with_a_certificate_serves_https(two: list[Serving], tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    with fronting(two[0].url, ssl_certfile=cert, ssl_keyfile=key) as fleet:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        with urllib.request.urlopen(f"https://127.0.0.1:{fleet.port}/ready", timeout=30, context=trusting) as answer:
+            assert answer.status == 200
 
 
 def test_a_replica_of_another_tokenizer_gets_nothing(two: list[Serving]) -> None:

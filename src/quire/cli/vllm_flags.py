@@ -49,8 +49,6 @@ NOT_HERE = {
     "--root-path": PROXY,
     "--speculative-model": "draft tokens come from the earlier text: set their number with --num-speculative-tokens",
     "--ssl-ca-certs": PROXY,
-    "--ssl-certfile": PROXY,
-    "--ssl-keyfile": PROXY,
     "--structured-outputs-config": "grammars are followed by llguidance; leave it out",
     "--uds": PROXY,
 }

@@ -47,6 +47,7 @@ from quire.server.http.api_error import ApiError
 from quire.server.http.guard import client_of
 from quire.server.run import (
     Listening,
+    address_of,
     allow_connections,
     find_dialect,
     listen,
@@ -139,10 +140,8 @@ class FleetServer:
             gc.freeze()  # loaded objects stay, so the collector need not scan them while tokens wait
 
             def ready() -> None:
-                host, port = listening.getsockname()[:2]
-                address = f"[{host}]" if ":" in host else host
-                name = gateway.service.model.names[0]
-                self._tell(f"Quire {__version__} serves {name} at http://{address}:{port} with a fleet")
+                name, address = gateway.service.model.names[0], address_of(listening, self._config)
+                self._tell(f"Quire {__version__} serves {name} at {address} with a fleet")
 
             self._server = GatewayServer(settings(gateway.app(), self._config), gateway, ready)
             if not self._is_stopped:

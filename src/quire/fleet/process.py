@@ -22,6 +22,7 @@ log = logging.getLogger("quire.fleet")
 ANSWER = 4.0  # seconds, timeout of a request to the server
 LAST_LINES = 20  # lines of the server's output in the error when it does not start
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
+TLS = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password")
 SERVES = re.compile(r"^Quire .* at (http://\S+:\d+) \(ready in ")
 # The kernel kills the process when the thread that started it ends. If the parent is gone already, nothing starts.
 BOUND = """
@@ -112,7 +113,8 @@ class ServerProcess:
         return subprocess.Popen(
             [
                 "env",
-                *(f"-uQUIRE_{name.replace('-', '_').upper()}" for name in self._options),  # they would take precedence
+                # Variables of this process that would take precedence, and those of a certificate: replicas speak HTTP.
+                *(f"-uQUIRE_{name.replace('-', '_').upper()}" for name in (*self._options, *TLS)),
                 f"OMP_NUM_THREADS={self._num_threads}",
                 *(sys.executable, "-c", BOUND, str(os.getpid()), str(config)),
             ],

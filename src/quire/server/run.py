@@ -109,7 +109,8 @@ def serve(
         template = parts.service.model.template
 
         def ready() -> None:
-            tell(listening_sentence(parts, listening, time.monotonic() - began), chosen_by(parts))
+            address = address_of(listening, config)
+            tell(listening_sentence(parts, address, time.monotonic() - began), chosen_by(parts))
             if template is not None:
                 with contextlib.suppress(SandboxFailed):  # the failure is logged, and the first chat tries again
                     template.start()
@@ -277,7 +278,7 @@ def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
 
 def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
     """Return uvicorn's settings for an application."""
-    return uvicorn.Config(
+    found = uvicorn.Config(
         app,
         http=Connection,
         ws="none",
@@ -288,6 +289,9 @@ def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + FAREWELL,
     )
+    found.load()
+    found.ssl = config.tls
+    return found
 
 
 class Listening(uvicorn.Server):
@@ -425,12 +429,17 @@ def listen(host: str, port: int) -> socket.socket:
 # ----------------------------------------------------------------------------------- the startup summary
 
 
-def listening_sentence(parts: ServerParts, listening: socket.socket, seconds: float) -> str:
-    """Return the line that names the model and the address."""
+def address_of(listening: socket.socket, config: HttpConfig) -> str:
+    """Return the URL of a server."""
     host, port = listening.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
+    scheme = "http" if config.tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def listening_sentence(parts: ServerParts, address: str, seconds: float) -> str:
+    """Return the line that names the model and the address."""
     name = parts.service.model.names[0]
-    return f"Quire {__version__} serves {name} at http://{address}:{port} (ready in {seconds:.1f} s)"
+    return f"Quire {__version__} serves {name} at {address} (ready in {seconds:.1f} s)"
 
 
 def chosen_by(parts: ServerParts) -> dict[str, str]:

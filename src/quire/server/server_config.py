@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from quire.config import check_options, option, parse_loras
 from quire.errors import ConfigError
 from quire.server.http.hosts import check_allowed
+from quire.server.http.tls import server_context
 from quire.server.logs import FORMATS
 
 MAX_WAIT = 86_400.0  # seconds
@@ -39,6 +41,15 @@ class HttpConfig:
         (),
         "Let pages of this origin, such as https://chat.example.org, use the server from a browser (CORS); may be "
         "repeated; '*' is any. Default: none.",
+    )
+    ssl_certfile: Path | None = option(
+        None, "PEM file of a certificate, its chain included: serve HTTPS, by TLS 1.2 or later."
+    )
+    ssl_keyfile: Path | None = option(
+        None, "PEM file of the certificate's private key. Default: it is in the same file."
+    )
+    ssl_keyfile_password: str | None = option(
+        None, "Password of an encrypted private key. Better kept in the environment."
     )
     fleet_secret: str | None = option(
         None, "Secret that a fleet's gateways and replicas share (docs/fleet.md). Better kept in --config."
@@ -106,6 +117,7 @@ class HttpConfig:
                     f"or '*' for any"
                 )
         self.template_kwargs()
+        self.tls  # noqa: B018 - a wrong file must not cost the time to load a model
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_traces_endpoint is {endpoint!r}; it must be a URL, as http://HOST:4318/v1/traces")
@@ -129,6 +141,11 @@ class HttpConfig:
         if not found:  # an error, because the server would then accept every client
             raise ConfigError(f"api_key_file {path} holds no key; write one key per line")
         return (*self.api_key, *found)
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS settings; None for plain HTTP. Raises ConfigError for files that cannot be used."""
+        return server_context(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password)
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return default_chat_template_kwargs as an object. Raises ConfigError if it is not a JSON object."""

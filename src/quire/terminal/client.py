@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from ssl import SSLCertVerificationError
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -114,6 +115,12 @@ class Client:
             answer = connection.getresponse()
             if answer.status != HTTPStatus.OK:
                 raise self._refused(path, answer)
+        except SSLCertVerificationError as error:
+            connection.close()
+            raise QuireError(
+                f"the certificate of {self.url} is not trusted ({error.verify_message}); if it is right, give the PEM "
+                f"file of its CA in the variable SSL_CERT_FILE"
+            ) from error
         except (OSError, HTTPException) as error:
             connection.close()
             raise QuireError(f"no server answers at {self.url} ({_name(error)}); quire serve starts one") from error

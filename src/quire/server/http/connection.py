@@ -140,6 +140,8 @@ class Connection(asyncio.Protocol):
         that the answer contains in any case are sent ahead of it, until the answer begins.
         """
         current, last = self._current, self._coming
+        if self._about["scheme"] == "https":  # its transport closes in any case
+            return False
         if self._in_message or current is None or last is None or not current.send_ahead():
             return False
         last.keep_alive = False
