@@ -140,8 +140,10 @@ def test_both_forms_can_be_read() -> None:
     metrics.count("resumed", "lost")
     text, kind = metrics.render("application/openmetrics-text; version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
-    names = {family.name for family in openmetrics_parser.text_string_to_metric_families(text.decode())}
-    assert {"quire:fleet_resumed", "quire:fleet_replica_up", "quire:fleet_stall_seconds"} <= names
+    families = list(openmetrics_parser.text_string_to_metric_families(text.decode()))
+    names = {family.name for family in families} | {one.name for family in families for one in family.samples}
+    assert {"quire:fleet_resumed", "quire:fleet_resumed_total", "quire:fleet_replica_up"} <= names
+    assert {"quire:fleet_stall_seconds", "quire:fleet_stall_seconds_bucket"} <= names
     assert metrics.render("text/plain")[1].startswith("text/plain")
 
 

@@ -336,9 +336,13 @@ class TestExposition:
     def test_openmetrics_for_whom_takes_it(self, driver: Driver) -> None:
         accept = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.4"
         text, content_type = driver.metrics.render(accept)
-        assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
-        names = {family.name for family in openmetrics_parser.text_string_to_metric_families(text.decode())}
-        assert {"quire:prompt_tokens", "quire:iteration_tokens_total", "quire:kv_blocks"} <= names
+        assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
+        families = list(openmetrics_parser.text_string_to_metric_families(text.decode()))
+        assert {"quire:prompt_tokens", "quire:iteration_tokens_total", "quire:kv_blocks"} <= {
+            one.name for one in families
+        }
+        samples = {one.name for family in families for one in family.samples}
+        assert {"quire:prompt_tokens_total", "quire:iteration_tokens_total_bucket", "quire:kv_blocks"} <= samples
 
     @pytest.mark.parametrize(
         "accept", ["", "*/*", "text/plain;version=x", "application/openmetrics-text;version=é\r\nx"]

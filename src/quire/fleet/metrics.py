@@ -15,10 +15,9 @@ from quire.fleet.score import PlacementChoice
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
 from quire.server.http.access import Tally
-from quire.server.observability.metrics import request_counters
+from quire.server.observability.metrics import OPENMETRICS, WITH_COLONS, request_counters
 
 MAX_COUNTED = 2 * MAX_SLOTS  # replicas with counters, including those that have left the fleet
-OPENMETRICS = "application/openmetrics-text"
 
 # Upper bounds of the buckets, in seconds.
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -149,7 +148,7 @@ class FleetMetrics:
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return the body of a scrape and its content type."""
-        encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
+        encode, content_type = choose_encoder(WITH_COLONS if OPENMETRICS in accept else "")
         return encode(self._registry), content_type
 
 

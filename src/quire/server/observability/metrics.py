@@ -26,6 +26,8 @@ from quire.request import FinishReason
 from quire.server.http.access import Tally
 
 OPENMETRICS = "application/openmetrics-text"
+# Else prometheus_client 0.26 writes an underscore for the colon in the names of samples.
+WITH_COLONS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
 
 # Upper bounds of the buckets, vLLM's.
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -301,7 +303,7 @@ class Metrics:
     def render(self, accept_header: str) -> tuple[bytes, str]:
         """Return the text of a scrape and its content type: OpenMetrics if accepted, else Prometheus's own format."""
         # The function gets one of two fixed values: it fails for odd headers, and repeats them in the content type.
-        encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in accept_header else "")
+        encode, content_type = choose_encoder(WITH_COLONS if OPENMETRICS in accept_header else "")
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
