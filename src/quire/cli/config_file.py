@@ -1,4 +1,4 @@
-"""Where options come from: the command line, else the environment, else the YAML file of --config."""
+"""Sources of options: the command line, else the environment, else the YAML file of --config."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ class Listening(uvicorn.Server):
         return time.monotonic() >= self.end_of_grace
 
     def drain(self) -> None:
-        """Let /ready answer 503."""
+        """Begin to drain: /ready answers 503."""
         self._service.draining = True
 
     def _grace(self) -> float:
@@ -362,7 +362,7 @@ class Server(Listening):
         parts.worker.llm.on_failure = self._fail
 
     def drain(self) -> None:
-        """Let /ready answer 503, and a fleet's gateways move their requests to other replicas."""
+        """Begin to drain: /ready answers 503, and a fleet's gateways move their requests to other replicas."""
         super().drain()
         if self._parts.member is not None:
             self._parts.member.drain()

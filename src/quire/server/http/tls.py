@@ -9,7 +9,7 @@ from quire.errors import ConfigError
 
 
 def server_context(certfile: Path | None, keyfile: Path | None, password: str | None) -> ssl.SSLContext | None:
-    """Return the TLS settings for a certificate, or None if there is none. Versions below 1.2 are refused.
+    """Return the TLS settings for a certificate, or None without one. Versions below 1.2 are refused.
 
     certfile: PEM, the server's certificate and then those between it and its CA. keyfile: PEM of its private key; None:
     it is in the same file. password: of the key, if it is encrypted. Raises ConfigError if they cannot be used.
