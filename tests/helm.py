@@ -2,66 +2,80 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy" / "helm" / "quire"
-# What stands ready in deploy/ for those who use no Helm: the chart with its own values, and with Ray.
-READY: dict[str, dict[str, str]] = {
-    "kubernetes/quire.yaml": {},
-    "kuberay/quire.yaml": {"engine": "ray", "image": "quire-ray:0.1.0"},
+# What stands ready in deploy/ for those who use no Helm: the chart with its own values, with Ray, and its objects for
+# Prometheus's operator. The values that differ, and which of the templates.
+READY: dict[str, tuple[dict[str, Any], str]] = {
+    "kubernetes/quire.yaml": ({}, "*"),
+    "kubernetes/monitoring.yaml": ({"monitoring": {"enabled": True, "labels": {}, "interval": "15s"}}, "monitoring.*"),
+    "kuberay/quire.yaml": ({"engine": "ray", "image": "quire-ray:0.1.0"}, "*"),
 }
 
 ACTION = re.compile(r"(?:\s*\{\{-|\{\{)\s(.*?)\s(?:-\}\}\s*|\}\})", re.DOTALL)
 WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
 
-Node = tuple[str, str, list[Any]]  # kind, argument, what is inside
+
+class Node(NamedTuple):
+    """A part of a template."""
+
+    kind: str
+    argument: str = ""
+    inside: tuple[Node, ...] = ()
+    otherwise: tuple[Node, ...] = ()  # after `else`
 
 
-def render(chart: Path, values: Mapping[str, Any], release: str) -> str:
+def render(chart: Path, values: Mapping[str, Any], release: str, templates: str = "*") -> str:
     """All objects of a chart, a YAML document each. Raises ValueError for what is not understood."""
-    return _Renderer(chart, values, release).objects()
+    return _Renderer(chart, values, release, templates).objects()
 
 
 class _Renderer:
-    def __init__(self, chart: Path, values: Mapping[str, Any], release: str) -> None:
-        self.dot = {"Values": values, "Release": {"Name": release}}
-        self.parts: dict[str, list[Node]] = {}
+    def __init__(self, chart: Path, values: Mapping[str, Any], release: str, templates: str) -> None:
+        self.names = {".": {"Values": values, "Release": {"Name": release}}}
+        self.chart = chart
+        self.parts: dict[str, tuple[Node, ...]] = {}
         self.trees = []
         for path in sorted(chart.glob("templates/*")):
-            tokens = _tokens(path.read_text())
-            tree = _tree(tokens)
-            self.parts |= {node[1].strip('"'): node[2] for node in tree if node[0] == "define"}
-            if path.suffix == ".yaml":
+            tree, _ = _tree(_tokens(path.read_text()))
+            self.parts |= {node.argument.strip('"'): node.inside for node in tree if node.kind == "define"}
+            if path.suffix == ".yaml" and path.match(templates):
                 self.trees.append(tree)
 
     def objects(self) -> str:
-        made = [self.text(tree, {}).strip() for tree in self.trees]
-        return "\n---\n".join(text for text in made if text) + "\n"
+        made = [self.text(tree, self.names).strip() for tree in self.trees]
+        lines = "\n---\n".join(text for text in made if text).splitlines()
+        return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
 
-    def text(self, tree: list[Node], names: Mapping[str, Any]) -> str:
+    def text(self, tree: tuple[Node, ...], names: Mapping[str, Any]) -> str:
         return "".join(self.node(node, names) for node in tree)
 
     def node(self, node: Node, names: Mapping[str, Any]) -> str:
-        kind, argument, inside = node
-        if kind == "text":
-            return argument
-        if kind == "define":
+        if node.kind == "text":
+            return node.argument
+        if node.kind == "define":
             return ""
-        if kind == "if":
-            return self.text(inside, names) if self.value(argument, names) else ""
-        if kind == "range":
-            found = re.fullmatch(r"(\$\w+), (\$\w+) := (.*)", argument)
+        if node.kind == "if":
+            return self.text(node.inside if self.value(node.argument, names) else node.otherwise, names)
+        if node.kind == "with":
+            value = self.value(node.argument, names)
+            return self.text(node.inside, {**names, ".": value}) if value else ""
+        if node.kind == "range":
+            found = re.fullmatch(r"(?:(\$\w+), )?(\$\w+) := (.*)", node.argument)
             if found is None:
-                raise ValueError(f"range {argument!r} is not understood")
-            entries = sorted(self.value(found[3], names).items())
-            return "".join(self.text(inside, {**names, found[1]: key, found[2]: value}) for key, value in entries)
-        return str(self.value(argument, names))
+                raise ValueError(f"range {node.argument!r} is not understood")
+            over = self.value(found[3], names)
+            entries = sorted(over.items()) if isinstance(over, dict) else enumerate(over)
+            return "".join(self.text(node.inside, {**names, found[1]: key, found[2]: one}) for key, one in entries)
+        return str(self.value(node.argument, names))
 
     def value(self, pipe: str, names: Mapping[str, Any]) -> Any:
         """What a pipeline gives."""
@@ -70,7 +84,7 @@ class _Renderer:
             name, *words = WORD.findall(stage)
             arguments = [self.word(word, names) for word in words] + value
             if name == "include":
-                value = [self.text(self.parts[arguments[0]], names)]
+                value = [self.text(self.parts[arguments[0]], {".": arguments[1]})]
             elif name == "nindent":
                 indented = "\n".join(" " * arguments[0] + line for line in arguments[1].split("\n"))
                 value = ["\n" + indented]
@@ -81,6 +95,14 @@ class _Renderer:
                 value = [arguments[0] % tuple(arguments[1:])]
             elif name == "eq":
                 value = [arguments[0] == arguments[1]]
+            elif name == "kindIs":
+                value = [arguments[0] == ("slice" if isinstance(arguments[1], list) else "string")]
+            elif name == "toYaml":
+                value = [yaml.safe_dump(arguments[0], default_flow_style=False).rstrip()]
+            elif name == "toJson":
+                value = [json.dumps(arguments[0])]
+            elif name == ".Files.Get":
+                value = [(self.chart / arguments[0]).read_text()]
             else:
                 value = [self.word(name, names)]
         return value[0]
@@ -92,14 +114,13 @@ class _Renderer:
             return int(word)
         if word.startswith("$"):
             return names[word]
-        if word == ".":
-            return self.dot
         if not word.startswith("."):
             raise ValueError(f"{word!r} is not understood")
-        found: Any = self.dot
-        for part in word[1:].split("."):
+        *path, last = word[1:].split(".")
+        found: Any = names["."]
+        for part in path:
             found = found[part]
-        return found
+        return found.get(last) if last else found
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
@@ -112,28 +133,31 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
     yield "text", text[at:]
 
 
-def _tree(tokens: Iterator[tuple[str, str]]) -> list[Node]:
-    """Nodes up to the `end` that closes them."""
+def _tree(tokens: Iterator[tuple[str, str]]) -> tuple[tuple[Node, ...], str]:
+    """Nodes up to the `end` or `else` that closes them, and which of the two it is."""
     found: list[Node] = []
     for kind, token in tokens:
         if kind == "text":
-            found.append(("text", token, []))
+            found.append(Node("text", token))
             continue
         word, _, rest = token.partition(" ")
-        if word == "end":
-            return found
-        if word in ("if", "range", "define"):
-            found.append((word, rest, _tree(tokens)))
+        if word in ("end", "else"):
+            return tuple(found), word
+        if word in ("if", "with", "range", "define"):
+            inside, closed = _tree(tokens)
+            otherwise = _tree(tokens)[0] if closed == "else" else ()
+            found.append(Node(word, rest, inside, otherwise))
         elif word != "/*":
-            found.append(("value", token, []))
-    return found
+            found.append(Node("value", token))
+    return tuple(found), ""
 
 
 def ready(name: str) -> str:
     """The text of a file in deploy/."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text()) | READY[name]
-    head = "# Made from deploy/helm/quire by `python -m tests.helm`; docs/fleet.md says how to use it.\n"
-    return head + render(CHART, values, "quire")
+    own, templates = READY[name]
+    values = yaml.safe_load((CHART / "values.yaml").read_text()) | own
+    head = "# Made from deploy/helm/quire by `python -m tests.helm`; docs/fleet-ray.md says how to use it.\n"
+    return head + render(CHART, values, "quire", templates)
 
 
 if __name__ == "__main__":

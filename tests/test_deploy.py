@@ -12,37 +12,64 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 import yaml
 
+from quire.cache.incoming import Fault
 from quire.cli import app
 from quire.fleet.membership import DnsMembers, parse_members
+from quire.fleet.metrics import REASONS, FleetMetrics
 from quire.ray.app import parse
+from quire.request import FinishReason
+from quire.server.run import FAREWELL
+from quire.server.server_config import HttpConfig
 from tests.helm import CHART, READY, ROOT, ready, render
+from tests.server.serving import serving
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs", reason="schemathesis, which brings jsonschema_rs, is missing")
 
 Object = dict[str, Any]
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+PLACED: Object = {
+    "podAnnotations": {"example.org/owner": "us"},
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone"}]}},
+}
 VARIANTS: dict[str, Object] = {
     "plain": {},
     "plain, other values": {
         "image": "registry.example.org/quire:1",
         "secretName": "other",
         "port": 8080,
-        "options": {"model": "a/b", "max-num-seqs": "64", "kv-cache-memory": "4GiB"},
-        "replicas": VALUES["replicas"] | {"count": 5, "cpu": 16},
+        "imagePullSecrets": [{"name": "registry"}],
+        "hfTokenSecretName": "hub",
+        "options": {"model": "a/b", "max-num-seqs": "64", "kv-cache-memory": "4GiB", "lora": ["x=/x", 'y="/y z"']},
+        "replicas": VALUES["replicas"]
+        | {"count": 5, "cpu": 16, "gpu": "nvidia.com/gpu", "existingClaim": "models"}
+        | {"extraEnv": [{"name": "QUIRE_DTYPE", "value": "bfloat16"}]}
+        | PLACED,
+        "gateways": VALUES["gateways"]
+        | {"keysSecretName": "keys", "extraEnv": [{"name": "QUIRE_ACCESS_LOG", "value": "false"}]}
+        | PLACED,
+        "serviceAnnotations": {"a": "b"},
+        "ingress": {"host": "llm.example.org", "className": "nginx", "annotations": {"a": "b"}, "tlsSecretName": "tls"},
+        "monitoring": VALUES["monitoring"] | {"enabled": True, "labels": {"release": "prometheus"}},
     },
     "ray": {"engine": "ray"},
     "ray, other values": {
         "engine": "ray",
         "secretName": "other",
-        "options": {"model": "a/b", "max-num-seqs": "64"},
-        "replicas": VALUES["replicas"] | {"count": 3, "maxCount": 3},
-        "head": VALUES["head"] | {"redisAddress": "redis:6379", "redisSecretName": "redis"},
+        "hfTokenSecretName": "hub",
+        "options": {"model": "a/b", "max-num-seqs": "64", "lora": ["x=/x", "y=/y"]},
+        "replicas": VALUES["replicas"] | {"count": 3, "maxCount": 3, "existingClaim": "models"} | PLACED,
+        "gateways": VALUES["gateways"] | PLACED,
+        "monitoring": VALUES["monitoring"] | {"enabled": True},
+        "head": VALUES["head"] | PLACED | {"redisAddress": "redis:6379", "redisSecretName": "redis"},
     },
 }
 
@@ -83,11 +110,11 @@ def several(of: Object) -> Object:
 
 
 def an_object(version: str, kind: str, spec: Object) -> Object:
-    meta = record({"name": NAME, "labels": TEXTS})
+    meta = record({"name": NAME, "labels": TEXTS}, annotations=TEXTS)
     return record({"apiVersion": {"const": version}, "kind": {"const": kind}, "metadata": meta, "spec": spec})
 
 
-AMOUNTS = record({"cpu": NUMBER, "memory": SIZE})
+AMOUNTS = record({"cpu": NUMBER, "memory": SIZE}, **{"nvidia.com/gpu": {"const": 1}})
 PROBE = record(
     httpGet=record({"path": {"enum": ["/health", "/ready"]}, "port": PORT}),
     tcpSocket=record({"port": PORT}),
@@ -123,10 +150,11 @@ CONTAINER = record(
 )
 POD = record(
     {
-        "metadata": record({"labels": TEXTS}),
+        "metadata": record({"labels": TEXTS}, annotations=TEXTS),
         "spec": record(
             {
                 "containers": several(CONTAINER),
+                "enableServiceLinks": {"const": False},
                 "securityContext": record(
                     {
                         "runAsNonRoot": {"const": True},
@@ -137,8 +165,17 @@ POD = record(
                 ),
             },
             terminationGracePeriodSeconds=NUMBER,
+            imagePullSecrets=several(record({"name": NAME})),
+            nodeSelector=TEXTS,
+            tolerations=several({"type": "object"}),
+            affinity={"type": "object"},
             volumes=several(
-                record({"name": NAME}, secret=record({"secretName": NAME}), emptyDir=record({"sizeLimit": SIZE}))
+                record(
+                    {"name": NAME},
+                    secret=record({"secretName": NAME}),
+                    emptyDir=record({"sizeLimit": SIZE}),
+                    persistentVolumeClaim=record({"claimName": NAME}),
+                )
             ),
         ),
     }
@@ -187,8 +224,8 @@ SCHEMAS = {
                 "selector": SELECTOR,
                 "template": POD,
                 "podManagementPolicy": {"const": "Parallel"},
-                "volumeClaimTemplates": several(CLAIM),
-            }
+            },
+            volumeClaimTemplates=several(CLAIM),
         ),
     ),
     "Deployment": an_object(
@@ -210,7 +247,7 @@ SCHEMAS = {
                             {},
                             **{
                                 "from": several(
-                                    record({"podSelector": SELECTOR}, namespaceSelector={"type": "object"})
+                                    record({"podSelector": SELECTOR}, namespaceSelector={"type": "object"}),
                                 ),
                                 "ports": several(record({"port": PORT_NUMBER})),
                             },
@@ -218,6 +255,52 @@ SCHEMAS = {
                         "minProperties": 1,
                     }
                 ),
+            }
+        ),
+    ),
+    "Ingress": an_object(
+        "networking.k8s.io/v1",
+        "Ingress",
+        record(
+            {"rules": several(record({"host": TEXT, "http": {"type": "object"}}))},
+            ingressClassName=TEXT,
+            tls=several(record({"hosts": several(TEXT), "secretName": NAME})),
+        ),
+    ),
+    "PodMonitor": an_object(
+        "monitoring.coreos.com/v1",
+        "PodMonitor",
+        record(
+            {
+                "jobLabel": TEXT,
+                "selector": SELECTOR,
+                "podMetricsEndpoints": several(
+                    record(
+                        {"port": NAME, "path": {"const": "/metrics"}, "interval": TEXT},
+                        authorization=record({"credentials": record({"name": NAME, "key": TEXT})}),
+                    )
+                ),
+            }
+        ),
+    ),
+    "PrometheusRule": an_object(
+        "monitoring.coreos.com/v1",
+        "PrometheusRule",
+        record(
+            {
+                "groups": several(
+                    record(
+                        {
+                            "name": TEXT,
+                            "rules": several(
+                                record(
+                                    {"alert": TEXT, "expr": TEXT, "labels": TEXTS, "annotations": TEXTS},
+                                    **{"for": TEXT},
+                                )
+                            ),
+                        }
+                    )
+                )
             }
         ),
     ),
@@ -308,6 +391,13 @@ def test_the_values_are_what_the_schema_wants() -> None:
         {"secretName": "Quire Fleet"},
         {"head": VALUES["head"] | {"redisAddress": "http://redis:6379"}},
         {"head": VALUES["head"] | {"redisAddress": "redis"}},
+        {"options": {"lora": []}},
+        {"options": {"drain-grace": "9"}},
+        {"replicas": VALUES["replicas"] | {"extraEnv": {"HF_HOME": "/x"}}},
+        {"replicas": VALUES["replicas"] | {"gpu": "2"}},
+        {"engine": "ray", "replicas": VALUES["replicas"] | {"gpu": "nvidia.com/gpu"}},  # Ray would hide it
+        {"engine": "ray", "gateways": VALUES["gateways"] | {"keysSecretName": "keys"}},
+        {"monitoring": VALUES["monitoring"] | {"interval": "often"}},
     ],
 )
 def test_values_that_cannot_be_are_refused(wrong: Object) -> None:
@@ -384,14 +474,13 @@ def test_the_secret_is_named_and_never_written(objects: list[Object], request: p
     for pod in pods(objects):
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
         [one] = pod["spec"]["containers"]
-        from_env = [env["valueFrom"]["secretKeyRef"] for env in one.get("env", ()) if "secretKeyRef" in str(env)]
-        from_file = [volume["secret"] for volume in pod["spec"].get("volumes", ()) if "secret" in volume]
+        from_env = [env["valueFrom"]["secretKeyRef"] for env in one.get("env", ()) if "SECRET" in env["name"]]
+        from_file = [v["secret"] for v in pod["spec"].get("volumes", ()) if v["name"] == "secret"]
         if component == "head":
             assert not from_env + from_file
         else:
             assert [*from_env, *from_file] in ([{"name": name, "key": "secret"}], [{"secretName": name}])
-        for argument in one.get("args", ()):
-            assert not argument.startswith("--fleet-secret") or argument == "--fleet-secret=$(FLEET_SECRET)"
+        assert not [argument for argument in one.get("args", ()) if argument.startswith("--fleet-secret")]
 
 
 def test_what_is_mounted_is_there(objects: list[Object]) -> None:
@@ -406,9 +495,9 @@ def test_what_is_mounted_is_there(objects: list[Object]) -> None:
 # -------------------------------------------------------------------------------------------- what fits Quire
 
 
-def known_options(command: str) -> set[str]:
+def known_options(command: str) -> dict[str, Any]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return {name for each in commands[command].params for name in each.opts}
+    return {name: each for each in commands[command].params for name in each.opts}
 
 
 @pytest.mark.slow
@@ -422,11 +511,11 @@ def test_every_option_is_one_of_the_command(variant: str) -> None:
         for argument in one["args"]:
             name, _, value = argument.partition("=")
             assert name in known_options(command), f"quire {command} has no {name}"
-            assert value
+            assert bool(value) is not getattr(known_options(command)[name], "is_flag", False)
             if name == "--port":
                 assert int(value) in [port["containerPort"] for port in one["ports"]]
-            for variable in re.findall(r"\$\((\w+)\)", value):
-                assert variable in [env["name"] for env in one["env"]]
+        variables = {each.envvar for each in known_options(command).values()}
+        assert {env["name"] for env in one["env"] if env["name"].startswith("QUIRE_")} <= variables
     assert started == {"serve", "fleet"}
 
 
@@ -440,6 +529,106 @@ def test_the_gateway_looks_up_the_service_of_the_replicas(variant: str) -> None:
     assert replicas == f"dns://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     [replica] = [each for each in objects if each["kind"] == "StatefulSet"]
     assert replica["spec"]["serviceName"] == service["metadata"]["name"]
+
+
+def test_values_reach_the_pods_that_they_are_for() -> None:
+    objects = objects_of("plain, other values")
+    for pod in pods([*objects, *objects_of("ray, other values")]):
+        assert pod["metadata"]["annotations"] == PLACED["podAnnotations"]
+        assert (
+            pod["spec"].items() >= {name: PLACED[name] for name in ("nodeSelector", "tolerations", "affinity")}.items()
+        )
+    replica, gateway = containers(objects)
+    assert all(pod["spec"]["imagePullSecrets"] == [{"name": "registry"}] for pod in pods(objects))
+    assert replica["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {"--device=cuda", "--reproducible", "--lora=x=/x", '--lora=y="/y z"'} <= {*replica["args"]}
+    assert {"name": "QUIRE_DTYPE", "value": "bfloat16"} in replica["env"]
+    assert {"name": "QUIRE_ACCESS_LOG", "value": "false"} in gateway["env"]
+    for one in (replica, next(one for one in containers(objects_of("ray, other values")) if one["name"] == "quire")):
+        [token] = [env for env in one["env"] if env["name"] == "HF_TOKEN"]
+        assert token["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    claims = [
+        v["persistentVolumeClaim"]
+        for pod in pods(objects)
+        for v in pod["spec"].get("volumes", ())
+        if v["name"] == "cache"
+    ]
+    assert claims == [{"claimName": "models"}]
+    [ingress] = [each for each in objects if each["kind"] == "Ingress"]
+    [service] = [each for each in objects if each["kind"] == "Service" and "clusterIP" not in each["spec"]]
+    [path] = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"]["name"] == service["metadata"]["name"]
+    assert path["backend"]["service"]["port"]["name"] in [port["name"] for port in service["spec"]["ports"]]
+
+
+def test_prometheus_can_read_what_it_is_told_to() -> None:
+    """It names ports that there are, sends a key that the gateways know, and the policy lets it in."""
+    for variant, monitored in (("plain, other values", {"gateway", "replica"}), ("ray, other values", {"gateway"})):
+        objects = objects_of(variant)
+        monitors = [each for each in objects if each["kind"] == "PodMonitor"]
+        assert {each["metadata"]["labels"]["app.kubernetes.io/component"] for each in monitors} == monitored
+        for each in monitors:
+            [endpoint] = each["spec"]["podMetricsEndpoints"]
+            for pod in selected(objects, each["spec"]["selector"]["matchLabels"]):
+                assert pod["metadata"]["labels"][each["spec"]["jobLabel"]] == "quire"  # the job of the rules
+                [one] = pod["spec"]["containers"]
+                assert endpoint["port"] in [port["name"] for port in one["ports"]]
+    objects = objects_of("plain, other values")
+    [gateway] = [pod for pod in pods(objects) if pod["spec"]["containers"][0]["name"] == "gateway"]
+    [file] = [
+        arg.partition("=")[2] for arg in gateway["spec"]["containers"][0]["args"] if arg.startswith("--api-key-file")
+    ]
+    [mount] = gateway["spec"]["containers"][0]["volumeMounts"]
+    [volume] = gateway["spec"]["volumes"]
+    assert file == f"{mount['mountPath']}/keys"
+    [key] = [
+        one["authorization"]
+        for each in objects
+        if each["kind"] == "PodMonitor"
+        for one in each["spec"]["podMetricsEndpoints"]
+        if "authorization" in one
+    ]
+    assert key == {"credentials": {"name": volume["secret"]["secretName"], "key": "metrics"}}
+    [policy] = [each for each in objects if each["kind"] == "NetworkPolicy"]
+    assert {"from": VALUES["monitoring"]["from"], "ports": [{"port": 8000}]} in policy["spec"]["ingress"]
+
+
+def test_a_pod_has_the_time_that_its_server_may_take_to_end() -> None:
+    objects = objects_of("plain")
+    for pod in pods(objects):
+        [one] = pod["spec"]["containers"]
+        given = dict(argument.removeprefix("--").split("=", 1) for argument in one["args"])
+        config = HttpConfig()
+        grace = float(given.get("drain-grace", config.drain_grace))
+        takes = grace + float(given.get("shutdown-timeout", config.shutdown_timeout)) + FAREWELL
+        assert takes + (5 if "lifecycle" in one else 0) <= pod["spec"]["terminationGracePeriodSeconds"]
+        probe = one["readinessProbe"]
+        if one["name"] == "gateway":  # clients come through a Service, which has to notice first
+            assert probe["httpGet"]["path"] == "/ready"
+            assert probe["periodSeconds"] * probe["failureThreshold"] < grace
+
+
+def test_alerts_are_about_metrics_and_reasons_that_there_are(tmp_path: Path) -> None:
+    text = (CHART / "rules.yml").read_text()
+    with serving({"kv_disk": str(tmp_path)}, fleet_secret="s") as server:
+        shown = server.get("/metrics").body.decode() + FleetMetrics().render("")[0].decode()
+    known = set(re.findall(r"^# TYPE (\S+) ", shown, re.MULTILINE)) | set(
+        re.findall(r"^([a-z_:]+)[{ ]", shown, re.MULTILINE)
+    )
+    assert not set(re.findall(r"quire:[a-z_]+", text)) - known
+    codes = {code for path in (ROOT / "src").rglob("*.py") for code in re.findall(r'code="(\w+)"', path.read_text())}
+    reasons = {one for found in re.findall(r'reason!?=~?"([\w|]+)"', text) for one in found.split("|")}
+    assert reasons <= codes | {*REASONS} | {fault.value for fault in Fault} | {reason.value for reason in FinishReason}
+    [rules] = [each for each in objects_of("plain, other values") if each["kind"] == "PrometheusRule"]
+    assert rules["spec"] == yaml.safe_load(text)
+    prometheus = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    assert [(ROOT / "deploy" / "prometheus" / path).resolve() for path in prometheus["rule_files"]] == [
+        CHART / "rules.yml"
+    ]
+    assert [scrape["job_name"] for scrape in prometheus["scrape_configs"]] == re.findall(r'job="(\w+)"', text)
+    tests = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules_test.yml").read_text())["tests"]
+    fired = {name for test in tests for name in re.findall(r'alertname="(\w+)"', str(test["promql_expr_test"]))}
+    assert fired == set(re.findall(r"- alert: (\w+)", text))
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("ray")])
@@ -510,7 +699,7 @@ def test_the_program_before_a_stop_asks_the_replica_to_drain() -> None:
         assert source.count(":8000/") == 1
         local = source.replace(":8000/", f":{server.server_port}/")
         subprocess.run(
-            [sys.executable, "-c", local], env=os.environ | {"FLEET_SECRET": "s3cret"}, check=True, timeout=30
+            [sys.executable, "-c", local], env=os.environ | {"QUIRE_FLEET_SECRET": "s3cret"}, check=True, timeout=30
         )
         thread.join()
     assert asked == [("/fleet/drain", "Bearer s3cret", "application/json")]

@@ -40,6 +40,7 @@ COUNTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "cached_tokens": ("Prompt tokens that were found in a replica's cache.",),
     }
 )
+REASONS = ("lost", "failed", "drained")  # why a call has to be continued
 OF_REPLICAS = tuple(name for name, (_, *labels) in COUNTERS.items() if labels == ["replica"])
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = MappingProxyType(
     {
@@ -87,6 +88,8 @@ class FleetMetrics:
             name: Counter(f"quire:fleet_{name}", message, labels, registry=self._registry)
             for name, (message, *labels) in COUNTERS.items()
         }
+        for reason in REASONS:  # else the first one would be no increase
+            self._counters["resumed"].labels(reason)
         self._histograms = {
             name: Histogram(f"quire:fleet_{name}_seconds", message, registry=self._registry, buckets=bounds)
             for name, (message, bounds) in HISTOGRAMS.items()

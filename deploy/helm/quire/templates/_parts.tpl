@@ -6,12 +6,18 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "quire.pod" -}}
+# Else a Service named quire would set QUIRE_PORT, which is the variable of --port.
+enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
   runAsUser: 1000
   fsGroup: 1000
   seccompProfile:
     type: RuntimeDefault
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "quire.container" -}}
@@ -33,9 +39,44 @@ securityContext:
 {{- end }}
 
 {{- define "quire.secret" -}}
-- name: FLEET_SECRET
+- name: QUIRE_FLEET_SECRET
   valueFrom:
     secretKeyRef:
       name: {{ .Values.secretName }}
       key: secret
+{{- end }}
+
+{{- define "quire.hub" -}}
+{{- with .Values.hfTokenSecretName }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: token
+{{- end }}
+{{- end }}
+
+{{- /* These two are for the values of one component. */ -}}
+
+{{- define "quire.placing" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "quire.amounts" -}}
+cpu: {{ .cpu }}
+memory: {{ .memory }}
+{{- with .gpu }}
+{{ . }}: 1
+{{- end }}
 {{- end }}

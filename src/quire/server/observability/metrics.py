@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from quire.cache.disk.tier import DiskTier
 from quire.cache.events import BlockCopied, BlockRemoved, BlocksSwappedIn, BlocksSwappedOut, CacheEvent
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
-from quire.cache.incoming import BlockSource
+from quire.cache.incoming import BlockSource, Fault
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
 from quire.request import FinishReason
@@ -371,11 +371,12 @@ class Metrics:
     def _of_source(self, source: BlockSource) -> Iterator[Metric]:
         """Yield the metrics of blocks that were read from the disk or from other replicas."""
         counts, kind = source.counts, source.name
+        misses = dict.fromkeys((fault.value for fault in Fault), 0) | counts.misses
         for name, message, by, values in (
             ("hits", "Requests for which KV blocks were read from there.", "", {"": counts.hits}),
             ("hit_tokens", "Prompt tokens that were read instead of computed.", "", {"": counts.tokens}),
             ("read_bytes", "Bytes of KV blocks read.", "", {"": counts.bytes}),
-            ("misses", "KV blocks and requests that were not read but computed.", "reason", dict(counts.misses)),
+            ("misses", "KV blocks and requests that were not read but computed.", "reason", misses),
         ):
             yield self._family(CounterMetricFamily, f"kv_{kind}_{name}", message, values, by)
 
