@@ -108,6 +108,7 @@ def test_files_that_cannot_be_used_are_refused(files: tuple[Path, Path], tmp_pat
     for options, words in (
         ({"ssl_keyfile": key}, "ssl_keyfile is given without ssl_certfile; give both"),
         ({"ssl_keyfile_password": "x"}, "ssl_keyfile_password is given without ssl_certfile"),
+        ({"ssl_certfile": cert, "ssl_keyfile": key, "fleet_secret": "s"}, "does not go with fleet_secret"),
         ({"ssl_certfile": nowhere}, f"ssl_certfile {nowhere} cannot be read: No such file"),
         ({"ssl_certfile": cert, "ssl_keyfile": nowhere}, f"ssl_keyfile {nowhere} cannot be read"),
         (

@@ -200,6 +200,11 @@ class ServerConfig(HttpConfig):
                 "allow_lora_loading does not go with fleet_secret; all replicas of a fleet have the same adapters, so "
                 "give them at the start (--lora)"
             )
+        if self.ssl_certfile is not None and self.fleet_secret is not None:
+            raise ConfigError(
+                "ssl_certfile does not go with fleet_secret; gateways reach replicas by HTTP, so give the certificate "
+                "to the gateway"
+            )
         for name in ("kv_events", "kv_events_replay"):
             endpoint = getattr(self, name)
             if endpoint is not None and not is_endpoint(endpoint):
