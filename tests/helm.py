@@ -160,6 +160,66 @@ def ready(name: str) -> str:
     return head + render(CHART, values, "quire", templates)
 
 
+# ------------------------------------------------------------------------------------------------- with other values
+
+Object = dict[str, Any]
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+PLACED: Object = {
+    "podAnnotations": {"example.org/owner": "us"},
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone"}]}},
+}
+VARIANTS: dict[str, Object] = {
+    "plain": {},
+    "plain, other values": {
+        "image": "registry.example.org/quire:1",
+        "secretName": "other",
+        "port": 8080,
+        "imagePullSecrets": [{"name": "registry"}],
+        "hfTokenSecretName": "hub",
+        "options": {"model": "a/b", "max-num-seqs": "64", "kv-cache-memory": "4GiB", "lora": ["x=/x", 'y="/y z"']},
+        "replicas": VALUES["replicas"]
+        | {"count": 5, "cpu": 16, "gpu": "nvidia.com/gpu", "existingClaim": "models"}
+        | {"extraEnv": [{"name": "QUIRE_DTYPE", "value": "bfloat16"}]}
+        | PLACED,
+        "gateways": VALUES["gateways"]
+        | {"keysSecretName": "keys", "extraEnv": [{"name": "QUIRE_ACCESS_LOG", "value": "false"}]}
+        | PLACED,
+        "serviceAnnotations": {"a": "b"},
+        "ingress": {"host": "llm.example.org", "className": "nginx", "annotations": {"a": "b"}, "tlsSecretName": "tls"},
+        "monitoring": VALUES["monitoring"] | {"enabled": True, "labels": {"release": "prometheus"}},
+    },
+    "ray": {"engine": "ray"},
+    "ray, other values": {
+        "engine": "ray",
+        "secretName": "other",
+        "hfTokenSecretName": "hub",
+        "options": {"model": "a/b", "max-num-seqs": "64", "lora": ["x=/x", "y=/y"]},
+        "replicas": VALUES["replicas"] | {"count": 3, "maxCount": 3, "existingClaim": "models"} | PLACED,
+        "gateways": VALUES["gateways"] | PLACED,
+        "monitoring": VALUES["monitoring"] | {"enabled": True},
+        "head": VALUES["head"] | PLACED | {"redisAddress": "redis:6379", "redisSecretName": "redis"},
+    },
+}
+
+
+def objects_of(variant: str) -> list[Object]:
+    release = "quire" if "other" not in variant else "mine"
+    return list(yaml.safe_load_all(render(CHART, VALUES | VARIANTS[variant], release)))
+
+
+def pods(objects: list[Object]) -> Iterator[Object]:
+    """All pod templates."""
+    for each in objects:
+        if each["kind"] in ("StatefulSet", "Deployment"):
+            yield each["spec"]["template"]
+        elif each["kind"] == "RayService":
+            cluster = each["spec"]["rayClusterConfig"]
+            yield cluster["headGroupSpec"]["template"]
+            yield from (group["template"] for group in cluster["workerGroupSpecs"])
+
+
 if __name__ == "__main__":
     for name in READY:
         path = ROOT / "deploy" / name

@@ -36,6 +36,7 @@ def test_each_file_is_covered_by_a_part_or_by_the_suite() -> None:
         (["README.md"], ["documents"]),
         (["src/quire/ray/app.py", "src/quire/ops/cpu/csrc/linear.h"], ["wheel", "documents", "ray"]),
         (["src/quire/ops/triton/tiles.py"], ["triton"]),
+        (["deploy/helm/quire/rules.yml"], ["deploy"]),
         (["src/quire/models/quantisation/awq.py", "docs/cpu.md"], ["documents", "formats"]),
     ],
 )

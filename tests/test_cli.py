@@ -529,7 +529,7 @@ def test_every_option_is_also_a_variable_below_the_command_line_and_above_the_fi
     path = tmp_path / "quire.yaml"
     path.write_text("max-num-seqs: 1\nblock-size: 32\nport: 1\nhost: a\nenable-prefix-caching: true\n")
     variables = {"CONFIG": path, "MAX_NUM_SEQS": 2, "PORT": 2, "LORA": "a=/x b=/y", "MODEL": "m", "HOST": ""}
-    variables |= {"ENABLE_PREFIX_CACHING": "false", "OLLAMA": "1", "SHUTDOWN_TIMEOUT": "1.5", "RANK": "", "MODLE": ""}
+    variables |= {"ENABLE_PREFIX_CACHING": "false", "OLLAMA": "1", "SHUTDOWN_TIMEOUT": "1.5", "RANK": "", "PORTS": ""}
     for name, value in variables.items():
         monkeypatch.setenv(f"QUIRE_{name}", str(value))
     options, server, result = served(monkeypatch, "--port", "3")
@@ -539,7 +539,7 @@ def test_every_option_is_also_a_variable_below_the_command_line_and_above_the_fi
     assert (options["enable_prefix_caching"], server.lora) == (False, ("a=/x", "b=/y"))
     unknown = [record.getMessage() for record in caplog.records if record.name == "quire"]
     assert unknown == [
-        "the environment has QUIRE_MODLE, which is not the variable of an option; did you mean QUIRE_MODEL?"
+        "the environment has QUIRE_PORTS, which is not the variable of an option; did you mean QUIRE_PORT?"
     ]
     assert served(monkeypatch, "other")[0]["model"] == "other"
 

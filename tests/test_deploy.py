@@ -7,10 +7,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,58 +26,13 @@ from quire.fleet.membership import DnsMembers, parse_members
 from quire.fleet.metrics import REASONS, FleetMetrics
 from quire.ray.app import parse
 from quire.request import FinishReason
+from quire.server.api.local_engine_client import STUCK_AFTER
 from quire.server.run import FAREWELL
 from quire.server.server_config import HttpConfig
-from tests.helm import CHART, READY, ROOT, ready, render
+from tests.helm import CHART, PLACED, READY, ROOT, VALUES, VARIANTS, Object, objects_of, pods, ready
 from tests.server.serving import serving
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs", reason="schemathesis, which brings jsonschema_rs, is missing")
-
-Object = dict[str, Any]
-VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-PLACED: Object = {
-    "podAnnotations": {"example.org/owner": "us"},
-    "nodeSelector": {"disk": "fast"},
-    "tolerations": [{"key": "gpu", "operator": "Exists"}],
-    "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone"}]}},
-}
-VARIANTS: dict[str, Object] = {
-    "plain": {},
-    "plain, other values": {
-        "image": "registry.example.org/quire:1",
-        "secretName": "other",
-        "port": 8080,
-        "imagePullSecrets": [{"name": "registry"}],
-        "hfTokenSecretName": "hub",
-        "options": {"model": "a/b", "max-num-seqs": "64", "kv-cache-memory": "4GiB", "lora": ["x=/x", 'y="/y z"']},
-        "replicas": VALUES["replicas"]
-        | {"count": 5, "cpu": 16, "gpu": "nvidia.com/gpu", "existingClaim": "models"}
-        | {"extraEnv": [{"name": "QUIRE_DTYPE", "value": "bfloat16"}]}
-        | PLACED,
-        "gateways": VALUES["gateways"]
-        | {"keysSecretName": "keys", "extraEnv": [{"name": "QUIRE_ACCESS_LOG", "value": "false"}]}
-        | PLACED,
-        "serviceAnnotations": {"a": "b"},
-        "ingress": {"host": "llm.example.org", "className": "nginx", "annotations": {"a": "b"}, "tlsSecretName": "tls"},
-        "monitoring": VALUES["monitoring"] | {"enabled": True, "labels": {"release": "prometheus"}},
-    },
-    "ray": {"engine": "ray"},
-    "ray, other values": {
-        "engine": "ray",
-        "secretName": "other",
-        "hfTokenSecretName": "hub",
-        "options": {"model": "a/b", "max-num-seqs": "64", "lora": ["x=/x", "y=/y"]},
-        "replicas": VALUES["replicas"] | {"count": 3, "maxCount": 3, "existingClaim": "models"} | PLACED,
-        "gateways": VALUES["gateways"] | PLACED,
-        "monitoring": VALUES["monitoring"] | {"enabled": True},
-        "head": VALUES["head"] | PLACED | {"redisAddress": "redis:6379", "redisSecretName": "redis"},
-    },
-}
-
-
-def objects_of(variant: str) -> list[Object]:
-    release = "quire" if "other" not in variant else "mine"
-    return list(yaml.safe_load_all(render(CHART, VALUES | VARIANTS[variant], release)))
 
 
 @pytest.fixture(params=VARIANTS)
@@ -408,17 +364,6 @@ def test_values_that_cannot_be_are_refused(wrong: Object) -> None:
 # --------------------------------------------------------------------------------------------------- what fits what
 
 
-def pods(objects: list[Object]) -> Iterator[Object]:
-    """All pod templates."""
-    for each in objects:
-        if each["kind"] in ("StatefulSet", "Deployment"):
-            yield each["spec"]["template"]
-        elif each["kind"] == "RayService":
-            cluster = each["spec"]["rayClusterConfig"]
-            yield cluster["headGroupSpec"]["template"]
-            yield from (group["template"] for group in cluster["workerGroupSpecs"])
-
-
 def containers(objects: list[Object]) -> list[Object]:
     return [one for pod in pods(objects) for one in pod["spec"]["containers"]]
 
@@ -606,6 +551,16 @@ def test_a_pod_has_the_time_that_its_server_may_take_to_end() -> None:
         if one["name"] == "gateway":  # clients come through a Service, which has to notice first
             assert probe["httpGet"]["path"] == "/ready"
             assert probe["periodSeconds"] * probe["failureThreshold"] < grace
+
+
+def test_the_unit_of_systemd_starts_a_server_and_gives_it_time_to_end() -> None:
+    text = (ROOT / "deploy" / "systemd" / "quire.service").read_text()
+    unit = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"\w+=", line))
+    assert unit["ExecStart"].split() == ["/opt/quire/bin/quire", "serve"]
+    config = HttpConfig()
+    assert int(unit["TimeoutStopSec"]) > config.drain_grace + config.shutdown_timeout + FAREWELL + STUCK_AFTER
+    assert unit["KillMode"] == "mixed"  # else its processes for templates would end before its requests
+    assert int(unit["SuccessExitStatus"]) == 128 + signal.SIGTERM
 
 
 def test_alerts_are_about_metrics_and_reasons_that_there_are(tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ PARTS = {
         *("src/quire/models/quantisation/*", "src/quire/models/weights.py", "src/quire/models/convert.py"),
         *("tools/check_formats.py", "tools/write_formats.py", ".ci/parts"),
     ),
+    "deploy": (
+        *("deploy/*", "tests/helm.py", "tests/test_deploy.py", "src/quire/server/observability/metrics.py"),
+        *("src/quire/fleet/metrics.py", "tools/check_deploy.py", ".ci/parts"),
+    ),
 }
 # The files that lint, the suite and the nightly runs cover. Add a new package or tool here or to a part.
 SUITE = (
