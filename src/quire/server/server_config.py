@@ -52,7 +52,7 @@ class HttpConfig:
         None, "Password of an encrypted private key. Better kept in the environment."
     )
     fleet_secret: str | None = option(
-        None, "Secret that a fleet's gateways and replicas share (docs/fleet.md). Better kept in --config."
+        None, "Secret that a fleet's gateways and replicas share (docs/fleet.md). Better kept in the environment."
     )
     max_body_size: int = option(4 * 2**20, "Most bytes of a request's body.", lower=1024, upper=2**40)
     max_logprobs: int = option(20, "Most candidates per position that a request may ask for.", lower=0, upper=1024)
