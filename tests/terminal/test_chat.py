@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from quire import LLM
+from quire.cli import app
 from quire.errors import ConfigError, QuireError
 from quire.terminal.chat import Chat, Ended
 from quire.terminal.client import Client, Refused
@@ -219,6 +221,16 @@ def test_thoughts_and_usage_of_a_server_are_read() -> None:
     assert pieces == [Piece("hm", is_thought=True), Piece("yes"), Piece(" no")]
     assert partner.usage is not None
     assert (partner.usage.prompt_tokens, partner.usage.cached_tokens, partner.usage.new_tokens) == (7, 4, 2)
+
+
+def test_the_variable_of_the_model_is_for_one_that_is_loaded_here(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_server([chunk("yes", reason="stop"), USAGE, DONE]) as url:
+        arguments, environment = ["chat", "--url", url], {"QUIRE_MODEL": "another", "QUIRE_DTIPE": "float32"}
+        shown = CliRunner().invoke(app, arguments, input="well?", env=environment)
+        assert (shown.exit_code, shown.stdout.strip()) == (0, "yes"), shown.output
+        assert "QUIRE_DTIPE, which is not the variable of an option; did you mean QUIRE_DTYPE?" in caplog.text
+        refused = CliRunner().invoke(app, [*arguments, "--model", "another"], input="well?")
+        assert "has no model 'another'; it has fake" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from quire.cli.options import (
     fail,
     field_option,
     no_model,
+    source_of,
     taken_model,
     with_options,
 )
@@ -115,7 +116,7 @@ def _served_model(
     from quire.terminal.partner import ServedModel
 
     for name in (*options, "chat_template", "lora"):
-        source = context.get_parameter_source(name)
-        if name != "model" and source is not None and source.name == "COMMANDLINE":
+        if name != "model" and source_of(context, name) == "COMMANDLINE":
             fail(f"--{name.replace('_', '-')} is for a model that is loaded here; the one at {url} has its own")
-    return ServedModel(Client(url, key), options["model"], sampling)
+    own = context.params["model_name"] is None and source_of(context, "model") == "ENVIRONMENT"  # of this machine
+    return ServedModel(Client(url, key), None if own else options["model"], sampling)

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from quire.cli.environment import variable_of
-from quire.cli.options import fail
+from quire.cli.environment import variable_of, warn_of_unknown_variables
+from quire.cli.options import fail, source_of
 from quire.errors import ConfigError
 
 FILE = "quire.config_file"  # key of the file's path in a context's meta
@@ -56,7 +56,8 @@ class Sourced(TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            name, source = self._source(ctx, error)
+            name = str(getattr(error.param, "name", ""))
+            source = source_of(ctx, name)
             if source == "ENVIRONMENT":
                 variable, value = error.param.envvar, str(error.param.resolve_envvar_value(ctx))  # type: ignore[union-attr]
                 hint = "; Kubernetes sets it for a Service of that name, unless the pod has enableServiceLinks: false"
@@ -66,17 +67,11 @@ class Sourced(TyperCommand):
             value = ctx.default_map[name]
             fail(f"{ctx.meta[FILE]}: {name.replace('_', '-')} is {value!r}; {error.message}")
         ctx.meta[VARIABLES] = {
-            one.name: one.envvar
-            for one in self.params
-            if (source := ctx.get_parameter_source(one.name)) is not None and source.name == "ENVIRONMENT"
+            one.name: one.envvar for one in self.params if one.name and source_of(ctx, one.name) == "ENVIRONMENT"
         }
+        if all(one.name != "log_format" for one in self.params):  # the others warn once their log has its format
+            warn_of_unknown_variables(ctx)
         return rest
-
-    def _source(self, ctx: Any, error: typer.BadParameter) -> tuple[str, str]:
-        """Return the name of an invalid option, and the kind of its source."""
-        name = str(getattr(error.param, "name", ""))
-        source = ctx.get_parameter_source(name)
-        return name, "" if source is None else source.name
 
 
 def with_variables(reason: object, context: typer.Context) -> str:

@@ -99,12 +99,17 @@ def row(name: str, value: str) -> None:
     print(f"{name:18s} {value}")
 
 
+def source_of(context: typer.Context, name: str) -> str:
+    """Return the source of an option's value, such as COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (--config) or DEFAULT."""
+    source = context.get_parameter_source(name)
+    return "" if source is None else source.name
+
+
 def taken_model(context: typer.Context, argument: str | None, option: str | None) -> str | None:
     """Return the model that was given as an argument or as --model. Fail if both are given."""
     if argument is None:
         return option
-    source = context.get_parameter_source("model")
-    if source is not None and source.name == "COMMANDLINE":
+    if source_of(context, "model") == "COMMANDLINE":
         fail(f"the model is given twice, as {argument!r} and as --model {option!r}; give one of them")
     return argument
 
