@@ -222,8 +222,8 @@ class EngineConfig:
     )
     draft: str = option(
         "auto",
-        "Source of draft tokens: lookup (in the text), head (of the checkpoint), auto (both, if there is a head) or "
-        "off. Drafts change no token; see docs/speculation.md.",
+        "Source of draft tokens: lookup (in the text), head (of the checkpoint), off, or auto: lookup, and the head of "
+        "a model with 256 MiB of weights or more. Drafts change no token.",
         choices=("auto", "lookup", "head", "off"),
     )
     num_speculative_tokens: int | None = option(

@@ -14,11 +14,12 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.head_drafter import HeadDrafter
 from quire.errors import ModelError
 from quire.models.draft_head import joined_groups
+from quire.models.quantisation.policy import Quantisation
 from quire.request import Event, Request
 from tests.models.checkpoints import engine, save
 from tests.models.heads import add_head
@@ -68,8 +69,9 @@ def test_no_token_depends_on_the_drafts(tmp_path: Path, kind: str) -> None:
         assert made.scheduler.speculation.num_draft_tokens > 10
 
 
-def test_hidden_states_are_those_of_the_layout(tmp_path: Path) -> None:
-    """Of every row of a prompt in chunks, against transformers' layer in fp32."""
+def test_hidden_states_are_those_of_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every row of a prompt in chunks, against transformers' layer in fp32, with weights that are not rounded."""
+    monkeypatch.setattr(Quantisation, "for_drafts", lambda own: own)
     model = save(tmp_path, "Llama")
     add_head(tmp_path, "Llama", 2, 3)
     made = engine(tmp_path, num_speculative_tokens=3, draft="head", max_num_batched_tokens=7)
@@ -114,10 +116,23 @@ def expected(model: Any, directory: Path, tokens: list[int]) -> torch.Tensor:
         return normalised("norm", layer(joined, attention_mask=mask, position_embeddings=angles))[0]
 
 
+def test_a_head_that_is_right_halves_the_steps(tmp_path: Path) -> None:
+    """The embedded model's, on text like that it was trained on."""
+    steps = []
+    for draft in ("off", "head"):
+        llm = LLM(num_blocks=200, draft=draft, num_speculative_tokens=3)
+        params = SamplingParams(max_tokens=100, temperature=0.0, repetition_penalty=1.0)
+        before = llm.engine.scheduler.num_plans
+        outputs = llm.generate(["import os\nimport json\n\n\ndef read_config(path):\n", "class Stack:\n"], params)
+        steps.append(llm.engine.scheduler.num_plans - before)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [100, 100]
+    assert steps[1] < 0.6 * steps[0]
+
+
 def test_layers_of_the_head_join_a_group_of_the_model_or_follow(tmp_path: Path) -> None:
     save(tmp_path / "llama")
     add_head(tmp_path / "llama", "Llama", 2, 3)
-    made = engine(tmp_path / "llama", num_speculative_tokens=3)
+    made = engine(tmp_path / "llama", num_speculative_tokens=3, draft="head")
     assert [group.layers for group in made.scheduler.manager.groups] == [(0, 1, 2, 3)]
     save(tmp_path / "gated", "Qwen3_5", num_key_value_heads=2)
     add_head(tmp_path / "gated", "Qwen3_5", 3, 4)

@@ -63,6 +63,7 @@ OUT: dict[str, dict[str, Any]] = {
     "scheduling_policy": {"scheduling_policy": "shortest"},
     "async_scheduling": {"async_scheduling": False},
     "enforce_eager": {"enforce_eager": True},
+    "draft": {"draft": "off"},
     "num_speculative_tokens": {"num_speculative_tokens": 0},
     "enable_lora": {"enable_lora": True},
     "max_loras": {"enable_lora": True, "max_loras": 3},

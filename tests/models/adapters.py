@@ -35,7 +35,7 @@ def linears(model: Any) -> Shapes:
 def embedded_linears() -> Shapes:
     """Those of the model that comes with Quire."""
     checkpoint = Checkpoint(EMBEDDED)
-    names = [name for name in checkpoint.names if name.endswith("_proj.weight")]
+    names = [name for name in checkpoint.names if name.endswith("_proj.weight") and not name.startswith("mtp.")]
     shapes = {name.removesuffix(".weight"): checkpoint[name].shape for name in sorted(names)}
     return {name: (shape[1], shape[0]) for name, shape in shapes.items()}
 

@@ -212,7 +212,7 @@ def test_products_of_others_are_not_reproducible(tmp_path: Path) -> None:
     assert not model.rows_are_batch_invariant
     assert model.rows_depend is not None
     assert model.rows_depend.endswith("is multiplied by transformers")
-    assert adapted_engine(tmp_path, num_speculative_tokens=None).scheduler.lookup is None
+    assert adapted_engine(tmp_path, num_speculative_tokens=None).scheduler.speculation is None
     with pytest.raises(ConfigError, match="speculative decoding needs batch-invariant results"):
         adapted_engine(tmp_path, num_speculative_tokens=2)
     with pytest.raises(Unsupported, match="reproducible is True; a row's bits may depend"):

@@ -117,7 +117,7 @@ class HeadDrafter:
                 self._plans[plan].update_trusted(starts, lengths, own, torch.from_numpy(slots))
             at = torch.from_numpy(position)
             before = self._head.forward(token_ids, at, before, self._cache, self._plans)
-            token_ids = self._model.logits(before).argmax(-1)
+            token_ids = self._head.choose(before)
             found[:, k] = token_ids.numpy()
         return found
 

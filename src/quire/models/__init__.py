@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -107,6 +106,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+PAYS_FROM = 2**28  # bytes of weights; in a smaller model a draft takes as long as the step that it may save
 SHOWN_WHILE_READ = 2**29  # bytes of weights from which a progress bar is shown
 
 
@@ -271,8 +271,8 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         weights.on_read = advance
         model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
-    if exchange is None and config.draft in ("auto", "head") and config.num_speculative_tokens != 0:
-        model.draft_head = _draft_head(choice, checkpoint, model, config, replace(quantisation, head=None))
+    if exchange is None and _wants_draft_head(config, model):
+        model.draft_head = _draft_head(choice, checkpoint, model, config, quantisation.for_drafts())
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
@@ -280,15 +280,20 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     return model
 
 
+def _wants_draft_head(config: EngineConfig, model: Decoder) -> bool:
+    """Return whether to use the checkpoint's draft head, if there is one, where drafts leave all results unchanged."""
+    if config.num_speculative_tokens == 0 or not model.backend.batch_invariant(config.device):
+        return False
+    return config.draft == "head" or (config.draft == "auto" and model.weight_bytes.total >= PAYS_FROM)
+
+
 def _draft_head(
     choice: Own, checkpoint: Tensors, model: Decoder, config: EngineConfig, quantisation: Quantisation
 ) -> DraftHead | None:
-    """Return the checkpoint's draft head, None if it has none or drafts would change the results of this backend.
+    """Return the checkpoint's draft head, None if it has none.
 
     Raises ModelError if the option asks for a head that is missing or unreadable.
     """
-    if not model.backend.batch_invariant(config.device):
-        return None
     found, read = None, cast(ReadHead, getattr(choice.family, "draft_head", lambda *_: None))
     try:
         found = read(choice.raw, choice.config, checkpoint.names)

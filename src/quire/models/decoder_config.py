@@ -328,7 +328,7 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
         yield "embedding", _whole(config.vocab_size, H)
     if config.learned_positions:
         yield "positions", _whole(config.first_position + config.max_position_embeddings, H)
-    if not config.tied_embeddings and not config.joins_hidden:
+    if not config.tied_embeddings:
         yield "lm_head", _whole(config.vocab_size, H)
     if config.head_bias:
         yield "lm_head.bias", _whole(config.vocab_size)

@@ -18,7 +18,7 @@ from quire.cache.storage import KVCache
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
 from quire.models.layers import position_tables, write_program
-from quire.models.quantisation.stacking import Weight
+from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.ops import PagedKV
 from quire.ops.program import Plan
 from quire.ops.recurrent.records import RecurrentCache
@@ -28,13 +28,18 @@ class DraftHead:
     """The layers of a checkpoint that predict draft tokens."""
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], model: Decoder) -> None:
-        """Take the weights of `weight_shapes`, for the model whose embedding and output projection the head uses."""
+        """Take the weights of `weight_shapes`, among them a copy of the model's output projection.
+
+        They may be rounded more than the model's, which makes drafting faster: no token depends on them.
+        """
         self.config, self._model = config, model
         tables = position_tables(config, model.max_model_len, model.device)
         linears = model.backend.linears(str(model.device), False)
         self._layers = model.backend.compile(
             write_program(config, weights, linears, tables, None, model.dtype, model.device)
         )
+        bias = tensor(weights["lm_head.bias"]) if config.head_bias else None
+        self._lm_head = linears.head(matrix(weights["lm_head"]), bias)
         # The cache groups of the model and its head, and the plans of these that each of them uses.
         self.groups, self._plans = joined_groups(model.config, config)
         self._only_own = len(self.groups) - len(model.config.groups)  # groups that the model has no layer in
@@ -58,6 +63,13 @@ class DraftHead:
         joined = torch.cat([self._model.embed(token_ids, positions)[:, : self.config.hidden_size], before], 1)
         caches = _Later(cache, self._model.config.num_layers)
         return self._layers(joined, positions, caches, [plans[plan] for plan in self._plans], rows)
+
+    def choose(
+        self,
+        hidden: Tensor,  # [R, H], as `forward` returns them
+    ) -> Tensor:
+        """Return the most likely next token of each row: int64 [R]."""
+        return self._lm_head(hidden).argmax(-1)
 
     def without_own(self, plans: Sequence[Plan]) -> Sequence[Plan]:
         """Return the plans of the model's own cache groups, given those of model and head."""

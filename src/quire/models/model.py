@@ -106,6 +106,12 @@ class Head(Protocol):
     ) -> Tensor:
         """Return the hidden states after the final norm, [T, H] or [R, H], and write the K and V of all rows."""
 
+    def choose(
+        self,
+        hidden: Tensor,  # [R, H], as `forward` returns them
+    ) -> Tensor:
+        """Return the most likely next token of each row: int64 [R]."""
+
     def without_own(self, plans: Sequence[Plan]) -> Sequence[Plan]:
         """Return the plans of the model's own cache groups, given those of model and head."""
 

@@ -117,7 +117,8 @@ def load(
             model, report = kind.from_pretrained(
                 None,
                 config=found.config,
-                state_dict={name: checkpoint[name] for name in checkpoint.names},  # mapped, not read
+                # Mapped, not read; without a draft head, which no class of transformers has.
+                state_dict={name: checkpoint[name] for name in checkpoint.names if not name.startswith("mtp.")},
                 dtype=dtype,
                 attn_implementation=found.way.implementation,
                 trust_remote_code=False,

@@ -73,13 +73,15 @@ def _head(
     prefix: str,  # of those of its layer
     adapt: Adapt | None,
 ) -> HeadFormat:
-    head = replace(config, joins_hidden=True, embedding_norm=False)
+    head = replace(config, joins_hidden=True, embedding_norm=False, tied_embeddings=False)
     sources = weight_sources(head, frozenset(name for name in names if name.startswith(own)))
     return HeadFormat(
         head,
         replace(
             sources,
-            ends={ours: f"{name}.weight" for ours, name in zip(NORMS, theirs, strict=True)},
+            ends={ours: f"{name}.weight" for ours, name in zip(NORMS, theirs, strict=True)}
+            | {"lm_head": sources.ends["embedding" if config.tied_embeddings else "lm_head"]}
+            | ({"lm_head.bias": sources.ends["lm_head.bias"]} if config.head_bias else {}),
             layer_prefix=prefix,
             # The rest of the model, and copies of its embedding and its output projection.
             ignored=re.compile(rf"(?!{re.escape(own)}).*|{re.escape(prefix)}(embed_tokens|shared_head\.head)\..*"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,6 +114,11 @@ class Quantisation:
                 "quantization too, or leave it out"
             )
         return found
+
+    def for_drafts(self) -> Quantisation:
+        """Return the quantisation of a draft head: to int4, so that drafting reads little. No token depends on it."""
+        rounding = ROUNDINGS["int4"]
+        return replace(self, linears=rounding if self.scheme is None else None, head=rounding)
 
     @property
     def description(self) -> str | None:
