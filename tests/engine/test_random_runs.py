@@ -31,7 +31,7 @@ from quire.engine.inflight_prefixes import unforked
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.policy import by_priority
 from quire.engine.prefetch import Prefetch
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import PromptLookup, Speculation
 from quire.models.batch import Batch
 from quire.models.model import WeightBytes
 from quire.request import Event, FinishReason, Request, SampleGroup, SamplingParams, Task, TokenLogprobs
@@ -468,7 +468,7 @@ class GuessedRun(RandomRun):
         super().__init__(seed, seen, checked=True)
         assert self.runner is not None
         self.runner.model = circling
-        self.scheduler.lookup = PromptLookup(num_draft_tokens) if num_draft_tokens else None
+        self.scheduler.speculation = Speculation([PromptLookup()], num_draft_tokens) if num_draft_tokens else None
         self.told: dict[str, list[TokenLogprobs]] = {}
         self.items: list[PlanItem] = []  # of the step, those with drafts
 
