@@ -1,7 +1,8 @@
-"""A progress bar on standard error."""
+"""Progress bars and notices on standard error."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,3 +24,12 @@ def progress_bar(name: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(name, total=total)
         yield lambda: bar.advance(task)
+
+
+def notice(text: str) -> None:
+    """Report a fact that the caller should see: in the log if the process has set one up, else on standard error."""
+    log = logging.getLogger("quire")
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info("%s", text)
+    else:
+        sys.stderr.write(f"{text}\n")

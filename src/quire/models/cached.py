@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelError
 from quire.models.hub import GGUF, missing_files
+from quire.models.recommended import find
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
@@ -65,6 +66,8 @@ class Removal:
         models, _ = cached_models()
         self.models: list[CachedModel] = []
         for name in names:
+            short = find(name) if ":" in name else None
+            name = name if short is None else short.repository
             own = [model for model in models if model.name == name]
             if not own:
                 close = difflib.get_close_matches(name, {model.name for model in models}, n=1)

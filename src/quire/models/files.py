@@ -109,6 +109,18 @@ class Directory:
         return read_json(path) if path.exists() else {}
 
 
+class Described(Directory):
+    """A model without files, of which only the configuration is known."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        super().__init__(Path(name))
+        self._config = config
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration."""
+        return self._config
+
+
 Where: TypeAlias = Path | Files  # a model's path, or its files
 
 

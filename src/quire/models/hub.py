@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quire.errors import ModelError
+from quire.models.recommended import find
 from quire.models.weights import read_index
+from quire.progress import notice
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 DESCRIPTION = ("*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
@@ -32,9 +34,11 @@ def locate(model: str | None, gguf_file: str | None = None) -> Path:
 
     gguf_file: the name of a GGUF file in the directory or the repository; None: no GGUF file, or `model` is its path.
 
-    Files of a repository that the cache lacks are downloaded, unless the hub library is in offline mode. Raises
-    ModelError if the model is not found, or cannot be downloaded.
+    Files of a repository that the cache lacks are downloaded, unless the hub library is in offline mode. A short name
+    is a repository's, see `quire.models.recommended`. Raises ModelError if the model is not found, or cannot be
+    downloaded.
     """
+    model, gguf_file = _full_name(model, gguf_file)
     if gguf_file is not None:
         return _locate_gguf(model, gguf_file)
     if model is None:
@@ -53,6 +57,7 @@ def locate_description(model: str | None, gguf_file: str | None = None) -> Path:
 
     A GGUF file contains its description, so the whole file is downloaded.
     """
+    model, gguf_file = _full_name(model, gguf_file)
     if gguf_file is not None:
         return _locate_gguf(model, gguf_file)
     if model is None:
@@ -63,6 +68,21 @@ def locate_description(model: str | None, gguf_file: str | None = None) -> Path:
     if cached is not None and (cached / "config.json").exists():
         return cached
     return _downloaded(model, DESCRIPTION, ())
+
+
+def _full_name(model: str | None, gguf_file: str | None) -> tuple[str | None, str | None]:
+    """Return the repository and the GGUF file of a short name, and other names unchanged. Announce a download.
+
+    A path or a repository of this name takes precedence.
+    """
+    if model is None or _local(model) is not None or (":" not in model and _cached(model) is not None):
+        return model, gguf_file
+    if (short := find(model)) is None:
+        return model, gguf_file
+    cached = _cached(short.repository)
+    if cached is None or (missing_files(cached) if short.file is None else not (cached / short.file).is_file()):
+        notice(f"{model} is {short}: downloading {short.download / 10**9:.2f} GB")
+    return short.repository, gguf_file or short.file
 
 
 def _locate_gguf(model: str | None, name: str) -> Path:
@@ -108,9 +128,13 @@ def _local(model: str) -> Path | None:
         return path
     if path.is_file():
         raise ModelError(f"{model!r} is a file; a model is given by its directory, or by its {GGUF} file")
-    if LOOKS_LIKE_A_PATH.match(model):
-        raise ModelError(f"there is no directory {model!r}")
+    if LOOKS_LIKE_A_PATH.match(model) or (path.suffix == GGUF and "/" not in model):
+        raise ModelError(f"there is no {_kind(model)} {model!r}")
     return None
+
+
+def _kind(model: str) -> str:
+    return "file" if model.endswith(GGUF) else "directory"
 
 
 def _cached(model: str) -> Path | None:
@@ -137,6 +161,9 @@ def pull(model: str, revision: str | None = None, gguf_file: str | None = None, 
     gguf_file is not given, or if the hub cannot be reached.
     """
     from huggingface_hub import HfApi
+
+    if (short := find(model)) is not None:
+        model, gguf_file = short.repository, gguf_file or short.file
 
     with _asking(model, "could not be looked up on the hub"):
         names = [file.rfilename for file in HfApi().model_info(model, revision=revision).siblings or ()]
@@ -177,7 +204,7 @@ def _downloaded(
         else "it is not in the hub's cache"
     )
     which: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(excluded)}
-    with _asking(model, f"is not a directory, {state}, and it could not be downloaded"):
+    with _asking(model, f"is not a {_kind(model)}, {state}, and it could not be downloaded"):
         if report is not None:
             return Path(snapshot_download(model, revision=revision, tqdm_class=_reporting(report), **which))
         with _bars_at_terminals():
@@ -233,8 +260,8 @@ def _asking(model: str, state: str) -> Iterator[None]:
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"{model!r} is not a directory, and the hub has no such repository, or a private one: check the name, or "
-            f"run `hf auth login`"
+            f"{model!r} is not a {_kind(model)}, and the hub has no such repository, or a private one: check the name, "
+            f"or run `hf auth login`"
         ) from error
     except RevisionNotFoundError as error:
         raise ModelError(f"{model!r} has no such revision; give one of its branches, tags or commits") from error
