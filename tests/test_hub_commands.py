@@ -138,6 +138,18 @@ def test_what_is_not_there_is_a_sentence(cache: Path, arguments: list[str], word
     assert locate("someone/tiny").exists()
 
 
+def test_what_was_pulled_is_used_without_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the copies lack files of their repositories, which are never downloaded."""
+    path, file = (
+        Path(quire("pull", *arguments).stdout.strip())
+        for arguments in (["someone/tiny"], ["someone/packed-GGUF", "--gguf-file", "a-Q4.gguf"])
+    )
+    assert not (path / "onnx").exists()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert locate("someone/tiny") == path
+    assert locate("someone/packed-GGUF", "a-Q4.gguf") == file
+
+
 def test_a_hub_that_cannot_be_reached_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

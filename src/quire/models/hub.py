@@ -143,8 +143,10 @@ def _cached(model: str) -> Path | None:
 
     try:
         return Path(snapshot_download(model, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
+    except LocalEntryNotFoundError as error:
+        # A copy is incomplete if it lacks any file of the repository, also those that are never downloaded.
+        path = getattr(error, "snapshot_path", None)
+        return None if path is None else Path(path)
     except HFValidationError as error:
         raise ModelError(
             f"{model!r} is neither a directory nor the name of a Hugging Face repository, which is OWNER/NAME"
