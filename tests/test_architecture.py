@@ -67,7 +67,7 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_420,
-    "cli": 1_540,
+    "cli": 1_680,
     "engine": 5_965,
     "fingerprint": 650,
     "fleet": 5_790,
@@ -81,7 +81,7 @@ MOST_LINES = {
     "server": 16_740,
     "simulate": 4_195,
     "terminal": 1_240,
-    "modules": 1_272,  # those that are in no package
+    "modules": 1_350,  # those that are in no package
 }
 
 

@@ -5,12 +5,13 @@ The metadata of each field describes its option completely: `quire --help` and t
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from quire.errors import ConfigError, check_integer, check_known, check_number
 
@@ -20,6 +21,7 @@ MAX_SPECULATIVE_TOKENS = 7  # with the token before them 8 rows, which take hard
 MOST_TOKENS = 2_048  # query tokens per step
 MOST_TOKENS_ON_GPU = 8_192  # there a step of so few would not use all processors
 EMBEDDED_NAME = "quire-embedded"  # the name for clients of the model that comes with Quire
+MODEL, SCHEDULING, LOGS = "Model", "Scheduling", "Logs and metrics"  # headings in --help
 OPTION = "option"  # key of the Option in a field's metadata
 
 
@@ -32,6 +34,7 @@ class Option:
     upper: int | float | None = None  # largest value; None: no limit
     choices: tuple[str, ...] = ()  # all valid values; (): checked elsewhere
     aliases: tuple[str, ...] = ()  # other names on the command line
+    group: str = ""  # heading in --help; "": that of the class that defines the field
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
@@ -42,6 +45,12 @@ def option(default: Any, help: str, **about: Any) -> Any:
 def options_of(config: Any) -> Mapping[str, Option]:
     """Return the Option of each field of a config that has one, by the field's name."""
     return {one.name: one.metadata[OPTION] for one in fields(config) if OPTION in one.metadata}
+
+
+def group_of(config: type[Any], name: str) -> str:
+    """Return the heading under which --help lists a field: its own, else the GROUP of the class that defines it."""
+    owner: Any = next(each for each in config.__mro__ if name in inspect.get_annotations(each))
+    return options_of(config)[name].group or str(owner.GROUP)
 
 
 def check_options(config: Any) -> None:
@@ -81,6 +90,8 @@ class CacheConfig:
         print(config.cache.block_size)
         ```
     """
+
+    GROUP: ClassVar[str] = "KV cache"
 
     block_size: int = option(16, "Tokens per KV block.", lower=1, upper=256)
     num_blocks: int | None = option(
@@ -161,33 +172,46 @@ class EngineConfig:
         ```
     """
 
+    GROUP: ClassVar[str] = "Engine"
+
     model: str | None = option(
-        None, "Directory, GGUF file, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
+        None,
+        "Directory, GGUF file, repository on the hub, or short name such as qwen3:0.6b. Default: the embedded model.",
+        aliases=("-m",),
+        group=MODEL,
     )
-    gguf_file: str | None = option(None, "Name of the GGUF file to load from a directory or repository.")
+    gguf_file: str | None = option(None, "Name of the GGUF file to load from a directory or repository.", group=MODEL)
     tokenizer: str | None = option(
-        None, "Directory, GGUF file or repository of the tokenizer and chat template. Default: the model's."
+        None,
+        "Directory, GGUF file or repository of the tokenizer and chat template. Default: the model's.",
+        group=MODEL,
     )
-    dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
+    dtype: str = option(
+        "auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.", group=MODEL
+    )
     quantization: str | None = option(
         None,
         "Round a 16-bit checkpoint's weights at load: int4 (groups of 128 inputs) or int8 (one scale per output).",
         choices=("int4", "int8"),
+        group=MODEL,
     )
     quantization_head: str | None = option(
         None,
         "Round the output projection at load: int8, int4 or none. Default: int8 with --quantization.",
         choices=("int8", "int4", "none"),
+        group=MODEL,
     )
     quantization_activations: str = option(
         "int8",
         "int8: round the inputs of quantised weights; bf16: store and multiply the weights in the model's dtype.",
         choices=("int8", "bf16"),
+        group=MODEL,
     )
     model_impl: str = option(
         "auto",
         "quire: Quire's decoder; transformers: its code with Quire's attention; auto: the first that supports it.",
         choices=("auto", "quire", "transformers"),
+        group=MODEL,
     )
     device: str = option("cpu", "Device to run on: cpu, cuda or cuda:N.")
     tensor_parallel_size: int = option(1, "Number of processes that the model is divided among, on CPUs.", lower=1)
@@ -197,25 +221,32 @@ class EngineConfig:
     generation_config: str = option(
         "auto",
         "Source of sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory.",
+        group=MODEL,
     )
     prefetch: str | None = option(
         None, "How a CPU prefetches weights, and keys and values, as in t0:2560:t1. Default: chosen by the core."
     )
-    max_model_len: int | None = option(None, "Longest sequence in tokens. Default: the model's own limit.", lower=1)
-    max_num_seqs: int = option(256, "Maximum number of sequences that run at the same time.", lower=1)
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens. Default: the model's own limit.", lower=1, group=MODEL
+    )
+    max_num_seqs: int = option(256, "Maximum number of sequences that run at the same time.", lower=1, group=SCHEDULING)
     max_num_batched_tokens: int | None = option(
         None,
         "Maximum number of query tokens per step. Default: 2048, on a GPU 8192; while sequences decode, a server on a "
         "CPU computes only as many as take half a second.",
         lower=1,
+        group=SCHEDULING,
     )
     scheduling_policy: str = option(
         "fcfs",
         "Order of requests: fcfs, priority (lowest first) or shortest (prompt).",
         choices=("fcfs", "priority", "shortest"),
+        group=SCHEDULING,
     )
     async_scheduling: bool | None = option(
-        None, "Plan a step while the one before is computed. Default: on, if the device computes without the host."
+        None,
+        "Plan a step while the one before is computed. Default: on, if the device computes without the host.",
+        group=SCHEDULING,
     )
     enforce_eager: bool = option(
         False, "Capture no CUDA graphs: a GPU's engine starts some seconds sooner, and its steps take longer."
@@ -232,15 +263,20 @@ class EngineConfig:
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
         aliases=("--spec-tokens",),
+        group=SCHEDULING,
     )
-    enable_lora: bool = option(False, "Serve LoRA adapters. Implied if any are given.")
-    max_loras: int = option(16, "Maximum number of LoRA adapters loaded at the same time.", lower=1, upper=4096)
-    max_lora_rank: int = option(64, "Maximum rank of a LoRA adapter.", lower=1, upper=1024)
+    enable_lora: bool = option(False, "Serve LoRA adapters. Implied if any are given.", group="LoRA")
+    max_loras: int = option(
+        16, "Maximum number of LoRA adapters loaded at the same time.", lower=1, upper=4096, group="LoRA"
+    )
+    max_lora_rank: int = option(64, "Maximum rank of a LoRA adapter.", lower=1, upper=1024, group="LoRA")
     seed: int = option(
         0, "Seed of the engine. Requests without a seed derive theirs from it.", lower=0, upper=2**63 - 1
     )
     # Results on a CPU are always batch-invariant.
-    reproducible: bool = option(False, "Make results batch-invariant on a GPU too: the same bits in every batch.")
+    reproducible: bool = option(
+        False, "On a GPU, compute the same bits for a request in every batch, as a CPU always does."
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     @property

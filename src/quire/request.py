@@ -131,6 +131,7 @@ class Served(NamedTuple):
     names: Mapping[str, str]  # by protocol; "": its own
     bounds: tuple[float, float] | None  # of a number; of an integer, if they are integers
     http: tuple[float, float] | None  # bounds for clients of a server
+    help: str  # of its option in `quire chat` and `generate`; empty: they have none
 
 
 def _served(
@@ -139,18 +140,19 @@ def _served(
     upper: float = LARGEST,
     *,
     http: tuple[float, float] | None = None,
+    help: str = "",
     **renamed: str,
 ) -> dict[str, Served]:
     """Return the metadata of a field that `protocols` have by its own name, and others by another name."""
     bounds = None if lower is None else (lower, upper)
-    return {"served": Served(dict.fromkeys(protocols, "") | renamed, bounds, http or bounds)}
+    return {"served": Served(dict.fromkeys(protocols, "") | renamed, bounds, http or bounds, help)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of sampling and of the end of a generation. Names and defaults are vLLM's.
 
-    A field's metadata has its names in the server's protocols and in generation_config.json.
+    A field's metadata has its names in the server's protocols and in generation_config.json, and its option's help.
 
     Raises:
         RequestError: a field is unknown or its value is invalid. The message names the field.
@@ -166,45 +168,85 @@ class SamplingParams:
         ```
     """
 
-    n: int = field(default=1, metadata=_served([OPENAI], 1, MAX_N))  # number of samples of each prompt
-    # divides the logits; 0 is greedy
-    temperature: float = field(default=1.0, metadata=_served(EVERYWHERE, 0.0, LARGEST, http=(0.0, 100.0)))
-    top_k: int = field(default=0, metadata=_served(EVERYWHERE, -1, MAX_TOP_K))  # keep the k most probable; 0, -1: all
-    # keep the smallest set of most probable tokens with at least this total probability
-    top_p: float = field(default=1.0, metadata=_served(EVERYWHERE, SMALLEST, 1.0))
-    # drop tokens less probable than this fraction of the most probable one
-    min_p: float = field(default=0.0, metadata=_served((*COMMON, FILE), 0.0, 1.0))
-    # divides positive logits of tokens seen so far, multiplies negative ones
+    n: int = field(default=1, metadata=_served([OPENAI], 1, MAX_N, help="Number of samples of each prompt."))
+    temperature: float = field(
+        default=1.0,
+        metadata=_served(
+            EVERYWHERE,
+            0.0,
+            LARGEST,
+            http=(0.0, 100.0),
+            help="Divides the logits: higher is more varied, and 0 takes the most probable token each time.",
+        ),
+    )
+    top_k: int = field(
+        default=0,
+        metadata=_served(EVERYWHERE, -1, MAX_TOP_K, help="Draw from the k most probable tokens; 0: all."),
+    )  # -1: all, too
+    top_p: float = field(
+        default=1.0,
+        metadata=_served(
+            EVERYWHERE,
+            SMALLEST,
+            1.0,
+            help="Draw from the smallest set of most probable tokens with at least this total probability.",
+        ),
+    )
+    min_p: float = field(
+        default=0.0,
+        metadata=_served(
+            (*COMMON, FILE), 0.0, 1.0, help="Drop tokens less probable than this fraction of the most probable one."
+        ),
+    )
     repetition_penalty: float = field(
         default=1.0,
-        metadata=_served((OPENAI, RESPONSES, FILE), SMALLEST, LARGEST, http=(0.01, 100.0), ollama="repeat_penalty"),
+        metadata=_served(
+            (OPENAI, RESPONSES, FILE),
+            SMALLEST,
+            LARGEST,
+            http=(0.01, 100.0),
+            help="Above 1: tokens of the text so far become less probable.",
+            ollama="repeat_penalty",
+        ),
+    )  # divides positive logits, multiplies negative ones
+    presence_penalty: float = field(
+        default=0.0,
+        metadata=_served(COMMON, -2.0, 2.0, help="Subtracted once from the logit of each generated token."),
     )
-    # subtracted once from each generated token's logit
-    presence_penalty: float = field(default=0.0, metadata=_served(COMMON, -2.0, 2.0))
-    # subtracted once per occurrence in the generated tokens
-    frequency_penalty: float = field(default=0.0, metadata=_served(COMMON, -2.0, 2.0))
+    frequency_penalty: float = field(
+        default=0.0,
+        metadata=_served(COMMON, -2.0, 2.0, help="Subtracted once per occurrence in the generated tokens."),
+    )
     logit_bias: Mapping[int, float] | None = None  # added to logits before penalties: token id -> -100..100
     # only these tokens are drawn, even if none of them ends the request
     allowed_token_ids: Sequence[int] | None = field(default=None, metadata=_served([OPENAI]))
     # texts whose last token is never drawn after their other tokens
     bad_words: Sequence[str] | None = field(default=None, metadata=_served([OPENAI]))
     structured_outputs: StructuredOutputsParams | None = None  # a constraint on the text
-    # maximum number of new tokens; None: up to the longest sequence that the engine serves
     max_tokens: int | None = field(
-        default=16, metadata=_served([MESSAGES], ollama="num_predict", generation_config="max_new_tokens")
-    )
+        default=16,
+        metadata=_served(
+            [MESSAGES],
+            help="Maximum number of new tokens.",
+            ollama="num_predict",
+            generation_config="max_new_tokens",
+        ),
+    )  # None: up to the longest sequence that the engine serves
     # number of tokens before which no stop token or string ends the request
     min_tokens: int = field(default=0, metadata=_served([OPENAI]))
-    # texts that end the request
-    stop: str | Sequence[str] | None = field(default=None, metadata=_served(COMMON, messages="stop_sequences"))
+    stop: str | Sequence[str] | None = field(
+        default=None,
+        metadata=_served(COMMON, help="Text that ends the answer. May be repeated.", messages="stop_sequences"),
+    )
     # tokens that end the request, in addition to the model's own
     stop_token_ids: Sequence[int] | None = field(default=None, metadata=_served([OPENAI]))
     # keep the stop string or the text of the stop token in the text
     include_stop_str_in_output: bool = field(default=False, metadata=_served([OPENAI]))
     # continue after the model's end-of-sequence tokens
     ignore_eos: bool = field(default=False, metadata=_served([OPENAI]))
-    # None: derived from the engine's seed and the request's ordinal
-    seed: int | None = field(default=None, metadata=_served(COMMON))
+    seed: int | None = field(
+        default=None, metadata=_served(COMMON, help="Seed of the random choices of each request.")
+    )  # None: derived from the engine's seed and the request's ordinal
     logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen token only
     # the same number for the prompt's tokens
     prompt_logprobs: int | None = field(default=None, metadata=_served([OPENAI]))

@@ -20,8 +20,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 @contextmanager
-def fake_server(parts: Sequence[bytes], status: int = 200, models: bytes | None = None) -> Iterator[str]:
-    """The URL of one that answers a chat with these parts, and then hangs up."""
+def fake_server(
+    parts: Sequence[bytes], status: int = 200, models: bytes | None = None, heard: list[object] | None = None
+) -> Iterator[str]:
+    """The URL of one that answers a chat with these parts, and then hangs up. heard: receives the bodies."""
     listed = json.dumps({"data": [{"id": "fake"}]}).encode() if models is None else models
 
     class Handler(Quiet):
@@ -31,7 +33,9 @@ def fake_server(parts: Sequence[bytes], status: int = 200, models: bytes | None 
             self.wfile.write(listed)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if heard is not None:
+                heard.append(json.loads(body))
             self.send_response(status)
             size = 1_000_000 if status == 200 else sum(map(len, parts))  # so that an early end is one
             self.send_header("Content-Length", str(size))

@@ -268,3 +268,27 @@ def test_what_is_no_server_is_a_sentence() -> None:
             Client(url)
     with pytest.raises(ConfigError, match="characters that no HTTP header can carry"):
         Client("http://x", "schlüssel\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "sent"),
+    [
+        (["def f(x):"], None, "def f(x):"),
+        (["fake", "def f(x):"], None, "def f(x):"),
+        (["def f(x):", "--model", "fake"], None, "def f(x):"),
+        (["fake"], "piped", "piped"),
+        (["-"], "piped", "piped"),
+        ([], "piped", "piped"),
+    ],
+)
+def test_with_a_url_a_single_argument_is_the_message(arguments: list[str], stdin: str | None, sent: str) -> None:
+    """Unless the server has a model of that name. Sampling options are sent as well."""
+    heard: list[Any] = []
+    with fake_server([chunk("yes"), DONE], heard=heard) as url:
+        options = ["--top-p", "0.5", "--stop", "x", "--stop", "y", "--seed", "4"]
+        shown = CliRunner().invoke(app, ["chat", *arguments, "--url", url, *options], input=stdin)
+    assert (shown.exit_code, shown.stdout) == (0, "yes\n"), shown.output
+    [body] = heard
+    assert (body["model"], body["messages"]) == ("fake", [{"role": "user", "content": sent}])
+    assert (body["top_p"], body["stop"], body["seed"]) == (0.5, ["x", "y"], 4)
+    assert body.keys() == {"model", "messages", "stream", "stream_options", "top_p", "stop", "seed"}

@@ -16,9 +16,11 @@ from quire.cli.options import (
     fail,
     field_option,
     no_model,
+    sampling_of,
     source_of,
     taken_model,
     with_options,
+    with_sampling,
 )
 from quire.config import parse_loras
 from quire.server.server_config import ServerConfig
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 ONE: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
 
 
-@with_options(*ENGINE, without=OF_MANY)
+@with_options(*ENGINE, without=(*OF_MANY, "seed"))
+@with_sampling(without=("n",), max_tokens=None)
 def chat(
     context: typer.Context,
     model_name: ModelName = None,
@@ -42,27 +45,29 @@ def chat(
     ] = None,
     api_key: ApiKey = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Most tokens of an answer. Default: the model's own, else all that fit."),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most probable token each time. Default: the model's own, else 1.")
-    ] = None,
     chat_template: Annotated[Path | None, field_option(ServerConfig, "chat_template")] = None,
     lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that answers.")] = None,
     markdown: Annotated[bool, typer.Option(help="Render the markdown of answers, where the terminal can.")] = True,
     **options: Any,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-C stops an answer; /help lists the commands."""
-    options["model"] = taken_model(context, model_name, options["model"])
-    asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    sampling = {name: value for name, value in asked.items() if value is not None}
-    text = _message(message)
+    sampling = sampling_of(options)
     if url is None:
+        options["model"] = taken_model(context, model_name, options["model"])
+        text = _message(message)
         partner = _own_model(options, chat_template, sampling, lora)
     else:
-        partner = _served_model(context, url, api_key, options, sampling)
+        _check_served(context, url, options)
+        from quire.terminal.client import Client
+        from quire.terminal.partner import ServedModel
+
+        client = Client(url, api_key)
+        if message is None and model_name is not None and model_name not in ServedModel.names(client):
+            model_name, message = None, model_name  # the only argument is the message
+        text = _message(message)
+        if model_name is None and source_of(context, "model") == "ENVIRONMENT":  # of this machine
+            options["model"] = None
+        partner = ServedModel(client, taken_model(context, model_name, options["model"]), sampling)
     from quire.terminal.chat import Chat
     from quire.terminal.display import console_at
 
@@ -100,23 +105,16 @@ def _hint(partner: Partner) -> str:
 
 
 def _own_model(options: dict[str, Any], template: Path | None, sampling: dict[str, Any], lora: str | None) -> Partner:
-    from quire import LLM, SamplingParams
+    from quire import LLM
     from quire.terminal.partner import OwnModel
 
-    SamplingParams(**sampling)  # check the options before the model is loaded
     loras = parse_loras([] if lora is None else [lora])
     llm = LLM(lora=loras, **ONE, **options)
     return OwnModel(llm, template, sampling, next(iter(loras), None))
 
 
-def _served_model(
-    context: typer.Context, url: str, key: str | None, options: dict[str, Any], sampling: dict[str, Any]
-) -> Partner:
-    from quire.terminal.client import Client
-    from quire.terminal.partner import ServedModel
-
+def _check_served(context: typer.Context, url: str, options: dict[str, Any]) -> None:
+    """Fail if an option is given that only a model of this process has."""
     for name in (*options, "chat_template", "lora"):
         if name != "model" and source_of(context, name) == "COMMANDLINE":
             fail(f"--{name.replace('_', '-')} is for a model that is loaded here; the one at {url} has its own")
-    own = context.params["model_name"] is None and source_of(context, "model") == "ENVIRONMENT"  # of this machine
-    return ServedModel(Client(url, key), None if own else options["model"], sampling)

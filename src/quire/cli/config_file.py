@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from quire.cli.command import Command
 from quire.cli.environment import variable_of, warn_of_unknown_variables
 from quire.cli.options import fail, source_of
 from quire.errors import ConfigError
@@ -48,7 +48,7 @@ ConfigFile = Annotated[
 ]
 
 
-class Sourced(TyperCommand):
+class Sourced(Command):
     """A command whose errors name the variable or the file that an invalid value comes from."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -7,12 +7,13 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_type_hints
 
 import typer
 
 from quire.cli.environment import variable_of
-from quire.config import CacheConfig, EngineConfig, options_of
+from quire.config import CacheConfig, EngineConfig, group_of, options_of
+from quire.request import FILE, SERVED, SamplingParams
 from quire.server.logs import JSON
 
 Config = type[Any]  # a dataclass with options
@@ -45,6 +46,52 @@ def with_options(
     return give
 
 
+def with_sampling(
+    *, without: Sequence[str] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command an option for each sampling parameter that has a help text.
+
+    Their values are None unless they are given, see `sampling_of`. without: fields to exclude. defaults: values of the
+    command for fields that neither the user nor the model sets, where they differ from those of SamplingParams.
+    """
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        *own, rest = signature.parameters.values()
+        made = []
+        for one in fields(SamplingParams):
+            if one.name in without or not (served := SERVED.get(one.name)) or not served.help:
+                continue
+            value = defaults.get(one.name, one.default)
+            least = "all that fit" if one.name == "max_tokens" and value is None else value
+            usual = f"Default: the model's, else {least}." if FILE in served.names else f"Default: {value}."
+            text = served.help if least is None else f"{served.help} {usual}"
+            kind: Any = get_type_hints(SamplingParams)[one.name]
+            kind = list[str] if Sequence[str] in get_args(kind) else kind | None
+            flag = f"-{'-' * (len(one.name) > 1)}{one.name.replace('_', '-')}"
+            option = typer.Option(None, flag, help=text, rich_help_panel="Sampling")
+            made.append(
+                inspect.Parameter(
+                    one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=kind | None
+                )
+            )
+        command.__signature__ = signature.replace(parameters=[*own, *made, rest])  # type: ignore[attr-defined]
+        return command
+
+    return give
+
+
+def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the sampling parameters from a command's options, and return those that were given.
+
+    Raises RequestError for an invalid one, before a model is loaded.
+    """
+    found = {name: options.pop(name) for name in SERVED if name in options}
+    given = {name: value for name, value in found.items() if value not in (None, [], ())}
+    SamplingParams(**given)
+    return given
+
+
 def taken(config: Config, options: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields of a config from a command's options, and return them with the config's types."""
     given = {one.name: options.pop(one.name) for one in fields(config) if one.name in options}
@@ -62,6 +109,7 @@ def _parameter(config: Config, name: str) -> inspect.Parameter:
         default,
         *_names(config, name),
         help=about.help,
+        rich_help_panel=group_of(config, name),
         show_default=default != [],
         envvar=variable_of(name),
         autocompletion=complete_model if name == "model" else None,
@@ -105,6 +153,13 @@ def source_of(context: typer.Context, name: str) -> str:
     return "" if source is None else source.name
 
 
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts, with columns as wide as their longest text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for texts in rows:
+        print("  ".join(f"{text:{width}}" for text, width in zip(texts, widths, strict=True)).rstrip())
+
+
 def taken_model(context: typer.Context, argument: str | None, option: str | None) -> str | None:
     """Return the model that was given as an argument or as --model. Fail if both are given."""
     if argument is None:
@@ -130,7 +185,8 @@ def no_model(command: str) -> str:
     """Return the notice of a command that was given no model."""
     return (
         "No model was named, so this is the small one that comes with Quire, which writes Python. "
-        f"{command} MODEL takes a directory, a GGUF file or a name on the hub."
+        f"{command} MODEL takes a directory, a GGUF file, a name on the hub, or a short name such as qwen3:0.6b: "
+        "quire models --fits lists those that fit here."
     )
 
 

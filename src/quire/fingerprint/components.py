@@ -54,7 +54,9 @@ def named_parts(model: Model, files: Files, backend: Backend, config: EngineConf
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantisation or NONE,
         "kv_cache_dtype": str(cache_dtype(config.cache, model.dtype)).removeprefix("torch."),
-        "cache groups": short_digest(repr(model.draft_head.groups if model.draft_head else model.whole.groups).encode()),
+        "cache groups": short_digest(
+            repr(model.draft_head.groups if model.draft_head else model.whole.groups).encode()
+        ),
         "max_model_len": str(model.max_model_len),
         "backend": backend.name,
         "layers": "own" if is_own else "transformers",

@@ -8,14 +8,15 @@ import ssl
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from quire.config import check_options, option, parse_loras
+from quire.config import LOGS, SCHEDULING, check_options, option, parse_loras
 from quire.errors import ConfigError
 from quire.server.http.hosts import check_allowed
 from quire.server.http.tls import server_context
 from quire.server.logs import FORMATS
 
+ACCESS, ANSWERS = "Access", "Chats and answers"  # headings in --help
 MAX_WAIT = 86_400.0  # seconds
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ENDPOINT = re.compile(r"tcp://[^:/]\S*:([0-9]{1,5}|\*)|ipc://.+")  # a ZeroMQ address that another process can use
@@ -25,34 +26,43 @@ ENDPOINT = re.compile(r"tcp://[^:/]\S*:([0-9]{1,5}|\*)|ipc://.+")  # a ZeroMQ ad
 class HttpConfig:
     """The HTTP options shared by a server and a fleet's gateway."""
 
+    GROUP: ClassVar[str] = "Server"
+
     host: str = option("127.0.0.1", "Address to listen at. 0.0.0.0 means all addresses.")
     port: int = option(8000, "Port to listen at. 0 takes any free one.", lower=0, upper=65_535)
     api_key: tuple[str, ...] = option(
         (),
         "Key that clients must send. May be repeated. Better kept in a file, or in the environment.",
+        group=ACCESS,
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Answer requests whose Host header names this, in addition to localhost; may be repeated; '*' is any. "
         "Default: localhost only if the host is 127.0.0.1 and there is no key, else any.",
+        group=ACCESS,
     )
-    api_key_file: Path | None = option(None, "File of such keys, one per line; lines that begin with # are comments.")
+    api_key_file: Path | None = option(
+        None, "File of such keys, one per line; lines that begin with # are comments.", group=ACCESS
+    )
     allowed_origins: tuple[str, ...] = option(
         (),
         "Let pages of this origin, such as https://chat.example.org, use the server from a browser (CORS); may be "
         "repeated; '*' is any. Default: none.",
+        group=ACCESS,
     )
     ssl_certfile: Path | None = option(
-        None, "PEM file of a certificate, its chain included: serve HTTPS, by TLS 1.2 or later."
+        None, "PEM file of a certificate, its chain included: serve HTTPS, by TLS 1.2 or later.", group=ACCESS
     )
     ssl_keyfile: Path | None = option(
-        None, "PEM file of the certificate's private key. Default: it is in the same file."
+        None, "PEM file of the certificate's private key. Default: it is in the same file.", group=ACCESS
     )
     ssl_keyfile_password: str | None = option(
-        None, "Password of an encrypted private key. Better kept in the environment."
+        None, "Password of an encrypted private key. Better kept in the environment.", group=ACCESS
     )
     fleet_secret: str | None = option(
-        None, "Secret that a fleet's gateways and replicas share (docs/fleet.md). Better kept in the environment."
+        None,
+        "Secret that a fleet's gateways and replicas share (docs/fleet.md). Better kept in the environment.",
+        group=ACCESS,
     )
     max_body_size: int = option(4 * 2**20, "Most bytes of a request's body.", lower=1024, upper=2**40)
     max_logprobs: int = option(20, "Most candidates per position that a request may ask for.", lower=0, upper=1024)
@@ -70,24 +80,37 @@ class HttpConfig:
         upper=MAX_WAIT,
     )
     tool_call_parser: str | None = option(
-        None, "Syntax of the model's tool calls, such as hermes, or none. Default: that of its chat template."
+        None,
+        "Syntax of the model's tool calls, such as hermes, or none. Default: that of its chat template.",
+        group=ANSWERS,
     )
     reasoning_parser: str | None = option(
-        None, "Syntax of the model's reasoning, such as qwen3, or none. Default: that of its chat template."
+        None,
+        "Syntax of the model's reasoning, such as qwen3, or none. Default: that of its chat template.",
+        group=ANSWERS,
     )
     default_chat_template_kwargs: str | None = option(
-        None, 'JSON object of variables of the chat template in every request, such as {"enable_thinking": false}.'
+        None,
+        'JSON object of variables of the chat template in every request, such as {"enable_thinking": false}.',
+        group=ANSWERS,
     )
-    enable_auto_tool_choice: bool = option(False, "Without effect: the model may always choose to call a given tool.")
+    enable_auto_tool_choice: bool = option(
+        False,
+        "Accepted from vLLM's command lines. The model may always choose among the tools of a request.",
+        group=ANSWERS,
+    )
     reranker: str = option(
         "auto",
         "How /v1/rerank and /v1/score compare texts: by the similarity of embeddings, or by the model's answer, as "
         "Qwen3-Reranker's (yes-no). auto: by its answer if its name has the word reranker.",
         choices=("auto", "similarity", "yes-no"),
+        group=ANSWERS,
     )
     ollama: bool = option(False, "Serve Ollama's routes, such as /api/chat, as well.")
     otlp_traces_endpoint: str | None = option(
-        None, "Send traces to this OTLP/HTTP endpoint, such as http://localhost:4318/v1/traces. Default: no traces."
+        None,
+        "Send traces to this OTLP/HTTP endpoint, such as http://localhost:4318/v1/traces. Default: no traces.",
+        group=LOGS,
     )
     unknown_fields: str = option(
         "report",
@@ -101,9 +124,11 @@ class HttpConfig:
         lower=0.0,
         upper=MAX_WAIT,
     )
-    log_format: str = option("text", "Lines of the log: text, or json, one object per line.", choices=FORMATS)
-    access_log: bool = option(True, "Log a line for each request: its id, status, seconds and tokens.")
-    enable_log_requests: bool = option(False, "Log each request, its prompt included.")
+    log_format: str = option(
+        "text", "Lines of the log: text, or json, one object per line.", choices=FORMATS, group=LOGS
+    )
+    access_log: bool = option(True, "Log a line for each request: its id, status, seconds and tokens.", group=LOGS)
+    enable_log_requests: bool = option(False, "Log each request, its prompt included.", group=LOGS)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -166,27 +191,43 @@ class ServerConfig(HttpConfig):
     # Answers contain the first one; (): the model's path.
     served_model_name: tuple[str, ...] = option((), "Name of the model for clients. May be repeated.")
     lora: tuple[str, ...] = option(
-        (), "NAME=PATH of a LoRA adapter, served as a model of that name. May be repeated.", aliases=("--lora-modules",)
+        (),
+        "NAME=PATH of a LoRA adapter, served as a model of that name. May be repeated.",
+        aliases=("--lora-modules",),
+        group="LoRA",
     )
-    allow_lora_loading: bool = option(False, "Let clients load adapters from any local directory, and unload them.")
-    allow_pull: bool = option(False, "Let clients download models from the hub into its cache, by Ollama's /api/pull.")
-    chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
-    max_num_queued_reqs: int = option(1024, "Most samples that wait. Further ones get 429.", lower=0, upper=2**31 - 1)
+    allow_lora_loading: bool = option(
+        False, "Let clients load adapters from any local directory, and unload them.", group="LoRA"
+    )
+    allow_pull: bool = option(
+        False,
+        "Let clients download models from the hub into its cache, by Ollama's /api/pull.",
+        group=ACCESS,
+    )
+    chat_template: Path | None = option(
+        None, "Jinja file of a chat template, instead of the model's own.", group=ANSWERS
+    )
+    max_num_queued_reqs: int = option(
+        1024, "Most samples that wait. Further ones get 429.", lower=0, upper=2**31 - 1, group=SCHEDULING
+    )
     stuck_after: float | None = option(
         None,
-        "Seconds in one step after which /ready answers 503, and /health after ten times as long. "
-        "Default: 16 times the step's duration in the cost "
-        "model, and at least 4.",
+        "Seconds after which a step counts as stuck: /ready then answers 503, and /health after ten times as long. "
+        "Default: 16 times the seconds that the cost model predicts for the step, and at least 4.",
         lower=0.001,
         upper=MAX_WAIT,
     )
-    log_stats: bool = option(True, "Log a line of statistics every ten seconds while there is work.")
-    vllm_metrics: bool = option(False, "Name the metrics as vLLM does.")
+    log_stats: bool = option(True, "Log a line of statistics every ten seconds while there is work.", group=LOGS)
+    vllm_metrics: bool = option(False, "Name the metrics as vLLM does.", group=LOGS)
     kv_events: str | None = option(
-        None, "Publish block events, with token ids, in vLLM's form at this ZeroMQ endpoint, such as tcp://*:5557."
+        None,
+        "Publish block events, with token ids, in vLLM's form at this ZeroMQ endpoint, such as tcp://*:5557.",
+        group=LOGS,
     )
-    kv_events_replay: str | None = option(None, "ZeroMQ endpoint that replays the last 10,000 batches of events.")
-    kv_events_topic: str = option("", "Topic of the block events.")
+    kv_events_replay: str | None = option(
+        None, "ZeroMQ endpoint that replays the last 10,000 batches of events.", group=LOGS
+    )
+    kv_events_topic: str = option("", "Topic of the block events.", group=LOGS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -69,6 +69,14 @@ class Client:
         except ValueError as error:
             raise QuireError(f"{self.url}{path} does not answer JSON; is it an OpenAI-compatible server?") from error
 
+    def models(self) -> list[Mapping[str, Any]]:
+        """Return the models of the server, each with an id. Raises QuireError if it lists none, and like `get`."""
+        listed = self.get_json("/v1/models")
+        try:
+            return [dict(one, id=one["id"]) for one in listed["data"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise QuireError(f"{self.url}/v1/models lists no models; is it an OpenAI-compatible server?") from error
+
     def events(self, path: str, body: Mapping[str, Any] | None = None) -> Generator[str, None, None]:
         """Yield the data of server-sent events. body: if given, it is posted.
 

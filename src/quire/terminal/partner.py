@@ -178,11 +178,7 @@ class ServedModel:
 
     def __init__(self, client: Client, model: str | None, sampling: Mapping[str, Any]) -> None:
         """model: its name at the server; None: the first one. Raises QuireError without a server or such a model."""
-        listed = client.get_json("/v1/models")
-        try:
-            names = [str(one["id"]) for one in listed["data"]]
-        except (KeyError, TypeError) as error:
-            raise QuireError(f"{client.url}/v1/models lists no models; is it an OpenAI-compatible server?") from error
+        names = self.names(client)
         if not names:
             raise QuireError(f"the server at {client.url} has no model")
         if model is not None and model not in names:
@@ -194,6 +190,11 @@ class ServedModel:
         self.writes_code = self.name == EMBEDDED_NAME
         self.has_template = True  # otherwise the server reports an error
         self.usage: Usage | None = None
+
+    @staticmethod
+    def names(client: Client) -> list[str]:
+        """Return the names of a server's models. Raises QuireError if it lists none."""
+        return [str(one["id"]) for one in client.models()]
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
         """Yield the answer."""
