@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from quire import LLM
 from quire.cli import app
+from quire.cli.options import OF_MANY
 from quire.errors import ConfigError
 from tests.forks import Spawner
 from tests.models.checkpoints import save
@@ -245,6 +246,8 @@ def test_models_lists_all_types() -> None:
         assert any(
             line.split()[0] == one.name and one.how in line and one.reason in line for line in shown.splitlines()
         )
+    starts = {len(re.split(r"(?<=  )(?=\S)", line)[0]) for line in shown.split("\n\n")[0].splitlines()}
+    assert starts == {2 + max(len(one.name) for one in (*read().repositories, *read().types))}
 
 
 @pytest.mark.slow
@@ -271,6 +274,85 @@ def test_every_field_of_the_configs_is_an_option_of_serve() -> None:
     assert made["port"].default == ServerConfig().port
     assert made["kv_cache_memory"].default == "50%"
     assert made["num_blocks"].default is None
+
+
+@pytest.mark.parametrize("name", ["serve", "fleet", "chat", "generate"])
+def test_help_groups_options_by_the_headings_of_their_fields(name: str) -> None:
+    """And shows a repeatable option as one value."""
+    from quire.config import CacheConfig, EngineConfig, group_of, options_of
+    from quire.fleet.config import GatewayConfig
+    from quire.request import SERVED
+    from quire.server.server_config import ServerConfig
+
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    assert "list[" not in shown
+    sections = dict(re.findall(r"^(\w.*):\n((?:(?:  .*)?\n)+)", shown, re.MULTILINE))
+    found = {
+        option: title for title, text in sections.items() for option in re.findall(r"^  .*?(--?[a-z-]+)", text, re.M)
+    }
+    configs = {"serve": (ServerConfig, EngineConfig, CacheConfig), "fleet": (GatewayConfig,)}
+    expected = {
+        f"--{field.replace('_', '-')}": group_of(config, field)
+        for config in configs.get(name, (EngineConfig, CacheConfig))
+        for field in options_of(config)
+        if name not in ("chat", "generate") or field not in (*OF_MANY, "seed", "model")
+    }
+    if name in ("chat", "generate"):
+        fields = {field for field, served in SERVED.items() if served.help and field != "n"}
+        assert {"top_p", "top_k", "min_p", "stop", "seed", "repetition_penalty", "max_tokens"} <= fields
+        expected |= {f"--{field.replace('_', '-')}": "Sampling" for field in fields}
+    else:
+        assert {"Server", "Access", "Logs and metrics"} <= set(expected.values())
+    aliased = {"--model": "-m"}
+    assert {option: found.get(aliased.get(option, option)) for option in expected} == expected
+
+
+@pytest.mark.slow
+def test_sampling_options_reach_the_samples() -> None:
+    lines = generated("import os\n", "def f(", "-n", "2", "--json", "--max-tokens", "12", "--seed", "5").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["prompt"] for record in records] == ["import os\n"] * 2 + ["def f("] * 2
+    assert len({record["text"] for record in records}) == 4
+    text = generated("import os\n", "def f(", "-n", "2", "--max-tokens", "12", "--seed", "5")
+    assert text == "\n\n".join(record["prompt"] + record["text"] for record in records) + "\n"
+    arguments = ["class Stack:\n", "--max-tokens", "40", "--json"]
+    greedy = json.loads(generated(*arguments, "--temperature", "0"))
+    for one in (["--top-k", "1"], ["--top-p", "0.000001"], ["--min-p", "1"]):
+        assert json.loads(generated(*arguments, "--temperature", "9", *one))["token_ids"] == greedy["token_ids"], one
+    first, second = greedy["text"].split()[1:3]
+    for stops in ([second], [second, first]):
+        flags = [word for stop in stops for word in ("--stop", stop)]
+        assert json.loads(generated(*arguments, "--temperature", "0", *flags))["stop_reason"] == stops[-1]
+    refused = CliRunner().invoke(app, ["chat", "no/such", "hi", "--top-p", "2"])
+    assert (refused.exit_code, "top_p is 2.0" in refused.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ("serve --port abc", 2, "Invalid value for '--port': 'abc'; it must be an integer"),
+        ("generate x --temperature hot", 2, "'hot'; it must be a number"),
+        ("top --interval 0", 2, "Invalid value for '--interval': '0'; "),
+        ("stop", 1, "error: no command stops a server: press Ctrl-C where it runs, or send SIGTERM"),
+        ("fleet", 1, "error: there is no fleet_secret; make one, for example with `openssl rand -hex 32`"),
+        ("fleet --fleet-secret s", 1, "error: replicas is empty; give URLs"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_plain_words(arguments: str, status: int, words: str) -> None:
+    result = CliRunner().invoke(app, arguments.split(), prog_name="quire")
+    assert (result.exit_code, words in result.stderr) == (status, True), result.stderr
+    assert "Input should" not in result.stderr or "interval" in arguments
+
+
+def test_show_and_ls_are_other_names() -> None:
+    from quire.models import EMBEDDED
+
+    shown = [CliRunner().invoke(app, [*words, str(EMBEDDED)]).stdout for words in (["show"], ["info", "-m"])]
+    assert len(shown[0].splitlines()) == 7
+    stable = [[line for line in text.splitlines() if not line.startswith(("memory", "speed"))] for text in shown]
+    assert stable[0] == stable[1]
+    helps = [CliRunner().invoke(app, [name, "--help"], prog_name="quire").stdout for name in ("ls", "list")]
+    assert helps[0].replace("quire ls", "quire list") == helps[1]
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,15 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub with the repository that documents speak of, and a cache that has it."""
-    with fake_hub(
-        {"Qwen/Qwen3-0.6B": {path.name: path.read_bytes() for path in EMBEDDED.iterdir() if path.is_file()}}
-    ) as url:
+def hub(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub with the repositories that documents speak of, and a cache that has one of them."""
+    repositories = {
+        "Qwen/Qwen3-0.6B": {path.name: path.read_bytes() for path in EMBEDDED.iterdir() if path.is_file()},
+        "Qwen/Qwen3-0.6B-GGUF": {"Qwen3-0.6B-Q8_0.gguf": gguf_file.read_bytes()},
+    }
+    with fake_hub(repositories) as url:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
         pull("Qwen/Qwen3-0.6B")
@@ -110,9 +113,9 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
         piped = piped.removeprefix("echo ") or "a stack"
         arguments += [] if "--max-tokens" in arguments else ["--max-tokens", "8"]
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # of who asks for completion
-    if arguments[0] in ("pull", "list", "rm"):
+    if arguments[0] in ("pull", "list", "rm") or "qwen3:0.6b" in arguments:
         request.getfixturevalue("hub")
-    if arguments[0] == "top" or "--url" in arguments:
+    if arguments[0] in ("top", "ps") or "--url" in arguments:
         url = request.getfixturevalue("server").url
         arguments = [word.replace(ADDRESS, url) for word in arguments]
         arguments += ["--url", url] if url not in arguments else []

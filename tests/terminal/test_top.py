@@ -16,6 +16,7 @@ from quire.terminal.client import Client
 from quire.terminal.metrics import Change, Scrape
 from quire.terminal.top import Top
 from quire.terminal.top_view import fleet_view, view
+from tests.loopback import Quiet, answering
 from tests.marks import of_long_runs
 from tests.server.serving import serving
 from tests.terminal.fake_server import fake_server
@@ -157,3 +158,27 @@ def test_what_is_no_server_of_models_is_a_sentence() -> None:
     for text, words in (("<html>", "no Prometheus text"), (json.dumps({"a": 1}), "no Prometheus text")):
         with fake_server([], models=text.encode()) as url, pytest.raises(QuireError, match=words):
             Top(Client(url)).look()
+
+
+def test_ps_lists_models_and_adapters_with_open_requests() -> None:
+    models = {"data": [{"id": "m", "created": time.time() - 7300, "parent": None}, {"id": "a", "parent": "m"}]}
+    metrics = METRICS.format(
+        **dict.fromkeys(("prompt", "new", "asked", "found", "fast", "slow", "seconds"), 0), waiting=3
+    )
+    expected = [
+        "NAME  LOADED       REQUESTS",
+        "m     2 hours ago  2 running, 3 waiting",
+        "a     unknown      counted for m",
+    ]
+
+    class Handler(Quiet):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write((json.dumps(models) if self.path == "/v1/models" else metrics).encode())
+
+    with answering(Handler) as url:
+        assert CliRunner().invoke(app, ["ps", "--url", url]).stdout.splitlines() == expected
+    with serving() as server:
+        shown = CliRunner().invoke(app, ["ps", "--url", server.url]).stdout.splitlines()
+        assert shown[1].split("  ") == ["quire-embedded", "just now", "0 running, 0 waiting"]

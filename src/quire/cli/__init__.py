@@ -20,15 +20,17 @@ from typer.core import TyperGroup
 from quire import __version__
 from quire.cli.cache import cache
 from quire.cli.chat import chat
+from quire.cli.command import Command
 from quire.cli.config_file import Sourced, with_variables
 from quire.cli.convert import convert
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.hub import list_models, pull, remove
-from quire.cli.info import info
+from quire.cli.info import info, show
 from quire.cli.interrupts import said_interrupts
 from quire.cli.models import models
 from quire.cli.options import fail
+from quire.cli.ps import ps, stop
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
 from quire.cli.top import top
@@ -63,12 +65,15 @@ app = typer.Typer(
 )
 app.command(cls=Sourced, short_help="Talk to a model in the terminal.")(chat)
 app.command("run", cls=Sourced, short_help="The same as chat.")(chat)
-app.command(short_help="Download a model from the hub.")(pull)
-app.command("list", short_help="List the models that were downloaded.")(list_models)
-app.command("rm", short_help="Remove downloaded models.")(remove)
+app.command(cls=Command, short_help="Download a model from the hub.")(pull)
+app.command("list", cls=Command, short_help="List the models that were downloaded.")(list_models)
+app.command("ls", cls=Command, short_help="The same as list.")(list_models)
+app.command("rm", cls=Command, short_help="Remove downloaded models.")(remove)
 app.command(cls=Sourced, short_help="Continue texts.")(generate)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
-app.command(short_help="Monitor a running server.")(top)
+app.command(cls=Command, short_help="Monitor a running server.")(top)
+app.command(cls=Command, short_help="List the models of a running server.")(ps)
+app.command(hidden=True)(stop)
 app.command(cls=Sourced, short_help="Serve a fleet's replicas under one address.")(fleet)
 
 
@@ -101,10 +106,11 @@ def bench(context: typer.Context) -> None:
 
 
 app.command(cls=Sourced, short_help="Simulate the scheduler or a fleet under a load.")(simulate)
-app.command(short_help="Write a model with its weights rounded.")(convert)
+app.command(cls=Command, short_help="Write a model with its weights rounded.")(convert)
 app.add_typer(cache, name="cache", short_help="See or remove the KV blocks on a disk.")
-app.command(short_help="List published models, and how they are served.")(models)
-app.command(short_help="Show the features of this machine, or the needs of a model.")(info)
+app.command(cls=Command, short_help="List published models, and how they are served.")(models)
+app.command(cls=Command, short_help="Show the features of this machine, or the needs of a model.")(info)
+app.command(cls=Command, short_help="Show the needs of a model.")(show)
 
 
 def main() -> None:

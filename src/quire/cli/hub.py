@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, complete_model, fail, field_option
+from quire.cli.options import AsJson, complete_model, fail, field_option, print_table
 from quire.config import EngineConfig
 
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -53,9 +53,7 @@ def list_models(as_json: AsJson = False) -> None:
         note = f"lacks {', '.join(model.missing[:3])}" if model.missing else ", ".join(model.gguf_files)
         named = ", ".join(model.refs) or model.commit[:SHORT]
         rows.append((model.name, named, size_of(model.size), since(time.time() - model.modified), note))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
+    print_table(rows)
 
 
 def remove(

@@ -35,13 +35,18 @@ def info(
     if model is None:
         _show_machine()
         return
-    _show_model(model, gguf_file)
+    show(model, gguf_file)
 
 
-def _show_model(model: str, gguf_file: str | None) -> None:
+def show(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As in --model of info.", autocompletion=complete_model)
+    ],
+    gguf_file: Annotated[str | None, field_option(EngineConfig, "gguf_file")] = None,
+) -> None:
+    """Show the implementation, the memory and the expected speed of a model: the same as quire info --model MODEL."""
     import math
 
-    from quire.cache.groups import CacheGroup
     from quire.cache.sizing import free_memory
     from quire.engine.cost import measured_read_rate, model_cost
     from quire.models import Own, choose, expected_weight_bytes
@@ -57,35 +62,35 @@ def _show_model(model: str, gguf_file: str | None) -> None:
     size = sum(path.stat().st_size for path in paths) if all(path.exists() for path in paths) else 0
     scheme = "not quantised" if choice.scheme is None else choice.scheme.description
     if not isinstance(choice, Own):
-        row("weights", scheme if size == 0 else f"{scheme}, {_memory(size)}")
+        row("weights", scheme if size == 0 else f"{scheme}, {memory_of(size)}")
         row("KV cache", f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number")
         return
     config = choice.config
     expected = expected_weight_bytes(files)
     cost = model_cost(config, dtype, expected)
     row("parameters", _count(sum(math.prod(shape) for shape in weight_shapes(config).values())))
-    row("weights", f"{scheme}, {_memory(size or expected.total)}")
-    attention = [group for group in cost.groups if isinstance(group, CacheGroup)]
-    a_token = sum(map(cost.kv_bytes, attention))
+    row("weights", f"{scheme}, {memory_of(size or expected.total)}")
     row(
         "KV cache",
-        f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number, {a_token:,} bytes a token",
+        f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number, {cost.sequence_bytes(1):,} bytes a "
+        "token",
     )
     longest = cost.max_model_len
-    sequence = sum(cost.kv_bytes(group) * min(longest, group.window or longest) for group in attention)
-    row("longest", f"{longest:,} tokens, whose cache takes {_memory(sequence)}")
+    sequence = cost.sequence_bytes(longest)
+    row("longest", f"{longest:,} tokens, whose cache takes {memory_of(sequence)}")
     free = free_memory()
-    here = "" if free is None else f"; {_memory(free)} are free here"
-    row("memory", f"{_memory(expected.total + sequence)} with one such sequence{here}")
+    here = "" if free is None else f"; {memory_of(free)} are free here"
+    row("memory", f"{memory_of(expected.total + sequence)} with one such sequence{here}")
     rate, read = measured_read_rate(), cost.weight_bytes(1)
     row(
         "speed",
-        f"about {rate / max(read, 1):,.0f} tokens a second for one request on this CPU, an estimate: {_memory(read)} "
-        f"of weights are read for each, at {rate / 1e9:,.0f} GB/s as just measured",
+        f"about {cost.decode_rate(rate):,.0f} tokens a second for one request on this CPU, an estimate: "
+        f"{memory_of(read)} of weights are read for each, at {rate / 1e9:,.0f} GB/s as just measured",
     )
 
 
-def _memory(size: float) -> str:
+def memory_of(size: float) -> str:
+    """Return a number of bytes in MiB or GiB."""
     return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
 
 

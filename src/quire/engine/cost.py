@@ -73,6 +73,15 @@ class ModelCost:
         stored = (2 if heads.latent is None else 1) * heads.num_kv_heads * heads.head_dim
         return len(group.layers) * stored * self.number_bytes
 
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the KV cache of one sequence."""
+        attention = [group for group in self.groups if isinstance(group, CacheGroup)]
+        return sum(self.kv_bytes(group) * min(num_tokens, group.window or num_tokens) for group in attention)
+
+    def decode_rate(self, bytes_per_second: float) -> float:
+        """Return the tokens per second of one sequence on a machine that reads weights at this rate."""
+        return bytes_per_second / max(self.weight_bytes(1), 1)
+
     def state_bytes(self, group: StateGroup | RowGroup) -> int:
         """Return the bytes of one block of the group's layers: of a state, or of the rows of a piece."""
         of = group.sizes

@@ -1,0 +1,41 @@
+"""quire ps and stop: the models of a running server, and the ways to end it."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from quire.cli.hub import since
+from quire.cli.options import ApiKey, fail, print_table
+
+
+def ps(
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+) -> None:
+    """List the models and adapters of a running server, with the requests that are open."""
+    from quire.terminal.client import Client
+    from quire.terminal.metrics import Scrape
+
+    client = Client(url, api_key)
+    listed = client.models()
+    numbers = Scrape.of(client.get("/metrics")).values
+    counts = [int(numbers[name]) for name in ("num_requests_running", "num_requests_waiting") if name in numbers]
+    requests = "{} running, {} waiting".format(*counts) if len(counts) == 2 else "unknown"
+    rows = [("NAME", "LOADED", "REQUESTS")]
+    for one in listed:
+        loaded = since(time.time() - one["created"]) if "created" in one else "unknown"
+        rows.append((one["id"], loaded, requests if one.get("parent") is None else f"counted for {one['parent']}"))
+    print_table(rows)
+
+
+def stop(
+    _: Annotated[str | None, typer.Argument(metavar="MODEL", help="Not used: see the error message.")] = None,
+) -> None:
+    """Explain how to stop a server: no route does it, since any client could use it."""
+    fail(
+        "no command stops a server: press Ctrl-C where it runs, or send SIGTERM to its process (kill PID, docker stop, "
+        "systemctl stop); it ends the open requests first"
+    )
