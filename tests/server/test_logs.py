@@ -62,7 +62,8 @@ def test_a_server_logs_json_alone(forks: Spawner) -> None:
     expected = {"request_id": "mine", "method": "POST", "path": "/v1/completions", "status": 200, "new_tokens": 3}
     assert expected.items() <= access.items()
     assert access["prompt_tokens"] > 0
-    assert (stopping["level"], stopping["message"]) == ("WARNING", "stopping: no request is open")
+    assert (stopping["level"], stopping["message"]) == ("INFO", "stopping: no request is open")
+    assert (started["model"], started["decoder"]) == ("quire-embedded", "own decoder")
 
 
 @pytest.mark.slow
@@ -81,11 +82,11 @@ def test_what_ends_a_server_or_a_gateway_is_json_too(forks: Spawner) -> None:
 @pytest.mark.slow
 def test_text_is_the_default_and_another_format_is_refused(forks: Spawner) -> None:
     with forks.running("serve", "--port", "0", "--num-blocks", "64") as server:
-        server.said(r"^No model was named, so this is the small one .*\n  model ")
+        server.said(r"^No model was named, so this is the small one .*\n  model    quire-embedded\n  decoder  own")
         server.said(r"^  threads  \d+$")
         server.send(signal.SIGINT)
         assert server.wait() == 130
-        server.said("WARNING stopping: no request is open")
+        server.said("INFO stopping: no request is open")
     process = forks.start("serve", "--log-format", "xml")
     assert process.wait() == 1
     process.said("log_format is 'xml'; it must be 'text' or 'json'")

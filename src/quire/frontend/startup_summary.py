@@ -13,7 +13,7 @@ from quire.ops.collectives import TorchCommunicator
 def chosen(llm: LLM) -> dict[str, str]:
     """Return a description of each setting that was chosen, by its name."""
     return {
-        "model": llm.decoder.origin,
+        "decoder": llm.decoder.origin,
         "backend": _backend(llm),
         "threads": _threads(llm),
         "dtype": _dtype(llm),

@@ -340,7 +340,7 @@ class Listening(uvicorn.Server):
             if count:
                 log.warning("stopping: %d open requests have %g s to end; %s", count, timeout, again)
             else:
-                log.warning("stopping: no request is open")
+                log.info("stopping: no request is open")
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -444,7 +444,12 @@ def listening_sentence(parts: ServerParts, address: str, seconds: float) -> str:
 
 def chosen_by(parts: ServerParts) -> dict[str, str]:
     """Return the startup summary: the choices and their reasons, by name."""
-    said = {**chosen(parts.llm), "sampling": _sampling(parts), "limits": _limits(parts)}
+    said = {
+        "model": parts.service.model.names[0],
+        **chosen(parts.llm),
+        "sampling": _sampling(parts),
+        "limits": _limits(parts),
+    }
     if parts.llm.engine.loras is not None:
         said["adapters"] = _adapters(parts)
     if parts.publisher is not None:

@@ -359,10 +359,15 @@ def test_a_recursive_schema_is_followed(server: Serving) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_whose_syntax_is_not_known_is_said_so() -> None:
+def test_a_model_whose_syntax_is_not_known_is_said_so(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ tools }}{{ messages[0].content }}")
+    with serving(chat_template=template) as unknown:
+        answer = unknown.post(CHAT, messages=MESSAGES, tools=[CLOCK])
+        assert (answer.status, "--tool-call-parser NAME" in answer.error()["message"]) == (400, True)
     with serving() as plain:
         for body, word in (
-            ({"tools": [CLOCK]}, "--tool-call-parser"),
+            ({"tools": [CLOCK]}, "the chat template of quire-embedded does not show tools to the model"),
             ({"thinking_token_budget": 5}, "--reasoning-parser"),
         ):
             answer = plain.post(CHAT, messages=MESSAGES, **body)

@@ -51,6 +51,10 @@ class Reading:
             return
         served = service.model.names[0]
         if self._may_call and dialect.syntax is None:
+            template = service.model.template
+            if template is None or "tools" not in template.source:
+                message = f"the chat template of {served} does not show tools to the model, so it cannot call them"
+                raise ApiError(f"{message}; the server takes another template as --chat-template FILE", param="tools")
             message = f"the chat template of {served} writes calls in no syntax that is known here"
             raise ApiError(f"{message}; the server takes its name as --tool-call-parser NAME", param="tools")
         if body.thinking_token_budget is not None and dialect.thoughts is None:
