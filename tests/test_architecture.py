@@ -67,7 +67,7 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_420,
-    "cli": 1_690,
+    "cli": 1_695,
     "engine": 5_965,
     "fingerprint": 650,
     "fleet": 5_790,

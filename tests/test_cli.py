@@ -10,12 +10,14 @@ from typing import Any
 
 import click.testing
 import pytest
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from quire import LLM
 from quire.cli import app
 from quire.cli.options import OF_MANY
 from quire.errors import ConfigError
+from quire.models.hub import EMBEDDED
 from tests.forks import Spawner
 from tests.models.checkpoints import save
 
@@ -229,7 +231,9 @@ def test_info_says_how_a_model_is_quantised(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config | {"quantization_config": scheme}), encoding="utf-8")
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
-    assert re.search(r"^weights +awq int4, groups of 128, zeros, \d\.\d MiB$", shown.stdout, re.MULTILINE)
+    assert re.search(
+        r"^weights +awq int4, groups of 128, zeros, \d\.\d MiB; they are not here yet$", shown.stdout, re.MULTILINE
+    )
     path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}), encoding="utf-8")
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
     assert shown.exit_code == 1
@@ -340,6 +344,14 @@ def test_sampling_options_reach_the_samples() -> None:
 def test_a_wrong_command_line_is_answered_in_plain_words(arguments: str, status: int, words: str) -> None:
     result = CliRunner().invoke(app, arguments.split(), prog_name="quire")
     assert (result.exit_code, words in result.stderr) == (status, True), result.stderr
+
+
+@pytest.mark.slow
+def test_an_answer_of_the_embedded_model_ends_without_options() -> None:
+    shown = CliRunner().invoke(app, ["chat"], input="hi")
+    assert shown.exit_code == 0
+    assert "(the answer ends here since it may have no more tokens)" in shown.stderr
+    assert len(Tokenizer.from_file(str(EMBEDDED / "tokenizer.json")).encode(shown.stdout).ids) < 200
 
 
 def test_show_and_ls_are_other_names() -> None:

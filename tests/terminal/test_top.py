@@ -170,15 +170,22 @@ def test_ps_lists_models_and_adapters_with_open_requests() -> None:
         "m     2 hours ago  2 running, 3 waiting",
         "a     unknown      counted for m",
     ]
+    fleet = "".join(
+        f'quire:fleet_replica_requests_{state}{{replica="{one}"}} {count}\n'
+        for state, counts in (("running", (2, 0)), ("waiting", (1, 2)))
+        for one, count in enumerate(counts)
+    )
 
     class Handler(Quiet):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write((json.dumps(models) if self.path == "/v1/models" else metrics).encode())
+            self.wfile.write((json.dumps(models) if self.path.endswith("/v1/models") else texts[self.path]).encode())
 
-    with answering(Handler) as url:
-        assert CliRunner().invoke(app, ["ps", "--url", url]).stdout.splitlines() == expected
+    texts = {"/metrics": metrics, "/fleet/metrics": fleet}
+    with answering(Handler) as address:
+        for url in (address, f"{address}/fleet"):
+            assert CliRunner().invoke(app, ["ps", "--url", url]).stdout.splitlines() == expected
     with serving() as server:
         shown = CliRunner().invoke(app, ["ps", "--url", server.url]).stdout.splitlines()
         assert shown[1].split("  ") == ["quire-embedded", "just now", "0 running, 0 waiting"]

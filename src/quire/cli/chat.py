@@ -28,6 +28,7 @@ from quire.server.server_config import ServerConfig
 if TYPE_CHECKING:
     from quire.terminal.partner import Partner
 
+OF_EMBEDDED = 128  # new tokens of an answer of the embedded model, which rarely ends an answer
 # One request at a time, in steps short enough that Ctrl-C takes effect soon.
 ONE: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
 
@@ -54,6 +55,8 @@ def chat(
     sampling = sampling_of(options)
     if url is None:
         options["model"] = taken_model(context, model_name, options["model"])
+        if options["model"] is None:
+            sampling.setdefault("max_tokens", OF_EMBEDDED)
         text = _message(message)
         partner = _own_model(options, chat_template, sampling, lora)
     else:

@@ -69,7 +69,7 @@ def show(
     expected = expected_weight_bytes(files)
     cost = model_cost(config, dtype, expected)
     row("parameters", _count(sum(math.prod(shape) for shape in weight_shapes(config).values())))
-    row("weights", f"{scheme}, {memory_of(size or expected.total)}")
+    row("weights", f"{scheme}, {memory_of(size or expected.total)}{'' if size else '; they are not here yet'}")
     row(
         "KV cache",
         f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number, {cost.sequence_bytes(1):,} bytes a "

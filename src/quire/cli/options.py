@@ -185,7 +185,7 @@ def no_model(command: str) -> str:
     """Return the notice of a command that was given no model."""
     return (
         "No model was named, so this is the small one that comes with Quire, which writes Python. "
-        f"{command} MODEL takes a directory, a GGUF file, a name on the hub, or a short name such as qwen3:0.6b: "
+        f"{command} MODEL takes a directory, a GGUF file, a name on the hub, or a short name: "
         "quire models --fits lists those that fit here."
     )
 

@@ -10,6 +10,8 @@ import typer
 from quire.cli.hub import since
 from quire.cli.options import ApiKey, fail, print_table
 
+COUNTED = ("num_requests", "fleet_replica_requests")  # metrics of a server, and the sums of a gateway's replicas
+
 
 def ps(
     url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
@@ -22,8 +24,9 @@ def ps(
     client = Client(url, api_key)
     listed = client.models()
     numbers = Scrape.of(client.get("/metrics")).values
-    counts = [int(numbers[name]) for name in ("num_requests_running", "num_requests_waiting") if name in numbers]
-    requests = "{} running, {} waiting".format(*counts) if len(counts) == 2 else "unknown"
+    found = [kind for kind in COUNTED if f"{kind}_running" in numbers]
+    counts = [f"{numbers.get(f'{kind}_{state}', 0):.0f} {state}" for kind in found for state in ("running", "waiting")]
+    requests = ", ".join(counts) or "unknown"
     rows = [("NAME", "LOADED", "REQUESTS")]
     for one in listed:
         loaded = since(time.time() - one["created"]) if "created" in one else "unknown"
