@@ -136,7 +136,7 @@ def test_a_short_name_is_announced_downloaded_once_and_answers(hub: Path, caplog
     assert (shown.exit_code, bool(shown.stdout.strip())) == (0, True), shown.output
     removed = CliRunner().invoke(app, ["rm", "qwen3:0.6b", "--yes"])
     assert removed.stdout.startswith("removed Qwen/Qwen3-0.6B-GGUF (main), ")
-    assert pull("smollm2:135m") == locate("smollm2:135m") == locate("HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert pull("smollm2:135m") == locate("SmolLM2:135M") == locate("HuggingFaceTB/SmolLM2-135M-Instruct")
 
 
 def test_a_path_and_a_repository_take_precedence(hub: Path) -> None:

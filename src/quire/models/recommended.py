@@ -43,8 +43,8 @@ def find(name: str) -> Recommended | None:
     Raises ModelError for an unknown short name: one with a colon, which no repository's name has, or a family alone.
     """
     models = {model.name: model for model in recommended()}
-    if name in models:
-        return models[name]
+    if name.lower() in models:
+        return models[name.lower()]
     family, colon, _ = name.partition(":")
     if "/" in name or not (colon or any(one.startswith(f"{name}:") for one in models)):
         return None
