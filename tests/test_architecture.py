@@ -81,7 +81,7 @@ MOST_LINES = {
     "server": 16_740,
     "simulate": 4_195,
     "terminal": 1_240,
-    "modules": 1_350,  # those that are in no package
+    "modules": 1_540,  # those that are in no package
 }
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cli import app
 from quire.cli.options import OF_MANY
+from quire.config import engine_config
 from quire.errors import ConfigError
 from quire.models.hub import EMBEDDED
 from tests.forks import Spawner
@@ -163,7 +164,7 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         (["--num-blocks", "1"], "the request can never fit"),
         (["--preemption", "panic"], "preemption is 'panic'; it must be 'recompute' or 'swap'"),
         (["--swap-space", "1GiB"], "only preemption='swap' uses it"),
-        (["--preemption", "swap", "--swap-space", "9"], "swap_space is '9', 9 bytes; one block takes 20,480"),
+        (["--preemption", "swap", "--swap-space", "9KB"], "swap_space is '9KB', 9,000 bytes; one block takes 20,480"),
         (["--max-model-len", "2000"], "max_model_len is 2000"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
@@ -374,7 +375,7 @@ def test_show_and_ls_are_other_names() -> None:
         ({"reproducible": 1}, "reproducible is 1; it must be True or False"),
         ({"async_scheduling": 1}, "async_scheduling is 1; it must be True or False"),
         ({"scheduling_policy": "x"}, "scheduling_policy is 'x'; it must be one of 'fcfs', 'priority', 'shortest'"),
-        ({"preemption": None}, "preemption is None; it must be 'recompute' or 'swap'"),
+        ({"preemption": ""}, "preemption is ''; it must be 'recompute' or 'swap'"),
         ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8; it must be in 0..7"),
     ],
 )
@@ -532,12 +533,15 @@ def served(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[dict[str, 
 
 
 @pytest.mark.slow
-def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_vllm_that_ask_for_what_holds_are_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pasted = (
         "some/model --tensor-parallel-size 1 -pp 1 --data_parallel_size=1 --trust-remote-code --enforce-eager "
         "--enable-chunked-prefill --disable-log-stats --disable-log-requests --tokenizer some/model --revision main "
         "--load-format=auto --served-model-name a b --max-num-seqs 7 --num-gpu-blocks-override 99 --uvicorn-log-level "
-        "warning --distributed-executor-backend mp --host 0.0.0.0 --spec-tokens 2"
+        "warning --distributed-executor-backend mp --host 0.0.0.0 --spec-tokens 2 --gpu-memory-utilization 0.9 "
+        '--swap-space 4 --limit-mm-per-prompt={"image":2} --max-seq-len-to-capture 8192'
     )
     options, server, result = served(monkeypatch, *pasted.split())
     assert result.exit_code == 0, result.output
@@ -546,6 +550,12 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
     assert (server.served_model_name, server.log_stats, server.host) == (("a", "b"), False, "0.0.0.0")
     assert options["tokenizer"] == "some/model"
     assert options["enforce_eager"] is True
+    caplog.set_level("INFO")
+    assert engine_config(**options).num_speculative_tokens == 2  # the table of the Python interface takes the others
+    reported = "\n".join(caplog.messages)
+    for start in ("trust_remote_code=True: no code", "gpu_memory_utilization=0.9: on a GPU", "swap_space=4: a number",
+                  "limit_mm_per_prompt={'image': 2}: ", "max_seq_len_to_capture=8192: CUDA graphs"):  # fmt: skip
+        assert start in reported
     for arguments in (["-m", "x"], ["--model", "x"], ["x"]):
         assert served(monkeypatch, *arguments)[0]["model"] == "x"
 
@@ -555,7 +565,10 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
     [
         ("--pipeline-parallel-size 2", "'2'); tensor_parallel_size divides a model"),
         ("-pp=2", "tensor_parallel_size divides a model"),
-        ("--gpu-memory-utilization 0.9", "kv_cache_memory sets"),
+        (
+            "--gpu-memory-utilization 1.5",
+            "option --gpu-memory-utilization is '1.5'; on a GPU a number above 0, up to 1, sets kv_cache_memory",
+        ),
         ("--no-enable-chunked-prefill", "long prompts are always computed in chunks"),
         ("--revision abc", "download the revision"),
         ("--ssl-ca-certs x", "leave it to a proxy"),
@@ -576,7 +589,7 @@ def test_other_flags_of_vllm_are_refused_with_a_sentence(
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in (["--hf-token", "hf_abc"], ["--hf-token=hf_abc"]):
         result = served(monkeypatch, "m", *arguments)[2]
-        assert result.stderr.startswith("error: there is no option --hf-token here; ")
+        assert result.stderr.startswith("error: there is no option --hf-token; ")
         assert "hf_abc" not in result.output
     with pytest.raises(ConfigError, match=r"no engine option 'hf_token'; .* HF_TOKEN$"):
         LLM(hf_token="hf_abc")

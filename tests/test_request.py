@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire import BeamSearchParams
 from quire.config import FOREIGN, CacheConfig, EngineConfig, engine_config
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.request import Request, SamplingParams, StructuredOutputsParams
@@ -38,7 +39,7 @@ NAN, INF = float("nan"), float("inf")
         ("logit_bias", [[1], {3: 101}, {3: -100.5}, {3: NAN}, {3: "1"}]),
         ("a token of logit_bias", [{"3": 1.0}, {-1: 1.0}, {1.5: 1.0}]),
         ("bad_words", ["word", [""], [3], 5]),
-        ("structured_outputs", [{"regex": "a"}, "a"]),
+        ("structured_outputs", [{"regex": ""}, {"json": 1}, "a"]),
         ("spaces_between_special_tokens", [False, None]),
         ("truncate_prompt_tokens", [0, -2, 1.0]),
     ],
@@ -61,11 +62,27 @@ def test_defaults_are_vllms_and_good_values_pass() -> None:
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
 
 
+def test_fields_of_vllms_that_ask_for_nothing_are_taken() -> None:
+    neutral = {"best_of": None, "use_beam_search": False, "length_penalty": 1.0, "logits_processors": []}
+    assert SamplingParams(**neutral, n=2) == SamplingParams(n=2)
+    assert BeamSearchParams(beam_width=2, temperature=0.0) == BeamSearchParams(beam_width=2)
+    assert StructuredOutputsParams(regex="a", backend=None) == StructuredOutputsParams(regex="a")
+
+
+def test_a_dictionary_is_a_constraint() -> None:
+    asked = SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    assert asked == SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    assert asked.structure is not None
+    with pytest.raises(RequestError, match="has no field 'choices'; did you mean 'choice'"):
+        SamplingParams(structured_outputs={"choices": ["a"]})
+
+
 def test_what_is_no_field_gets_a_sentence() -> None:
     for asked, words in (
         ({"temprature": 1}, "SamplingParams has no field 'temprature'; did you mean 'temperature'?"),
-        ({"logits_processors": []}, "'logits_processors'; a function of the caller's would stop"),
-        ({"output_kind": 2}, "LLM.stream yields"),
+        ({"logits_processors": [len]}, "'logits_processors'; a function of the caller's would stop"),
+        ({"best_of": 2}, "'best_of'; ask for n samples"),
+        ({"output_kind": 2}, "output_kind is 2; it must be a RequestOutputKind"),
         ({"zzzzzz": 1}, "there are allowed_token_ids, bad_words"),
         ({"stop": "a", "detokenize": False}, "stop is 'a' with detokenize=False"),
         ({"min_tokens": 1, "structured_outputs": StructuredOutputsParams(regex="a")}, "leave one out"),
@@ -110,15 +127,49 @@ def test_unknown_options_are_errors_that_name_the_nearest() -> None:
         engine_config(zzz=3)
 
 
-def test_options_of_vllms_are_taken_where_they_ask_for_nothing_and_else_explained() -> None:
+def test_options_of_vllms_are_taken_where_they_ask_for_nothing_and_else_explained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     harmless = {name: option.harmless[-1] for name, option in FOREIGN.items()}
     assert engine_config(**harmless, seed=None, block_size=8) == engine_config(block_size=8)
     for name, option in FOREIGN.items():
-        shown = "" if option.is_secret else " (it is 'some')"
+        shown = "" if option.is_secret else " is 'some'" if option.others else " (it is 'some')"
         with pytest.raises(ConfigError, match=re.escape(f"{name!r}{shown}; {option.sentence}")):
             engine_config(**{name: "some"})
+        if harmless[name] is not None:
+            assert f"{name}={harmless[name]!r}: {option.sentence}" in caplog.text
     with pytest.raises(ConfigError, match=r"'pipeline_parallel_size' .it is 2.; tensor_parallel_size divides a model"):
         engine_config(pipeline_parallel_size=2)
+
+
+def test_memory_is_given_as_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU as a share, which has no effect on a CPU. swap_space is in GiB, and neutral if nothing is swapped."""
+    caplog.set_level("INFO")
+
+    def cache(**options: object) -> CacheConfig:
+        return engine_config(**options).cache
+
+    assert cache(gpu_memory_utilization=0.9, device="cuda") == CacheConfig(kv_cache_memory=0.9)
+    assert cache(gpu_memory_utilization=0.9, device="cuda:1", num_blocks=9) == CacheConfig(num_blocks=9)
+    assert cache(gpu_memory_utilization=0.9, device="cuda", kv_cache_memory="1GiB").kv_cache_memory == "1GiB"
+    assert cache(kv_cache_memory_bytes=2**30, num_gpu_blocks_override=7) == CacheConfig(
+        kv_cache_memory=2**30, num_blocks=7
+    )
+    assert cache(swap_space=4) == cache(swap_space=0) == cache(gpu_memory_utilization=0.9) == CacheConfig()
+    assert len(caplog.records) == 7  # a line each
+    assert "gpu_memory_utilization=0.9: on a GPU a number above 0" in caplog.text
+    assert cache(swap_space=4, preemption="swap").swap_space == "4GiB"
+    assert cache(swap_space=2**31, preemption="swap").swap_space == 2**31
+    for value in (0, 1.5, True, "most"):
+        with pytest.raises(ConfigError, match=rf"'gpu_memory_utilization' is {value!r}; on a GPU a number above 0"):
+            engine_config(gpu_memory_utilization=value)
+    caplog.clear()
+    engine_config(trust_remote_code=True, limit_mm_per_prompt={"image": 2}, dtype="half", max_num_seqs=None)
+    assert [(record.levelname, record.message.split("=")[0]) for record in caplog.records] == [
+        ("INFO", "arguments of vLLM's: limit_mm_per_prompt"),
+        ("WARNING", "arguments of vLLM's: trust_remote_code"),
+    ]
 
 
 def test_options_reach_their_place() -> None:

@@ -6,14 +6,19 @@ The metadata of each field describes its option completely: `quire --help` and t
 from __future__ import annotations
 
 import inspect
+import json
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
-from quire.errors import ConfigError, check_integer, check_known, check_number
+from quire.errors import ConfigError, check_integer, check_known, check_number, checked
+
+log = logging.getLogger("quire")
+T = TypeVar("T")
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
@@ -290,19 +295,53 @@ class EngineConfig:
         check_options(self)
 
 
+class Accepted(NamedTuple):
+    """A set of accepted values that is too large to be listed."""
+
+    description: str
+    contains: Callable[[Any], bool]
+
+
 class Foreign(NamedTuple):
     """An option of vLLM's that Quire does not have."""
 
     harmless: tuple[Any, ...]  # values that describe Quire's behaviour: they are accepted and have no effect
-    sentence: str  # the reason why any other value is refused, and the alternative
+    sentence: str  # the meaning of accepted values here, and the reason why any other value is refused
     is_secret: bool = False  # its value must not be shown
+    others: Accepted | None = None  # more accepted values
+    own: str | None = None  # the option of Quire's that gets an accepted value
+    is_warned: bool = False  # an accepted value may ask for more than it gets, so it is logged as a warning
+
+    def accepts(self, value: object) -> bool:
+        """Return whether a value is accepted."""
+        return value in self.harmless or (self.others is not None and self.others.contains(value))
+
+    def parse(self, text: str) -> Any:
+        """Return the value of a text of the command line."""
+        for value in self.harmless:
+            if str(value) == text:
+                return value
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
 
     def refusal(self, option: str, value: object) -> str:
-        """Return the error message for a value that is refused. `option` names the missing option."""
+        """Return the error message for a value that is refused. `option` names the option."""
+        if self.others is not None:
+            return f"{option} is {value!r}; {self.sentence}"
         return f"there is no {option}{'' if self.is_secret else f' (it is {value!r})'}; {self.sentence}"
 
 
+def _is_number(value: object, lower: float, upper: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and lower < value <= upper
+
+
+SHARE = Accepted("a number above 0, up to 1", lambda value: _is_number(value, 0, 1))
+COUNT = Accepted("a positive number", lambda value: _is_number(value, 0, float("inf")))
+LIMITS = Accepted("a dictionary", lambda value: isinstance(value, Mapping))
 ONE_DEVICE = "tensor_parallel_size divides a model among processes, and `quire fleet` serves several replicas of it"
+SWAP_SPACE = "a number above 1 is in GiB, as in vLLM; without preemption='swap' it has no effect"
 ONLY_TEXT = "models are served for text alone"
 # By the names of vLLM's Python interface; the command line has a dash in place of each underscore.
 FOREIGN: Mapping[str, Foreign] = MappingProxyType(
@@ -312,11 +351,21 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         Foreign((None, False), ONE_DEVICE),
     )
     | {"distributed_executor_backend": Foreign((None, "uni", "mp"), ONE_DEVICE)}
-    | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs"), Foreign((None, {}), ONLY_TEXT))
-    | {"allowed_local_media_path": Foreign((None, ""), ONLY_TEXT)}
+    | {"mm_processor_kwargs": Foreign((None, {}), ONLY_TEXT)}
+    | dict.fromkeys(("allowed_local_media_path", "allowed_media_domains"), Foreign((None, ""), ONLY_TEXT))
+    | {
+        "limit_mm_per_prompt": Foreign((None, {}), f"it limits the images of a prompt, and {ONLY_TEXT}", others=LIMITS),
+    }
     | dict.fromkeys(
-        ("disable_log_stats", "use_tqdm_on_load", "disable_cascade_attn"),
+        ("use_tqdm_on_load", "disable_cascade_attn", "disable_log_requests"),
         Foreign((None, True, False), "it must be True or False, and has no effect here"),
+    )
+    | dict.fromkeys(
+        ("runner", "task"),
+        Foreign(
+            (None, "auto", "generate", "pooling", "embed", "embedding", "score"),
+            "LLM.generate, LLM.embed and LLM.score serve the same model",
+        ),
     )
     | {
         "calculate_kv_scales": Foreign(
@@ -326,16 +375,25 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "compilation_config": Foreign((None, 0, {}), "steps are native calls, or CUDA graphs, and nothing is compiled"),
         "config_format": Foreign((None, "auto", "hf"), "a checkpoint has a config.json"),
         "cpu_offload_gb": Foreign((None, 0), "all weights are in the memory of the device that computes the model"),
+        "convert": Foreign((None, "auto", "none", "embed"), "LLM.embed and LLM.score need no other model"),
+        "disable_log_stats": Foreign(
+            (None, True, False), "give True or False: LLM.get_metrics needs False, and `quire serve` has --no-log-stats"
+        ),
         "disable_sliding_window": Foreign((None, False), "a model with windows is computed with its windows"),
         "download_dir": Foreign((None,), "downloads go to the hub's cache, which the variable HF_HOME moves"),
+        "enable_log_requests": Foreign((None, False), "`quire serve` takes --enable-log-requests"),
+        "enable_prompt_embeds": Foreign((None, False), "prompts are texts or token ids"),
         "enable_chunked_prefill": Foreign((None, True), "long prompts are always computed in chunks"),
         "enable_sleep_mode": Foreign((None, False), "close() frees the memory, and a new LLM takes it again"),
         "gpu_memory_utilization": Foreign(
-            (None,), "kv_cache_memory sets the memory of the KV cache: '8GiB', or a share as 0.5"
+            (None,),
+            "on a GPU a number above 0, up to 1, sets kv_cache_memory, the KV cache's share of the memory that is free "
+            "after the weights; on a CPU it has no effect: kv_cache_memory sets the memory, as in '8GiB' or 0.5",
+            others=SHARE,
         ),
         "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is used unchanged"),
         "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN", is_secret=True),
-        "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory"),
+        "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory", others=COUNT, own="kv_cache_memory"),
         "kv_transfer_config": Foreign(
             (None,), "kv_disk keeps blocks on a disk; `quire fleet` sends requests to the blocks"
         ),
@@ -344,25 +402,35 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
             (None, []), "SamplingParams restrict the tokens: logit_bias, bad_words and others"
         ),
         "max_logprobs": Foreign((None,), "LLM reports as many as are asked for; `quire serve` takes --max-logprobs"),
-        "max_seq_len_to_capture": Foreign((None,), "CUDA graphs are made for all lengths up to max_model_len"),
-        "num_gpu_blocks_override": Foreign((None,), "it is called num_blocks"),
+        "max_num_partial_prefills": Foreign((None, 1), "all prompts that fit into a step are computed in it"),
+        "max_parallel_loading_workers": Foreign((None,), "weights are loaded by one process"),
+        **dict.fromkeys(
+            ("max_seq_len_to_capture", "max_context_len_to_capture"),
+            Foreign((None,), "CUDA graphs are made for all lengths up to max_model_len", others=COUNT),
+        ),
+        "num_gpu_blocks_override": Foreign((None,), "it is called num_blocks", others=COUNT, own="num_blocks"),
         "num_scheduler_steps": Foreign((None, 1), "steps are planned one at a time; see async_scheduling"),
-        "override_pooler_config": Foreign((None,), "an embedding is the last token's hidden state, of length 1"),
+        **dict.fromkeys(
+            ("override_pooler_config", "pooler_config"),
+            Foreign((None,), "an embedding is the last token's hidden state, of length 1"),
+        ),
+        "preemption_mode": Foreign((None, "recompute"), "it is called preemption"),
         "quantization_param_path": Foreign((None,), "scales are read from the checkpoint"),
         "revision": Foreign((None, "main"), "download the revision, and give its directory as the model"),
         "code_revision": Foreign((None,), "no code of a checkpoint is run"),
         "rope_scaling": Foreign((None, {}), "angles are those of the checkpoint's config.json"),
         "rope_theta": Foreign((None,), "angles are those of the checkpoint's config.json"),
-        "runner": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
         "served_model_name": Foreign((None,), "names are for clients: `quire serve` takes --served-model-name"),
+        "structured_outputs_config": Foreign((None, {}), "llguidance handles all grammars"),
+        "guided_decoding_backend": Foreign((None, "auto", "guidance"), "llguidance handles all grammars"),
         "skip_tokenizer_init": Foreign((None, False), "the tokenizer is read if the checkpoint has one"),
         "speculative_config": Foreign((None,), "num_speculative_tokens is for prompt lookup; there is no draft model"),
-        "task": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
         "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_revision": Foreign((None, "main"), "the tokenizer is the checkpoint's tokenizer.json"),
         "trust_remote_code": Foreign(
-            (None, False),
+            (None, False, True),
             "no code of a checkpoint is run; model_impl='transformers' uses transformers' own",
+            is_warned=True,
         ),
         "use_v2_block_manager": Foreign((None, True), "there is one block manager"),
     }
@@ -370,28 +438,122 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
 
 
 def engine_config(**options: Any) -> EngineConfig:
-    """Return an EngineConfig from flat options, the cache's included.
+    """Return an EngineConfig from flat options, the cache's included. None is the default of any option.
 
-    Options of vLLM's are accepted and ignored if their values describe Quire's behaviour, such as
-    `pipeline_parallel_size=1`. Raises ConfigError for an unknown option or an invalid value.
+    Options of vLLM's are accepted if their values describe Quire's behaviour, such as `pipeline_parallel_size=1`. One
+    log line reports the meaning of each. Raises ConfigError for an unknown option or an invalid value.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     cache_keys = {f.name for f in fields(CacheConfig)}
     known = cache_keys | {f.name for f in fields(EngineConfig)} - {"cache"}
     if "dtype" in options:  # torch.bfloat16 is the same as "bfloat16"
-        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+        dtype = str(options["dtype"]).removeprefix("torch.")
+        options["dtype"] = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if isinstance(options.get("kv_disk"), os.PathLike):
         options["kv_disk"] = os.fspath(options["kv_disk"])
-    asked = {name: value for name, value in options.items() if name in FOREIGN and name not in known}
-    for name, value in asked.items():
-        if value not in FOREIGN[name].harmless:
-            raise ConfigError(FOREIGN[name].refusal(f"engine option {name!r}", value))
-    options = {name: value for name, value in options.items() if name not in asked}
-    for name in ("seed", "enforce_eager"):  # None is vLLM's default
-        if name in options and options[name] is None:
-            del options[name]
+    options = _without_foreign(options, known)
     check_known(ConfigError, "there is no engine option", options, known, {})
     cache = CacheConfig(**{key: value for key, value in options.items() if key in cache_keys})
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
+
+
+def _without_foreign(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the options without those of vLLM's, whose meaning is logged. Raises ConfigError for a refused one."""
+    own = {name: value for name, value in options.items() if name in known or name not in FOREIGN}
+    meanings: dict[int, list[str]] = {logging.INFO: [], logging.WARNING: []}  # by the level of the log
+    for name, value in options.items():
+        if name in own:
+            continue
+        foreign = FOREIGN[name]
+        if not foreign.accepts(value):
+            raise ConfigError(foreign.refusal(f"engine option {name!r}", value))
+        target = foreign.own
+        if name == "gpu_memory_utilization" and own.get("device", "cpu") != "cpu" and "num_blocks" not in own:
+            target = "kv_cache_memory"
+        if target is not None:
+            own.setdefault(target, value)
+        level = logging.WARNING if foreign.is_warned and value else logging.INFO
+        meanings[level].append(f"{name}={value!r}: {foreign.sentence}")
+    space = str(own.get("swap_space", ""))
+    if re.fullmatch(r"\d{1,4}(\.\d*)?", space):
+        if own.get("preemption") != "swap" or float(space) == 0:
+            del own["swap_space"]
+        elif float(space) > 1:
+            own["swap_space"] = f"{space}GiB"
+        meanings[logging.INFO].append(f"swap_space={space}: {SWAP_SPACE}")
+    for level, found in meanings.items():
+        if found:
+            log.log(level, "arguments of vLLM's: %s", "; ".join(found))
+    return own
+
+
+def takes_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Give an __init__ with **options a signature that names every option, with its type and its default."""
+    signature = inspect.signature(init, eval_str=True)
+    *own, rest = signature.parameters.values()
+    given = {one.name for one in own}
+    named = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for config in (EngineConfig, CacheConfig)
+        for hints in [get_type_hints(config)]
+        for one in fields(config)
+        if one.name in options_of(config) and one.name not in given
+    ]
+    init.__signature__ = signature.replace(parameters=[*own, *named, rest])  # type: ignore[attr-defined]
+    return init
+
+
+def describes_options(cls: type[T]) -> type[T]:
+    """Add the help of every option to a class's docstring, below the one of **options."""
+    lines = [
+        f"        {name}: {about.help}"
+        for config in (EngineConfig, CacheConfig)
+        for name, about in options_of(config).items()
+        if name != "model"
+    ]
+    before, marker, after = (cls.__doc__ or "").partition("\n\n    Raises:")
+    cls.__doc__ = "\n".join([before, *lines]) + marker + after
+    return cls
+
+
+def _with_every_argument(cls: type[T]) -> type[T]:
+    """Make a class a dataclass with every option of `LLM`, Quire's and vLLM's, each None by default."""
+    configs = (EngineConfig, CacheConfig)
+    names = dict.fromkeys([*(name for config in configs for name in options_of(config)), *FOREIGN])
+    cls.__annotations__ = dict.fromkeys(names, Any)
+    for name in names:
+        setattr(cls, name, None)
+    return checked(ConfigError, "there is no engine option", {})(dataclass(cls))
+
+
+@_with_every_argument
+class EngineArgs:
+    """The arguments of an engine, as vLLM's scripts collect them: `LLM(**dataclasses.asdict(EngineArgs(...)))`.
+
+    Args:
+        model: see `LLM`.
+        **options: see `LLM`. None is the default of each.
+
+    Example:
+        ```python
+        from dataclasses import asdict
+
+        from quire import LLM, EngineArgs
+
+        with LLM(**asdict(EngineArgs(num_blocks=128, max_num_seqs=8))) as llm:
+            print(llm.config.max_num_seqs)
+        ```
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, model: str | None = None, **options: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of `AsyncLLM.from_engine_args`, see `EngineArgs`."""
 
 
 def parse_loras(texts: Sequence[str]) -> dict[str, str]:

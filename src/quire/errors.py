@@ -8,11 +8,17 @@ of a C interface. The end of the module has checks of numbers and names that sev
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from functools import wraps
 from importlib.util import find_spec
 from numbers import Integral, Real
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+T = TypeVar("T")
 
 
 class QuireError(ValueError):
@@ -183,3 +189,42 @@ def check_known(
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
             raise error(f"{lacks} {name!r}; {refused.get(name, hint)}")
+
+
+def checked(
+    error: type[QuireError],
+    lacks: str,
+    refused: Mapping[str, str],
+    neutral: Mapping[str, object] = MappingProxyType({}),
+) -> Callable[[type[T]], type[T]]:
+    """Return a decorator of a dataclass that raises `error` for an unknown field, in place of a TypeError.
+
+    Args:
+        error: the class of the error.
+        lacks: the beginning of the error message, before the name of the field.
+        refused: fields of vLLM's, each with the reason. None and False are neutral, so they are accepted.
+        neutral: more neutral values of such fields.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        init: Callable[..., None] = cls.__init__
+        known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
+
+        @wraps(init)
+        def __init__(self: T, *args: Any, **given: Any) -> None:
+            if not given.keys() <= known:
+                vllm = {name: value for name, value in given.items() if name in refused and name not in known}
+                asked = {
+                    name
+                    for name, value in vllm.items()
+                    if value is not None and value is not False and (name not in neutral or value != neutral[name])
+                }
+                given = {name: value for name, value in given.items() if name not in vllm or name in asked}
+                check_known(error, lacks, given, known, refused)
+            init(self, *args, **given)
+
+        __init__.__signature__ = inspect.signature(init, eval_str=True)  # type: ignore[attr-defined]
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return decorate

@@ -8,9 +8,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from quire.errors import RequestError, check_integer, check_known, check_number
+from quire.errors import RequestError, check_integer, check_number, checked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ MAX_TOP_K = 2**31 - 1
 OPENAI, RESPONSES, OLLAMA, MESSAGES, FILE = "openai", "responses", "ollama", "messages", "generation_config"
 COMMON = (OPENAI, RESPONSES, OLLAMA)
 EVERYWHERE = (*COMMON, MESSAGES, FILE)
-# Fields of vLLM's that Quire does not have, each with the reason or the alternative.
+# Fields of vLLM's that Quire does not have, each with the reason or the alternative, see `checked`.
 NOT_SAMPLING = MappingProxyType(
     {
         "best_of": "ask for n samples, and keep those of the best cumulative_logprob",
@@ -40,7 +40,6 @@ NOT_SAMPLING = MappingProxyType(
             "a function of the caller's would stop every request's step; use logit_bias, allowed_token_ids, bad_words "
             "or structured_outputs to restrict the tokens"
         ),
-        "output_kind": "LLM.generate returns complete outputs, and LLM.stream yields them as they grow",
         "repetition_detection": "a text that repeats itself ends at max_tokens; frequency_penalty works against it",
         "skip_reading_prefix_cache": "a prompt with its own cache_salt finds nothing in the cache",
         "thinking_token_budget": "reasoning is not separated from the rest of the text here; max_tokens limits both",
@@ -75,9 +74,17 @@ class Task(str, Enum):
     EMBED = "embed"  # the hidden state of the prompt's last token
 
 
+@checked(RequestError, "structured_outputs has no field", NOT_STRUCTURED)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """Constraint on a generated text. Exactly one field must be given. Names are vLLM's.
+
+    Args:
+        json: a JSON schema, as a text or an object. Its objects have further keys only if it has additionalProperties.
+        regex: a regular expression that the whole text matches.
+        choice: the text is one of these.
+        grammar: a grammar in llguidance's variant of Lark's notation.
+        json_object: True: the text is any JSON object.
 
     Raises:
         RequestError: no field or more than one is given, a field is unknown, or its value is invalid.
@@ -93,17 +100,11 @@ class StructuredOutputsParams:
         ```
     """
 
-    # a JSON schema, as a text or an object; its objects have further keys only if it has additionalProperties
     json: str | Mapping[str, Any] | None = None
-    regex: str | None = None  # a regular expression that the whole text matches
-    choice: Sequence[str] | None = None  # the text is one of these
-    grammar: str | None = None  # a grammar in llguidance's variant of Lark's notation
-    json_object: bool | None = None  # True: the text is any JSON object
-
-    def __new__(cls, **given: Any) -> StructuredOutputsParams:
-        """Raise RequestError for an unknown field, in place of the TypeError of __init__."""
-        check_known(RequestError, "structured_outputs has no field", given, cls.__dataclass_fields__, NOT_STRUCTURED)
-        return super().__new__(cls)
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
     def __post_init__(self) -> None:
         asked = [one.name for one in fields(self) if getattr(self, one.name) is not None]
@@ -148,11 +149,48 @@ def _served(
     return {"served": Served(dict.fromkeys(protocols, "") | renamed, bounds, http or bounds, help)}
 
 
+class RequestOutputKind(Enum):
+    """The outputs that `AsyncLLM.generate` yields for a prompt. Names and values are vLLM's."""
+
+    CUMULATIVE = 0  # whenever it has grown, all of it
+    DELTA = 1  # whenever it has grown, the new part
+    FINAL_ONLY = 2  # once, when it has ended
+
+
+@checked(RequestError, "SamplingParams has no field", NOT_SAMPLING, {"length_penalty": 1.0, "logits_processors": []})
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of sampling and of the end of a generation. Names and defaults are vLLM's.
 
     A field's metadata has its names in the server's protocols and in generation_config.json, and its option's help.
+
+    Args:
+        n: number of samples of each prompt.
+        temperature: divides the logits; 0 is greedy.
+        top_k: keep the k most probable tokens; 0 and -1 keep all.
+        top_p: keep the smallest set of most probable tokens with at least this total probability.
+        min_p: drop tokens less probable than this fraction of the most probable one.
+        repetition_penalty: divides positive logits of tokens seen so far, and multiplies negative ones.
+        presence_penalty: subtracted once from each generated token's logit.
+        frequency_penalty: subtracted once per occurrence in the generated tokens.
+        logit_bias: added to logits before penalties: a number in -100..100 by token id.
+        allowed_token_ids: only these tokens are drawn, even if none of them ends the request.
+        bad_words: texts whose last token is never drawn after their other tokens.
+        structured_outputs: a constraint on the text: StructuredOutputsParams, or a dictionary of one of its fields.
+        max_tokens: maximum number of new tokens; None: up to the longest sequence that the engine serves.
+        min_tokens: number of tokens before which no stop token or string ends the request.
+        stop: texts that end the request.
+        stop_token_ids: tokens that end the request, in addition to the model's own.
+        include_stop_str_in_output: keep the stop string or the text of the stop token in the text.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        seed: key of the random numbers; None: derived from the engine's seed and the request's ordinal.
+        logprobs: number of most probable tokens to report at each position; 0: the chosen token only.
+        prompt_logprobs: the same number for the prompt's tokens.
+        detokenize: False returns tokens only, without text.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: must be True: they are written as the tokenizer writes them.
+        truncate_prompt_tokens: number of last prompt tokens to keep; -1: as many as fit.
+        output_kind: outputs that `AsyncLLM.generate` yields. `LLM.generate` always returns complete ones.
 
     Raises:
         RequestError: a field is unknown or its value is invalid. The message names the field.
@@ -182,7 +220,7 @@ class SamplingParams:
     top_k: int = field(
         default=0,
         metadata=_served(EVERYWHERE, -1, MAX_TOP_K, help="Draw from the k most probable tokens; 0: all."),
-    )  # -1: all, too
+    )
     top_p: float = field(
         default=1.0,
         metadata=_served(
@@ -208,7 +246,7 @@ class SamplingParams:
             help="Above 1: tokens of the text so far become less probable.",
             ollama="repeat_penalty",
         ),
-    )  # divides positive logits, multiplies negative ones
+    )
     presence_penalty: float = field(
         default=0.0,
         metadata=_served(COMMON, -2.0, 2.0, help="Subtracted once from the logit of each generated token."),
@@ -217,12 +255,10 @@ class SamplingParams:
         default=0.0,
         metadata=_served(COMMON, -2.0, 2.0, help="Subtracted once per occurrence in the generated tokens."),
     )
-    logit_bias: Mapping[int, float] | None = None  # added to logits before penalties: token id -> -100..100
-    # only these tokens are drawn, even if none of them ends the request
+    logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = field(default=None, metadata=_served([OPENAI]))
-    # texts whose last token is never drawn after their other tokens
     bad_words: Sequence[str] | None = field(default=None, metadata=_served([OPENAI]))
-    structured_outputs: StructuredOutputsParams | None = None  # a constraint on the text
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     max_tokens: int | None = field(
         default=16,
         metadata=_served(
@@ -231,34 +267,25 @@ class SamplingParams:
             ollama="num_predict",
             generation_config="max_new_tokens",
         ),
-    )  # None: up to the longest sequence that the engine serves
-    # number of tokens before which no stop token or string ends the request
+    )
     min_tokens: int = field(default=0, metadata=_served([OPENAI]))
     stop: str | Sequence[str] | None = field(
         default=None,
         metadata=_served(COMMON, help="Text that ends the answer. May be repeated.", messages="stop_sequences"),
     )
-    # tokens that end the request, in addition to the model's own
     stop_token_ids: Sequence[int] | None = field(default=None, metadata=_served([OPENAI]))
-    # keep the stop string or the text of the stop token in the text
     include_stop_str_in_output: bool = field(default=False, metadata=_served([OPENAI]))
-    # continue after the model's end-of-sequence tokens
     ignore_eos: bool = field(default=False, metadata=_served([OPENAI]))
     seed: int | None = field(
         default=None, metadata=_served(COMMON, help="Seed of the random choices of each request.")
-    )  # None: derived from the engine's seed and the request's ordinal
-    logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen token only
-    # the same number for the prompt's tokens
+    )
+    logprobs: int | None = None
     prompt_logprobs: int | None = field(default=None, metadata=_served([OPENAI]))
-    detokenize: bool = True  # False: return tokens only, without text
-    skip_special_tokens: bool = field(default=True, metadata=_served([OPENAI]))  # leave special tokens out of the text
-    spaces_between_special_tokens: bool = True  # must be True: they are written as the tokenizer writes them
-    truncate_prompt_tokens: int | None = None  # number of last prompt tokens to keep; -1: as many as fit
-
-    def __new__(cls, **given: Any) -> SamplingParams:
-        """Raise RequestError for an unknown field, in place of the TypeError of __init__."""
-        check_known(RequestError, "SamplingParams has no field", given, cls.__dataclass_fields__, NOT_SAMPLING)
-        return super().__new__(cls)
+    detokenize: bool = True
+    skip_special_tokens: bool = field(default=True, metadata=_served([OPENAI]))
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         for name, lower, upper in _BOUNDED:
@@ -272,6 +299,10 @@ class SamplingParams:
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_integer(RequestError, name, value, 0, MAX_SEED)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind", "output_kind")
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
         self._check_tokens()
         self._check_texts()
 
@@ -306,7 +337,9 @@ class SamplingParams:
                     raise RequestError(f"{name} contains {text!r}; each entry must be a text of at least one character")
         if not isinstance(self.structured_outputs, (StructuredOutputsParams, NoneType)):
             kind = type(self.structured_outputs).__name__
-            raise RequestError(f"structured_outputs is a {kind}; it must be StructuredOutputsParams")
+            raise RequestError(
+                f"structured_outputs is a {kind}; it must be StructuredOutputsParams, or a dictionary with one field"
+            )
         if self.structured_outputs is not None and self.min_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens} with structured_outputs, which define the text's end; leave one out"
@@ -319,6 +352,11 @@ class SamplingParams:
                 f"spaces_between_special_tokens is {value!r}; special tokens are written as the tokenizer writes them, "
                 f"so it must be True"
             )
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """`structured_outputs`, also if a dictionary was given."""
+        return cast("StructuredOutputsParams | None", self.structured_outputs)
 
     @property
     def allowed_tokens(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import typer
 from quire.cli.config_file import ConfigFile, with_variables
 from quire.cli.environment import warn_of_unknown_variables
 from quire.cli.options import ENGINE, ModelName, fail_in, no_model, taken, taken_model, with_options
+from quire.cli.vllm_flags import PASTED
 from quire.errors import QuireError
 from quire.importing import uncollected
 from quire.server.logs import JSON, fields, set_up_logs
@@ -35,6 +36,7 @@ def serve(
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
     began = time.monotonic()
     options["model"] = taken_model(context, model_name, options["model"])
+    options |= context.meta.get(PASTED, {})
     from quire.server.signals import obey_as_first_process
 
     obey_as_first_process()

@@ -1,6 +1,6 @@
 """Flags of `vllm serve` in pasted command lines: those without effect here are accepted, the others give a hint.
 
-Flags of the engine are in `config.FOREIGN`, the others here.
+Flags of the engine are in `config.FOREIGN`, and become engine options of that name. The others are here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--disable-log-stats": ("--no-log-stats",),
     "--disable-uvicorn-access-log": ("--no-access-log",),
     "--no-enable-log-requests": (),
-    "--trust-remote-code": (),  # code of a checkpoint is never run
 }
 PROXY = "leave it to a proxy in front of the server, such as nginx or caddy"
 NO_GRAPHS = "sizes of graphs are chosen here; --enforce-eager captures none"
@@ -38,34 +37,35 @@ NOT_HERE = {
     "--cuda-graph-sizes": NO_GRAPHS,
     "--enable-force-include-usage": "clients ask for it, with stream_options.include_usage",
     "--enable-server-load-tracking": "/metrics has the numbers of requests that run and wait",
-    "--guided-decoding-backend": "grammars are followed by llguidance; leave it out",
     "--kv-events-config": "the endpoint is --kv-events, the topic --kv-events-topic",
     "--lora-extra-vocab-size": "adapters cannot add tokens; leave it out",
     "--max-log-len": "with --enable-log-requests whole prompts are logged",
-    "--max-parallel-loading-workers": "weights are loaded by one process; leave it out",
     "--middleware": "no code is loaded into the server",
     "--override-generation-config": "give --generation-config DIR, with a generation_config.json in it",
     "--return-tokens-as-token-ids": "tokens that are no valid text are shown as bytes",
     "--root-path": PROXY,
     "--speculative-model": "draft tokens come from the earlier text: set their number with --num-speculative-tokens",
     "--ssl-ca-certs": PROXY,
-    "--structured-outputs-config": "grammars are followed by llguidance; leave it out",
     "--uds": PROXY,
 }
 SEVERAL = "--served-model-name"  # vLLM's takes all values up to the next flag
+
+
+PASTED = "quire.vllm_flags"  # key of vLLM's engine options in a context's meta
 
 
 class PastedFlags(Sourced):
     """A command that accepts such flags. Its own options take precedence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments without the flags that have no effect here."""
+        """Parse the arguments without vLLM's flags. Store those that are options of its engine in the context."""
         own = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
-        return super().parse_args(ctx, list(_translated(args, own)))
+        ctx.meta[PASTED] = {}
+        return super().parse_args(ctx, list(_translated(args, own, ctx.meta[PASTED])))
 
 
-def _translated(args: list[str], own: set[str]) -> Iterator[str]:
-    """Yield the arguments for this command. own: its options."""
+def _translated(args: list[str], own: set[str], pasted: dict[str, Any]) -> Iterator[str]:
+    """Yield the arguments for this command, and add vLLM's engine options to `pasted`. own: the command's options."""
     rest = iter(args)
     several = False
     for arg in rest:
@@ -88,22 +88,22 @@ def _translated(args: list[str], own: set[str]) -> Iterator[str]:
             given = value if has_value else next(rest, "")
             if given not in taken:
                 fail(f"{flag} is {given!r}; {sentence}")
-        elif (foreign := _foreign(name)) is not None:
-            switch = not name.startswith("--no-")
+        elif (key := _foreign(name)) is not None:
+            foreign, switch = FOREIGN[key], not name.startswith("--no-")
             given = value if has_value else str(switch) if _is_switch(foreign) else next(rest, "")
-            if given not in map(str, foreign.harmless):
-                fail(foreign.refusal(f"option {flag} here", given))
+            pasted[key] = foreign.parse(given)
+            if not foreign.accepts(pasted[key]):
+                fail(foreign.refusal(f"option {flag}", given))
         elif name in NOT_HERE:
             fail(f"there is no option {flag} here; {NOT_HERE[name]}")
         else:
             yield arg
 
 
-def _foreign(name: str) -> Foreign | None:
-    """Return the entry of an option of vLLM's engine; None if it is unknown."""
-    plain = name.removeprefix("--")
-    known = FOREIGN.get(plain.replace("-", "_"))
-    return FOREIGN.get(plain.removeprefix("no-").replace("-", "_")) if known is None else known
+def _foreign(name: str) -> str | None:
+    """Return the name in Python of an option of vLLM's engine; None if it is unknown."""
+    plain = name.removeprefix("--").replace("-", "_")
+    return next((key for key in (plain, plain.removeprefix("no_")) if key in FOREIGN), None)
 
 
 def _is_switch(foreign: Foreign) -> bool:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from quire.errors import BadValue, RequestError, check_integer, check_known, check_number
+from quire.errors import BadValue, RequestError, check_integer, check_number, checked
 from quire.request import MAX_SEED, FinishReason, TokenLogprobs
 
 MAX_BEAM_WIDTH = 256  # a step ranks 2 * width**2 candidates or more: one request must not stall the others
@@ -27,9 +26,17 @@ NOT_SEARCH = MappingProxyType(
 )
 
 
+@checked(RequestError, "BeamSearchParams has no field", NOT_SEARCH, {"temperature": 0.0})
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search, with vLLM's names and defaults.
+
+    Args:
+        beam_width: live beams at a time, and hypotheses to keep.
+        max_tokens: maximum number of new tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
+        length_penalty: a score is cumulative logprob / length**length_penalty: above 0 it favours long hypotheses.
+        logprobs: number of most probable tokens to report at each position; 0: the chosen one only.
 
     Raises:
         RequestError: a field is unknown or its value is invalid. The message names the field.
@@ -44,16 +51,11 @@ class BeamSearchParams:
         ```
     """
 
-    beam_width: int  # live beams at a time, and hypotheses to keep
-    max_tokens: int = 16  # maximum number of new tokens
-    ignore_eos: bool = False  # continue past the model's end-of-sequence tokens
-    length_penalty: float = 1.0  # score = cumulative logprob / length**length_penalty: above 0 favours long hypotheses
-    logprobs: int | None = None  # number of most probable tokens to report at each position; 0: the chosen one only
-
-    def __new__(cls, **given: Any) -> BeamSearchParams:
-        """Reject unknown fields, as __init__ would, but with an error message that explains them."""
-        check_known(RequestError, "BeamSearchParams has no field", given, cls.__dataclass_fields__, NOT_SEARCH)
-        return super().__new__(cls)
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_integer(RequestError, "beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)

@@ -220,7 +220,7 @@ class RequestFactory:
         if sampling.stop_strings and self._tokenizer is None:
             raise RequestError(f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request")
         tokens = self.truncate(prompt.tokens, sampling.truncate_prompt_tokens, sampling.max_tokens)
-        asked = sampling.structured_outputs
+        asked = sampling.structure
         guide = None if asked is None else self.grammars().compile(Spec.of(asked))
         return self.generation(name, prompt._replace(tokens=tokens), sampling, options, constraints, guide)
 
