@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import EngineStopped, QuireError, RequestError
-from quire.frontend.async_llm import EngineStep
+from quire.frontend.jobs import EngineStep
 
 PROMPTS = ["def fibonacci(", "import os\n", "class A:\n"]
 PARAMS = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, logprobs=1, prompt_logprobs=0)

@@ -33,7 +33,12 @@ MAY_IMPORT = {
     "fingerprint": {"errors", "request", "config", "ops", "cache", "models", "engine"},
     "parallel": {"errors", "config", "ops", "cache", "models", "engine", "fingerprint"},
     "sandbox": {"errors", "request", "models"},
-    "frontend": ENGINE | {"parallel", "sandbox"},
+    "frontend": ENGINE | {"parallel", "sandbox", "lora"},
+    "lora": {"errors"},  # this and the next four are public names at vLLM's paths
+    "inputs": set(),
+    "metrics": {"frontend"},
+    "outputs": {"frontend"},
+    "sampling_params": {"request", "engine"},
     "text": {"frontend"},  # this and the next two are the former places of public names
     "embedding": {"frontend"},
     "loglikelihood": {"frontend"},
@@ -43,7 +48,7 @@ MAY_IMPORT = {
     "simulate": {"errors", "request", "config", "cache", "models", "engine", "frontend", "fleet"},
     "terminal": {"errors", "request", "config", "sandbox", "frontend", "server"},
     "cli": ENGINE | {"frontend", "server", "fleet", "simulate", "terminal", "__init__"},
-    "__init__": {"importing", "ops", "request", "engine", "frontend"},
+    "__init__": {"importing", "ops", "request", "config", "inputs", "engine", "frontend"},
     "__main__": {"cli"},
 }
 
@@ -71,7 +76,7 @@ MOST_LINES = {
     "engine": 5_965,
     "fingerprint": 650,
     "fleet": 5_790,
-    "frontend": 3_230,
+    "frontend": 4_195,
     "integrations": 600,
     "models": 12_400,
     "ops": 22_830,
@@ -79,9 +84,10 @@ MOST_LINES = {
     "ray": 420,
     "sandbox": 1_260,
     "server": 16_740,
+    "lora": 50,
     "simulate": 4_195,
     "terminal": 1_240,
-    "modules": 1_540,  # those that are in no package
+    "modules": 1_590,  # those that are in no package
 }
 
 

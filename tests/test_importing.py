@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
+import pydoc
+import re
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+import quire
+from quire.config import CacheConfig, EngineConfig, options_of
 from quire.frontend import embedding, loglikelihood, outputs
 from quire.importing import uncollected
 
@@ -42,6 +49,28 @@ def test_importing_a_public_name_leaves_it_on() -> None:
     code = "import gc, quire; quire.SamplingParams; print(gc.isenabled())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+def test_a_notebook_finds_every_name_and_argument() -> None:
+    """`dir`, `inspect.signature` and `help`, from the fields that the arguments are made of."""
+    assert dir(quire) == sorted(quire.__all__)
+    assert all(getattr(quire, name) for name in quire.__all__)
+    for kind in (quire.LLM, quire.AsyncLLM):
+        found, text = inspect.signature(kind).parameters, " ".join(pydoc.getdoc(kind).split())
+        for config in (EngineConfig, CacheConfig):
+            hints = get_type_hints(config)
+            for name, about in options_of(config).items():
+                assert found[name].default == getattr(config, name)
+                assert found[name].annotation == hints[name], name
+                assert name == "model" or f"{name}: {' '.join(about.help.split())}" in text
+        assert list(found)[:2] == ["model", "lora"]
+    for made in (quire.SamplingParams, quire.BeamSearchParams, quire.StructuredOutputsParams):
+        parameters, text = inspect.signature(made).parameters, pydoc.render_doc(made, renderer=pydoc.plaintext)
+        assert list(parameters) == [one.name for one in fields(made)]
+        for one in fields(made):
+            assert one.default in (MISSING, parameters[one.name].default)
+            assert not isinstance(parameters[one.name].annotation, str)
+            assert re.search(rf"^ \|      {one.name}: \w", text, re.MULTILINE), one.name
 
 
 # Each would take a second of a start, or is not asked for.

@@ -82,7 +82,7 @@ def test_what_is_no_field_gets_a_sentence() -> None:
         ({"temprature": 1}, "SamplingParams has no field 'temprature'; did you mean 'temperature'?"),
         ({"logits_processors": [len]}, "'logits_processors'; a function of the caller's would stop"),
         ({"best_of": 2}, "'best_of'; ask for n samples"),
-        ({"output_kind": 2}, "output_kind is 2; it must be a RequestOutputKind"),
+        ({"output_kind": 3}, "output_kind is 3; it must be a RequestOutputKind"),
         ({"zzzzzz": 1}, "there are allowed_token_ids, bad_words"),
         ({"stop": "a", "detokenize": False}, "stop is 'a' with detokenize=False"),
         ({"min_tokens": 1, "structured_outputs": StructuredOutputsParams(regex="a")}, "leave one out"),

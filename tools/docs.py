@@ -120,6 +120,18 @@ def _command(name: str, command: Any, level: int) -> Iterator[str]:
         yield "\n".join(["| option | | default |", "|---|---|---|", *rows]) + "\n"
 
 
+def vllm_arguments() -> str:
+    """Return a table of the arguments of vLLM's engine that Quire does not have, from the one that decides on them."""
+    from quire.config import FOREIGN
+
+    lines = ["| argument | accepted | meaning, and why others are refused |", "|---|---|---|"]
+    for name, foreign in sorted(FOREIGN.items()):
+        accepted = [f"`{value!r}`" for value in foreign.harmless if value is not None]
+        accepted += [] if foreign.others is None else [foreign.others.description]
+        lines.append(f"| `{name}` | {', '.join(accepted) or '`None`'} | {escaped(foreign.sentence)} |")
+    return "\n".join(lines)
+
+
 # --------------------------------------------------------------------------------------- HTTP and the metrics
 
 
@@ -261,6 +273,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "tree": tree,
     "api": api,
     "command line": command_line,
+    "arguments of vllm": vllm_arguments,
     "http": http,
     "metrics": metrics,
     "fleet metrics": fleet_metrics,

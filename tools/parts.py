@@ -60,7 +60,8 @@ SUITE = (
         "src/quire/errors.py",
     ),
     *("src/quire/progress.py", "src/quire/request.py", "src/quire/text.py", "src/quire/embedding.py"),
-    *("src/quire/loglikelihood.py",),
+    *("src/quire/loglikelihood.py", "src/quire/inputs.py", "src/quire/metrics.py", "src/quire/outputs.py"),
+    *("src/quire/sampling_params.py", "src/quire/lora/*"),
     *(
         "src/quire/fingerprint/*",
         "src/quire/cache/*",

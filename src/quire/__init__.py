@@ -15,21 +15,51 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from quire import ops
+    from quire.config import AsyncEngineArgs, EngineArgs
     from quire.engine.beam import BeamSearchParams
     from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.embedding import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
     from quire.frontend.llm import LLM
+    from quire.frontend.outputs import CompletionOutput, RequestOutput
+    from quire.inputs import TextPrompt, TokensPrompt
     from quire.request import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams", "__version__", "ops"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringRequestOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+    "ops",
+]
 
 
 _MODULES = {
     "LLM": "quire.frontend.llm",
+    "AsyncEngineArgs": "quire.config",
     "AsyncLLM": "quire.frontend.async_llm",
     "BeamSearchParams": "quire.engine.beam",
+    "CompletionOutput": "quire.frontend.outputs",
+    "EmbeddingRequestOutput": "quire.frontend.embedding",
+    "EngineArgs": "quire.config",
+    "PoolingRequestOutput": "quire.frontend.embedding",
+    "RequestOutput": "quire.frontend.outputs",
     "SamplingParams": "quire.request",
+    "ScoringRequestOutput": "quire.frontend.embedding",
     "StructuredOutputsParams": "quire.request",
+    "TextPrompt": "quire.inputs",
+    "TokensPrompt": "quire.inputs",
 }
 
 
@@ -42,3 +72,7 @@ def __getattr__(name: str) -> Any:
 
     with uncollected():
         return import_module("quire.ops") if name == "ops" else getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from textwrap import fill
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
@@ -19,6 +20,7 @@ from quire.errors import ConfigError, check_integer, check_known, check_number, 
 
 log = logging.getLogger("quire")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
@@ -393,7 +395,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         ),
         "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is used unchanged"),
         "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN", is_secret=True),
-        "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory", others=COUNT, own="kv_cache_memory"),
+        "kv_cache_memory_bytes": Foreign((None,), "it sets kv_cache_memory", others=COUNT, own="kv_cache_memory"),
         "kv_transfer_config": Foreign(
             (None,), "kv_disk keeps blocks on a disk; `quire fleet` sends requests to the blocks"
         ),
@@ -408,7 +410,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
             ("max_seq_len_to_capture", "max_context_len_to_capture"),
             Foreign((None,), "CUDA graphs are made for all lengths up to max_model_len", others=COUNT),
         ),
-        "num_gpu_blocks_override": Foreign((None,), "it is called num_blocks", others=COUNT, own="num_blocks"),
+        "num_gpu_blocks_override": Foreign((None,), "it sets num_blocks", others=COUNT, own="num_blocks"),
         "num_scheduler_steps": Foreign((None, 1), "steps are planned one at a time; see async_scheduling"),
         **dict.fromkeys(
             ("override_pooler_config", "pooler_config"),
@@ -487,7 +489,7 @@ def _without_foreign(options: Mapping[str, Any], known: Collection[str]) -> dict
     return own
 
 
-def takes_options(init: Callable[..., None]) -> Callable[..., None]:
+def takes_options(init: F) -> F:
     """Give an __init__ with **options a signature that names every option, with its type and its default."""
     signature = inspect.signature(init, eval_str=True)
     *own, rest = signature.parameters.values()
@@ -506,7 +508,7 @@ def takes_options(init: Callable[..., None]) -> Callable[..., None]:
 def describes_options(cls: type[T]) -> type[T]:
     """Add the help of every option to a class's docstring, below the one of **options."""
     lines = [
-        f"        {name}: {about.help}"
+        fill(f"{name}: {about.help}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
         for config in (EngineConfig, CacheConfig)
         for name, about in options_of(config).items()
         if name != "model"

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -149,7 +149,7 @@ def _served(
     return {"served": Served(dict.fromkeys(protocols, "") | renamed, bounds, http or bounds, help)}
 
 
-class RequestOutputKind(Enum):
+class RequestOutputKind(IntEnum):
     """The outputs that `AsyncLLM.generate` yields for a prompt. Names and values are vLLM's."""
 
     CUMULATIVE = 0  # whenever it has grown, all of it
@@ -299,8 +299,11 @@ class SamplingParams:
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_integer(RequestError, name, value, 0, MAX_SEED)
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind", "output_kind")
+        try:
+            object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))  # a replica receives a number
+        except ValueError:
+            message = f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind"
+            raise RequestError(message, "output_kind") from None
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
         self._check_tokens()

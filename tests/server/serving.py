@@ -17,9 +17,9 @@ import uvicorn.server
 
 from quire.fingerprint.fingerprint import Fingerprint
 from quire.fleet.replica import Replica
+from quire.frontend.metrics import Metrics
 from quire.server.api.service import Service
 from quire.server.observability.inspector import Inspector
-from quire.server.observability.metrics import Metrics
 from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
 from tests import warm

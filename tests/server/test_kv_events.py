@@ -20,7 +20,7 @@ from quire.cache.events import CacheEvent
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.cache.manager import BlockManager
 from quire.errors import ConfigError, QuireError
-from quire.frontend.async_llm import EngineStep
+from quire.frontend.jobs import EngineStep
 from quire.server.observability import kv_events
 from quire.server.observability.kv_events import END, KVEventPublisher, listens, wire_events, wire_hash
 from quire.server.run import build_parts, open_publisher

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup, Speculation
+from quire.frontend.metrics import Metrics, RequestClock
 from quire.request import Request
-from quire.server.observability.metrics import Metrics, RequestClock
 from tests.engine.fakes import CIRCLE, circling, fake_engine, request, siblings
 from tests.server.serving import serving
 

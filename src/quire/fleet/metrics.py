@@ -14,8 +14,8 @@ from quire.fleet.index import MAX_SLOTS
 from quire.fleet.score import PlacementChoice
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
+from quire.frontend.metrics import OPENMETRICS, WITH_COLONS, request_counters
 from quire.server.http.access import Tally
-from quire.server.observability.metrics import OPENMETRICS, WITH_COLONS, request_counters
 
 MAX_COUNTED = 2 * MAX_SLOTS  # replicas with counters, including those that have left the fleet
 

@@ -35,9 +35,10 @@ from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
-from quire.frontend.async_llm import EngineStep
 from quire.frontend.disk_cache import prefetch_of
+from quire.frontend.jobs import EngineStep
 from quire.frontend.llm import LLM
+from quire.frontend.metrics import Metrics
 from quire.frontend.model_fingerprint import lora_digests, replica_fingerprint
 from quire.frontend.request_factory import RequestOptions, TokenizedPrompt
 from quire.frontend.requests import Made
@@ -48,7 +49,6 @@ from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.service import Service
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, JsonBody
-from quire.server.observability.metrics import Metrics
 
 log = logging.getLogger("quire.fleet")
 M = TypeVar("M")

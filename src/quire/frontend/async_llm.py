@@ -17,37 +17,27 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from quire.config import EngineArgs, describes_options, takes_options
 from quire.errors import EngineStopped, QuireError, RequestError
 from quire.frontend.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output
-from quire.frontend.jobs import BeamSearchJob, Delta, GenerationJob, Job, SnapshotJob, end
+from quire.frontend.jobs import BeamSearchJob, Delta, EngineStep, GenerationJob, Job, SnapshotJob, end
 from quire.frontend.llm import LLM, Closed
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.request_factory import Prompt, TokenizedPrompt
+from quire.frontend.request_factory import Prompt, TokenizedPrompt, named_loras
 from quire.frontend.requests import Made
+from quire.lora.request import LoRARequest
+from quire.models.lora.fitting import prepare
+from quire.models.lora.slots import Prepared
 from quire.parallel.group import ProcessGroup
-from quire.request import Event, SamplingParams
+from quire.request import Event, RequestOutputKind, SamplingParams
 
 log = logging.getLogger("quire")
 T = TypeVar("T")
 
 
-class EngineStep(NamedTuple):
-    """The result of an engine step, for observers."""
-
-    events: Sequence[Event]  # as the engine reported them
-    texts: Sequence[tuple[Event, RequestOutput]]  # the events of outputs, with the ends that stop strings caused
-    searches: Sequence[BeamSearchJob]  # searches that have ended
-    start: float  # s, time.monotonic()
-    end: float  # s, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the step in seconds."""
-        return self.end - self.start
-
-
+@describes_options
 class AsyncLLM:
     """A model for event loops, whose engine runs on a dedicated thread.
 
@@ -81,10 +71,28 @@ class AsyncLLM:
         ```
     """
 
+    @takes_options
     def __init__(
         self, model: str | None = None, *, lora: Mapping[str, str | Path] | None = None, **options: Any
     ) -> None:
         self._own(LLM(model, lora=lora, **options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """Create an AsyncLLM from collected arguments.
+
+        Args:
+            engine_args: AsyncEngineArgs or EngineArgs.
+
+        Returns:
+            The same as AsyncLLM(**dataclasses.asdict(engine_args)).
+
+        Raises:
+            ConfigError: see `LLM`.
+            ModelError: see `LLM`.
+            Unsupported: see `LLM`.
+        """
+        return cls(**vars(engine_args))
 
     @classmethod
     def of(cls, llm: LLM) -> AsyncLLM:
@@ -138,12 +146,13 @@ class AsyncLLM:
         *,
         priority: int = 0,
         lora: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt. Yield its output whenever it has grown, the last time when it has ended.
 
-        Each output is complete and a separate copy. Tokens that arrive while the caller is busy are in the next output,
-        so a slow caller neither blocks the engine nor uses more memory. Closing the iterator, or cancelling the task
-        that waits for it, aborts the prompt.
+        Each output is a separate copy, and complete unless output_kind asks for the new part. Tokens that arrive while
+        the caller is busy are in the next output, so a slow caller neither blocks the engine nor uses more memory.
+        Closing the iterator, or cancelling the task that waits for it, aborts the prompt.
 
         Args:
             prompt: a text, a list of token ids, or a dictionary, see `LLM.generate`.
@@ -151,6 +160,7 @@ class AsyncLLM:
             request_id: id of the output, which must be unique among running prompts. None: a number.
             priority: lower is first, with scheduling_policy="priority".
             lora: name of an adapter; None is the model without an adapter.
+            lora_request: the same in vLLM's form. An adapter that is not loaded yet is loaded.
 
         Yields:
             The output so far. If a step failed, its finish_reason is "error" and its `error` has the reason.
@@ -159,7 +169,7 @@ class AsyncLLM:
             RequestError: the prompt is invalid or can never fit.
             EngineStopped: the engine stopped before the prompt ended.
         """
-        own = (sampling_params, request_id, priority, lora)
+        own = (sampling_params, request_id, priority, await self._named_lora(lora, lora_request))
         async for output in self._generate(lambda: self.llm.factory.tokenize(prompt), *own):
             yield output
 
@@ -171,6 +181,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         lora: str | None = None,
+        lora_request: LoRARequest | None = None,
         **rendering: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation. Yield the output whenever it has grown, as `generate` does.
@@ -181,6 +192,7 @@ class AsyncLLM:
             request_id: see `generate`.
             priority: see `generate`.
             lora: see `generate`.
+            lora_request: see `generate`.
             **rendering: chat_template, add_generation_prompt, continue_final_message, tools and chat_template_kwargs of
                 `LLM.chat`.
 
@@ -208,7 +220,7 @@ class AsyncLLM:
             asyncio.run(main())
             ```
         """
-        own = (sampling_params, request_id, priority, lora)
+        own = (sampling_params, request_id, priority, await self._named_lora(lora, lora_request))
         async for output in self._generate(lambda: self.llm.factory.tokenize_chat(messages, **rendering), *own):
             yield output
 
@@ -269,8 +281,32 @@ class AsyncLLM:
     async def close(self) -> None:
         """Stop the engine after its current step and free its memory. Pending calls raise EngineStopped."""
         await self.stop("the AsyncLLM is closed")
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Do the same as `close`, also without an event loop. It waits for the current step."""
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+        self.end_all("the AsyncLLM is closed")
         self.engine = self._processor = Closed()  # type: ignore[assignment]  # a reference would keep its memory
         self.llm.close()
+
+    async def _named_lora(self, lora: str | None, lora_request: LoRARequest | None) -> str | None:
+        """Return the name of a call's adapter, after loading it if it is not loaded yet."""
+        if lora_request is None:
+            return lora
+        known = self.engine.known_loras()
+        _, missing = named_loras(lora, lora_request, known.by_name)
+
+        def load(name: str, prepared: Prepared) -> None:
+            if name not in known.by_name:  # another task may have loaded it meanwhile
+                self.engine.load_lora(name, prepared)
+
+        for one in missing:
+            prepared = await asyncio.to_thread(prepare, known, Path(one.lora_path))
+            await self.call(partial(load, one.lora_name, prepared))
+        return lora_request.lora_name
 
     async def _generate(
         self,
@@ -285,12 +321,15 @@ class AsyncLLM:
         def make() -> Made:
             return self.llm.factory.one_generation(name, tokenize(), sampling_params, priority, lora)
 
-        job = SnapshotJob(*await self._made(name, make))
+        output, requests = await self._made(name, make)
+        job = SnapshotJob(output, requests)
+        is_final_only = requests[0].sampling.output_kind is RequestOutputKind.FINAL_ONLY
         self._start(job, name)
         try:
             while True:
                 output = await job.grown()
-                yield output
+                if output.finished or not is_final_only:
+                    yield output
                 if output.finished:
                     return
         finally:

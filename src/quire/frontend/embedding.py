@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from quire.errors import RequestError, check_integer
 from quire.frontend.outputs import RequestOutput
@@ -37,6 +38,25 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]  # the prompt's tokens
     outputs: EmbeddingOutput  # the embedding
     num_cached_tokens: int  # prompt tokens whose K and V were in the prefix cache
+    error: str | None = None  # the reason of a failure
+
+
+@dataclass(frozen=True, eq=False)
+class PoolingOutput:
+    """A pooled hidden state."""
+
+    data: torch.Tensor  # fp32 [dimensions], of Euclidean length 1; empty if the prompt's step failed
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput:
+    """One prompt and its pooled hidden state."""
+
+    request_id: str  # the id of the request
+    outputs: PoolingOutput  # the embedding
+    prompt_token_ids: list[int]  # the prompt's tokens
+    num_cached_tokens: int  # prompt tokens whose K and V were in the prefix cache
+    finished: bool = True  # always True
     error: str | None = None  # the reason of a failure
 
 
@@ -97,6 +117,15 @@ def embedding_output(output: RequestOutput, dimensions: int | None) -> Embedding
         EmbeddingOutput([] if state is None else normalised(state, dimensions).tolist()),
         output.num_cached_tokens or 0,
         output.outputs[0].error,
+    )
+
+
+def pooling_output(output: RequestOutput) -> PoolingRequestOutput:
+    """Return the form of `LLM.encode` of an output that has ended."""
+    found = embedding_output(output, None)
+    data = torch.tensor(found.outputs.embedding, dtype=torch.float32)
+    return PoolingRequestOutput(
+        found.request_id, PoolingOutput(data), found.prompt_token_ids, found.num_cached_tokens, error=found.error
     )
 
 

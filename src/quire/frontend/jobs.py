@@ -19,7 +19,7 @@ from quire.errors import QuireError
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.frontend.requests import Made
-from quire.request import Request
+from quire.request import Event, Request, RequestOutputKind
 
 
 class Delta(NamedTuple):
@@ -133,6 +133,7 @@ class SnapshotJob(DeltaJob):
         samples = [CompletionOutput(sample.index) for sample in output.outputs]
         self._output = RequestOutput(output.request_id, output.prompt, output.prompt_token_ids, samples)
         self._came = asyncio.Event()
+        self._is_delta = requests[0].sampling.output_kind is RequestOutputKind.DELTA
 
     def take(self, deltas: list[Delta]) -> None:
         """Merge the deltas of a step."""
@@ -141,11 +142,15 @@ class SnapshotJob(DeltaJob):
             # All logprobs of the prompt arrive before the first token.
             self._output.prompt_logprobs = delta.output.prompt_logprobs
             self._output.prefix_report = delta.output.prefix_report
+            self._output.metrics = delta.output.metrics
             self._output.num_running -= delta.finish_reason is not None
         self._came.set()
 
     async def grown(self) -> RequestOutput:
-        """Wait until the output has grown since the last call and return a copy. Raises the job's error."""
+        """Wait until the output has grown since the last call and return a copy, or the new part if that is asked for.
+
+        Raises the job's error.
+        """
         await self._came.wait()
         self._came.clear()
         if self.error is not None:
@@ -154,7 +159,12 @@ class SnapshotJob(DeltaJob):
             replace(one, token_ids=one.token_ids[:], logprobs=None if one.logprobs is None else one.logprobs[:])
             for one in self._output.outputs
         ]
-        return replace(self._output, outputs=samples)
+        metrics = self._output.metrics
+        grown = replace(self._output, outputs=samples, metrics=None if metrics is None else replace(metrics))
+        if self._is_delta:
+            for one in self._output.outputs:
+                one.text, one.token_ids, one.logprobs = "", [], None if one.logprobs is None else []
+        return grown
 
 
 def _grow(sample: CompletionOutput, delta: Delta) -> None:
@@ -204,6 +214,21 @@ class BeamSearchJob:
     def results(self) -> list[Hypothesis]:
         """Return the hypotheses found, best first."""
         return self.driver.results()
+
+
+class EngineStep(NamedTuple):
+    """The result of an engine step, for observers."""
+
+    events: Sequence[Event]  # as the engine reported them
+    texts: Sequence[tuple[Event, RequestOutput]]  # the events of outputs, with the ends that stop strings caused
+    searches: Sequence[BeamSearchJob]  # searches that have ended
+    start: float  # s, time.monotonic()
+    end: float  # s, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step in seconds."""
+        return self.end - self.start
 
 
 def end(job: Job, error: QuireError | None = None) -> None:

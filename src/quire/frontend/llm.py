@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
 from quire import ops
-from quire.config import EngineConfig, engine_config
+from quire.config import EMBEDDED_NAME, EngineConfig, describes_options, engine_config, takes_options
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
@@ -27,12 +28,15 @@ from quire.frontend.chat_tokenizer import ChatTokenizer, find_chat_tokenizer
 from quire.frontend.disk_cache import attach_disk, check_disk
 from quire.frontend.embedding import (
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     ScoringRequestOutput,
     check_dimensions,
     embedding_output,
+    pooling_output,
     similarity,
 )
 from quire.frontend.loglikelihood import LoglikelihoodOutput, check_pair, encode_pair, loglikelihood_output
+from quire.frontend.metric_values import Metric, read_families
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, beam_sequences
 from quire.frontend.request_factory import (
@@ -44,10 +48,12 @@ from quire.frontend.request_factory import (
     each_options,
     each_priority,
     list_prompts,
+    named_loras,
     parse_prompt,
 )
 from quire.frontend.requests import Made
 from quire.importing import uncollected
+from quire.lora.request import LoRARequest
 from quire.models import check_device, check_parallel, load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
@@ -56,11 +62,16 @@ from quire.models.lora.fitting import prepare
 from quire.parallel.group import ProcessGroup, join
 from quire.parallel.worker import agree_on_model, follow
 from quire.progress import progress_bar
-from quire.request import SamplingParams
+from quire.request import Event, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:  # only with disable_log_stats=False
+    from quire.frontend.clocks import Clocks
+    from quire.frontend.metrics import Metrics
 
 log = logging.getLogger("quire")
 
 
+@describes_options
 class LLM:
     """A loaded model with its engine, tokenizer and KV cache.
 
@@ -68,8 +79,9 @@ class LLM:
         model: a directory, a GGUF file, or the name of a Hugging Face repository; None is the model that comes with
             Quire.
         lora: LoRA adapters in PEFT's format: their directories, by the names that `generate` takes.
-        **options: fields of `EngineConfig` and `CacheConfig`, with vLLM's names where it has them: dtype, device,
-            max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks, seed and others.
+        **options: fields of `EngineConfig` and `CacheConfig`, with vLLM's names where it has them. Other arguments of
+            vLLM's are accepted if they ask for existing behaviour; docs/coming-from-vllm.md lists them. With
+            disable_log_stats=False, requests are counted for `get_metrics`.
 
     Raises:
         ConfigError: an option is unknown, invalid, or cannot be satisfied.
@@ -86,6 +98,7 @@ class LLM:
         ```
     """
 
+    @takes_options
     @uncollected()
     def __init__(
         self, model: str | None = None, *, lora: Mapping[str, str | Path] | None = None, **options: Any
@@ -113,6 +126,15 @@ class LLM:
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
+        self._metrics: Metrics | None = None
+        self._clocks: Clocks | None = None
+        if options.get("disable_log_stats") is False:
+            from quire.frontend.clocks import Clocks
+            from quire.frontend.metrics import Metrics
+
+            self._metrics = Metrics(self.engine, self.config.model or EMBEDDED_NAME, vllm_names=False)
+            self._clocks = Clocks(self._metrics, None)
+            self.engine.listen(self._clocks.hear)
 
     def _load(self) -> None:
         """Read the weights and build the engine, at the same time as the other ranks of a group.
@@ -205,7 +227,7 @@ class LLM:
         self.engine.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
-        for name in ("engine", "decoder", "backend", "processor", "factory"):
+        for name in ("engine", "decoder", "backend", "processor", "factory", "_metrics", "_clocks"):
             setattr(self, name, Closed())
         gc.collect()  # an engine's parts refer to one another
         if self.config.device != "cpu":
@@ -220,6 +242,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt.
 
@@ -232,6 +255,7 @@ class LLM:
             use_tqdm: show a progress bar if standard error is a terminal.
             priority: one for each prompt, lower is first; for scheduling_policy="priority".
             lora: the name of an adapter for all prompts, or one for each; None is the model without an adapter.
+            lora_request: the same as `lora` in vLLM's form. An adapter that is not loaded yet is loaded.
 
         Returns:
             One output for each prompt, in the same order. If a step failed, the outputs of its prompts have the
@@ -254,6 +278,7 @@ class LLM:
             raise RequestError(f"{given} of prompts and prompt_token_ids was given; give one of them")
         listed = cast("Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
         tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(listed)]
+        lora = self._named_loras(lora, lora_request)
         return self._finished(self.factory.generations(tokenized, sampling_params, priority, lora), use_tqdm)
 
     def chat(
@@ -269,6 +294,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or each of a list.
 
@@ -285,6 +311,7 @@ class LLM:
             chat_template_kwargs: additional variables of the template.
             priority: see `generate`.
             lora: see `generate`.
+            lora_request: see `generate`.
 
         Returns:
             One output for each conversation, in the same order, see `generate`.
@@ -312,6 +339,7 @@ class LLM:
         is_one = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
         listed = cast("Sequence[Messages]", [messages] if is_one else messages)
         tokenized = [self.factory.tokenize_chat(conversation, **rendering) for conversation in listed]
+        lora = self._named_loras(lora, lora_request)
         return self._finished(self.factory.generations(tokenized, sampling_params, priority, lora), use_tqdm)
 
     def stream(
@@ -346,7 +374,13 @@ class LLM:
             ```
         """
         tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(prompts)]
-        yield from self._run(self.factory.generations(tokenized, sampling_params, priority, lora), is_streamed=True)
+        made = self.factory.generations(tokenized, sampling_params, priority, lora)
+        for _, [request, *_] in made:
+            if (kind := request.sampling.output_kind) is not RequestOutputKind.CUMULATIVE:
+                raise RequestError(
+                    f"output_kind is {kind.name}; LLM.stream yields all text so far, so it is CUMULATIVE"
+                )
+        yield from self._run(made, is_streamed=True)
 
     def beam_search(
         self,
@@ -396,8 +430,7 @@ class LLM:
                 driver.start()
             while not all(driver.done for _, _, driver in searches):
                 with deferred_interrupts():  # a search is consistent only between two steps
-                    events = self.engine.step()
-                    list(self.processor.process(events))  # also those of other streams
+                    events, _ = self._compute()  # also those of other streams
                     for event in events:
                         if event.request_id in takers:
                             takers[event.request_id].take(event)
@@ -453,6 +486,61 @@ class LLM:
         each = zip(tokenized, each_options(tokenized, priority, lora), strict=True)
         made = [self.factory.embedding(self.factory.next_name(), prompt, options) for prompt, options in each]
         return [embedding_output(output, dimensions) for output in self._finished(made, use_tqdm)]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: str = "embed",
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Compute the embedding of each prompt as a tensor, see `embed`.
+
+        Args:
+            prompts: see `generate`.
+            pooling_task: "embed".
+            use_tqdm: see `generate`.
+            priority: see `generate`.
+            lora: see `generate`.
+            lora_request: see `generate`.
+
+        Returns:
+            One output for each prompt, in the same order; `outputs.data` is fp32 [hidden_size].
+
+        Raises:
+            Unsupported: pooling_task is another one.
+            RequestError: see `embed`.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                [output] = llm.encode("import os")
+                print(output.outputs.data.shape)
+            ```
+        """
+        if pooling_task != "embed":
+            raise Unsupported(f"pooling_task is {pooling_task!r}; it must be 'embed', the last token's hidden state")
+        tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(prompts)]
+        lora = self._named_loras(lora, lora_request)
+        each = zip(tokenized, each_options(tokenized, priority, lora), strict=True)
+        made = [self.factory.embedding(self.factory.next_name(), prompt, options) for prompt, options in each]
+        return [pooling_output(output) for output in self._finished(made, use_tqdm)]
+
+    def classify(self, *_prompts: Any, **_options: Any) -> NoReturn:
+        """Raise Unsupported, since no model with a classification head is served.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(
+            f"{self.config.model or EMBEDDED_NAME} has no classification head that is served; LLM.embed and LLM.score "
+            "serve its hidden states, and structured_outputs={'choice': [...]} makes LLM.generate choose a label"
+        )
 
     def score(
         self,
@@ -611,6 +699,33 @@ class LLM:
         """The number of values in an embedding."""
         return self.decoder.config.hidden_size
 
+    def get_metrics(self) -> list[Metric]:
+        """Return the metrics of this engine: those of a server's /metrics that concern no HTTP.
+
+        The LLM must have been created with disable_log_stats=False. Beam searches are counted by their steps alone.
+
+        Returns:
+            A `Counter`, `Gauge` or `Histogram` of quire.metrics for each metric and set of labels.
+
+        Raises:
+            ConfigError: nothing was counted.
+
+        Example:
+            ```python
+            from quire import LLM
+            from quire.metrics import Counter
+
+            with LLM(num_blocks=128, disable_log_stats=False) as llm:
+                llm.generate("import os")
+                for metric in llm.get_metrics():
+                    if isinstance(metric, Counter):
+                        print(metric.name, metric.value)
+            ```
+        """
+        if self._metrics is None:
+            raise ConfigError("this LLM counts nothing; create it with disable_log_stats=False to get metrics")
+        return list(read_families(self._metrics.collect()))
+
     def reset_prefix_cache(self) -> None:
         """Remove all blocks from the prefix cache, so that later prompts reuse none of them."""
         self.engine.reset_prefix_cache()
@@ -635,7 +750,9 @@ class LLM:
         try:
             for output, requests in made:
                 for request in requests:
-                    self.processor.add(request, output, ended, is_streamed=is_streamed)
+                    self.processor.add(request, output, ended, is_streamed=is_streamed or self._clocks is not None)
+                    if self._clocks is not None:
+                        self._clocks.add({request.id: self._clocks.clock(request)})
             while pending:
                 if not self.engine.has_work:
                     raise QuireError("events of this call were lost: an exception interrupted another call")
@@ -664,7 +781,33 @@ class LLM:
 
         An interrupt is deferred until the outputs are updated, so it loses no token, only the report of the growth.
         """
-        return list({output.request_id: output for _, output in self.processor.process(self.engine.step())}.values())
+        _, grown = self._compute()
+        return list({output.request_id: output for _, output in grown}.values())
+
+    def _compute(self) -> tuple[Sequence[Event], list[tuple[Event, RequestOutput]]]:
+        """Run one step. Return its events, and those that changed an output, with the output."""
+        start = time.monotonic()
+        events = self.engine.step()
+        end = time.monotonic()
+        grown = list(self.processor.process(events))
+        if self._clocks is not None:
+            from quire.frontend.jobs import EngineStep
+
+            self._clocks.observe(EngineStep(events, grown, (), start, end))
+        return events, grown
+
+    def _named_loras(
+        self,
+        lora: str | Sequence[str | None] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    ) -> str | Sequence[str | None] | None:
+        """Return the names of a call's adapters, after loading those that are not loaded yet."""
+        if lora_request is None:
+            return lora
+        names, missing = named_loras(lora, lora_request, self.engine.known_loras().by_name)
+        for one in missing:
+            self.load_lora(one.lora_name, one.lora_path)
+        return names
 
 
 class Closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import cast
 
 from quire.engine.engine import Engine
 from quire.engine.step_events import Drawn, StepEvents
-from quire.frontend.outputs import CompletionOutput, RequestOutput, candidates
+from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput, candidates
 from quire.frontend.tokenizer import Detokenizer, Tokenizer
 from quire.request import (
     Event,
@@ -69,6 +70,8 @@ class OutputProcessor:
         )
         self._engine.add(request)
         sample.seed = request.seed
+        if output.metrics is None:
+            output.metrics = RequestMetrics(time.time(), time.monotonic())
         if sampling.logprobs is not None:
             sample.logprobs, sample.cumulative_logprob = [], 0.0
         if sampling.prompt_logprobs is not None and request.sample_index == 0:
@@ -126,6 +129,9 @@ class OutputProcessor:
         del self._samples[event.request_id]
         sample.request.num_running -= 1
         if sample.request.finished:
+            if (metrics := sample.request.metrics) is not None:
+                metrics.last_token_ts = time.monotonic()
+                metrics.num_generation_tokens = sum(len(one.token_ids) for one in sample.request.outputs)
             sample.ended.append(sample.request)
         return event._replace(finish_reason=FinishReason(sample.output.finish_reason), error=sample.output.error)
 
@@ -138,6 +144,8 @@ class OutputProcessor:
         if event.drawn is not None:
             output.num_differences += event.drawn != event.token
         elif event.token is not None:
+            if not output.token_ids and (metrics := sample.request.metrics) is not None:
+                metrics.first_token_ts = metrics.first_token_ts or time.monotonic()
             output.token_ids.append(event.token)
             if event.logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(candidates(event.logprobs, self._decode))

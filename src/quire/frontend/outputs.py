@@ -49,6 +49,32 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestMetrics:
+    """Times of a request, with the names of vLLM: `_time` is in seconds since the epoch, `_ts` of time.monotonic()."""
+
+    arrival_time: float  # when it was queued
+    queued_ts: float  # the same moment
+    first_token_ts: float | None = None  # the first token of any sample; None before it, and if none is generated
+    last_token_ts: float | None = None  # the end of the last sample; None before it
+    num_generation_tokens: int = 0  # of all samples, at the end
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from the arrival to the first token."""
+        return None if self.first_token_ts is None else self.first_token_ts - self.queued_ts
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When the first token was generated."""
+        return None if self.first_token_ts is None else self.arrival_time + self.first_token_ts - self.queued_ts
+
+    @property
+    def finished_time(self) -> float | None:
+        """When the last sample ended."""
+        return None if self.last_token_ts is None else self.arrival_time + self.last_token_ts - self.queued_ts
+
+
+@dataclass
 class RequestOutput:
     """One prompt and its samples."""
 
@@ -62,6 +88,7 @@ class RequestOutput:
     hidden_state: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     # The digest of the replica that computes it, if that is not this process, see Fingerprint.
     fingerprint: str | None = field(default=None, repr=False, compare=False)
+    metrics: RequestMetrics | None = field(default=None, repr=False, compare=False)  # None until it is queued
     num_running: int = field(init=False, repr=False)  # samples that have not ended
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from quire.engine.engine import Engine
@@ -15,6 +16,8 @@ from quire.frontend.embedding import embedding_request
 from quire.frontend.loglikelihood import loglikelihood_request
 from quire.frontend.requests import Made, constraints_for, make_requests, truncated
 from quire.frontend.tokenizer import Tokenizer
+from quire.lora.request import LoRARequest
+from quire.models.lora.slots import Lora
 from quire.request import MAX_PRIORITY, Constraints, Guide, SamplingParams
 from quire.sandbox.grammar import Grammars, Spec
 
@@ -281,6 +284,32 @@ def each_lora(lora: str | Sequence[str | None] | None, count: int) -> list[str |
     if len(loras) != count:
         raise RequestError(f"{count} prompts were given with {len(loras)} adapters; give one for all, or one each")
     return loras
+
+
+def named_loras(
+    lora: str | Sequence[str | None] | None,
+    lora_request: LoRARequest | Sequence[LoRARequest | None],
+    loaded: Mapping[str, Lora],
+) -> tuple[str | list[str | None], list[LoRARequest]]:
+    """Return the names of a call's adapters, and the adapters that are still to be loaded. Raises RequestError."""
+    if lora is not None:
+        raise RequestError(f"lora is {lora!r} and lora_request is given too; give one of them")
+    listed = [lora_request] if isinstance(lora_request, LoRARequest) else list(lora_request)
+    missing: dict[str, LoRARequest] = {}
+    for one in listed:
+        if one is None:
+            continue
+        if not isinstance(one, LoRARequest):
+            raise RequestError(f"lora_request has a {type(one).__name__}; it must be quire.lora.request.LoRARequest")
+        known = loaded.get(one.lora_name)
+        directory = missing.setdefault(one.lora_name, one).lora_path if known is None else known.directory
+        if Path(directory).resolve() != Path(one.lora_path).resolve():
+            raise RequestError(
+                f"lora_request {one.lora_name!r} has the path {one.lora_path!r}; the adapter of that name is from "
+                f"{str(directory)!r}. Choose another name, or unload it first"
+            )
+    names = [None if one is None else one.lora_name for one in listed]
+    return (lora_request.lora_name if isinstance(lora_request, LoRARequest) else names), list(missing.values())
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt], name: str = "prompts") -> list[Prompt]:

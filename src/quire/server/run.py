@@ -30,7 +30,9 @@ from quire.engine.prefill_budget import LONGEST_STEP, PrefillBudget
 from quire.errors import ConfigError
 from quire.fingerprint.fingerprint import Fingerprint
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.clocks import Clocks
 from quire.frontend.llm import LLM
+from quire.frontend.metrics import Metrics
 from quire.frontend.model_fingerprint import lora_digests, system_fingerprint
 from quire.frontend.startup_summary import chosen
 from quire.models.files import GENERATION
@@ -44,9 +46,7 @@ from quire.server.api.pull import Puller
 from quire.server.api.service import ServedModel, Service
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
 from quire.server.observability import inspector
-from quire.server.observability.clocks import Clocks
 from quire.server.observability.inspector import Inspector
-from quire.server.observability.metrics import Metrics
 from quire.server.observability.statistics import Statistics
 from quire.server.server_config import HttpConfig, ServerConfig
 from quire.server.signals import end

@@ -12,11 +12,11 @@ from quire.engine.beam_driver import BeamDriver
 from quire.engine.cost import CostModel
 from quire.fingerprint.fingerprint import Fingerprint
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.clocks import Clocks
 from quire.frontend.jobs import BeamSearchJob, Job, end
 from quire.frontend.model_fingerprint import with_adapters
 from quire.request import Request
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
-from quire.server.observability.clocks import Clocks
 
 STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck, unless the step is long
 HOPELESS = 10  # times that limit, after which the process should be restarted

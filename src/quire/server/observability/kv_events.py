@@ -27,7 +27,7 @@ from quire.cache.events import CacheEvent
 from quire.cache.groups import AnyGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.frontend.async_llm import EngineStep
+from quire.frontend.jobs import EngineStep
 
 log = logging.getLogger("quire.server")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from quire.engine.engine import Engine
-from quire.server.observability.metrics import Metrics, cache_use
+from quire.frontend.metrics import Metrics, cache_use
 
 
 class Statistics:

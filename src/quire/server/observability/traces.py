@@ -24,8 +24,8 @@ from opentelemetry.util.types import AttributeValue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire import __version__
+from quire.frontend.metrics import Moments
 from quire.request import FinishReason, Request, Task
-from quire.server.observability.metrics import Moments
 
 PROVIDER = "quire"
 FLUSH = 3.0  # s for sending the last spans when the server ends

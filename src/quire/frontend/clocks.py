@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
-from quire.frontend.async_llm import EngineStep
-from quire.frontend.jobs import BeamSearchJob, Job
+from quire.frontend.jobs import BeamSearchJob, EngineStep, Job
+from quire.frontend.metrics import Metrics, Moments, RequestClock
 from quire.request import FinishReason, Request
-from quire.server.observability.metrics import Metrics, RequestClock
 
-if TYPE_CHECKING:  # needs the packages of an extra
-    from quire.server.observability.traces import Traces
-
-log = logging.getLogger("quire.server")
+log = logging.getLogger("quire")
 FIRST_BLOCKS = (BlocksAllocated, BlocksShared, BlocksForked)  # one of these is the first event of a running request
+
+
+class Traces(Protocol):
+    """A recorder of the requests' times."""
+
+    def began(self, requests: Iterable[Request]) -> None:
+        """Record that requests are queued, below the open span."""
+
+    def ended(self, name: str, moments: Moments, reason: str, now: float) -> None:
+        """Record the times of a request that ended with a value of FinishReason. now: s of time.monotonic()."""
 
 
 class Clocks:

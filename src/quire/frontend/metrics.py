@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from quire.errors import check_installed
+
+check_installed("quire.frontend.metrics", "prometheus_client")
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -23,7 +28,6 @@ from quire.cache.incoming import BlockSource, Fault
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
 from quire.request import FinishReason
-from quire.server.http.access import Tally
 
 OPENMETRICS = "application/openmetrics-text"
 # Else prometheus_client 0.26 writes an underscore for the colon in the names of samples.
@@ -119,6 +123,13 @@ class Histogram:
         """Return Prometheus's buckets: each bound with the number of observations up to it."""
         names = [str(float(bound)) for bound in self.bounds]
         return list(zip([*names, "+Inf"], accumulate(self.counts[:]), strict=True))
+
+
+class Tally(Protocol):
+    """The counters of a server's requests."""
+
+    answered: Counter[tuple[str, str, str]]  # by route, method and status
+    refused: Counter[str]  # by reason
 
 
 class Moments(NamedTuple):

@@ -1,0 +1,1 @@
+"""Adapters as vLLM's callers name them. `quire.models.lora` computes them."""
