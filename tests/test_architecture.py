@@ -72,22 +72,22 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_420,
-    "cli": 1_695,
-    "engine": 5_965,
+    "cli": 1_775,
+    "engine": 5_990,
     "fingerprint": 650,
-    "fleet": 5_790,
+    "fleet": 5_805,
     "frontend": 4_195,
     "integrations": 600,
-    "models": 12_400,
+    "models": 12_540,
     "ops": 22_830,
     "parallel": 520,
     "ray": 420,
     "sandbox": 1_260,
-    "server": 16_740,
+    "server": 16_600,
     "lora": 50,
     "simulate": 4_195,
-    "terminal": 1_240,
-    "modules": 1_590,  # those that are in no package
+    "terminal": 1_250,
+    "modules": 1_690,  # those that are in no package
 }
 
 

@@ -44,7 +44,7 @@ PARTS = {
         *("tools/check_formats.py", "tools/write_formats.py", ".ci/parts"),
     ),
     "deploy": (
-        *("deploy/*", "tests/helm.py", "tests/test_deploy.py", "src/quire/server/observability/metrics.py"),
+        *("deploy/*", "tests/helm.py", "tests/test_deploy.py", "src/quire/frontend/metrics.py"),
         *("src/quire/fleet/metrics.py", "tools/check_deploy.py", ".ci/parts"),
     ),
 }

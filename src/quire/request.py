@@ -276,9 +276,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = field(default=None, metadata=_served([OPENAI]))
     include_stop_str_in_output: bool = field(default=False, metadata=_served([OPENAI]))
     ignore_eos: bool = field(default=False, metadata=_served([OPENAI]))
-    seed: int | None = field(
-        default=None, metadata=_served(COMMON, help="Seed of the random choices of each request.")
-    )
+    seed: int | None = field(default=None, metadata=_served(COMMON, help="Seed of the random choices of each request."))
     logprobs: int | None = None
     prompt_logprobs: int | None = field(default=None, metadata=_served([OPENAI]))
     detokenize: bool = True

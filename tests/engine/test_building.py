@@ -55,7 +55,8 @@ def on_gpu(
         model.config = replace(model.config, layers=layers)
     monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": free if device == "cuda" else 64 * GIB)
     monkeypatch.setattr(engine_module, "KVCache", lambda *given: SimpleNamespace(given=given))
-    monkeypatch.setattr(engine_module, "Runner", lambda *given: SimpleNamespace(kind="eager", specs=given[3], drafter=None))
+    runner = {"kind": "eager", "drafter": None}
+    monkeypatch.setattr(engine_module, "Runner", lambda *given: SimpleNamespace(**runner, specs=given[3]))
     monkeypatch.setattr(engine_module, "CudaCapture", lambda device: device)
 
     class Graphs(SimpleNamespace):

@@ -48,15 +48,14 @@ def named_parts(model: Model, files: Files, backend: Backend, config: EngineConf
     Raises ModelError if files can no longer be read.
     """
     is_own = isinstance(model, Decoder)
+    groups = model.whole.groups if model.draft_head is None else model.draft_head.groups
     return {
         "weights": weights_digest(files),
         "config": short_digest(json.dumps(files.config(), sort_keys=True).encode()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantisation or NONE,
         "kv_cache_dtype": str(cache_dtype(config.cache, model.dtype)).removeprefix("torch."),
-        "cache groups": short_digest(
-            repr(model.draft_head.groups if model.draft_head else model.whole.groups).encode()
-        ),
+        "cache groups": short_digest(repr(groups).encode()),
         "max_model_len": str(model.max_model_len),
         "backend": backend.name,
         "layers": "own" if is_own else "transformers",
