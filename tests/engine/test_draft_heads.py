@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from quire import LLM, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.head_drafter import HeadDrafter
-from quire.errors import ModelError
+from quire.errors import ConfigError, ModelError
 from quire.models.draft_head import joined_groups
 from quire.models.quantisation.policy import Quantisation
 from quire.request import Event, Request
@@ -150,5 +150,7 @@ def test_layers_of_the_head_join_a_group_of_the_model_or_follow(tmp_path: Path) 
 def test_a_missing_head_is_an_error_only_if_it_is_asked_for(tmp_path: Path) -> None:
     save(tmp_path)
     assert drafter_of(engine(tmp_path, num_speculative_tokens=3)) is None
+    with pytest.raises(ConfigError, match="draft is 'head'; speculative decoding needs batch-invariant results"):
+        engine(tmp_path, num_speculative_tokens=None, draft="head", attention_backend="reference")
     with pytest.raises(ModelError, match=r"draft is 'head': .* has no draft head that Quire knows"):
         engine(tmp_path, num_speculative_tokens=3, draft="head")

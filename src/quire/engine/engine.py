@@ -373,9 +373,10 @@ def _speculation(config: EngineConfig, backend: Backend, model: Model, runner: R
     """Return the source of draft tokens, or None unless accepting them leaves every output unchanged."""
     wanted = 0 if config.draft == "off" else config.num_speculative_tokens
     batch_invariant = backend.batch_invariant(config.device) and model.rows_are_batch_invariant
-    if wanted and not batch_invariant:
+    if not batch_invariant and (wanted or (wanted is None and config.draft == "head")):
+        asked = f"num_speculative_tokens is {wanted}" if wanted else "draft is 'head'"
         raise ConfigError(
-            f"num_speculative_tokens is {wanted}; speculative decoding needs batch-invariant results: "
+            f"{asked}; speculative decoding needs batch-invariant results: "
             f"the backend 'cpu' on a CPU and products that are all Quire's, not {backend.name!r} on "
             f"{config.device!r} and this model's products"
         )

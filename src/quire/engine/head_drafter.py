@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +22,16 @@ FIRST_SHARE = 0.7  # assumed share of accepted tokens of a new request
 NEWEST = 0.1  # weight of the last draft in a request's share
 LEAST = 0.25  # a further draft token is worth its cost if it is accepted with at least this probability
 PROBE = 16  # steps after which a request whose drafts did not pay tries one again
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A request to draft tokens for."""
+
+    index: int  # among those that were asked for
+    request: Request
+    count: int  # draft tokens
+    row: int  # of the last step, with the hidden state before the request's last token
 
 
 class HeadDrafter:
@@ -65,16 +76,18 @@ class HeadDrafter:
 
     def propose(self, asked: Sequence[Asked], room: Room) -> list[Draft]:
         """Return draft tokens of each request."""
-        wanted = [min(most, self._worthwhile(request)) for request, most in asked]
-        rows = [self._row_before(request) if count else None for (request, _), count in zip(asked, wanted, strict=True)]
-        chosen = [i for i, (request, _) in enumerate(asked) if rows[i] is not None and room(request, wanted[i])]
         drafts: list[Draft] = [NOTHING] * len(asked)
+        chosen: list[_Chosen] = []
+        for i, (request, most) in enumerate(asked):
+            count = min(most, self._worthwhile(request))
+            row = self._row_before(request) if count else None
+            if row is not None and room(request, count):
+                chosen.append(_Chosen(i, request, count, row))
+        chosen.sort(key=lambda one: -one.count)  # so that those that still draft are always the first
         if chosen:
-            made = self._drafts(
-                [asked[i][0] for i in chosen], [rows[i] for i in chosen], max(wanted[i] for i in chosen)
-            )
-            for i, tokens in zip(chosen, made.tolist(), strict=True):
-                drafts[i] = tokens[: wanted[i]]
+            made = self._drafts(chosen).tolist()
+            for one, tokens in zip(chosen, made, strict=True):
+                drafts[one.index] = tokens[: one.count]
         return drafts
 
     def judge(self, request: Request, num_drafts: int, num_right: int) -> None:
@@ -98,27 +111,29 @@ class HeadDrafter:
         table = request.cache.block_ids[self._head.plans[0]]
         return self._rows.get(_slot(table, len(request.tokens) - 2, self._block_size))
 
-    def _drafts(self, requests: Sequence[Request], rows: Sequence[int | None], most: int) -> NDArray[np.int64]:
-        """Return `most` draft tokens of each request: int64 [R, most]."""
-        size, count = self._block_size, len(requests)
+    def _drafts(self, chosen: Sequence[_Chosen]) -> NDArray[np.int64]:
+        """Return the draft tokens of each request: int64 [R, most]; undefined after its own count."""
+        size, requests = self._block_size, [one.request for one in chosen]
         known = np.array([len(request.tokens) for request in requests], np.int64)
-        starts = torch.arange(count + 1, dtype=torch.int32)
+        counts = np.array([one.count for one in chosen])
+        most = int(counts[0])
+        starts, every = torch.arange(len(chosen) + 1, dtype=torch.int32), np.arange(len(chosen))
         tables = [self._tables(requests, plan, int(known.max()) + most) for plan in self._head.plans]
         token_ids = torch.tensor([request.tokens[-1] for request in requests])
-        before = self._hidden[torch.tensor(rows)]
-        found = np.empty((count, most), np.int64)
-        every = np.arange(count)
+        before = self._hidden[torch.tensor([one.row for one in chosen])]
+        found = np.empty((len(chosen), most), np.int64)
         for k in range(most):
-            position = known + (k - 1)
+            active = int((counts > k).sum())
+            position = known[:active] + (k - 1)
             lengths = torch.from_numpy((position + 1).astype(np.int32))
             for plan, table in zip(self._head.plans, tables, strict=True):
-                slots = table[every, position // size].astype(np.int64) * size + position % size
-                own = torch.from_numpy(table)
-                self._plans[plan].update_trusted(starts, lengths, own, torch.from_numpy(slots))
+                slots = table[every[:active], position // size].astype(np.int64) * size + position % size
+                own = torch.from_numpy(table[:active])
+                self._plans[plan].update_trusted(starts[: active + 1], lengths, own, torch.from_numpy(slots))
             at = torch.from_numpy(position)
-            before = self._head.forward(token_ids, at, before, self._cache, self._plans)
+            before = self._head.forward(token_ids[:active], at, before[:active], self._cache, self._plans)
             token_ids = self._head.choose(before)
-            found[:, k] = token_ids.numpy()
+            found[:active, k] = token_ids.numpy()
         return found
 
     def _tables(self, requests: Sequence[Request], group: int, num_tokens: int) -> NDArray[np.int32]:

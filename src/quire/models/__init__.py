@@ -317,13 +317,14 @@ def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None
         f"device is {config.device!r}": config.device != "cpu",
         f"attention_backend is {backend.name!r}": backend.name != "cpu",
         "enable_lora is True": config.enable_lora,
+        "draft is 'head'": config.draft == "head",
         f"kv_disk is {config.cache.kv_disk!r}": config.cache.kv_disk is not None,
     }
     for why, holds in refused.items():
         if holds:
             raise ConfigError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, and {why}; several processes compute Quire's "
-                "own decoders with the backend 'cpu', without LoRA adapters and kv_disk"
+                "own decoders with the backend 'cpu', without LoRA adapters, a draft head and kv_disk"
             )
     if isinstance(choice, Own):
         check_shards(choice.config, config.tensor_parallel_size)

@@ -15,6 +15,7 @@ from quire.cli.options import fail
 from quire.errors import QuireError
 from quire_bench.cli.attention import attention
 from quire_bench.cli.calibrate import calibrate
+from quire_bench.cli.drafts import drafts
 from quire_bench.cli.fleet import fleet
 from quire_bench.cli.gpu import gpu
 from quire_bench.cli.host import host
@@ -32,6 +33,7 @@ COMMANDS = (
     latency,
     serve,
     host,
+    drafts,
     soak,
     fleet,
     startup,

@@ -1,0 +1,50 @@
+"""quire bench drafts: speculative decoding."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli.options import AsJson, fail
+from quire.errors import ConfigError
+
+PROMPTS = (
+    "import os\nimport json\n\n\ndef read_config(path):\n",
+    "class Stack:\n    def ",
+    "def main():\n    parser = ",
+)
+SOURCES = ("lookup", "head", "auto")
+
+
+def drafts(
+    model: Annotated[str | None, typer.Option(help="Directory or repository. Default: the embedded model.")] = None,
+    source: Annotated[
+        list[str] | None, typer.Option("--draft", help="lookup, head or auto; may be repeated. Default: lookup, head.")
+    ] = None,
+    num_tokens: Annotated[int, typer.Option(min=1, help="Most draft tokens of a request in a step.")] = 3,
+    check: Annotated[int, typer.Option(min=0, help="Compare this number of requests with and without drafts.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each request whose speed is measured.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of these requests.")] = 0.0,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each source, in alternation.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """The speed of one request with drafts; or, with --check, the requests whose tokens differ from those without."""
+    from quire_bench.engine import drafts as bench_drafts
+
+    for name in source or ():
+        if name not in SOURCES:
+            fail(ConfigError(f"--draft is {name!r}; it must be one of {', '.join(SOURCES)}"))
+    options: dict[str, Any] = {"num_speculative_tokens": num_tokens} | ({} if model is None else {"model": model})
+    chosen = source or ["lookup", "head"]
+    if check:
+        for name in chosen:
+            for found in bench_drafts.check(options | {"draft": name}, check):
+                row = {"draft": name, **found._asdict()}
+                words = "  ".join(f"{key} {value}" for key, value in row.items())
+                print(json.dumps(row) if as_json else words, flush=True)
+        return
+    for speed in bench_drafts.speeds(options, chosen, PROMPTS, max_tokens, temperature, runs):
+        text = f"{speed.draft:8} {speed.rate:8.1f} tokens/s  {speed.ratio:5.2f} x  {speed.per_step:.2f} tokens a step"
+        print(json.dumps(speed._asdict()) if as_json else text, flush=True)

@@ -1,0 +1,31 @@
+"""quire bench drafts: both of its measurements, small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from quire_bench.cli import app
+
+
+def test_requests_with_drafts_are_those_without(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the requests of a step have different numbers of draft tokens, and preempt one another."""
+    result = CliRunner().invoke(app, ["drafts", "--check", "60", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["draft"], row["requests"], row["different"]) for row in rows] == [("lookup", 60, 0), ("head", 60, 0)]
+    assert all(0 < row["accepted"] < row["draft_tokens"] for row in rows)
+    assert "without draft tokens" not in caplog.text
+
+
+def test_the_speed_is_that_of_each_source() -> None:
+    arguments = ["drafts", "--draft", "head", "--runs", "1", "--max-tokens", "12", "--json"]
+    off, head = map(json.loads, CliRunner().invoke(app, arguments).stdout.splitlines())
+    assert (off["draft"], off["ratio"], head["draft"]) == ("off", 1.0, "head")
+    assert off["per_step"] == pytest.approx(1.0)
+    assert head["per_step"] > 1.5
+    result = CliRunner().invoke(app, ["drafts", "--draft", "eagle"])
+    assert result.exit_code == 1
+    assert "--draft is 'eagle'; it must be one of lookup, head, auto" in result.stderr
