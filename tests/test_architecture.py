@@ -73,7 +73,7 @@ SHAPED = (
 MOST_LINES = {
     "cache": 3_420,
     "cli": 1_775,
-    "engine": 5_990,
+    "engine": 6_000,
     "fingerprint": 650,
     "fleet": 5_805,
     "frontend": 4_195,

@@ -80,7 +80,7 @@ SUITE = (
         "tools/ngram.py",
         "tools/performance_page.py",
     ),
-    *("tools/parts.py", "tools/release.py", "tools/train_tiny.py"),
+    *("tools/parts.py", "tools/release.py", "tools/train_mtp.py", "tools/train_tiny.py"),
 )
 
 

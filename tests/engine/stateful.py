@@ -44,7 +44,7 @@ class Shape:
 class StatefulModel:
     """As `quire.models.model.Model`."""
 
-    origin, quantisation, weight_bytes = "a test", None, WeightBytes()
+    origin, quantisation, weight_bytes, draft_head = "a test", None, WeightBytes(), None
     max_model_len, eos_token_ids = 2_048, frozenset[int]()
     rows_are_batch_invariant, capturable = True, False
     loras = exchange = None

@@ -14,7 +14,7 @@ from quire.engine.decode_rows import DecodeRows
 from quire.engine.engine import Engine
 from quire.engine.plan import Plan
 from quire.engine.policy import by_priority
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import PromptLookup, Speculation
 from quire.errors import BadValue
 from tests.engine.fakes import circling, continuation, fake_engine, forget_free_blocks, request, siblings
 
@@ -141,8 +141,8 @@ def test_nothing_is_swapped_out_before_it_is_copied() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "to_check"])
 def test_drafts_are_proposed_next_to_requests_without_a_row(kind: str) -> None:
-    lookup = PromptLookup(3)
-    engine = fake_engine(lookup=lookup, model=circling, max_model_len=120)
+    speculation = Speculation([PromptLookup()], 3)
+    engine = fake_engine(speculation=speculation, model=circling, max_model_len=120)
     engine.add(request("a", [1, 2, 3, 4, 5, 0, 1, 2], max_tokens=60))
     other = request("b", [1, 2, 3], max_tokens=60)
     if kind == "to_check":
@@ -152,7 +152,7 @@ def test_drafts_are_proposed_next_to_requests_without_a_row(kind: str) -> None:
     while engine.has_work:
         engine.step()
         num_steps += 1
-    assert lookup.num_drafts > 20
+    assert speculation.num_drafts > 20
     assert num_steps < 40
 
 

@@ -12,7 +12,7 @@ from quire.cache.manager import BlockManager
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import PromptLookup, Speculation
 from quire.errors import ConfigError
 from quire.ops import native
 from quire.request import Miss
@@ -92,7 +92,9 @@ def test_samples_of_a_prompt(length: int) -> None:
 
 
 def test_guesses_are_what_would_have_come() -> None:
-    engine = fake_engine(groups=SMALL, state_pools=StatePools(30, 16), lookup=PromptLookup(5), model=circling)
+    engine = fake_engine(
+        groups=SMALL, state_pools=StatePools(30, 16), speculation=Speculation([PromptLookup()], 5), model=circling
+    )
     prompt = [i % 6 for i in range(13)]
     for i in range(2):
         engine.add(request(f"r{i}", prompt[i:], max_tokens=60))

@@ -80,7 +80,7 @@ def test_granites_multiplier_is_not_rounded(tmp_path: Path, dtype: torch.dtype) 
     model = save(tmp_path, "Granite", dtype, embedding_multiplier=5.1)
     ours = load_model(tmp_path, engine_config(), load())
     tokens = torch.arange(90)
-    embedded = ours._embed(tokens, tokens)  # type: ignore[attr-defined]
+    embedded = ours.embed(tokens, tokens)  # type: ignore[attr-defined]
     assert torch.equal(embedded, model.get_input_embeddings()(tokens) * 5.1)
 
 
