@@ -426,10 +426,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "structured_outputs_config": Foreign((None, {}), "llguidance handles all grammars"),
         "guided_decoding_backend": Foreign((None, "auto", "guidance"), "llguidance handles all grammars"),
         "skip_tokenizer_init": Foreign((None, False), "the tokenizer is read if the checkpoint has one"),
-        "speculative_config": Foreign(
-            (None,),
-            "draft is the source of draft tokens, and num_speculative_tokens their number; there is no separate draft model",
-        ),
+        "speculative_config": Foreign((None,), "draft is the source of draft tokens; there is no draft model"),
         "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_revision": Foreign((None, "main"), "the tokenizer is the checkpoint's tokenizer.json"),
         "trust_remote_code": Foreign(

@@ -92,9 +92,8 @@ def test_samples_of_a_prompt(length: int) -> None:
 
 
 def test_guesses_are_what_would_have_come() -> None:
-    engine = fake_engine(
-        groups=SMALL, state_pools=StatePools(30, 16), speculation=Speculation([PromptLookup()], 5), model=circling
-    )
+    drafts = Speculation([PromptLookup()], 5)
+    engine = fake_engine(groups=SMALL, state_pools=StatePools(30, 16), speculation=drafts, model=circling)
     prompt = [i % 6 for i in range(13)]
     for i in range(2):
         engine.add(request(f"r{i}", prompt[i:], max_tokens=60))
