@@ -233,7 +233,6 @@ def test_the_original_length_is_nothing_to_a_rope_that_is_not_scaled_by_it(tmp_p
     ("kind", "changes", "match"),
     [
         ("Gemma3", {"hidden_activation": "silu"}, "hidden_activation is 'silu'; family 'gemma3' serves 'gelu_pyt"),
-        ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("Gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; .* serves None only"),
         ("Gemma3", {"final_logit_softcapping": -1.0}, r"final_logit_softcapping is -1\.0; it must be a positive"),
         ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, "serves one object for each of full_attention"),
@@ -309,9 +308,9 @@ class TestRefused:
         refused(tmp_path, "MambaForCausalLM, for which there is no decoder here")
 
     def test_cross_encoder(self, tmp_path: Path) -> None:
-        change_config(tmp_path, architectures=["LlamaForSequenceClassification"])
+        change_config(tmp_path, architectures=["LlamaForTokenClassification"])
         for way in ("auto", "quire", "transformers"):
-            refused(tmp_path, "a LlamaForSequenceClassification, a cross-encoder or classifier", model_impl=way)
+            refused(tmp_path, "a LlamaForTokenClassification, whose head scores tokens", model_impl=way)
 
     def test_modelling_code_of_its_own(self, tmp_path: Path) -> None:
         change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})

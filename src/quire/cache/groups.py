@@ -78,6 +78,7 @@ class CacheGroup(BlockGroup):
     layers: tuple[int, ...]  # those with memory: a layer that reuses another one's is not listed
     window: int | None = None
     heads: Heads = Heads(1, 1, 1)  # block tables do not depend on them
+    causal: bool = True  # a row attends to no key after its own
 
     piece: int | None = field(default=None, init=False, repr=False)
 

@@ -81,7 +81,7 @@ class PrefixLookup:
 
     def num_reusable(self, request: Request) -> int:
         """Return the number of the request's full blocks that may be reused ones: a multiple of the sharing unit."""
-        if not self.shares(request):
+        if not self.shares(request) or request.is_whole:
             return 0
         usable = len(request.tokens) - bool(self.state_groups)  # a state either includes the last token or does not
         if request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1:

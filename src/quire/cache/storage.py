@@ -194,6 +194,7 @@ def group_spec(
         num_blocks=num_blocks,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        causal=group.causal,
         window=group.window,
         device=device,
         reproducible=reproducible,

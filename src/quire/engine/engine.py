@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,10 +34,11 @@ from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.batch import Batch
 from quire.models.lora.slots import Lora, Loras, Prepared
 from quire.models.model import Model, ModelShape
+from quire.models.pooling_config import PoolingConfig
 from quire.ops import Backend
 from quire.ops.collectives import least
 from quire.ops.spec import check_supported
-from quire.request import MAX_SEED, FinishReason, Request
+from quire.request import MAX_SEED, FinishReason, Request, Task
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
@@ -68,8 +70,17 @@ class Engine:
         seed: int = 0,
         loop: Loop | None = None,
         loras: Loras | None = None,
+        *,
+        writes: bool = True,
+        pooling: PoolingConfig = PoolingConfig(),  # noqa: B008  # frozen
     ) -> None:
-        """loop: runs the steps; None: a SequentialLoop. loras: the model's adapters; None: adapters are not enabled."""
+        """Create an engine.
+
+        loop: runs the steps; None: a SequentialLoop.
+        loras: the model's adapters; None: adapters are not enabled.
+        writes: the model can generate tokens.
+        pooling: how a prompt becomes a vector.
+        """
         self.scheduler = scheduler
         scheduler.rows = DecodeRows(scheduler.manager, scheduler.longest)
         self.runner = runner
@@ -79,6 +90,7 @@ class Engine:
         self.seed = seed
         self.loop = loop or SequentialLoop()
         self.loras = loras
+        self.writes, self.pooling = writes, pooling
         self.under_way: Plan | None = None  # the plan that the runner is computing; any thread may read its sizes
         self.recorder: TraceRecorder | None = None  # if set, records every added request
         self._guard = StepGuard()
@@ -125,6 +137,13 @@ class Engine:
         self._lora_of(request)
         if request.driven and request.guide is not None:
             raise RequestError(f"request {request.id} has a guide; a beam search does not support grammars")
+        if request.task is Task.EMBED:
+            request.is_whole = self.pooling.encodes or self.pooling.takes_all
+        elif not self.writes:
+            raise RequestError(
+                f"request {request.id}: this model writes no text; it embeds or classifies texts (LLM.embed or "
+                "LLM.classify, /v1/embeddings or /v1/classify)"
+            )
         self.scheduler.check(request)
         request.is_checked = True
 
@@ -250,6 +269,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     Raises ConfigError if the cache could not hold one sequence of the maximum length, and Unsupported if the backend
     does not support the cache's dtype.
     """
+    if not model.config.causal:
+        config = encoder_config(config, model)
     decoder, cache_config = model.config, config.cache
     if config.reproducible and not model.rows_are_batch_invariant:
         raise Unsupported("reproducible is True; a row's bits may depend on the batch in transformers' layers")
@@ -332,7 +353,43 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         runner = graphs = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(device))
         graphs.capture_all(flatten(Plan(), buffers))
     seed, loras = config.seed, model.loras
-    return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, seed, loop, loras)
+    return Engine(
+        scheduler,
+        runner,
+        buffers,
+        decoder.num_token_ids,
+        model.eos_token_ids,
+        seed,
+        loop,
+        loras,
+        writes=decoder.causal and decoder.has_head and not model.pooler.config.labels,
+        pooling=model.pooler.config,
+    )
+
+
+def encoder_config(config: EngineConfig, model: Model) -> EngineConfig:
+    """Return the options of an encoder's engine, which keeps the K and V of one layer and one step.
+
+    Raises ConfigError for options of a cache, and for a step that is too small for a text.
+    """
+    cache = config.cache
+    refused = {
+        f"kv_disk is {cache.kv_disk!r}": cache.kv_disk is not None,
+        f"kv_cache_dtype is {cache.kv_cache_dtype!r}": cache.kv_cache_dtype != "auto",
+        "enable_lora is True": config.enable_lora,
+    }
+    for option, holds in refused.items():
+        if holds:
+            raise ConfigError(f"{option}; an encoder keeps no cache and has no adapters, so leave it out")
+    most = config.max_num_batched_tokens or max(config.most_tokens, model.max_model_len)
+    if most < model.max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens is {most}; an encoder computes a text in one step, so it must be at least "
+            f"max_model_len={model.max_model_len}"
+        )
+    blocks = -(-most // cache.block_size) + config.max_num_seqs
+    cache = replace(cache, num_blocks=blocks, enable_prefix_caching=False, preemption="recompute")
+    return replace(config, max_num_batched_tokens=most, cache=cache)
 
 
 def runner_limits(model: Model, config: EngineConfig) -> tuple[int, int, int]:

@@ -210,7 +210,7 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         slots[:t] += offset
         slots[known] = -1
     embedded = [
-        (item.request.id, end - 1)
+        (item.request.id, range(end - (item.num_new if item.request.is_whole else 1), end))
         for item, end in zip(items, starts[num_decoding + 1 :].tolist(), strict=True)
         if item.embeds
     ]
@@ -256,7 +256,11 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         logit_ids=logit_ids,
         sampling=_sampling_rows(parameters, aheads, random, buffers.tallies, drafted),
         prompt=prompt_rows(items, starts[num_decoding:]),
-        embed=EmbedRows(_integers([row for _, row in embedded]), [name for name, _ in embedded]),
+        embed=EmbedRows(
+            _integers([row for _, rows in embedded for row in rows]),
+            [name for name, _ in embedded],
+            [len(rows) for _, rows in embedded],
+        ),
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
         num_decoding=num_decoding,
     )

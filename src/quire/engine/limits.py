@@ -8,8 +8,13 @@ from quire.errors import RequestError
 from quire.request import Request, Task
 
 
-def check_size(request: Request, longest: int, manager: BlockManager, max_model_len: int, max_num_seqs: int) -> None:
-    """Raise RequestError, with the numbers, if the request would not fit even alone. longest: see Scheduler."""
+def check_size(
+    request: Request, longest: int, manager: BlockManager, max_model_len: int, max_num_seqs: int, max_tokens: int
+) -> None:
+    """Raise RequestError, with the numbers, if the request would not fit even alone.
+
+    longest: see Scheduler. max_tokens: tokens of a step.
+    """
     if request.num_prompt < 1:
         raise RequestError(f"request {request.id} has an empty prompt; it needs at least one token", "prompt")
     is_drawn = request.task is Task.GENERATE  # the last token: it is never computed, and takes no slot
@@ -23,6 +28,12 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
         raise RequestError(
             f"request {request.id} continues after {known - request.num_prompt} delivered tokens, and ends at "
             f"{longest - request.num_prompt}; it must have fewer"
+        )
+    if request.is_whole and request.num_prompt > max_tokens:
+        raise RequestError(
+            f"request {request.id} has a prompt of {request.num_prompt} tokens, whose hidden states are pooled and so "
+            f"computed in one step; with max_num_batched_tokens={max_tokens} it may have at most {max_tokens}",
+            "prompt",
         )
     stored = longest - is_drawn
     most = [manager.most_blocks(stored, stored, g) for g in range(len(manager.groups))]

@@ -164,7 +164,8 @@ class Runner:
         if batch.prompt.rows.shape[0]:
             readers.append(self._report_prompt(batch, _rows(hidden, batch.prompt.rows, kept)))
         if batch.embed.rows.shape[0]:
-            readers.append(_embed(batch, _rows(hidden, batch.embed.rows, kept)))
+            pooled = self.model.pooler(_rows(hidden, batch.embed.rows, kept), batch.embed.counts)
+            readers.append(_embed(batch, pooled))
         wait = all_queued(self.device)
 
         def found() -> StepOutput:
@@ -254,10 +255,10 @@ class Runner:
 
 def _embed(
     batch: Batch,
-    hidden: Tensor,  # [E, H]
+    pooled: Tensor,  # [E, P]
 ) -> Reader:
-    """Report these hidden states."""
-    states = receive(hidden.float())
+    """Report these vectors."""
+    states = receive(pooled)
 
     def read(output: StepOutput) -> None:
         found = states.numpy()

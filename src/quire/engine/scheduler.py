@@ -52,7 +52,14 @@ class Scheduler(SchedulerState):
         if request.priority and self.order in BLIND_TO_PRIORITY:
             message = f"request {request.id} has priority {request.priority}"
             raise RequestError(f"{message}; only scheduling_policy='priority' uses it", "priority")
-        check_size(request, self.longest(request), self.manager, self.max_model_len, self.max_num_seqs)
+        check_size(
+            request,
+            self.longest(request),
+            self.manager,
+            self.max_model_len,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, and queues nothing, if it could never run or its id is taken.
@@ -348,6 +355,8 @@ class Scheduler(SchedulerState):
         if plan.computes and self.shortage.lasts(
             request, spare, self.num_plans
         ):  # matching its blocks again costs time
+            return False
+        if request.is_whole and request.num_missing > self.budget - plan.num_tokens:
             return False
         match = self.manager.lookup.match(request)
         slots = self.max_num_seqs - len(self.running) - 1

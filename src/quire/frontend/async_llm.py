@@ -8,6 +8,7 @@ the engine has failed, and then all pending calls raise EngineStopped with the r
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -21,10 +22,16 @@ from typing import Any, TypeVar
 
 from quire.config import EngineArgs, describes_options, takes_options
 from quire.errors import EngineStopped, QuireError, RequestError
-from quire.frontend.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output
+from quire.frontend.embedding import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RankedDocument,
+    ScoringRequestOutput,
+)
 from quire.frontend.jobs import BeamSearchJob, Delta, EngineStep, GenerationJob, Job, SnapshotJob, end
 from quire.frontend.llm import LLM, Closed
 from quire.frontend.outputs import RequestOutput
+from quire.frontend.pooled import Call, Pooled
 from quire.frontend.request_factory import Prompt, TokenizedPrompt, named_loras
 from quire.frontend.requests import Made
 from quire.lora.request import LoRARequest
@@ -230,6 +237,8 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         priority: int = 0,
         lora: str | None = None,
     ) -> EmbeddingRequestOutput:
@@ -239,6 +248,8 @@ class AsyncLLM:
             prompt: a text, a list of token ids, or a dictionary, see `LLM.generate`.
             request_id: see `generate`.
             dimensions: number of leading values to keep, see `LLM.embed`; None keeps all.
+            prompt_name: see `LLM.embed`.
+            truncate_prompt_tokens: see `LLM.embed`.
             priority: see `generate`.
             lora: see `generate`.
 
@@ -265,10 +276,120 @@ class AsyncLLM:
             asyncio.run(main())
             ```
         """
-        check_dimensions(dimensions, self.llm.hidden_size)
+        [found] = await self._answer(
+            lambda pooled: pooled.embed([prompt], dimensions, prompt_name),
+            request_id,
+            truncate_prompt_tokens,
+            priority,
+            lora,
+        )
+        return found
+
+    async def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        request_id: str | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        lora: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the scores of pairs of prompts.
+
+        Args:
+            data_1: see `LLM.score`.
+            data_2: see `LLM.score`.
+            request_id: see `generate`.
+            truncate_prompt_tokens: see `LLM.score`.
+            priority: see `generate`.
+            lora: see `generate`.
+
+        Returns:
+            One output for each pair, see `LLM.score`.
+
+        Raises:
+            RequestError: see `LLM.score`.
+            EngineStopped: the engine stopped before the prompts ended.
+        """
+        own = (request_id, truncate_prompt_tokens, priority, lora)
+        return await self._answer(lambda pooled: pooled.score(data_1, data_2), *own)
+
+    async def rerank(
+        self,
+        query: Prompt,
+        documents: Sequence[Prompt],
+        request_id: str | None = None,
+        *,
+        top_n: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        lora: str | None = None,
+    ) -> list[RankedDocument]:
+        """Return the documents that fit a query best.
+
+        Args:
+            query: see `LLM.rerank`.
+            documents: see `LLM.rerank`.
+            request_id: see `generate`.
+            top_n: see `LLM.rerank`.
+            truncate_prompt_tokens: see `LLM.score`.
+            priority: see `generate`.
+            lora: see `generate`.
+
+        Returns:
+            The best documents, best first.
+
+        Raises:
+            RequestError: see `LLM.score`.
+            EngineStopped: the engine stopped before the prompts ended.
+        """
+        own = (request_id, truncate_prompt_tokens, priority, lora)
+        return await self._answer(lambda pooled: pooled.rerank(query, documents, top_n), *own)
+
+    async def classify(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        lora: str | None = None,
+    ) -> ClassificationRequestOutput:
+        """Return a classifier's scores for a prompt.
+
+        Args:
+            prompt: see `embed`.
+            request_id: see `generate`.
+            truncate_prompt_tokens: see `LLM.embed`.
+            priority: see `generate`.
+            lora: see `generate`.
+
+        Returns:
+            The scores, see `LLM.classify`.
+
+        Raises:
+            RequestError: see `LLM.classify`.
+            EngineStopped: the engine stopped before the prompt ended.
+        """
+        own = (request_id, truncate_prompt_tokens, priority, lora)
+        [found] = await self._answer(lambda pooled: pooled.classify([prompt]), *own)
+        return found
+
+    async def _answer(
+        self,
+        make: Callable[[Pooled], Call[T]],
+        request_id: str | None,
+        truncate: int | None,
+        priority: int,
+        lora: str | None,
+    ) -> T:
+        """Make the requests of a call, run them, and return its answer."""
         name = self._named(request_id)
-        make = partial(self.llm.factory.one_embedding, name, prompt, priority, lora)
-        job = GenerationJob([await self._made(name, make)])
+        numbers = itertools.count()
+        pooled = Pooled(self.llm.factory, lambda: f"{name}-{next(numbers)}", truncate, priority, lora)
+        call = await self._made(name, partial(make, pooled))
+        job = GenerationJob(call.made)
         self._start(job, name)
         try:
             await job.ended.wait()
@@ -276,7 +397,7 @@ class AsyncLLM:
             self.abort(job)
         if job.error is not None:
             raise job.error
-        return embedding_output(job.outputs[0], dimensions)
+        return call.finish(job.outputs)
 
     async def close(self) -> None:
         """Stop the engine after its current step and free its memory. Pending calls raise EngineStopped."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from quire.errors import RequestError, check_integer
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.requests import make_requests
+from quire.models.pooling_config import PoolingConfig
 from quire.request import Request, SamplingParams, Task
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ SHORTEST = 1e-12  # a shorter vector has no direction; it stays about as short
 class EmbeddingOutput:
     """An embedding."""
 
-    embedding: list[float]  # [dimensions], of Euclidean length 1, fp32 values; empty if the prompt's step failed
+    # [dimensions], of Euclidean length 1 unless the checkpoint's files do without, fp32; empty if the step failed.
+    embedding: list[float]
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,41 @@ class PoolingRequestOutput:
 
 
 @dataclass(frozen=True)
-class ScoringOutput:
-    """The similarity of two prompts."""
+class ClassificationOutput:
+    """A classifier's answer."""
 
-    score: float  # the cosine of their embeddings, -1..1; NaN if a prompt's step failed
+    probs: list[float]  # [labels], the scores of all labels; empty if the prompt's step failed
+    label: str | None = None  # the label with the highest score; None if there is one label, or the step failed
+
+
+@dataclass(frozen=True)
+class ClassificationRequestOutput:
+    """One prompt and a classifier's answer."""
+
+    request_id: str  # the id of the request
+    prompt: str | None  # the prompt's text; None if token ids were given
+    prompt_token_ids: list[int]  # the prompt's tokens
+    outputs: ClassificationOutput  # the answer
+    num_cached_tokens: int = 0  # tokens whose K and V were in the prefix cache
+    error: str | None = None  # the reason of a failure
+
+
+@dataclass(frozen=True)
+class RankedDocument:
+    """A document and its score for a query."""
+
+    index: int  # the document's place in the caller's list
+    score: float  # see `LLM.score`; NaN if its step failed
+    document: str | Sequence[int] | Mapping[str, Any]
+    error: str | None = None  # the reason of a failure
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """The score of two prompts."""
+
+    # The cosine of their embeddings, -1..1, or a cross-encoder's score; NaN if a prompt's step failed.
+    score: float
 
 
 @dataclass(frozen=True)
@@ -107,23 +140,65 @@ def normalised(hidden_state: NDArray[np.float32], dimensions: int | None) -> NDA
     return np.asarray(kept / max(float(np.sqrt((kept * kept).sum())), SHORTEST), np.float32)
 
 
-def embedding_output(output: RequestOutput, dimensions: int | None) -> EmbeddingRequestOutput:
+def vector_of(hidden_state: NDArray[np.float32], dimensions: int | None, pooling: PoolingConfig) -> NDArray[np.float32]:
+    """Return the first `dimensions` numbers of a vector, or all, of length 1 if the model's are: fp32 [dimensions]."""
+    return normalised(hidden_state, dimensions) if pooling.normalized else hidden_state[:dimensions]
+
+
+def scores_of(logits: NDArray[np.float32], activation: str) -> list[float]:
+    """Return the scores of a classifier's logits."""
+    values = logits.astype(np.float64)
+    if activation == "softmax":
+        powers = np.exp(values - values.max())
+        values = powers / powers.sum()
+    elif activation == "sigmoid":
+        values = 1 / (1 + np.exp(-values.clip(-700, 700)))
+    return [float(value) for value in values.astype(np.float32)]
+
+
+def classification_output(output: RequestOutput, pooling: PoolingConfig) -> ClassificationRequestOutput:
+    """Return the caller's form of a classifier's output that has ended."""
+    error, state = output.outputs[0].error, output.hidden_state
+    found = ClassificationOutput([])
+    if state is not None:
+        probs = scores_of(state, pooling.activation)
+        label = pooling.labels[probs.index(max(probs))] if len(probs) > 1 else None
+        found = ClassificationOutput(probs, label)
+    tokens, num_cached = output.prompt_token_ids, output.num_cached_tokens or 0
+    return ClassificationRequestOutput(output.request_id, output.prompt, tokens, found, num_cached, error)
+
+
+def pair_output(output: RequestOutput, pooling: PoolingConfig) -> ScoringRequestOutput:
+    """Return the caller's form of a cross-encoder's output that has ended."""
+    [score] = classification_output(output, pooling).outputs.probs or [math.nan]
+    tokens, num_cached = output.prompt_token_ids, output.num_cached_tokens or 0
+    return ScoringRequestOutput(output.request_id, ScoringOutput(score), tokens, num_cached, output.outputs[0].error)
+
+
+def ranked(documents: Sequence[Any], scored: Sequence[ScoringRequestOutput], top_n: int | None) -> list[RankedDocument]:
+    """Return the best documents, best first; equal ones keep their order, and failed ones are last."""
+    made = [RankedDocument(i, one.outputs.score, documents[i], one.error) for i, one in enumerate(scored)]
+    return sorted(made, key=lambda one: math.inf if math.isnan(one.score) else -one.score)[:top_n]
+
+
+def embedding_output(output: RequestOutput, dimensions: int | None, pooling: PoolingConfig) -> EmbeddingRequestOutput:
     """Return the caller's form of an output that has ended."""
     state = output.hidden_state
     return EmbeddingRequestOutput(
         output.request_id,
         output.prompt,
         output.prompt_token_ids,
-        EmbeddingOutput([] if state is None else normalised(state, dimensions).tolist()),
+        EmbeddingOutput([] if state is None else vector_of(state, dimensions, pooling).tolist()),
         output.num_cached_tokens or 0,
         output.outputs[0].error,
     )
 
 
-def pooling_output(output: RequestOutput) -> PoolingRequestOutput:
+def pooling_output(output: RequestOutput, pooling: PoolingConfig) -> PoolingRequestOutput:
     """Return the form of `LLM.encode` of an output that has ended."""
-    found = embedding_output(output, None)
-    data = torch.tensor(found.outputs.embedding, dtype=torch.float32)
+    found = embedding_output(output, None, pooling)
+    values = classification_output(output, pooling).outputs.probs if pooling.labels else found.outputs.embedding
+    data = torch.tensor(values, dtype=torch.float32)
     return PoolingRequestOutput(
         found.request_id, PoolingOutput(data), found.prompt_token_ids, found.num_cached_tokens, error=found.error
     )

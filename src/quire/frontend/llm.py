@@ -12,7 +12,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -27,25 +27,24 @@ from quire.errors import ConfigError, GroupLost, QuireError, RequestError, Unsup
 from quire.frontend.chat_tokenizer import ChatTokenizer, find_chat_tokenizer
 from quire.frontend.disk_cache import attach_disk, check_disk
 from quire.frontend.embedding import (
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
+    RankedDocument,
     ScoringRequestOutput,
-    check_dimensions,
-    embedding_output,
     pooling_output,
-    similarity,
 )
 from quire.frontend.loglikelihood import LoglikelihoodOutput, check_pair, encode_pair, loglikelihood_output
 from quire.frontend.metric_values import Metric, read_families
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, beam_sequences
+from quire.frontend.pooled import Call, Pooled
 from quire.frontend.request_factory import (
     Messages,
     Prompt,
     RequestFactory,
     RequestOptions,
     each_lora,
-    each_options,
     each_priority,
     list_prompts,
     named_loras,
@@ -69,6 +68,7 @@ if TYPE_CHECKING:  # only with disable_log_stats=False
     from quire.frontend.metrics import Metrics
 
 log = logging.getLogger("quire")
+T = TypeVar("T")
 
 
 @describes_options
@@ -448,19 +448,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Compute an embedding of each prompt: the hidden state of its last token after the final norm, of length 1.
+        """Compute an embedding of each prompt, by the pooling of the checkpoint's files.
 
-        Prompts are computed in the same batches and with the same prefix cache as those of `generate`. No token is
-        drawn.
+        Without such files the embedding is the mean of an encoder's hidden states, or the hidden state of a decoder's
+        last token after the final norm; its length is 1. Prompts of a decoder are computed in the same batches and with
+        the same prefix cache as those of `generate`. No token is drawn.
 
         Args:
             prompts: see `generate`.
             dimensions: number of leading values to keep, 1..hidden_size, for models that were trained for that. They
-                are normalised to length 1 again. None keeps all.
+                are normalised to length 1 again, if the model's are. None keeps all.
+            prompt_name: the name of a prompt of the checkpoint, such as "query", that precedes each text.
+            truncate_prompt_tokens: most tokens of a prompt to keep, -1 as many as fit: the first ones for an encoder,
+                the last ones for a decoder. None keeps all.
             use_tqdm: see `generate`.
             priority: see `generate`.
             lora: see `generate`.
@@ -470,7 +476,7 @@ class LLM:
                 prompts have no values and the reason in `error`. Other prompts are not affected.
 
         Raises:
-            RequestError: a prompt is invalid or can never fit, or dimensions is out of range. Nothing was computed.
+            RequestError: a prompt is invalid or can never fit, or an argument is out of range. Nothing was computed.
 
         Example:
             ```python
@@ -481,11 +487,8 @@ class LLM:
                 print(len(output.outputs.embedding))
             ```
         """
-        check_dimensions(dimensions, self.hidden_size)
-        tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(prompts)]
-        each = zip(tokenized, each_options(tokenized, priority, lora), strict=True)
-        made = [self.factory.embedding(self.factory.next_name(), prompt, options) for prompt, options in each]
-        return [embedding_output(output, dimensions) for output in self._finished(made, use_tqdm)]
+        pooled = self._pooled(truncate_prompt_tokens, priority, lora)
+        return self._answer(pooled.embed(prompts, dimensions, prompt_name), use_tqdm)
 
     def encode(
         self,
@@ -497,18 +500,18 @@ class LLM:
         lora: str | Sequence[str | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Compute the embedding of each prompt as a tensor, see `embed`.
+        """Compute the embedding of each prompt, or a classifier's scores, as a tensor, see `embed` and `classify`.
 
         Args:
             prompts: see `generate`.
-            pooling_task: "embed".
+            pooling_task: "embed" or "classify".
             use_tqdm: see `generate`.
             priority: see `generate`.
             lora: see `generate`.
             lora_request: see `generate`.
 
         Returns:
-            One output for each prompt, in the same order; `outputs.data` is fp32 [hidden_size].
+            One output for each prompt, in the same order; `outputs.data` is fp32 [hidden_size] or [labels].
 
         Raises:
             Unsupported: pooling_task is another one.
@@ -523,43 +526,33 @@ class LLM:
                 print(output.outputs.data.shape)
             ```
         """
-        if pooling_task != "embed":
-            raise Unsupported(f"pooling_task is {pooling_task!r}; it must be 'embed', the last token's hidden state")
-        tokenized = [self.factory.tokenize(prompt) for prompt in list_prompts(prompts)]
-        lora = self._named_loras(lora, lora_request)
-        each = zip(tokenized, each_options(tokenized, priority, lora), strict=True)
-        made = [self.factory.embedding(self.factory.next_name(), prompt, options) for prompt, options in each]
-        return [pooling_output(output) for output in self._finished(made, use_tqdm)]
-
-    def classify(self, *_prompts: Any, **_options: Any) -> NoReturn:
-        """Raise Unsupported, since no model with a classification head is served.
-
-        Raises:
-            Unsupported: always.
-        """
-        raise Unsupported(
-            f"{self.config.model or EMBEDDED_NAME} has no classification head that is served; LLM.embed and LLM.score "
-            "serve its hidden states, and structured_outputs={'choice': [...]} makes LLM.generate choose a label"
-        )
+        if pooling_task not in ("embed", "classify"):
+            raise Unsupported(f"pooling_task is {pooling_task!r}; it must be 'embed' or 'classify'")
+        pooled = self._pooled(None, priority, self._named_loras(lora, lora_request))
+        made = pooled.embed(prompts, None, None).made if pooling_task == "embed" else pooled.classify(prompts).made
+        return [pooling_output(output, self.factory.pooling) for output in self._finished(made, use_tqdm)]
 
     def score(
         self,
         data_1: Prompt | Sequence[Prompt],
         data_2: Prompt | Sequence[Prompt],
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         lora: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Compute the similarity of pairs of prompts: the cosine of their embeddings, -1..1, as in vLLM for decoders.
 
-        Cross-encoders, which read both prompts of a pair together, are not supported.
+        A cross-encoder, which is a classifier with one label, reads both texts of a pair together and gives its score.
 
         Args:
             data_1: the first prompts of the pairs, see `generate`. A single one is paired with each of data_2.
             data_2: the second prompts of the pairs.
+            truncate_prompt_tokens: see `embed`. Of a pair that is read together, the longer text is cut first.
             use_tqdm: see `generate`.
-            priority: one for each prompt of data_1, then of data_2; see `generate`.
+            priority: one for each prompt of data_1, then of data_2, or one for each pair that is read together; see
+                `generate`.
             lora: the name of an adapter for all prompts.
 
         Returns:
@@ -577,17 +570,92 @@ class LLM:
                     print(output.outputs.score)
             ```
         """
-        firsts, seconds = list_prompts(data_1, "data_1"), list_prompts(data_2, "data_2")
-        if len(firsts) not in (1, len(seconds)):
-            raise RequestError(
-                f"data_1 has {len(firsts)} prompts and data_2 has {len(seconds)}; give equal numbers, or one as data_1"
-            )
-        found = self.embed([*firsts, *seconds], use_tqdm=use_tqdm, priority=priority, lora=lora)
-        first, second = found[: len(firsts)], found[len(firsts) :]
-        return [
-            similarity(one, other)
-            for one, other in zip(first * len(second) if len(first) == 1 else first, second, strict=True)
-        ]
+        pooled = self._pooled(truncate_prompt_tokens, priority, lora)
+        return self._answer(pooled.score(data_1, data_2), use_tqdm)
+
+    def rerank(
+        self,
+        query: Prompt,
+        documents: Sequence[Prompt],
+        *,
+        top_n: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora: str | None = None,
+    ) -> list[RankedDocument]:
+        """Return the documents that fit a query best, best first, by the scores of `score`.
+
+        Args:
+            query: the query, see `generate`.
+            documents: the documents.
+            top_n: the number of documents to return; None returns all.
+            truncate_prompt_tokens: see `score`.
+            use_tqdm: see `generate`.
+            lora: see `score`.
+
+        Returns:
+            The best documents. Equal ones keep their order.
+
+        Raises:
+            RequestError: see `score`.
+
+        Example:
+            ```python
+            from quire import LLM
+
+            with LLM(num_blocks=128) as llm:
+                for found in llm.rerank("import os", ["class Queue:", "import sys"], top_n=1):
+                    print(found.index, found.score)
+            ```
+        """
+        return self._answer(self._pooled(truncate_prompt_tokens, None, lora).rerank(query, documents, top_n), use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Compute the scores of a classifier's labels for each prompt.
+
+        Args:
+            prompts: see `generate`.
+            truncate_prompt_tokens: see `embed`.
+            use_tqdm: see `generate`.
+            priority: see `generate`.
+            lora: see `generate`.
+
+        Returns:
+            One output for each prompt, in the same order: the probabilities of all labels, or independent scores if the
+                checkpoint's config has one label or several that may hold together.
+
+        Raises:
+            RequestError: the model is no classifier; or see `embed`.
+
+        Example:
+            ```python
+            from quire import LLM
+            from quire.errors import RequestError
+
+            with LLM(num_blocks=128) as llm:
+                try:
+                    print(llm.classify("import os")[0].outputs.label)
+                except RequestError as error:
+                    print(error)
+            ```
+        """
+        return self._answer(self._pooled(truncate_prompt_tokens, priority, lora).classify(prompts), use_tqdm)
+
+    def _pooled(
+        self, truncate: int | None, priority: Sequence[int] | None, lora: str | Sequence[str | None] | None
+    ) -> Pooled:
+        return Pooled(self.factory, self.factory.next_name, truncate, priority, lora)
+
+    def _answer(self, call: Call[T], use_tqdm: bool) -> T:
+        return call.finish(self._finished(call.made, use_tqdm))
 
     def loglikelihood(
         self,
@@ -697,7 +765,7 @@ class LLM:
     @property
     def hidden_size(self) -> int:
         """The number of values in an embedding."""
-        return self.decoder.config.hidden_size
+        return self.factory.vector_size
 
     def get_metrics(self) -> list[Metric]:
         """Return the metrics of this engine: those of a server's /metrics that concern no HTTP.

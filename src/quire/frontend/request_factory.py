@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from quire.engine.engine import Engine
 from quire.errors import RequestError, check_integer
@@ -18,6 +18,7 @@ from quire.frontend.requests import Made, constraints_for, make_requests, trunca
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora.request import LoRARequest
 from quire.models.lora.slots import Lora
+from quire.models.pooling_config import PoolingConfig
 from quire.request import MAX_PRIORITY, Constraints, Guide, SamplingParams
 from quire.sandbox.grammar import Grammars, Spec
 
@@ -51,6 +52,7 @@ class RequestFactory:
         max_model_len: most tokens of a prompt and its answer together.
         eos_token_ids: token ids that end a text.
         default_sampling: fields of SamplingParams for requests without any.
+        pooling: how a text becomes a vector.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class RequestFactory:
         max_model_len: int,
         eos_token_ids: Collection[int],
         default_sampling: Mapping[str, Any],
+        pooling: PoolingConfig = PoolingConfig(),  # noqa: B008  # frozen
     ) -> None:
+        self.pooling = pooling
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -74,7 +78,8 @@ class RequestFactory:
     def of(cls, engine: Engine, tokenizer: Tokenizer | None, default_sampling: Mapping[str, Any]) -> RequestFactory:
         """Return the factory of an engine's requests."""
         longest = engine.scheduler.max_model_len
-        return cls(tokenizer, engine.vocab_size, longest, engine.eos_token_ids, default_sampling)
+        pooling = engine.pooling
+        return cls(tokenizer, engine.vocab_size, longest, engine.eos_token_ids, default_sampling, pooling)
 
     def close(self) -> None:
         """Stop the processes that compile grammars."""
@@ -94,6 +99,52 @@ class RequestFactory:
         if isinstance(given, str):
             return TokenizedPrompt(given, self.tokenizer_for(given).encode(given), salt)
         return TokenizedPrompt(None, given, salt)
+
+    @property
+    def vector_size(self) -> int:
+        """The number of values in an embedding."""
+        return self.pooling.size
+
+    def tokenize_text(
+        self, prompt: Prompt, prompt_name: str | None = None, truncate: int | None = None
+    ) -> TokenizedPrompt:
+        """Tokenize a text that is embedded or classified, after the model's prompt of that name.
+
+        truncate: the most tokens to keep, -1 as many as fit; None: keep all. Raises RequestError if it is invalid.
+        """
+        given, salt = parse_prompt(prompt)
+        if isinstance(given, str):
+            text = self.pooling.prompt(prompt_name) + given
+            found = TokenizedPrompt(text, self.tokenizer_for(text).encode(text), salt)
+        elif prompt_name is not None:
+            raise RequestError(f"prompt_name is {prompt_name!r}; it is for texts, and token ids are used unchanged")
+        else:
+            found = TokenizedPrompt(None, given, salt)
+        return found._replace(tokens=self.kept(found.tokens, truncate))
+
+    def kept(self, tokens: list[int], truncate: int | None, side: Literal["start", "end"] | None = None) -> list[int]:
+        """Return the tokens of a text that are embedded. truncate: see `tokenize_text`.
+
+        side: the side at which tokens are left out; None: the end for an encoder, the start for a decoder.
+        """
+        if truncate is None:
+            return tokens
+        check_integer(RequestError, "truncate_prompt_tokens", truncate, -1, self._max_model_len)
+        longest = self._max_model_len if truncate == -1 else truncate
+        side = side or ("end" if self.pooling.encodes else "start")
+        if self._tokenizer is not None:
+            return self._tokenizer.cut(tokens, longest, side)
+        return tokens[:longest] if side == "end" else tokens[max(0, len(tokens) - longest) :]
+
+    def tokenize_pair(self, first: Prompt, second: Prompt, truncate: int | None = None) -> TokenizedPrompt:
+        """Tokenize two texts that a cross-encoder reads together. truncate: see `tokenize_text`."""
+        texts = [parse_prompt(one)[0] for one in (first, second)]
+        if not isinstance(texts[0], str) or not isinstance(texts[1], str):
+            raise RequestError("a pair of token ids is given; this model reads two texts together, so give texts")
+        longest = self._max_model_len if truncate == -1 else truncate
+        tokenizer = self.tokenizer_for(texts[0])
+        tokens = tokenizer.encode_pair(texts[0], texts[1], self.pooling.second_offset, longest)
+        return TokenizedPrompt("\n".join(map(str, texts)), tokens)
 
     def tokenize_chat(self, messages: Messages, **rendering: Any) -> TokenizedPrompt:
         """Render and tokenize a conversation, see `LLM.chat`. Raises RequestError if it is invalid."""
@@ -200,12 +251,6 @@ class RequestFactory:
         check_sampling(sampling)
         [options] = each_options([prompt], [priority], lora)
         return self._whole(name, prompt, sampling, options, self.constraints(sampling))
-
-    def one_embedding(self, name: str, prompt: Prompt, priority: int, lora: str | None) -> Made:
-        """Return the output of one prompt and its request, see `AsyncLLM.embed`. Raises RequestError."""
-        tokenized = self.tokenize(prompt)
-        [options] = each_options([tokenized], [priority], lora)
-        return self.embedding(name, tokenized, options)
 
     def default_sampling(self) -> SamplingParams:
         """Return the parameters of requests without any."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from quire.errors import ModelError, RequestError
 from quire.models.files import Where, files_of
@@ -65,11 +65,17 @@ class Tokenizer:
         """The ids of tokens that were added to the vocabulary, special ones included, by their texts."""
         return {text: token for token, text in self._added.items()}
 
-    @cached_property
+    @property
     def leading_tokens(self) -> list[int]:
         """The special tokens that the model expects before a prompt."""
+        return self._around[0]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the model expects before and after a prompt."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
-        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)
+        return ([], []) if at is None else (whole[:at], whole[at + len(plain) :])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text.
@@ -89,11 +95,63 @@ class Tokenizer:
             [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return list(encoding.ids)
         except Exception as error:  # the library raises bare Exceptions
-            half = next((i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-            if half is None:
-                raise RequestError(f"the text cannot be encoded: {error}", "prompt") from error
+            self._check_whole(text)
+            raise RequestError(f"the text cannot be encoded: {error}", "prompt") from error
+
+    def encode_pair(self, first: str, second: str, offset: int, longest: int | None = None) -> list[int]:
+        """Tokenize two texts that a model reads together.
+
+        Args:
+            first: the first text.
+            second: the second text.
+            offset: added to the token ids of the second text's type, see `PoolingConfig`.
+            longest: cut the longer text, then both, so that with special tokens there are no more; None: cut nothing.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            RequestError: see `encode`.
+        """
+        for text in (first, second):
+            self._check_whole(text)
+        one, other = (self._fast.encode(text, add_special_tokens=False) for text in (first, second))
+        if longest is not None:
+            room = max(0, longest - self._fast.num_special_tokens_to_add(is_pair=True))
+            if len(one) + len(other) > room:
+                less = min(len(one), len(other), room // 2)
+                kept = less if len(one) <= len(other) else room - less
+                one.truncate(kept)
+                other.truncate(room - kept)
+        encoding = self._fast.post_process(one, other)
+        return [token + offset * kind for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
+
+    def _check_whole(self, text: str) -> None:
+        """Raise RequestError for a text with half of a surrogate pair, which cannot be encoded."""
+        half = next((i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+        if half is not None:
             code = f"U+{ord(text[half]):04X}"
-            raise RequestError(f"the text has {code}, half of a character, at position {half}", "prompt") from error
+            raise RequestError(f"the text has {code}, half of a character, at position {half}", "prompt")
+
+    def cut(self, tokens: list[int], longest: int, side: Literal["start", "end"]) -> list[int]:
+        """Return the tokens of a text without those at one side that are too many. Special tokens around it are kept.
+
+        Args:
+            tokens: the result of `encode`.
+            longest: the most tokens of the result.
+            side: the side at which tokens are left out.
+
+        Returns:
+            The token ids.
+        """
+        if len(tokens) <= longest:
+            return tokens
+        before, after = self._around
+        first = len(before) if tokens[: len(before)] == before else 0
+        last = len(tokens) - (len(after) if after and tokens[-len(after) :] == after else 0)
+        room = max(0, longest - first - (len(tokens) - last))
+        kept = tokens[first : first + room] if side == "end" else tokens[last - room : last]
+        return [*tokens[:first], *kept, *tokens[last:]][:longest]
 
     def encode_form(self, form: Sequence[str], texts: Sequence[str]) -> list[int]:
         """Tokenize a form with texts inserted, one after each of its parts except the last.

@@ -11,8 +11,9 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -26,18 +27,20 @@ from quire.models.decoder_config import DecoderConfig
 from quire.models.draft_head import DraftHead
 from quire.models.families.mtp import ReadHead
 from quire.models.files import Files, Where, files_of
+from quire.models.headless import CLASSIFIER, Headless, Prefixed, causal_name, whole_names
 from quire.models.hf_config import architectures, check_counts, model_type, shown
 from quire.models.hub import EMBEDDED as EMBEDDED
 from quire.models.hub import locate as locate
 from quire.models.lora.fitting import decoder_targets
 from quire.models.lora.slots import LoraLimits, Loras
 from quire.models.model import Model, WeightBytes
+from quire.models.pooling_files import longest_text, read_pooler
 from quire.models.quantisation.module import Scheme, Tensors
 from quire.models.quantisation.policy import Quantisation, read_scheme
 from quire.models.rope import check_factors, longest_rotated
 from quire.models.sharding import check_shards
 from quire.models.text_part import TextPart, text_part
-from quire.models.weights import Sources, Weights, expected_bytes, read_json
+from quire.models.weights import Family, Weights, expected_bytes, read_json
 from quire.ops import Backend
 from quire.ops.collectives import Communicator
 from quire.progress import progress_bar
@@ -95,6 +98,12 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "quire.models.families.smollm3",
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
 }
+ENCODERS = "quire.models.families.encoders"
+FAMILIES |= {
+    f"{kind}{ending}": ENCODERS
+    for kind in "Bert Camembert DebertaV2 DistilBert MPNet ModernBert NomicBert Roberta XLMRoberta".split()
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+}
 
 DTYPES = {
     "float32": torch.float32,
@@ -108,16 +117,6 @@ DTYPES = {
 }
 PAYS_FROM = 2**28  # bytes of weights; in a smaller model a draft takes as long as the step that it may save
 SHOWN_WHILE_READ = 2**29  # bytes of weights from which a progress bar is shown
-
-
-class Family(Protocol):
-    """A module that reads the checkpoints of one model family."""
-
-    def decoder_config(self, raw: Mapping[str, Any]) -> DecoderConfig:
-        """Return the decoder that a config.json describes. Raises ModelError for keys or values it does not know."""
-
-    def weight_sources(self, config: DecoderConfig, names: frozenset[str]) -> Sources:
-        """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
 
 
 def check_device(device: str) -> str:
@@ -225,18 +224,18 @@ def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
     """
     files = files_of(where)
     raw, part = _described(files.config())
-    _refuse_cross_encoders(raw, files.path)
     if part is not None and raw.get("tie_word_embeddings") is None and files.weight_files(part):
         # The default of this key differs between the whole model, its text part, and releases of transformers.
         raw = {**raw, "tie_word_embeddings": "lm_head.weight" not in files.tensors(part).names}
     scheme = read_scheme(raw)
     reason = "model_impl is 'transformers'"
-    if model_impl != "transformers":
+    is_classifier = _is_classifier(raw, files.path)
+    if model_impl != "transformers" or is_classifier:
         try:
             family = _family_of(raw, files.path)
             return Own(raw, part, family, family.decoder_config(raw), scheme)
         except ModelError as error:
-            if model_impl == "quire":
+            if model_impl == "quire" or is_classifier:
                 raise
             reason = str(error)
     from quire.models.adapter.load import find  # the import takes 2 s and Quire's own decoder does not need it
@@ -259,19 +258,23 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     if isinstance(choice, Adapted):
         return _adapted(choice, files, config, backend, quantisation)
     raw, part, family, decoder, _ = choice
-    max_model_len = _max_model_len(config, files.path, decoder.max_position_embeddings, longest_sequence(decoder))
-    checkpoint = files.tensors(part)
+    usual = min(longest_text(files) or decoder.max_position_embeddings, decoder.max_position_embeddings)
+    max_model_len = _max_model_len(config, files.path, usual, longest_sequence(decoder))
+    checkpoint = whole_names(files.tensors(part))
     for path in files.weight_files(part):
         _read_ahead(path)
     sources = family.weight_sources(decoder, checkpoint.names)
+    if decoder.has_head and isinstance(checkpoint, Prefixed) and not decoder.tied_embeddings:
+        decoder = replace(decoder, has_head=False)  # an embedding model that is named like one that writes
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, files, decoder.vocab_size)
     limits = lora_limits(config)
     with _shown(weights, files, part, 0 if exchange is None else exchange.rank) as advance:
         weights.on_read = advance
         model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
+    model.pooler = read_pooler(files, raw, decoder, model.pooler, backend, config.device)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
-    if exchange is None and _wants_draft_head(config, model):
+    if exchange is None and decoder.causal and decoder.has_head and _wants_draft_head(config, model):
         model.draft_head = _draft_head(choice, checkpoint, model, config, quantisation.for_drafts())
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
@@ -388,13 +391,15 @@ def _max_model_len(config: EngineConfig, path: Path, usual: int, longest: int) -
     return max_model_len
 
 
-def _refuse_cross_encoders(raw: Mapping[str, Any], directory: Path) -> None:
+def _is_classifier(raw: Mapping[str, Any], directory: Path) -> bool:
+    """Return whether a head scores a whole text. Raises ModelError for a head that scores each token."""
     for name in architectures(raw):
-        if name.endswith("ForSequenceClassification"):
+        if name.endswith(("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")):
             raise ModelError(
-                f"{directory} is a {name}, a cross-encoder or classifier, whose head scores a text; models here "
-                f"generate and embed. Compare texts by their embeddings, or by the answers of a causal reranker"
+                f"{directory} is a {name}, whose head scores tokens or several texts; models here generate, embed, or "
+                f"score a text or a pair of texts (...{CLASSIFIER})"
             )
+    return any(name.endswith(CLASSIFIER) for name in architectures(raw))
 
 
 def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
@@ -402,6 +407,9 @@ def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
     for name in names:
         if name in FAMILIES:
             return cast(Family, importlib.import_module(FAMILIES[name]))
+        if (causal := causal_name(name)) in FAMILIES:
+            family = cast(Family, importlib.import_module(FAMILIES[causal]))
+            return Headless(family, causal, classifies=name.endswith(CLASSIFIER))
     found = ", ".join(names[:3]) or f"model_type {model_type(raw)!r}, without an architecture"
     raise ModelError(f"{directory} is a {found}, for which there is no decoder here (`quire models` lists all)")
 

@@ -135,10 +135,11 @@ class PromptRows:
 
 
 class EmbedRows(NamedTuple):
-    """Rows whose hidden states are requested: the last tokens of prompts that are embedded."""
+    """Rows whose hidden states are pooled: those of whole prompts, or only their last ones."""
 
-    rows: torch.Tensor  # int64 [E], query rows, ascending
+    rows: torch.Tensor  # int64 [K], query rows, ascending
     request_ids: list[str]  # [E]
+    counts: list[int]  # [E], rows of each
 
 
 class DrawnRows(NamedTuple):

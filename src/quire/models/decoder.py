@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from quire.cache.storage import KVCache
+from quire.errors import ModelError
 from quire.models.batch import Batch
 from quire.models.decoder_config import DecoderConfig
 from quire.models.layers import position_tables, write_program
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables
 from quire.models.model import Head, WeightBytes
+from quire.models.pooling import Dense, Pooler
+from quire.models.pooling_config import PoolingConfig
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.sharding import Shard, ShardWeights
 from quire.ops import Backend
@@ -25,6 +28,7 @@ class Decoder:
     """A decoder that computes logits from token ids and a paged KV cache."""
 
     origin = "own decoder"
+    pooler: Pooler
     quantisation: str | None = None  # set, like weight_bytes, after the weights are loaded
     weight_bytes = WeightBytes()
     rows_are_batch_invariant = True
@@ -33,8 +37,8 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """True without experts: their routing is read on the host."""
-        return not self.config.experts
+        """True without experts, whose routing is read on the host, and without a pooled result."""
+        return not self.config.experts and self.config.causal
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class Decoder:
         linears = backend.linears(str(self.device), reproducible)
         self.embedding: Embedding
         self.lm_head: Linear
-        if config.tied_embeddings:
+        if not config.has_head:
+            self.embedding, self.lm_head = linears.embedding(embedding), _no_head
+        elif config.tied_embeddings:
             self.embedding, self.lm_head = linears.tied(embedding)
         else:
             self.embedding = linears.embedding(embedding)
@@ -83,6 +89,7 @@ class Decoder:
         self.positions: Tensor | None = None  # [max_position_embeddings, H]
         if config.learned_positions:
             self.positions = tensor(weights["positions"])[config.first_position :]
+        self.token_types = tensor(weights["token_types"]) if config.token_types else None  # [types, H]
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = self._rounded(config.embedding_scale)
@@ -97,9 +104,12 @@ class Decoder:
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
         program = write_program(
-            config, weights, linears, tables, slopes, self.dtype, self.device, self.lora_tables, shard
+            config, weights, linears, tables, slopes, self.dtype, self.device, self.lora_tables, shard, max_model_len
         )
         self.layers = backend.compile(program)
+        dense = [Dense.of(one, weights, f"classifier.{i}", linears) for i, one in enumerate(config.classifier)]
+        mode = config.classifier_pooling if dense else "last"
+        self.pooler = Pooler(PoolingConfig(mode=mode, normalized=not dense), dense)  # loading adds a checkpoint's files
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Return hidden states after the final norm: [T, H]. Write the batch's K and V to the cache.
@@ -116,7 +126,7 @@ class Decoder:
         self,
         hidden: Tensor,  # [R, H]
     ) -> Tensor:
-        """Return logits over the vocabulary: fp32 [R, V]."""
+        """Return logits over the vocabulary: fp32 [R, V]. Raises ModelError without an output projection."""
         logits = self.lm_head(hidden).float()
         if self.config.logit_scale is not None:
             logits = logits * self.config.logit_scale
@@ -125,7 +135,11 @@ class Decoder:
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first layer: [T, H], with per-layer embeddings after it."""
-        embedded = self.embedding(token_ids)
+        if self.token_types is None:
+            embedded = self.embedding(token_ids)
+        else:
+            types = token_ids // self.config.vocab_size
+            embedded = self.embedding(token_ids - types * self.config.vocab_size) + self.token_types[types]
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
         if self.positions is not None:
@@ -136,3 +150,7 @@ class Decoder:
 
     def _rounded(self, factor: float) -> float:
         return float(torch.tensor(factor, dtype=self.dtype))
+
+
+def _no_head(x: Tensor) -> Tensor:  # noqa: ARG001  # the interface of a linear
+    raise ModelError("this model has no output projection, so it writes no token")

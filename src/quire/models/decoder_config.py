@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from quire.cache.groups import AnyGroup, Heads
+from quire.cache.groups import AnyGroup, CacheGroup, Heads
 from quire.errors import ModelError
 from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
+from quire.models.pooling_config import DenseConfig, Pooling
 from quire.models.rope import Temperature
 from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
@@ -164,6 +165,20 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RelativeConfig:
+    """Scores that depend on the distance between a row and a key, in attention without a cache."""
+
+    size: int  # R: distances, after they are put into buckets
+    bias: bool = False  # each head has a number for each distance (MPNet)
+    keys: bool = False  # each distance has a key for the rows' queries (DeBERTa's c2p)
+    queries: bool = False  # each distance has a query for the keys (DeBERTa's p2c)
+    shared: bool = False  # these are projected by the layer's weights of q and k, not by separate ones
+    normed: bool = False  # the embeddings of distances are normalised
+    buckets: Literal["log, halves", "log, symmetric"] | None = None  # None: clipped distances
+    most: int = 128  # the distance from which all are in one bucket
+
+
+@dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:
     """Per-layer embeddings: each layer adds a row of a separate table, mixed with a projection of the embedding."""
 
@@ -199,6 +214,8 @@ class DecoderConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True  # of a layer norm
     norm_eps: float = 1e-6
+    norms_residual: bool = False  # the norm after a branch replaces the residual (post-norm)
+    first_norm: bool = True  # the first layer normalises its input; else the embeddings were
     embedding_norm: bool = False  # the embeddings are normalised
     input_norms: bool = True  # the input of each branch is normalised
     branch_norms: bool = False  # each branch is normalised before it is added to the residual
@@ -217,6 +234,14 @@ class DecoderConfig:
     head_bias: bool = False  # of the output projection
     logit_scale: float | None = None  # multiplies the logits
     logit_softcap: float | None = None
+    # Models that do not write.
+    family: str = ""  # of an encoder, whose tensors have other names in each family
+    causal: bool = True  # False: rows attend to all tokens, before and after them, and no cache is kept
+    has_head: bool = True  # False: the checkpoint has no output projection
+    token_types: int = 0  # an embedding of each is added; the id of a token of type t is its own + t * V
+    relative: RelativeConfig | None = None
+    classifier: tuple[DenseConfig, ...] = ()  # after pooling
+    classifier_pooling: Pooling = "cls"
 
     def __post_init__(self) -> None:
         rotated = any(rope is not None for rope in self.ropes)
@@ -234,6 +259,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """The number of layers L."""
         return len(self.layers)
+
+    @property
+    def num_token_ids(self) -> int:
+        """The number of token ids, one for each token and type."""
+        return self.vocab_size * max(1, self.token_types)
 
     @property
     def attention(self) -> list[AttentionConfig | LatentConfig]:
@@ -261,6 +291,8 @@ class DecoderConfig:
     def groups(self) -> tuple[AnyGroup, ...]:
         """The cache groups: attention layers by window and heads, then recurrent layers by their state's sizes."""
         mixers = [layer.mixer for layer in self.layers]
+        if not self.causal:  # one layer's memory for the tokens of a step
+            return (CacheGroup((0,), None, self.attention[0].heads, causal=False),)
         attention = [
             None if isinstance(one, StateConfig) or shares_memory(one) else (one.heads, one.window) for one in mixers
         ]
@@ -306,9 +338,9 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def weight_use(config: DecoderConfig, name: str) -> Literal["layers", "experts", "head", "looked_up"]:
     """Return the field of `WeightBytes` that counts a weight."""
-    if name in ("embedding" if config.tied_embeddings else "lm_head", "lm_head.bias"):
+    if config.has_head and name in ("embedding" if config.tied_embeddings else "lm_head", "lm_head.bias"):
         return "head"
-    if name in ("embedding", "positions", "per_layer_embedding"):
+    if name in ("embedding", "positions", "per_layer_embedding", "token_types"):
         return "looked_up"
     return "experts" if ".experts." in name else "layers"
 
@@ -328,13 +360,29 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
         yield "embedding", _whole(config.vocab_size, H)
     if config.learned_positions:
         yield "positions", _whole(config.first_position + config.max_position_embeddings, H)
-    if not config.tied_embeddings:
+    if config.token_types:
+        yield "token_types", _whole(config.token_types, H)
+    if (relative := config.relative) is not None:
+        if relative.bias:
+            yield "relative_bias", _whole(relative.size, config.attention[0].num_heads)
+        if relative.keys or relative.queries:
+            yield "distances", _whole(relative.size, H)
+    for i, dense in enumerate(config.classifier):
+        yield f"classifier.{i}.weight", _whole(dense.out_size, dense.in_size)
+        if dense.bias:
+            yield f"classifier.{i}.bias", _whole(dense.out_size)
+        if dense.norm_eps is not None:
+            yield f"classifier.{i}.norm.weight", _whole(dense.out_size)
+        if dense.norm_bias:
+            yield f"classifier.{i}.norm.bias", _whole(dense.out_size)
+    if config.has_head and not config.tied_embeddings:
         yield "lm_head", _whole(config.vocab_size, H)
     if config.head_bias:
         yield "lm_head.bias", _whole(config.vocab_size)
     norms = {"final_norm": H} | ({"embedding_norm": H} if config.embedding_norm else {})
     if config.joins_hidden:
         norms |= {"join.embedding_norm": H, "join.hidden_norm": H}
+    norms |= {"distances_norm": H} if config.relative is not None and config.relative.normed else {}
     if config.per_layer is not None:
         width = config.num_layers * config.per_layer.size
         yield "per_layer_embedding", _whole(config.per_layer.vocab_size, width)
@@ -360,6 +408,8 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         norms |= {prefix + name: size for name, size in _norms(config, layer).items()}
+    if not config.first_norm:
+        del norms["layers.0.input_norm"]
     for name, size in norms.items():
         yield f"{name}.weight", _whole(size)
         if config.norm == "layer" and config.norm_bias:
@@ -374,6 +424,10 @@ def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
     H = config.hidden_size
     yield from _mixer_linears(layer.mixer, H)
     yield from _mlp_linears(layer.mlp, H)
+    if (relative := config.relative) is not None and not relative.shared and isinstance(layer.mixer, AttentionConfig):
+        for name, wanted in (("distance_keys", relative.keys), ("distance_queries", relative.queries)):
+            if wanted:
+                yield _Linear(name, (layer.mixer.q_size,), H, True)
     if layer.experts is not None:
         yield from _mlp_linears(layer.experts, H)
     if config.per_layer is not None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from quire.errors import ModelError
 from quire.models.gguf.model import GgufModel
+from quire.models.pooling_config import Pooling
 from quire.models.quantisation.module import Tensors
 from quire.models.template import default_template, read_template
 from quire.models.text_part import TextPart
@@ -53,6 +54,9 @@ class Files(Protocol):
 
     def tensors(self, part: TextPart | None = None) -> Tensors:
         """Return the weights, or those of a part under the names of a standalone model."""
+
+    def pooling_mode(self) -> Pooling | None:
+        """Return how hidden states are pooled, if the weights' file itself has that; else None."""
 
 
 class Directory:
@@ -103,6 +107,10 @@ class Directory:
     def tensors(self, part: TextPart | None = None) -> Checkpoint:
         """Open these files."""
         return Checkpoint(self.path, part)
+
+    def pooling_mode(self) -> Pooling | None:
+        """Return None: other files have it, see `pooling_files`."""
+        return None
 
     def _optional(self, name: str) -> Mapping[str, Any]:
         path = self.path / name

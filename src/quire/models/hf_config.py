@@ -24,7 +24,8 @@ IMMATERIAL = frozenset(
     min_length model_type neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels
     num_return_sequences output_attentions output_hidden_states output_past output_router_logits output_scores
     pad_token_id predict_special_tokens prefix pretraining_tp problem_type pruned_heads remove_invalid_values
-    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id suppress_tokens
+    repetition_penalty resid_pdrop return_dict return_dict_in_generate sbert_ce_default_activation_function
+    sentence_transformers sep_token_id suppress_tokens
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
     torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
     use_bfloat16 use_cache
@@ -72,6 +73,12 @@ def model_type(raw: Mapping[str, Any]) -> str | None:
     if found is not None and not isinstance(found, str):
         raise ModelError(f"config.json: model_type is {shown(found)}; it must be a text")
     return found
+
+
+def num_labels(raw: Mapping[str, Any]) -> int:
+    """Return the number of a classifier's labels."""
+    labels = raw.get("id2label")
+    return len(labels) if isinstance(labels, dict) else ConfigReader(raw, "classifier").integer("num_labels", 2)
 
 
 NUMBER = f"a positive number in {SMALLEST_NUMBER:.3g}..{LARGEST_NUMBER:.3g}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.cache.groups import plans_of_layers
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
+from quire.models.distances import Distances
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.models.rope import Temperature, rope_tables
@@ -29,6 +30,7 @@ from quire.ops.program import (
     Add,
     AddLora,
     Attend,
+    AttendWithin,
     Convolve,
     Copy,
     Gate,
@@ -48,6 +50,7 @@ from quire.ops.program import (
     StateSpace,
     Write,
 )
+from quire.ops.relative import Relative
 from quire.ops.weights.linear import Linear, Linears
 
 Table = tuple[Tensor, Tensor]  # cos and sin: fp32 [max_model_len, D_rot / 2] each
@@ -63,6 +66,7 @@ def write_program(
     device: torch.device,
     loras: LoraTables | None = None,
     shard: Shard | None = None,
+    longest: int = 0,
 ) -> Program:
     """Write the program of all layers, from the embeddings to the final norm. Reads the weights one after the other.
 
@@ -70,8 +74,9 @@ def write_program(
 
     loras: a table is added for each linear that may have adapters; None: no adapters.
     shard: the part of a model that `config` and `weights` are; None: the whole model.
+    longest: tokens of the longest sequence, for relative positions.
     """
-    writer = _Writer(config, weights, linears, tables, alibi_slopes, device, loras, shard)
+    writer = _Writer(config, weights, linears, tables, alibi_slopes, dtype, device, loras, shard, longest)
     hidden = writer.begin()
     for index in range(config.num_layers):
         hidden = writer.layer(index, hidden)
@@ -104,9 +109,11 @@ class _Writer:
         linears: Linears,
         tables: Sequence[Table | None],
         alibi_slopes: Tensor | None,
+        dtype: torch.dtype,
         device: torch.device,
         loras: LoraTables | None,
         shard: Shard | None,
+        longest: int,
     ) -> None:
         self.config, self.weights, self.linears, self.loras = config, weights, linears, loras
         self.shard = shard
@@ -115,6 +122,7 @@ class _Writer:
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
+        self.normalized = self.residual if config.norms_residual else self.hidden
         self.input, self.per_layer = self.residual, cast(Place | None, None)
         if config.joins_hidden:
             self.input = self.buffer("input", 2 * H)
@@ -122,6 +130,10 @@ class _Writer:
             width = config.num_layers * config.per_layer.size
             self.input, self.per_layer = self.buffer("input", H + width), self.buffer("per layer", width)
         self.group_of_layer = plans_of_layers(config.groups)
+        self.made: dict[str, Linear] = {}
+        self.distances = None
+        if config.relative is not None:
+            self.distances = Distances(config.relative, config.norm_eps, weights, linears, longest, dtype)
 
     # ------------------------------------------------------------------------------------------- the layer
 
@@ -253,16 +265,29 @@ class _Writer:
             k = Place(q.buffer, 0, 0)
         if (table := self.tables[index]) is not None:  # a temperature applies to q only
             self.write(Rotate(q, k if config.temperature is None else Place(q.buffer, 0, 0), *table, D))
+        if not self.config.causal and (config.window is not None or self.config.relative is not None):
+            return self.attention_within(index, config, (q, k, v))
         stored = index if config.kv_of is None else config.kv_of
+        if not self.config.causal:
+            stored = 0  # all layers share one layer's memory
         group, attended = self.group_of_layer[stored], self.buffer("attended", q_size)
         if config.kv_of is None:
-            self.write(Write(k, v, index, group, D))
+            self.write(Write(k, v, stored, group, D))
         sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
         rule = (config.scale, self.alibi_slopes, config.softcap, sinks, config.chunk)
         self.write(Attend(q, attended, stored, group, D, *rule))
         if config.gated:
             self.write(Gate(gate, attended))
         return attended
+
+    def attention_within(self, index: int, config: AttentionConfig, qkv: tuple[Place, Place, Place]) -> Place:
+        """Attend to the keys of the sequence in this batch. Return the place of the result."""
+        D, rule = config.head_dim, config.window
+        scale = D**-0.5 if config.scale is None else config.scale
+        terms = rule if self.distances is None else self.distances.of_layer(f"layers.{index}.", config, self.linear)
+        out = self.buffer("attended", config.q_size)
+        self.write(AttendWithin(*qkv, out, 0, D, scale, cast(int | Relative, terms)))
+        return out
 
     def latent_attention(self, index: int, config: LatentConfig, hidden: Place) -> Place:
         """Write multi-head latent attention: one latent row per token. Return the place of the result."""
@@ -406,16 +431,16 @@ class _Writer:
         """Normalise the residual. Return the place of the result, or the residual if the family lacks this norm."""
         if not self.has(norm):
             return self.residual
-        self.normalize(norm, self.residual, self.hidden)
-        return self.hidden
+        self.normalize(norm, self.residual, self.normalized)
+        return self.normalized
 
     def add_branch(self, norm: str) -> Place:
         """Add the branch to the residual and normalise it. Return the same as `normalized_residual`."""
         if not self.has(norm):
             self.write(Add(self.branch, self.residual))
             return self.residual
-        self.normalize(norm, self.branch, self.hidden, residual=self.residual)
-        return self.hidden
+        self.normalize(norm, self.branch, self.normalized, residual=self.residual)
+        return self.normalized
 
     # ------------------------------------------------------------------------------------ operators, buffers
 
@@ -444,14 +469,22 @@ class _Writer:
         weight = matrix(self.weights[f"{name}.weight"])
         return self.linears.linear(weight, self.bias(name))
 
-    def project(self, name: str, x: Place, out: Place) -> None:
-        """Write out = linear(x), and its LoRA adapters if enabled."""
+    def linear(self, name: str) -> Linear:
+        """Return a linear of a layer."""
+        if name in self.made:
+            return self.made[name]
         weight, bias = self.weights[f"{name}.weight"], self.bias(name)
         if isinstance(weight, StackedWeight):
             linear = self.linears.joined(weight.parts, bias)
         else:
             linear = self.linears.linear(weight, bias)
-        self.write(Project(x, linear, out))
+        if self.distances is not None:
+            self.made[name] = linear  # relative positions may be projected by it, too
+        return linear
+
+    def project(self, name: str, x: Place, out: Place) -> None:
+        """Write out = linear(x), and its LoRA adapters if enabled."""
+        self.write(Project(x, self.linear(name), out))
         if self.loras is not None:
             parts = len(self.config.weights[f"{name}.weight"].parts)
             self.write(AddLora(x, self.loras.made(name, x.size, out.size, parts), out))

@@ -14,6 +14,7 @@ from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache
 from quire.models.batch import Batch
 from quire.models.lora.slots import Loras
+from quire.models.pooling import Pooler
 from quire.ops.collectives import Communicator
 from quire.ops.program import Plan
 
@@ -26,8 +27,20 @@ class ModelShape(Protocol):
         """The vocabulary size V."""
 
     @property
+    def num_token_ids(self) -> int:
+        """The number of token ids: V, or more if an id also has the token's type."""
+
+    @property
     def hidden_size(self) -> int:
         """The hidden size H."""
+
+    @property
+    def causal(self) -> bool:
+        """False for an encoder: a row attends to all tokens of its text, which are computed in one step."""
+
+    @property
+    def has_head(self) -> bool:
+        """False without an output projection: the model writes no tokens."""
 
     @property
     def groups(self) -> tuple[AnyGroup, ...]:
@@ -158,6 +171,10 @@ class Model(Protocol):
     @property
     def whole(self) -> ModelShape:
         """The sizes of the whole model. They differ from `config` if this is a rank's part."""
+
+    @property
+    def pooler(self) -> Pooler:
+        """Computes the vectors of prompts that are embedded or classified."""
 
     @property
     def exchange(self) -> Communicator | None:

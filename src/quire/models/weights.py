@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +35,9 @@ from quire.ops.weights.quantised import QuantisedWeight
 INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a weight that is not quantised
-EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # fp32, by our names
+EXACT = re.compile(
+    r"^classifier\.|^relative_bias|norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$"
+)  # fp32, by our names
 TABLES = ("embedding", "per_layer_embedding")  # one row per token
 OWN_FILE = re.compile(r"[^/\\\0]+\.safetensors")  # a valid file name in an index
 LARGEST_JSON = 2**26  # bytes
@@ -199,6 +201,16 @@ class Sources:
             return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
         own = None if self.parts is None else self.parts(int(layer), part)
         return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in own or self.layer[part])
+
+
+class Family(Protocol):
+    """A module that reads the checkpoints of one model family."""
+
+    def decoder_config(self, raw: Mapping[str, Any]) -> DecoderConfig:
+        """Return the decoder that a config.json describes. Raises ModelError for keys or values it does not know."""
+
+    def weight_sources(self, config: DecoderConfig, names: frozenset[str]) -> Sources:
+        """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from quire.ops.experts import ExpertLayer
 from quire.ops.plan import AttentionPlan
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import RecurrentCache
+from quire.ops.relative import Relative
 from quire.ops.spec import PagedKV
 from quire.ops.weights.linear import HeadsLinear, JoinedLinear, Linear
 from quire.ops.weights.lora import LoraTable
@@ -148,6 +149,24 @@ class Attend(BaseOperator):
     softcap: float | None
     sinks: Tensor | None = None  # fp32 [Hq]
     chunk: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttendWithin(BaseOperator):
+    """out = attention of q to the keys of its sequence in this batch, without a cache.
+
+    The rows of a sequence attend to the keys of a window to both sides, or to all of them by relative positions.
+    """
+
+    kind = "attention"
+    q: Place
+    k: Place
+    v: Place
+    out: Place
+    group: int  # whose plan has the sequences' starts
+    head_dim: int
+    scale: float
+    rule: int | Relative  # the window, which includes the row's own key
 
 
 @dataclass(frozen=True)
@@ -312,6 +331,7 @@ Operator: TypeAlias = (
     | Rotate
     | Write
     | Attend
+    | AttendWithin
     | Activate
     | Multiply
     | Add

@@ -39,6 +39,8 @@ from quire.models.batch import Batch
 from quire.models.files import files_of
 from quire.models.lora.slots import Loras
 from quire.models.model import ModelShape, WeightBytes
+from quire.models.pooling import Pooler
+from quire.models.pooling_config import PoolingConfig
 from quire.ops.collectives import Communicator
 from quire.ops.program import Plan
 from quire.request import SamplingParams, StructuredOutputsParams
@@ -71,6 +73,9 @@ class FakeShape:
     hidden_size: int = 8
     layer_width: int = 8
     groups: tuple[CacheGroup, ...] = (CacheGroup((0,), None, Heads(1, 1, 8)),)
+    num_token_ids: int = VOCABULARY
+    causal: bool = True
+    has_head: bool = True
 
 
 class FakeModel:
@@ -84,6 +89,7 @@ class FakeModel:
     weight_bytes = WeightBytes()
     rows_are_batch_invariant = True
     capturable = True
+    pooler = Pooler(PoolingConfig(size=8))
     exchange: Communicator | None = None
     loras: Loras | None = None
     draft_head = None

@@ -35,6 +35,8 @@ from quire.models.adapter.ragged import Together
 from quire.models.batch import Batch
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables, Target
 from quire.models.model import Head, WeightBytes, attention_width, cache_groups, mlp_width
+from quire.models.pooling import Pooler
+from quire.models.pooling_config import PoolingConfig
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
 from quire.ops.collectives import Communicator
@@ -98,6 +100,7 @@ class AdaptedModel:
         self._way = way(self._backbone, backend, self.dtype, self.device)
         output = self._way.output
         self._head = _Head(model, self._backbone, output)
+        self.pooler = Pooler(PoolingConfig(size=output[0].shape[-1]))
         self.config = self.whole = _shape(model, self._way, output[0].shape[-1])
         groups = plans_of_layers(self.config.groups)
         self._group_of_layer = [groups[layer] for layer in range(len(groups))]
@@ -149,6 +152,13 @@ class AdaptedShape:
     hidden_size: int  # H
     layer_width: int  # most numbers that a layer computes per row, in addition to the residual, its norm and a branch
     groups: tuple[CacheGroup, ...]
+    causal = True
+    has_head = True
+
+    @property
+    def num_token_ids(self) -> int:
+        """V."""
+        return self.vocab_size
 
 
 class _Head:

@@ -28,13 +28,16 @@ def decoder_config(config: ConfigReader) -> DecoderConfig:
     sizes = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True)
     num_layers = sizes.num_layers
     config.only("hidden_activation", "gelu_pytorch_tanh")
-    config.only("use_bidirectional_attention", False)
+    both_sides = config.flag("use_bidirectional_attention")
     config.only("attn_logit_softcapping", None)  # transformers reads it without applying it
     every = config.integer("sliding_window_pattern", 6)
     config.get("_sliding_window_pattern")  # already applied in layer_types
     alternating = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
     kinds = config.texts("layer_types", alternating)
-    windows = config.windows(kinds, config.window("sliding_window", 4096), num_layers)
+    window = config.window("sliding_window", 4096)
+    if both_sides and window is not None:
+        window = window // 2 + 1  # keys to each side, the row's own included
+    windows = config.windows(kinds, window, num_layers)
     ropes = _ropes(config)
     attention_bias = config.flag("attention_bias")
     attention = AttentionConfig(
@@ -49,6 +52,7 @@ def decoder_config(config: ConfigReader) -> DecoderConfig:
         **sizes.decoder,
         layers=layers_with(attention, mlp, windows, [ropes[kind] for kind in kinds]),
         branch_norms=True,
+        causal=not both_sides,
         logit_softcap=config.optional_number("final_logit_softcapping"),
         embedding_scale=math.sqrt(sizes.decoder["hidden_size"]),
         rounds_embedding_scale=True,

@@ -19,12 +19,14 @@ from quire.models.gguf.architectures import architecture_of
 from quire.models.gguf.file import GgufFile, TensorInfo, single
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.vocabulary import Vocabulary
+from quire.models.pooling_config import Pooling
 from quire.models.template import default_template
 from quire.models.text_part import TextPart
 from quire.ops.weights.gguf_blocks import FLOATS, MXFP4, weight_of
 
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 NO_VOCABULARY = ("no_vocab", "none")  # tokenizer models of files without a vocabulary
+POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 VERSION = 2  # of quantised blocks; some had other layouts in earlier versions
 
 
@@ -55,6 +57,7 @@ class GgufModel:
     def config(self) -> Mapping[str, Any]:
         """Return the model's config.json. Raises ModelError for metadata with unknown keys or invalid values."""
         config = self._architecture.config(self._metadata)
+        self.pooling_mode()
         self._metadata.finish()
         kinds = {
             name.removesuffix(".weight"): self.file.tensors[place.tensor].kind
@@ -108,6 +111,15 @@ class GgufModel:
     def tensors(self, part: TextPart | None = None) -> GgufTensors:  # noqa: ARG002
         """Return all tensors of the model."""
         return GgufTensors(self.file, self._places)
+
+    def pooling_mode(self) -> Pooling | None:
+        """Return the pooling of an embedding model; None if the file has none."""
+        found = self._metadata.get("pooling_type")
+        if found is None or found == 0:
+            return None
+        if found not in POOLINGS:
+            raise ModelError(f"{self.path}: pooling_type is {found!r}; served are 1 (mean), 2 (cls) and 3 (last)")
+        return POOLINGS[found]
 
 
 class GgufTensors:

@@ -14,6 +14,7 @@ from quire.ops import program as op
 from quire.ops.backend import Backend
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import LayerCaches, Observer, Operator, Place, Plan, Program
+from quire.ops.ragged import relative_attention, window_attention
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.spec import PagedKV
@@ -129,6 +130,15 @@ class _Step:
                     sinks=operator.sinks,
                     chunk=operator.chunk,
                 )
+                self.put(operator.out, attended)
+            case op.AttendWithin(rule=rule, head_dim=dim):
+                plan = cast(AttentionPlan, self.plans[operator.group])
+                starts = plan.query_starts[: plan.num_seqs + 1]
+                parts = [self.heads(place, dim) for place in (operator.q, operator.k, operator.v)]
+                if isinstance(rule, int):
+                    attended = window_attention(backend, parts, starts, operator.scale, rule)
+                else:
+                    attended = relative_attention(backend, parts, starts, operator.scale, rule)
                 self.put(operator.out, attended)
             case op.Activate():
                 self.put(operator.out, backend.activate(at(operator.x), operator.activation))

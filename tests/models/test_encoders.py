@@ -1,0 +1,255 @@
+"""Encoders: hidden states of transformers' own code, poolings and classifiers of their files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from quire import LLM
+from quire.errors import ConfigError, ModelError, RequestError
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 96,
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+DISTIL = {"vocab_size": 97, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 3, "max_position_embeddings": 96}
+DISENTANGLED = SIZES | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
+V3 = {"position_buckets": 16, "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False}
+MODERN = {key: value for key, value in SIZES.items() if key != "type_vocab_size"} | {"local_attention": 12}
+DECODER = {key: value for key, value in SIZES.items() if key != "type_vocab_size"} | {"num_key_value_heads": 1}
+GEMMA = DECODER | {
+    "head_dim": 16,
+    "use_bidirectional_attention": True,
+    "sliding_window": 11,
+    "query_pre_attn_scalar": 16,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", SIZES),
+    "roberta": ("Roberta", SIZES | {"pad_token_id": 1, "type_vocab_size": 1}),
+    "xlm-roberta": ("XLMRoberta", SIZES | {"pad_token_id": 1, "type_vocab_size": 1}),
+    "distilbert": ("DistilBert", DISTIL),
+    "mpnet": ("MPNet", SIZES | {"pad_token_id": 1}),
+    "nomic": ("NomicBert", SIZES),
+    "deberta-v2": ("DebertaV2", DISENTANGLED | {"type_vocab_size": 2}),
+    "deberta-v3": ("DebertaV2", DISENTANGLED | V3),
+    "deberta, one term": ("DebertaV2", DISENTANGLED | {"pos_att_type": ["c2p"], "max_relative_positions": 9}),
+    "modernbert": ("ModernBert", MODERN),
+    "gemma": ("Gemma3Text", GEMMA),
+    "qwen3": ("Qwen3", DECODER),
+    "mistral": ("Mistral", DECODER | {"sliding_window": 9}),
+    "modernbert, biases": ("ModernBert", MODERN | {"attention_bias": True, "mlp_bias": True, "norm_bias": True}),
+}
+LENGTHS = (1, 2, 40, 7, 90, 23)
+
+
+def saved(directory: Path, kind: str, ending: str = "Model", **changes: Any) -> Any:
+    """A random encoder, as transformers has it, saved to a directory."""
+    family, sizes = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(sizes | changes), attn_implementation="eager")
+    model = getattr(transformers, f"{family}{ending}")(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
+    model.save_pretrained(directory)
+    return model
+
+
+def texts(vocab_size: int = 97) -> list[list[int]]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(2, vocab_size, (length,), generator=random).tolist() for length in LENGTHS]
+
+
+def states(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """The hidden states of prompts that are embedded in one call."""
+    seen: list[torch.Tensor] = []
+    pooler = llm.decoder.pooler
+
+    def recorded(hidden: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ends = torch.tensor([0, *counts]).cumsum(0).tolist()
+        seen.extend(hidden[a:b].clone() for a, b in pairwise(ends))
+        return pooler(hidden, counts)
+
+    llm.decoder.pooler = recorded  # type: ignore[assignment]
+    assert all(output.error is None for output in llm.embed(prompts, use_tqdm=False))
+    llm.decoder.pooler = pooler
+    return seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    model, prompts = saved(tmp_path, kind), texts()
+    with LLM(str(tmp_path), max_num_batched_tokens=100, block_size=4) as llm:
+        found = states(llm, prompts)
+        alone = [states(llm, [prompt])[0] for prompt in prompts]
+    for prompt, state, own in zip(prompts, found, alone, strict=True):
+        expected = model(input_ids=torch.tensor([prompt])).last_hidden_state[0, -len(state) :]  # a decoder's last one
+        largest = expected.abs().max()
+        assert (state - expected).abs().max() <= 1e-4 * largest, (kind, len(prompt))
+        assert torch.equal(state, own)
+
+
+CLASSIFIERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "mpnet",
+    "nomic",
+    "deberta-v3",
+    "modernbert, biases",
+    "qwen3",
+    "mistral",
+)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_classifiers_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    names = {0: "bad", 1: "so-so", 2: "good"}
+    model = saved(
+        tmp_path, kind, "ForSequenceClassification", id2label=names, label2id={v: k for k, v in names.items()}
+    )
+    prompts = texts()[2:]
+    with LLM(str(tmp_path)) as llm:
+        outputs = llm.classify(prompts, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = model(input_ids=torch.tensor([prompt])).logits[0]
+        assert output.outputs.probs == pytest.approx(logits.softmax(0).tolist(), abs=1e-4)
+        assert output.outputs.label == names[int(logits.argmax())]
+
+
+@torch.no_grad()
+def test_the_types_of_tokens(tmp_path: Path) -> None:
+    """A cross-encoder has one label; the ids of a second text's tokens are beyond those of the vocabulary."""
+    model = saved(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    tokens, types = [2, 5, 9, 3, 8, 11, 3], [0, 0, 0, 0, 1, 1, 1]
+    expected = model(input_ids=torch.tensor([tokens]), token_type_ids=torch.tensor([types])).logits.sigmoid()
+    with LLM(str(tmp_path)) as llm:
+        [output] = llm.classify([[token + 97 * kind for token, kind in zip(tokens, types, strict=True)]])
+        assert output.outputs.probs == pytest.approx(expected.flatten().tolist(), abs=1e-5)
+        assert output.outputs.label is None
+        with pytest.raises(RequestError, match=r"prompt\[0\] is 194; token ids of this model lie in 0\.\.193"):
+            llm.classify([[194]])
+        for call in (llm.generate, llm.embed):
+            with pytest.raises(RequestError, match=r"writes no text|classifies texts and has no embeddings"):
+                call([[5]])
+
+
+def module(directory: Path, name: str, kind: str, **config: Any) -> dict[str, Any]:
+    (directory / name).mkdir()
+    if config:
+        (directory / name / "config.json").write_text(json.dumps(config))
+    return {"idx": 1, "name": name, "path": name, "type": f"sentence_transformers.models.{kind}"}
+
+
+FIRST = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+
+
+def pooled(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    weights = torch.arange(1.0, len(hidden) + 1)[:, None]
+    return {
+        "cls_token": hidden[0],
+        "lasttoken": hidden[-1],
+        "max_tokens": hidden.amax(0),
+        "mean_tokens": hidden.mean(0),
+        "mean_sqrt_len_tokens": hidden.sum(0) / len(hidden) ** 0.5,
+        "weightedmean_tokens": (hidden * weights).sum(0) / weights.sum(),
+    }[mode]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+def test_poolings_of_files(tmp_path: Path, kind: str) -> None:
+    """Each pooling, then a dense layer, with and without normalisation; of a decoder, too, whose text is one step."""
+    prompts = texts()
+    for mode in ("cls_token", "lasttoken", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"):
+        directory = tmp_path / mode
+        model = saved(directory, kind)
+        modules = [FIRST, module(directory, "1_Pooling", "Pooling", **{f"pooling_mode_{mode}": True})]
+        dense = {"in_features": 48, "out_features": 20, "activation_function": "torch.nn.modules.activation.Tanh"}
+        modules.append(module(directory, "2_Dense", "Dense", **dense))
+        weight, bias = torch.randn(20, 48) / 7, torch.randn(20)
+        save_file({"linear.weight": weight, "linear.bias": bias}, directory / "2_Dense" / "model.safetensors")
+        is_normal = mode == "max_tokens"
+        modules += [module(directory, "3_Normalize", "Normalize")] * is_normal
+        (directory / "modules.json").write_text(json.dumps(modules))
+        with LLM(str(directory), num_blocks=64, max_num_batched_tokens=100) as llm:
+            outputs = llm.embed(prompts, use_tqdm=False)
+            assert llm.hidden_size == 20
+        for prompt, output in zip(prompts, outputs, strict=True):
+            hidden = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+            expected = torch.tanh(pooled(hidden, mode) @ weight.T + bias)
+            if is_normal:
+                expected = torch.nn.functional.normalize(expected, dim=0)
+            assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-4), (mode, len(prompt))
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "bert")
+    good = [FIRST, module(tmp_path, "1_Pooling", "Pooling", pooling_mode="mean")]
+    cases: list[tuple[Any, str]] = [
+        ([FIRST], "has no Pooling; without it a text has no vector"),
+        ([*good, FIRST | {"path": "2", "type": "x.models.Word"}], "has the module Word; understood are a Transformer"),
+        ([good[1]], "the first module must be a Transformer in the directory"),
+        ([FIRST, good[1] | {"path": "../1_Pooling"}], "must be the name of a directory next to it"),
+        ("no list", "cannot be read as a list of modules"),
+    ]
+    for modules, message in cases:
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(ModelError, match=message):
+            LLM(str(tmp_path))
+    (tmp_path / "modules.json").write_text(json.dumps(good))
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "median"}))
+    with pytest.raises(ModelError, match="the pooling is 'median'; it must be one of cls, "):
+        LLM(str(tmp_path))
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": ["mean"]}))
+    for options, message in (
+        (
+            {"max_num_batched_tokens": 95},
+            "computes a text in one step, so it must be at least max_model_len=96",
+        ),
+        ({"enable_lora": True}, "enable_lora is True; an encoder keeps no cache and has no adapters"),
+        ({"max_model_len": 97}, "was made for sequences of up to 96"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(tmp_path), **options)
+    with LLM(str(tmp_path)) as llm:
+        with pytest.raises(RequestError, match="a prompt of 97 tokens; with max_model_len=96 a prompt may"):
+            llm.embed([[5] * 97])
+        [cut, whole] = [llm.embed([[*range(2, 97), 5][:n]], truncate_prompt_tokens=-1) for n in (97, 96)]
+        assert cut[0].outputs == whole[0].outputs
+        with pytest.raises(RequestError, match="this model embeds texts and has no classifier"):
+            llm.classify([[5]])
+        with pytest.raises(RequestError, match="prompt_name is 'query'; this model's prompts are none"):
+            llm.embed(["text"], prompt_name="query")
+
+
+@pytest.mark.parametrize("kind", ["bert", "deberta-v3", "modernbert"])
+def test_bits_are_equal_in_any_batch_and_on_any_number_of_threads(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path, kind)
+    prompts, threads = texts() * 3, torch.get_num_threads()
+    with LLM(str(tmp_path), quantization="int8") as rounded, LLM(str(tmp_path), max_num_batched_tokens=97) as llm:
+        for model in (llm, rounded):
+            [*found] = [output.outputs.embedding for output in model.embed(prompts, use_tqdm=False)]
+            try:
+                torch.set_num_threads(3)
+                alone = [model.embed([prompt], use_tqdm=False)[0].outputs.embedding for prompt in prompts]
+            finally:
+                torch.set_num_threads(threads)
+            assert found == alone
+        assert found != [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
