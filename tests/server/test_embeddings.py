@@ -152,7 +152,7 @@ def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[
             "messages",
             "this model serves sequences of up to 1024",
         ),
-        ({"input": "a", "input_type": "query"}, "input_type", "a text is embedded unchanged"),
+        ({"input": "a", "input_type": "query"}, "input_type", "prompt_name names one of the model's own prompts"),
         ({"input": "a" * 9000, "truncate": "NONE"}, "input", "this model serves sequences of up to 1024"),
         ({"input": {"text": "a"}}, "input", "input cannot be read"),
         ({"input": ["a", 1]}, "input", "input cannot be read"),

@@ -37,6 +37,7 @@ from quire.fleet.work import FarGuide
 from quire.frontend.requests import Made
 from quire.frontend.tokenizer import find_tokenizer
 from quire.models.files import Directory
+from quire.models.pooling_config import PoolingConfig
 from quire.request import Guide
 from quire.sandbox.chat_template import ChatTemplate
 from quire.sandbox.grammar import Spec
@@ -217,6 +218,7 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
         hidden_size=hello.hidden_size,
         root=hello.root,
         default_sampling=hello.default_sampling,
+        pooling=PoolingConfig.of_json(hello.pooling),
         loras=dict.fromkeys(hello.loras, hello.names[0]),
     )
     metrics = FleetMetrics()

@@ -314,6 +314,7 @@ class Replica:
             vocab_size=model.vocab_size,
             eos_token_ids=sorted(model.eos_token_ids),
             hidden_size=model.hidden_size,
+            pooling=asdict(model.pooling),
             root=model.root,
             default_sampling=dict(model.default_sampling),
             max_samples=self._worker.max_samples,

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from quire.errors import QuireError, RequestError, check_integer
+from quire.models.pooling_config import PoolingConfig
 from quire.request import FinishReason, Holder, SamplingParams, Task
 
-PROTOCOL = 3  # both ends must have the same version
+PROTOCOL = 4  # both ends must have the same version
 BEAT = 0.25  # s, the longest time between two lines of a replica
 SILENCE = 1.5  # s without a line after which a replica counts as hung
 # Kinds of block events: stored, removed, all removed; stored on the disk, removed from it.
@@ -171,6 +172,7 @@ class Hello:
     salt: str  # of the cache: digests depend on it in addition to a request's own salt
     has_windows: bool  # if true, only the replica knows how much of a prompt is cached
     loras: dict[str, str] = field(default_factory=dict)  # digests of the adapters' weights, by name
+    pooling: dict[str, Any] = field(default_factory=dict)  # see PoolingConfig
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "hidden_size", "max_samples", "block_size"):
@@ -182,6 +184,10 @@ class Hello:
             raise WireError(f"names is {shown(self.names)}; it must be a list of one text or more")
         if not isinstance(self.eos_token_ids, list) or not {*map(type, self.eos_token_ids)} <= {int}:
             raise WireError(f"eos_token_ids is {shown(self.eos_token_ids)}; it must be a list of integers")
+        try:
+            PoolingConfig.of_json(self.pooling)
+        except (TypeError, ValueError) as error:
+            raise WireError(f"pooling is {shown(self.pooling)}; {error}") from error
         try:
             SamplingParams(**self.default_sampling)
         except (TypeError, RequestError) as error:

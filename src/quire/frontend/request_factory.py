@@ -129,7 +129,7 @@ class RequestFactory:
         """
         if truncate is None:
             return tokens
-        check_integer(RequestError, "truncate_prompt_tokens", truncate, -1, self._max_model_len)
+        check_integer(RequestError, "truncate_prompt_tokens", truncate, -1, 2**31 - 1)
         longest = self._max_model_len if truncate == -1 else truncate
         side = side or ("end" if self.pooling.encodes else "start")
         if self._tokenizer is not None:

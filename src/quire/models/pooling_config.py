@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from quire.errors import RequestError
 from quire.ops.activation import Function
@@ -38,6 +38,16 @@ class PoolingConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)  # texts that precede a text, by name
     default_prompt: str | None = None  # the name of the prompt of texts without another
     source: str = "the checkpoint has no pooling files"
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> PoolingConfig:
+        """Return the fields that JSON has kept. Raises TypeError or ValueError for other ones."""
+        config = cls(**{**found, "labels": tuple(found.get("labels", ()))})
+        if not isinstance(config.prompts, dict) or {*map(type, config.prompts.values())} - {str}:
+            raise ValueError(f"prompts is {config.prompts!r}; it must be an object of texts")
+        if {*map(type, config.labels)} - {str}:
+            raise ValueError(f"labels is {config.labels!r}; it must be a list of texts")
+        return config
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of that name; None: the default one, or an empty text. Raises RequestError if unknown."""

@@ -231,6 +231,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
         hidden_size=llm.hidden_size,
         root=options.get("model") or EMBEDDED_NAME,
         default_sampling=llm.default_sampling,
+        pooling=engine.pooling,
         loras=loras,
     )
     service = Service(model, worker, config, traces, Puller() if config.allow_pull else None)

@@ -80,6 +80,7 @@ BOUNDS = {
 ROUTES_NAMES = {
     "/v1/completions": {"beam_width": "n"},
     "/v1/chat/completions": {"beam_width": "n", "prompt": "messages"},
+    "/v1/classify": {"prompt": "input"},
     "/v1/embeddings": {"prompt": "input"},
     "/v1/responses": {
         "messages": "input",

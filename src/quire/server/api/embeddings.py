@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +11,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.frontend.embedding import check_dimensions, normalised
+from quire.frontend.embedding import check_dimensions, vector_of
 from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
+from quire.models.pooling_config import PoolingConfig
 from quire.server.api.chunks import usage
 from quire.server.api.conversation import conversation
 from quire.server.api.service import Service, counted, listed, offload_if_large
@@ -41,6 +42,7 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
 async def embedded(service: Service, request: HttpRequest, body: EmbeddingRequest) -> list[RequestOutput]:
     """Compute the hidden states of a request's inputs, and return their outputs. Raises ApiError if one fails."""
     service.check_model(body.model)
+    service.model.pooling.check("embeds")
     given = body.inputs()
     if given is None:
         prompt = await conversation(service, request, body.messages or (), body)
@@ -63,15 +65,25 @@ async def hidden_states(
 
     Raises ApiError if one fails.
     """
+    prompts = (_prompt(service, f"{field} {i}", field, given, body) for i, given in enumerate(inputs))
     service.worker.check_room(len(inputs), field)
+    return await pooled(service, request, body, prompts, sum(map(len, inputs)))
+
+
+async def pooled(
+    service: Service, request: HttpRequest, body: Embedding, prompts: Iterable[TokenizedPrompt], size: int
+) -> list[RequestOutput]:
+    """Compute the vectors of prompts, and return their outputs. size: characters or tokens of all prompts.
+
+    Raises ApiError if one fails.
+    """
     name, options = service.identity(request, "embd").name, service.options(request, body)
 
     def make() -> Iterator[Made]:
-        for i, given in enumerate(inputs):
-            prompt = _prompt(service, f"{field} {i}", field, given, body)
+        for i, prompt in enumerate(prompts):
             yield service.factory.embedding(f"{name}-{i}", prompt, options)
 
-    return await service.run(request, GenerationJob(await service.checked(request, make, sum(map(len, inputs)))))
+    return await service.run(request, GenerationJob(await service.checked(request, make, size)))
 
 
 def prompt_usage(outputs: Sequence[RequestOutput]) -> Usage:
@@ -80,17 +92,23 @@ def prompt_usage(outputs: Sequence[RequestOutput]) -> Usage:
     return usage(num_prompt, 0, num_cached)
 
 
-def unit_vector(output: RequestOutput, what: str, dimensions: int | None = None) -> NDArray[np.float32]:
-    """Return an output's vector, normalized to length 1. The error message calls the input by the second argument.
+def unit_vector(
+    output: RequestOutput, what: str, dimensions: int | None = None, pooling: PoolingConfig | None = None
+) -> NDArray[np.float32]:
+    """Return an output's vector, of length 1 unless the model's pooling does without.
 
-    Raises ApiError for numbers that are not finite.
+    The error message calls the input by the second argument. Raises ApiError for numbers that are not finite.
     """
+    return vector_of(finite(output, what), dimensions, pooling or PoolingConfig())
+
+
+def finite(output: RequestOutput, what: str) -> NDArray[np.float32]:
+    """Return an output's vector. Raises ApiError for numbers that are not finite in the input named `what`."""
     if output.hidden_state is None:  # the request was aborted
         raise ApiError("the client has gone")
-    vector = normalised(output.hidden_state, dimensions)
-    if not np.isfinite(vector).all():
+    if not np.isfinite(output.hidden_state).all():
         raise request_failed(f"the model gave numbers that are not finite for {what}")
-    return vector
+    return output.hidden_state
 
 
 def _num_numbers(service: Service, body: EmbeddingRequest, count: int) -> int:
@@ -108,11 +126,16 @@ def _prompt(service: Service, name: str, field: str, given: str | list[int], bod
         if service.model.tokenizer is None:
             raise ApiError(f"this model has no tokenizer, so {field} takes token ids only", param=field)
         service.check_text(given, field)
-        text, tokens = given, service.tokenizer.encode(given, body.add_special_tokens)
+        named = body.prompt_name if isinstance(body, EmbeddingRequest) else None
+        text = service.model.pooling.prompt(named) + given
+        tokens = service.tokenizer.encode(text, body.add_special_tokens)
+    elif isinstance(body, EmbeddingRequest) and body.prompt_name:
+        raise ApiError(f"{name} has no text, so no prompt can precede it; leave prompt_name out", param="prompt_name")
     else:
         text, tokens = None, given
-    longest, size = service.model.max_model_len, service.model.vocab_size
-    tokens = body.kept(tokens, longest)
+    longest, size = service.model.max_model_len, service.model.pooling.second_offset or service.model.vocab_size
+    for most, side in body.cuts():
+        tokens = service.factory.kept(tokens, most, side)
     if (count := len(tokens)) == 0:
         raise ApiError(f"{name} has no token; each input needs at least one", param=field)
     if count > longest:
@@ -127,14 +150,14 @@ def _answer(
     service: Service, body: EmbeddingRequest, outputs: list[RequestOutput], fingerprint: str | None
 ) -> Response:
     """Return the vectors, encoded one by one: the encoder blocks all other threads until it returns."""
-    encoded = b",".join(dumps(_vector(body, i, output)) for i, output in enumerate(outputs))
+    encoded = b",".join(dumps(_vector(body, i, output, service.model.pooling)) for i, output in enumerate(outputs))
     end: dict[str, Any] = {"model": service.answering(body.model), "usage": prompt_usage(outputs)}
     end["system_fingerprint"] = fingerprint
     content = b'{"object":"list","data":[' + encoded + b"]," + dumps(end)[1:]
     return Response(content, media_type=JsonBody.media_type)
 
 
-def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> InputVector:
-    vector = unit_vector(output, f"input {index}", body.dimensions)
+def _vector(body: EmbeddingRequest, index: int, output: RequestOutput, pooling: PoolingConfig) -> InputVector:
+    vector = unit_vector(output, f"input {index}", body.dimensions, pooling)
     shown = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": shown}

@@ -1,7 +1,8 @@
 """/v1/rerank and /v1/score: scores of documents for a query, in the format of Jina, Cohere and vLLM.
 
-An embedding model scores a pair by the cosine of the two embeddings. A model that was trained to answer yes or no to a
-query and a document, such as Qwen3-Reranker, scores it by the probability of its yes.
+An embedding model scores a pair by the cosine of the two embeddings. A cross-encoder reads both texts together. A model
+that was trained to answer yes or no to a query and a document, such as Qwen3-Reranker, scores it by the probability of
+its yes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import NamedTuple
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.frontend.embedding import cosine
+from quire.frontend.embedding import cosine, scores_of
 from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.request import SamplingParams
-from quire.server.api.embeddings import hidden_states, prompt_usage, unit_vector
+from quire.server.api.embeddings import finite, hidden_states, pooled, prompt_usage, unit_vector
 from quire.server.api.service import Service, offload_if_large
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
@@ -81,8 +82,11 @@ async def _scores(
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
         return await _by_answers(service, request, body, pairs, fields[1])
     if body.instruction:
-        message = "this model embeds texts, and takes no instruction; write it into the query"
+        message = "this model takes no instruction; write it into the query"
         raise ApiError(message, param="instruction")
+    if service.model.pooling.labels:
+        pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
+        return await _read_together(service, request, body, pairs, fields[1])
     outputs = [
         output
         for field, texts in zip(fields, (firsts, seconds), strict=True)
@@ -96,6 +100,33 @@ async def _scores(
         return [cosine(one, other) for one, other in pairs]
 
     scores = await offload_if_large(len(outputs) * service.model.hidden_size, read)
+    return Scores(scores, await _numbers(service, outputs))
+
+
+async def _read_together(
+    service: Service,
+    request: HttpRequest,
+    body: RerankRequest | ScoreRequest,
+    pairs: Sequence[tuple[str, str]],
+    field: str,
+) -> Scores:
+    """Score pairs by a cross-encoder, which reads both texts of a pair together."""
+    pooling = service.model.pooling
+    pooling.check_pairs()
+    if not body.add_special_tokens:
+        message = "this model needs the special tokens between two texts; leave it out"
+        raise ApiError(message, param="add_special_tokens")
+    service.worker.check_room(len(pairs), field)
+    for text in {text for pair in pairs for text in pair}:
+        service.check_text(text, field)
+
+    def encode() -> list[TokenizedPrompt]:
+        return [service.factory.tokenize_pair(*pair, body.truncate_prompt_tokens) for pair in pairs]
+
+    size = sum(len(text) for pair in pairs for text in pair)
+    prompts = await service.run_tokenization(request, size, encode)
+    outputs = await pooled(service, request, body, prompts, size)
+    scores = [scores_of(finite(output, f"pair {i}"), pooling.activation)[0] for i, output in enumerate(outputs)]
     return Scores(scores, await _numbers(service, outputs))
 
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.server.api import llama, ollama
 from quire.server.api.chat import chat
+from quire.server.api.classify import classify
 from quire.server.api.completions import complete
 from quire.server.api.embeddings import embed
 from quire.server.api.messages import count_tokens, messages
@@ -22,6 +23,7 @@ from quire.server.http.api_error import AnthropicError, OllamaError
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.answers import Version
 from quire.server.protocol.chat import ChatCompletion
+from quire.server.protocol.classify import Classified
 from quire.server.protocol.completions import Completion
 from quire.server.protocol.embeddings import Embeddings
 from quire.server.protocol.llama import LlamaCompletion, Prompt, Properties, Slot, Slots
@@ -75,6 +77,7 @@ ROUTES = (
         other_paths=("/v2/rerank", "/rerank"),
     ),
     Route("/v1/score", "scored", score, Scored, "A score for each pair", other_paths=("/score",)),
+    Route("/v1/classify", "classified", classify, Classified, "The scores of labels", other_paths=("/classify",)),
     Route("/completion", "llama_completion", llama.complete, LlamaCompletion, "The prompt, continued"),
     Route("/infill", "llama_infill", llama.fill_in, LlamaCompletion, "The text between prefix and suffix"),
     Route("/apply-template", "llama_prompt", llama.apply_template, Prompt, "The prompt of a chat"),

@@ -23,6 +23,7 @@ from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import RequestFactory, RequestOptions, TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.frontend.tokenizer import Tokenizer
+from quire.models.pooling_config import PoolingConfig
 from quire.request import MAX_SEED, Guide, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Spec, num_trials
@@ -80,6 +81,7 @@ class ServedModel:
     hidden_size: int  # dimensions of an embedding
     root: str  # the checkpoint: a directory, or a repository's name
     default_sampling: Mapping[str, Any]  # defaults of SamplingParams for fields that a body does not set
+    pooling: PoolingConfig = PoolingConfig()  # noqa: RUF009  # frozen; how a text becomes a vector
     loras: dict[str, str] = field(default_factory=dict)  # directories of adapters by name; clients see them as models
 
 
@@ -104,7 +106,7 @@ class Service:
     def __post_init__(self) -> None:
         model = self.model
         limits = (model.vocab_size, model.max_model_len, model.eos_token_ids)
-        self.factory = RequestFactory(model.tokenizer, *limits, model.default_sampling)
+        self.factory = RequestFactory(model.tokenizer, *limits, model.default_sampling, model.pooling)
         most = MAX_HELD_BODIES * self.config.max_body_size  # characters of one client that wait in each executor
         self.compilers = BoundedExecutor("grammar", num_trials(), MAX_GRAMMARS)
         self._quick_grammars = BoundedExecutor("grammar", MAX_QUICK_GRAMMARS, MAX_GRAMMARS)
@@ -161,6 +163,8 @@ class Service:
     def says_yes_or_no(self) -> bool:
         """Return whether pairs of texts are scored by the model's yes or no, not by the cosine of embeddings."""
         how = self.config.reranker
+        if self.model.pooling.labels or self.model.pooling.encodes:  # a cross-encoder, or an encoder that embeds
+            return False
         return how == "yes-no" or (how == "auto" and "reranker" in self.model.root.casefold())
 
     def lora_of(self, name: str | None) -> str | None:

@@ -36,16 +36,16 @@ class Embedding(Body):
     priority: Priority | None = 0
     cache_salt: GivenName | None = None
 
-    def kept(self, tokens: list[int], longest: int) -> list[int]:
-        """Return the tokens of an input that are embedded. `longest` is the model's maximum length."""
-        count = self.truncate_prompt_tokens
-        return tokens if count is None else tokens[-(longest if count == -1 else count) :]
+    def cuts(self) -> list[tuple[int, Literal["start", "end"] | None]]:
+        """Return the most tokens of an input, -1 as many as fit, and the side that is cut; None: the model's own."""
+        return [] if self.truncate_prompt_tokens is None else [(self.truncate_prompt_tokens, None)]
 
 
 class EmbeddingRequest(Embedding, Rendering):
     """The body of /v1/embeddings: inputs, or a conversation, as in vLLM."""
 
     input: Inputs | None = None
+    prompt_name: Text | None = None  # of a prompt of the checkpoint, which precedes each text
     messages: Messages | None = None
     encoding_format: Literal["float", "base64", ""] | None = "float"
     dimensions: Annotated[int, Field(ge=1, le=MAX_TOKEN)] | None = None
@@ -53,7 +53,7 @@ class EmbeddingRequest(Embedding, Rendering):
 
     add_generation_prompt: Off = False  # by default no answer is begun
     input_type: Annotated[
-        str | None, Refused("a text is embedded unchanged; write the model's prefix for queries or documents into it")
+        str | None, Refused("prompt_name names one of the model's own prompts; else write a prefix into the text")
     ] = None
 
     def inputs(self) -> Inputs | None:
@@ -63,12 +63,10 @@ class EmbeddingRequest(Embedding, Rendering):
             raise ApiError(f"input {what}; give either input or messages", param="input")
         return self.input
 
-    def kept(self, tokens: list[int], longest: int) -> list[int]:
-        """Return the tokens of an input that are embedded, also after `truncate`."""
-        tokens = super().kept(tokens, longest)
-        if self.truncate == "END":
-            return tokens[:longest]
-        return tokens[-longest:] if self.truncate == "START" else tokens
+    def cuts(self) -> list[tuple[int, Literal["start", "end"] | None]]:
+        """Return the cuts of an input, also that of `truncate`."""
+        sides: dict[str | None, Literal["start", "end"]] = {"START": "start", "END": "end"}
+        return super().cuts() + ([(-1, sides[self.truncate])] if self.truncate in sides else [])
 
 
 class InputVector(Answer):
