@@ -10,7 +10,7 @@ INSTALL := -m pip install --disable-pip-version-check --no-compile
 # Without bytecode each of the suite's processes would compile torch, transformers and Quire for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs docs-version bench bench-peers bench-long clients formats wheel sanitize sanitize-threads emulate clean
+.PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs docs-version bench bench-peers bench-long clients formats encoders wheel sanitize sanitize-threads emulate clean
 
 demo: $(RUNS)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -81,6 +81,9 @@ clients: $(INSTALLED)  ## what people use against the server: lm_eval, a load ge
 
 formats: $(INSTALLED)  ## checkpoints that compressed-tensors writes, in an environment of its own
 	$(BIN)/python tools/check_formats.py
+
+encoders: $(INSTALLED)  ## a published model against sentence-transformers, in an environment of its own
+	$(BIN)/python tools/check_encoders.py
 
 wheel: $(INSTALLED)  ## one wheel for every Python, that of quire-bench, and both source distributions: dist/
 	rm -rf dist

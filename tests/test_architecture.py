@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "request": {"errors"},
     "config": {"errors"},
     "ops": {"errors"},
-    "integrations": {"errors", "ops"},
+    "integrations": {"errors", "ops", "__init__"},
     "cache": {"errors", "request", "config", "ops"},
     "models": {"errors", "request", "config", "ops", "cache", "integrations", "progress"},
     "engine": {"errors", "request", "config", "ops", "cache", "models"},

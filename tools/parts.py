@@ -47,6 +47,10 @@ PARTS = {
         *("deploy/*", "tests/helm.py", "tests/test_deploy.py", "src/quire/frontend/metrics.py"),
         *("src/quire/fleet/metrics.py", "tools/check_deploy.py", ".ci/parts"),
     ),
+    "encoders": (
+        *("src/quire/models/families/encoders.py", "src/quire/models/pooling*.py", "src/quire/ops/ragged.py"),
+        *("tools/check_encoders.py", "tools/write_embeddings.py", ".ci/parts"),
+    ),
 }
 # The files that lint, the suite and the nightly runs cover. Add a new package or tool here or to a part.
 SUITE = (

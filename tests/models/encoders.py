@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,16 @@ def save_tokenizer(directory: Path) -> None:
     tokenizer.post_processor = BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     tokenizer.add_special_tokens(words[:5])
     tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def save_embedder(directory: Path) -> None:
+    """Save an embedding model with a tokenizer, prompts, and mean pooling without normalisation."""
+    saved(directory, "bert")
+    save_tokenizer(directory)
+    prompts = {"prompts": {"query": "find ", "document": ""}, "default_prompt_name": None}
+    (directory / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    pooling = directory / "1_Pooling"
+    pooling.mkdir()
+    (pooling / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    (directory / "modules.json").write_text(json.dumps([{"path": path, "type": f"x.{kind}"} for path, kind in kinds]))

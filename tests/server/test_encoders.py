@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from quire import LLM, AsyncLLM
 from tests.fleet.gateways import fronting
 from tests.fleet.serving import SECRET
-from tests.models.encoders import save_tokenizer, saved
+from tests.models.encoders import save_embedder, save_tokenizer, saved
 from tests.server.serving import Serving, serving
 
 TEXTS = ["a cat sat on the mat.", "", "what, no dog?", "0 1 2 3 4 5", "the cat"]
@@ -30,15 +29,7 @@ def posted(server: Any, path: str, **body: Any) -> Any:
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("embedder")
-    saved(directory, "bert")
-    save_tokenizer(directory)
-    prompts = {"prompts": {"query": "find ", "document": ""}, "default_prompt_name": None}
-    (directory / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    pooling = directory / "1_Pooling"
-    pooling.mkdir()
-    (pooling / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    (directory / "modules.json").write_text(json.dumps([{"path": path, "type": f"x.{kind}"} for path, kind in kinds]))
+    save_embedder(directory)
     return directory
 
 

@@ -23,6 +23,7 @@ from quire.cli.chat import chat
 from quire.cli.command import Command
 from quire.cli.config_file import Sourced, with_variables
 from quire.cli.convert import convert
+from quire.cli.embed import embed
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.hub import list_models, pull, remove
@@ -70,6 +71,7 @@ app.command("list", cls=Command, short_help="List the models that were downloade
 app.command("ls", cls=Command, short_help="The same as list.")(list_models)
 app.command("rm", cls=Command, short_help="Remove downloaded models.")(remove)
 app.command(cls=Sourced, short_help="Continue texts.")(generate)
+app.command(cls=Sourced, short_help="Embed lines: JSON lines, or an array.")(embed)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
 app.command(cls=Command, short_help="Monitor a running server.")(top)
 app.command(cls=Command, short_help="List the models of a running server.")(ps)
