@@ -80,9 +80,9 @@ def save_tokenizer(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def save_embedder(directory: Path) -> None:
+def save_embedder(directory: Path, **changes: Any) -> None:
     """Save an embedding model with a tokenizer, prompts, and mean pooling without normalisation."""
-    saved(directory, "bert")
+    saved(directory, "bert", **changes)
     save_tokenizer(directory)
     prompts = {"prompts": {"query": "find ", "document": ""}, "default_prompt_name": None}
     (directory / "config_sentence_transformers.json").write_text(json.dumps(prompts))

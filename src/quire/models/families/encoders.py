@@ -44,13 +44,6 @@ BERT_LAYER = {
     "mlp_out": ("output.dense",),
 }
 NOMIC_LAYER = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp_in": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp_out": ("mlp.down_proj",),
-}
-PUBLISHED_NOMIC_LAYER = {
     "qkv": ("attn.Wqkv",),
     "output": ("attn.out_proj",),
     "mlp_norm": ("norm1",),
@@ -109,9 +102,10 @@ NAMES = {
     ),
     "NomicBert": Names(
         "nomic_bert.",
-        "layers.{}.",
+        "encoder.layers.{}.",
         NOMIC_LAYER,
-        last_norm="post_mlp_layernorm",
+        first_norm="emb_ln",
+        last_norm="norm2",
         head=("nomic_bert.pooler.dense", "classifier"),
     ),
     "DebertaV2": Names(
@@ -368,10 +362,6 @@ def _classifier(config: ConfigReader, kind: str, size: int, labels: int) -> tupl
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the encoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = NAMES[config.family]
-    if config.family == "NomicBert" and any(".attn.Wqkv." in name for name in names):
-        theirs = replace(
-            theirs, layers="encoder.layers.{}.", layer=PUBLISHED_NOMIC_LAYER, first_norm="emb_ln", last_norm="norm2"
-        )
     prefix = theirs.prefix if any(name.startswith(theirs.prefix) for name in names) else ""
     layers = f"{prefix}{theirs.layers}"
     kinds = ("weight", "bias") if config.norm_bias else ("weight",)

@@ -105,10 +105,15 @@ class Architecture:
     # A tensor whose columns are in the order of another tensor's rows -> that tensor.
     column_turns: Mapping[str, str] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # tensors of a layer that others store as [in, out]
+    causal: bool = True  # False: an encoder
 
     def config(self, metadata: Metadata) -> dict[str, Any]:
         """Return the model's config.json. Raises ModelError for a key that is missing or has a wrong value."""
-        config = _usual(metadata) | {"architectures": [self.name], "model_type": self.model_type, **self.fixed}
+        config = _usual(metadata, self.causal) | {
+            "architectures": [self.name],
+            "model_type": self.model_type,
+            **self.fixed,
+        }
         for theirs, ours in self.keys.items():
             if (value := metadata.get(theirs)) is not None:
                 config[ours] = value
@@ -161,13 +166,13 @@ class Architecture:
         return places
 
 
-def _usual(metadata: Metadata) -> dict[str, Any]:
+def _usual(metadata: Metadata, causal: bool) -> dict[str, Any]:
     """Return the keys of config.json that nearly all architectures have."""
     file = metadata.file
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path} has no tensor token_embd.weight; it is no language model, or a part of one")
-    if metadata.get("attention.causal", True) is not True:
-        raise metadata.error("attention.causal", metadata.get("attention.causal"), "true")
+    if metadata.get("attention.causal", True) is not causal:
+        raise metadata.error("attention.causal", metadata.get("attention.causal"), str(causal).lower())
     _check_sizes(metadata)
     num_heads, hidden_size = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", max(1, hidden_size // num_heads))

@@ -12,6 +12,7 @@ from quire.models.gguf.architecture import FACTORS, Architecture, Turns, numbers
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.names import (
     ATTENTION,
+    BERT_ENDS,
     CORRECTED_EXPERTS,
     ENDS,
     EXPERTS,
@@ -96,6 +97,13 @@ def _gpt2(_: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     gone = (*renamed.values(), "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters")
     return {ours: config[usual] for ours, usual in renamed.items()} | dict.fromkeys(gone)
+
+
+def _bert(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of token types, and None for keys that BERT does not have."""
+    types = metadata.file.tensors.get("token_types.weight")
+    gone = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps"))
+    return {"type_vocab_size": 0 if types is None else types.shape[0]} | gone
 
 
 def _starcoder2(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,6 +411,43 @@ ARCHITECTURES = {
         model_type="phi3",
         layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         more=_phi3,
+    ),
+    "bert": Architecture(
+        name="BertModel",
+        model_type="bert",
+        layer={
+            "attn_q": "attention.self.query",
+            "attn_k": "attention.self.key",
+            "attn_v": "attention.self.value",
+            "attn_output": "attention.output.dense",
+            "attn_output_norm": "attention.output.LayerNorm",
+            "ffn_up": "intermediate.dense",
+            "ffn_down": "output.dense",
+            "layer_output_norm": "output.LayerNorm",
+        },
+        prefix="encoder.layer.{}.",
+        ends=BERT_ENDS | {"token_embd_norm": "embeddings.LayerNorm"},
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
+        more=_bert,
+        causal=False,
+    ),
+    "nomic-bert": Architecture(
+        name="NomicBertModel",
+        model_type="nomic_bert",
+        layer={
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "attn_output_norm": "norm1",
+            "ffn_gate": "mlp.fc12",
+            "ffn_up": "mlp.fc11",
+            "ffn_down": "mlp.fc2",
+            "layer_output_norm": "norm2",
+        },
+        prefix="encoder.layers.{}.",
+        ends=BERT_ENDS | {"token_embd_norm": "emb_ln"},
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
+        more=_bert,
+        causal=False,
     ),
     "gpt2": Architecture(
         name="GPT2LMHeadModel",

@@ -15,6 +15,11 @@ ENDS: Names = {  # outside the layers
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+BERT_ENDS: Names = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+}
 ATTENTION: Names = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE, Unigram
+from tokenizers.models import BPE, Unigram, WordPiece
 
 from quire.errors import ModelError
 from quire.models.gguf.pretokenizers import KINDS, Kind
@@ -62,8 +62,10 @@ class Vocabulary:
             tokenizer, begins = self._sentencepiece(), True
         elif self._model == "t5":
             tokenizer, begins = self._unigram(), False
+        elif self._model == "bert":
+            return self._word_pieces()
         else:
-            self._refuse(f"tokenizer.ggml.model is {self._model!r}; served are gpt2, llama, gemma4 and t5")
+            self._refuse(f"tokenizer.ggml.model is {self._model!r}; served are gpt2, llama, gemma4, t5 and bert")
         tokenizer.add_tokens(list(self._added()))
         first = [self._token("bos")] if self._value("add_bos_token", bool, begins) else []
         last = [self._token("eos")] if self._value("add_eos_token", bool, self._model == "t5") else []
@@ -158,6 +160,24 @@ class Vocabulary:
         marks = pre_tokenizers.Metaspace(prepend_scheme="always")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+        return tokenizer
+
+    def _word_pieces(self) -> Tokenizer:
+        """Build a tokenizer of words and their pieces, whose first pieces have a mark in the file."""
+        words = [text[1:] if text.startswith(WORD_MARK) else f"##{text}" for text in self.tokens]
+        words = [
+            text if text.startswith("[") and text.endswith("]") else word
+            for text, word in zip(self.tokens, words, strict=True)
+        ]
+        vocab = {word: token for token, word in enumerate(words)}
+        unknown, first, last = (self._token(name) for name in ("unknown", "cls", "seperator"))
+        tokenizer = Tokenizer(self._built(lambda: WordPiece(vocab, unk_token=words[unknown])))
+        is_cased = any(text != text.lower() for text in self.tokens if not text.startswith("["))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        tokenizer.add_tokens(list(self._added()))
+        tokenizer.post_processor = processors.BertProcessing((words[last], last), (words[first], first))
         return tokenizer
 
     def _bpe(self, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
