@@ -70,6 +70,10 @@ def show(
     cost = model_cost(config, dtype, expected)
     row("parameters", _count(sum(math.prod(shape) for shape in weight_shapes(config).values())))
     row("weights", f"{scheme}, {memory_of(size or expected.total)}{'' if size else '; they are not here yet'}")
+    if not config.causal:
+        row("KV cache", "none; a text is computed in one step")
+        row("longest", f"{cost.max_model_len:,} tokens")
+        return
     row(
         "KV cache",
         f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number, {cost.sequence_bytes(1):,} bytes a "

@@ -20,6 +20,7 @@ def chosen(llm: LLM) -> dict[str, str]:
         "weights": f"{llm.decoder.weight_bytes.total / 2**20:,.0f} MiB, {llm.decoder.quantisation or 'not quantised'}",
         "cache": _cache(llm),
         "longest": _longest(llm),
+        "vectors": str(llm.decoder.pooler.config),
     }
 
 
@@ -49,7 +50,9 @@ def _cache(llm: LLM) -> str:
     growth = config.most_tokens
     attention = [group for group in groups if isinstance(group, CacheGroup)]
     a_sequence = max((group.most(decoder.max_model_len, growth, manager.block_size) for group in attention), default=0)
-    if config.cache.num_blocks is not None:
+    if not decoder.config.causal:
+        why = "for one layer and one step: an encoder keeps no cache"
+    elif config.cache.num_blocks is not None:
         why = "as asked for"
     elif manager.num_blocks == a_sequence * config.max_num_seqs:
         who = "one sequence" if config.max_num_seqs == 1 else f"{config.max_num_seqs} sequences"

@@ -192,7 +192,7 @@ class Own(NamedTuple):
         return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
-        return f"{Decoder.origin}{_of_part(self.part)}"
+        return f"{Decoder.origin if self.config.causal else 'own encoder'}{_of_part(self.part)}"
 
 
 class Adapted(NamedTuple):

@@ -1,4 +1,4 @@
-"""How the hidden states of a text become one vector, independent of where a checkpoint says it."""
+"""The configuration of pooling: from the hidden states of a text to one vector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DenseConfig:
     out_size: int
     bias: bool = True
     function: Function | Literal["tanh"] | None = None  # None: the result is not changed
-    norm_eps: float | None = None  # of a LayerNorm that follows; None: there is none
+    norm_eps: float | None = None  # of a LayerNorm that follows; None: no LayerNorm follows
     norm_bias: bool = False
 
 

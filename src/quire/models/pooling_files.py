@@ -1,4 +1,4 @@
-"""The files of a checkpoint that say how its hidden states become vectors: those of sentence-transformers."""
+"""The files of a checkpoint that describe its pooling: those of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def read_pooler(
 
 
 def longest_text(files: Files) -> int | None:
-    """Return the tokens at which sentence-transformers cuts a text by default; None if the files do not say it."""
+    """Return the tokens at which sentence-transformers cuts a text by default; None if the files do not have it."""
     path = files.path / LENGTHS
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
 """Attention within the sequences of a batch that no cache is kept for: windows to both sides, relative positions.
 
-A sequence is computed by itself, in an order that depends on its length alone, with operators of a backend.
+A sequence is computed alone, in an order that depends on its length alone, with operators of a backend.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ MODERN_LAYER = {
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a family's tensors. "{}" stands for the number of a layer."""
+    """The names of a family's tensors. "{}" is the number of a layer."""
 
     prefix: str  # of all tensors but a classifier's; checkpoints of the bare model go without it
     layers: str = "encoder.layer.{}."
