@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
+from quire.frontend import pooled
 from quire.server.api import rerank
 from tests.server.serving import SMALL, Serving, serving
 
@@ -63,6 +64,12 @@ def test_a_model_that_says_yes_or_no_is_asked(monkeypatch: pytest.MonkeyPatch) -
         for w in rerank.ANSWERS
     ]
     expected = [1 / (1 + math.exp(no - yes)) for yes, no in zip(*logprobs, strict=True)]
+    monkeypatch.setattr(pooled, "QUESTION", "# {} | {} | {}\n")
+    monkeypatch.setattr(pooled, "ANSWERS", ("def", "import"))
+    monkeypatch.setattr(pooled, "INSTRUCTION", "Look.")
+    llm.factory.asks = True  # as for a model that is named a reranker
+    assert [one.outputs.score for one in llm.score(QUERY, DOCUMENTS)] == pytest.approx(expected, abs=1e-6)
+    assert [one.index for one in llm.rerank(QUERY, DOCUMENTS)] == sorted(range(4), key=lambda i: -expected[i])
     with serving(reranker="yes-no") as server:
         found = ask(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS, instruction="Look.")
         for one in found["results"]:

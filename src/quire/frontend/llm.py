@@ -51,6 +51,7 @@ from quire.frontend.request_factory import (
     parse_prompt,
 )
 from quire.frontend.requests import Made
+from quire.frontend.yes_no import is_named_reranker
 from quire.importing import uncollected
 from quire.lora.request import LoRARequest
 from quire.models import check_device, check_parallel, load_model, locate
@@ -124,6 +125,7 @@ class LLM:
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.processor = OutputProcessor(self.engine, self.tokenizer)
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
+        self.factory.asks = self.engine.writes and is_named_reranker(self.config.model or "")
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
         self._metrics: Metrics | None = None
@@ -545,6 +547,7 @@ class LLM:
         """Compute the similarity of pairs of prompts: the cosine of their embeddings, -1..1, as in vLLM for decoders.
 
         A cross-encoder, which is a classifier with one label, reads both texts of a pair together and gives its score.
+        A decoder with the word reranker in its name, such as Qwen3-Reranker, gives the probability of its yes.
 
         Args:
             data_1: the first prompts of the pairs, see `generate`. A single one is paired with each of data_2.

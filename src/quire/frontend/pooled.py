@@ -20,8 +20,16 @@ from quire.frontend.embedding import (
     similarity,
 )
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.request_factory import Prompt, RequestFactory, TokenizedPrompt, each_options, list_prompts
+from quire.frontend.request_factory import (
+    Prompt,
+    RequestFactory,
+    TokenizedPrompt,
+    each_options,
+    list_prompts,
+    parse_prompt,
+)
 from quire.frontend.requests import Made
+from quire.frontend.yes_no import ANSWERS, INSTRUCTION, QUESTION, answer_token, asked_output, drawn
 
 T = TypeVar("T")
 
@@ -78,6 +86,8 @@ class Pooled(NamedTuple):
             pairs = zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True)
             made = self._requests([self.factory.tokenize_pair(*pair, self.truncate) for pair in pairs])
             return Call(made, lambda outputs: [pair_output(output, pooling) for output in outputs])
+        if self.factory.asks:
+            return self._asked([(firsts[0] if len(firsts) == 1 else firsts[i], one) for i, one in enumerate(seconds)])
         unit = replace(pooling, normalized=True)
         made = self._requests([self._text(prompt, None) for prompt in (*firsts, *seconds)])
 
@@ -97,6 +107,22 @@ class Pooled(NamedTuple):
         made, finish = self.score([query], listed, ("query", "documents"))
         shown: Sequence[Any] = listed
         return Call(made, lambda outputs: ranked(shown, finish(outputs), top_n))
+
+    def _asked(self, pairs: Sequence[tuple[Prompt, Prompt]]) -> Call[list[ScoringRequestOutput]]:
+        """Score pairs by the probability of yes, given that the answer is yes or no."""
+        made: list[Made] = []
+        tokenizer = self.factory.tokenizer_for(QUESTION)
+        params = [drawn(answer_token(tokenizer, answer)) for answer in ANSWERS]
+        for pair in pairs:
+            texts = [parse_prompt(one)[0] for one in pair]
+            if not all(isinstance(text, str) for text in texts):
+                raise RequestError("a pair of token ids is given; this model is asked about two texts, so give texts")
+            given = (INSTRUCTION, *map(str, texts))
+            prompt = TokenizedPrompt(QUESTION.format(*given), tokenizer.encode_form(QUESTION.split("{}"), given))
+            for one in params:
+                [options] = each_options([prompt], None, self.lora)
+                made.append(self.factory.generation(self.names(), prompt, one, options, self.factory.constraints(one)))
+        return Call(made, lambda found: [asked_output(*both) for both in zip(found[::2], found[1::2], strict=True)])
 
     def _text(self, prompt: Prompt, prompt_name: str | None) -> TokenizedPrompt:
         return self.factory.tokenize_text(prompt, prompt_name, self.truncate)

@@ -65,6 +65,7 @@ class RequestFactory:
         pooling: PoolingConfig = PoolingConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.pooling = pooling
+        self.asks = False  # pairs of texts are scored by the model's yes or no; set by LLM
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len

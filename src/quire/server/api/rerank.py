@@ -14,26 +14,18 @@ from typing import NamedTuple
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quire.errors import RequestError
 from quire.frontend.embedding import cosine, scores_of
 from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
-from quire.request import SamplingParams
+from quire.frontend.yes_no import ANSWERS, INSTRUCTION, QUESTION, answer_token, drawn, logprob, probability
 from quire.server.api.embeddings import finite, hidden_states, pooled, prompt_usage, unit_vector
 from quire.server.api.service import Service, offload_if_large
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.rerank import Numbers, Ranked, Reranked, RerankRequest, Score, Scored, ScoreRequest
-
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# The prompt that Qwen3-Reranker was trained with, word for word.
-QUESTION = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-)
-ANSWERS = ("yes", "no")
 
 
 class Scores(NamedTuple):
@@ -160,8 +152,10 @@ async def _by_answers(
         service.check_length(prompt)
     yes = await _drawn(service, request, body, prompts, tokens[0])
     no = await _drawn(service, request, body, prompts, tokens[1])  # finds the prompts in the prefix cache
-    margins = [_logprob(one) - _logprob(other) for one, other in zip(yes, no, strict=True)]
-    return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], await _numbers(service, yes))
+    pairs_of = zip(yes, no, strict=True)
+    return Scores(
+        [probability(_logprob(one), _logprob(other)) for one, other in pairs_of], await _numbers(service, yes)
+    )
 
 
 async def _numbers(service: Service, outputs: Sequence[RequestOutput]) -> Numbers:
@@ -169,11 +163,10 @@ async def _numbers(service: Service, outputs: Sequence[RequestOutput]) -> Number
 
 
 def _answer_token(service: Service, answer: str) -> int:
-    tokens = service.tokenizer.encode(answer, add_special_tokens=False)
-    if len(tokens) != 1:
-        message = f"{answer!r} is {len(tokens)} tokens of this model, so it was not trained to answer yes or no"
-        raise ApiError(f"{message}; start the server with --reranker similarity")
-    return tokens[0]
+    try:
+        return answer_token(service.tokenizer, answer)
+    except RequestError as error:
+        raise ApiError(f"{error}; start the server with --reranker similarity") from error
 
 
 async def _drawn(
@@ -184,7 +177,7 @@ async def _drawn(
     token: int,
 ) -> list[RequestOutput]:
     """Generate the given token after each prompt, and return the outputs with its logprob from the raw logits."""
-    params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[token], logprobs=0)
+    params = drawn(token)
     name = service.identity(request, "rerank").name
     options, constraints = service.options(request, body), service.factory.constraints(params)
 
@@ -197,10 +190,9 @@ async def _drawn(
 
 
 def _logprob(output: RequestOutput) -> float:
-    [sample] = output.outputs
-    if not sample.logprobs:  # the request was aborted
+    if not output.outputs[0].logprobs:  # the request was aborted
         raise ApiError("the client has gone")
-    found = sample.logprobs[0][sample.token_ids[0]].logprob
+    found = logprob(output)
     if not math.isfinite(found):
         raise request_failed(f"the model gave numbers that are not finite for {output.request_id}")
     return found

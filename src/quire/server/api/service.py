@@ -23,6 +23,7 @@ from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import RequestFactory, RequestOptions, TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.yes_no import is_named_reranker
 from quire.models.pooling_config import PoolingConfig
 from quire.request import MAX_SEED, Guide, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
@@ -165,7 +166,7 @@ class Service:
         how = self.config.reranker
         if self.model.pooling.labels or self.model.pooling.encodes:  # a cross-encoder, or an encoder that embeds
             return False
-        return how == "yes-no" or (how == "auto" and "reranker" in self.model.root.casefold())
+        return how == "yes-no" or (how == "auto" and is_named_reranker(self.model.root))
 
     def lora_of(self, name: str | None) -> str | None:
         """Return the adapter that a model name in a request refers to, or None for the model itself."""
