@@ -17,6 +17,8 @@ from quire.config import engine_config
 from quire.engine.engine import Engine, build_engine
 from quire.models.batch import Batch
 from quire.models.model import WeightBytes
+from quire.models.pooling import Pooler
+from quire.models.pooling_config import PoolingConfig
 from quire.ops import AttentionPlan, RecurrentCache, RecurrentPlan, load
 from quire.ops.program import Plan
 
@@ -30,6 +32,9 @@ class Shape:
     """Layers 0 and 2 keep a state, layer 1 attends to all keys and layer 3 to a window."""
 
     vocab_size: int = VOCABULARY
+    num_token_ids: int = VOCABULARY
+    causal: bool = True
+    has_head: bool = True
     hidden_size: int = WIDTH
     layer_width: int = 8 * WIDTH
     groups: tuple[AnyGroup, ...] = field(
@@ -48,6 +53,7 @@ class StatefulModel:
     max_model_len, eos_token_ids = 2_048, frozenset[int]()
     rows_are_batch_invariant, capturable = True, False
     loras = exchange = None
+    pooler = Pooler(PoolingConfig(size=WIDTH))
 
     def __init__(self, dtype: torch.dtype, shape: Shape = Shape()) -> None:
         self.dtype, self.config, self.backend = dtype, shape, load("auto")
