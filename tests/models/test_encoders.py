@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from quire import LLM
 from quire.errors import ConfigError, ModelError, RequestError
-from tests.models.encoders import KINDS, saved
+from quire.models.convert import convert
+from tests.models.encoders import KINDS, save_embedder, saved
 
 LENGTHS = (1, 2, 40, 7, 90, 23)
 
@@ -202,3 +203,14 @@ def test_bits_are_equal_in_any_batch_and_on_any_number_of_threads(tmp_path: Path
                 torch.set_num_threads(threads)
             assert found == alone
         assert found != [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
+
+
+def test_a_converted_model_has_the_modules_after_the_layers(tmp_path: Path) -> None:
+    save_embedder(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "int8", "int8")
+    found = []
+    for directory, options in ((tmp_path / "int8", {}), (tmp_path / "model", {"quantization": "int8"})):
+        with LLM(str(directory), **options) as llm:
+            assert llm.decoder.pooler.config.source == "modules.json"
+            found.append([one.outputs.embedding for one in llm.embed(texts(), prompt_name=None, use_tqdm=False)])
+    assert found[0] == found[1]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, ModelError
 from quire.models import Own, choose
+from quire.models.pooling_files import modules_of
 from quire.models.quantisation.policy import ROUNDINGS, Quantisation
 from quire.models.weights import INDEX, Checkpoint, RoundedPart, Weights
 from quire.ops.weights.quantised import GROUPS, QuantisedWeight
@@ -213,7 +214,10 @@ def _shards(sizes: Iterable[tuple[str, int]]) -> list[list[str]]:
 
 
 def _copy_others(directory: Path, out: Path) -> None:
-    """Copy all files but weights and config.json: tokenizer, generation_config.json, licence."""
+    """Copy all files but weights and config.json, and the modules after the layers, such as 1_Pooling."""
+    for module in modules_of(directory) or ():
+        if module.path.is_dir():  # one without settings may have no directory
+            shutil.copytree(module.path, out / module.path.name)
     for path in sorted(directory.iterdir()):
         weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != "config.json":

@@ -46,7 +46,7 @@ SCORES = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 
 
 @dataclass(frozen=True)
-class _Module:
+class Module:
     """A module of modules.json after the transformer."""
 
     path: Path
@@ -74,7 +74,7 @@ def read_pooler(
         config = replace(config, mode=mode, source=files.path.name)
     elif not decoder.causal:
         config = replace(config, mode="mean")
-    modules = _modules(files.path) if files.path.is_dir() else None
+    modules = modules_of(files.path) if files.path.is_dir() else None
     if modules is None:
         return Pooler(config)
     config = replace(config, normalized=False, source=MODULES, **_prompts(files.path))
@@ -110,7 +110,7 @@ def longest_text(files: Files) -> int | None:
     return found
 
 
-def _modules(directory: Path) -> list[_Module] | None:
+def modules_of(directory: Path) -> list[Module] | None:
     """Return the modules after the transformer; None if the checkpoint lists none."""
     path = directory / MODULES
     if not path.is_file():
@@ -127,10 +127,10 @@ def _modules(directory: Path) -> list[_Module] | None:
     for name, _ in modules[1:]:
         if not name or name != Path(name).name:
             raise ModelError(f"{path} has a module at {shown(name)}; it must be the name of a directory next to it")
-    return [_Module(directory / name, kind) for name, kind in modules[1:]]
+    return [Module(directory / name, kind) for name, kind in modules[1:]]
 
 
-def _mode(module: _Module) -> Pooling:
+def _mode(module: Module) -> Pooling:
     """Return the mode of a Pooling, in the old format or the new one."""
     raw = read_json(module.path / "config.json")
     named = raw.get("pooling_mode")
@@ -148,7 +148,7 @@ def _mode(module: _Module) -> Pooling:
     return MODES[names[0]]
 
 
-def _dense(module: _Module, backend: Backend, device: str) -> Dense:
+def _dense(module: Module, backend: Backend, device: str) -> Dense:
     config = module.config()
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if name != "Tanh" and name not in FUNCTIONS:
