@@ -55,7 +55,7 @@ def test_a_batch(count: int) -> None:
         logit_ids=ids,
         sampling=cast(SamplingRows, "of rank 0"),
         prompt=PromptRows(numbers(count), numbers(count), numbers(count), ids),
-        embed=EmbedRows(numbers(1), ["e"]),
+        embed=EmbedRows(numbers(1), ["e"], [1]),
     )
     assert same(unpack(pack_batch(batch)), replace(batch, sampling=cast(SamplingRows, None), logit_ids=[]))
 

@@ -93,6 +93,7 @@ def test_a_text_that_is_too_long_is_cut_within_its_special_tokens(embedder: Path
     ("path", "body", "message"),
     [
         ("/v1/completions", {"prompt": "a"}, "this model writes no text; it embeds or classifies texts"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "this model writes no text"),
         ("/v1/classify", {"input": "a"}, "this model embeds texts and has no classifier"),
         ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "this model's prompts are 'query', 'document'"),
         ("/v1/embeddings", {"input": [[5]], "prompt_name": "query"}, "so no prompt can precede it"),

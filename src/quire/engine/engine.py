@@ -71,14 +71,12 @@ class Engine:
         loop: Loop | None = None,
         loras: Loras | None = None,
         *,
-        writes: bool = True,
         pooling: PoolingConfig = PoolingConfig(),  # noqa: B008  # frozen
     ) -> None:
         """Create an engine.
 
         loop: runs the steps; None: a SequentialLoop.
         loras: the model's adapters; None: adapters are not enabled.
-        writes: the model can generate tokens.
         pooling: how a prompt becomes a vector.
         """
         self.scheduler = scheduler
@@ -90,7 +88,7 @@ class Engine:
         self.seed = seed
         self.loop = loop or SequentialLoop()
         self.loras = loras
-        self.writes, self.pooling = writes, pooling
+        self.pooling = pooling
         self.under_way: Plan | None = None  # the plan that the runner is computing; any thread may read its sizes
         self.recorder: TraceRecorder | None = None  # if set, records every added request
         self._guard = StepGuard()
@@ -139,11 +137,8 @@ class Engine:
             raise RequestError(f"request {request.id} has a guide; a beam search does not support grammars")
         if request.task is Task.EMBED:
             request.is_whole = self.pooling.encodes or self.pooling.takes_all
-        elif not self.writes:
-            raise RequestError(
-                f"request {request.id}: this model writes no text; it embeds or classifies texts (LLM.embed or "
-                "LLM.classify, /v1/embeddings or /v1/classify)"
-            )
+        else:
+            self.pooling.check_writes()
         self.scheduler.check(request)
         request.is_checked = True
 
@@ -362,7 +357,6 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         seed,
         loop,
         loras,
-        writes=decoder.causal and decoder.has_head and not model.pooler.config.labels,
         pooling=model.pooler.config,
     )
 

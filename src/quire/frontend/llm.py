@@ -125,7 +125,7 @@ class LLM:
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.processor = OutputProcessor(self.engine, self.tokenizer)
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
-        self.factory.asks = self.engine.writes and is_named_reranker(self.config.model or "")
+        self.factory.asks = self.engine.pooling.writes and is_named_reranker(self.config.model or "")
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
         self._metrics: Metrics | None = None

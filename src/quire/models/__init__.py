@@ -317,6 +317,8 @@ def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None
     choice = choose(where, config.model_impl)
     refused = {
         "its layers are transformers' own": isinstance(choice, Adapted),
+        "it is an encoder or a classifier": isinstance(choice, Own)
+        and (not choice.config.causal or bool(choice.config.classifier)),
         f"device is {config.device!r}": config.device != "cpu",
         f"attention_backend is {backend.name!r}": backend.name != "cpu",
         "enable_lora is True": config.enable_lora,

@@ -30,6 +30,7 @@ class PoolingConfig:
 
     mode: Pooling = "last"
     encodes: bool = False  # the model is an encoder
+    writes: bool = True  # the model can generate tokens, too
     normalized: bool = True  # vectors have length 1
     size: int = 0  # numbers of a vector
     labels: tuple[str, ...] = ()  # of a classifier, whose vectors are their logits; empty: vectors are embeddings
@@ -66,6 +67,14 @@ class PoolingConfig:
                 f"this model classifies texts and has no embeddings; its labels are {', '.join(self.labels[:8])}"
                 if self.labels
                 else "this model embeds texts and has no classifier; LLM.embed and /v1/embeddings give their vectors"
+            )
+
+    def check_writes(self) -> None:
+        """Raise RequestError unless the model can generate tokens."""
+        if not self.writes:
+            raise RequestError(
+                "this model writes no text; it embeds or classifies texts (LLM.embed or LLM.classify, /v1/embeddings "
+                "or /v1/classify)"
             )
 
     def check_pairs(self) -> None:

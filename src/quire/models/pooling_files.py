@@ -65,7 +65,8 @@ def read_pooler(
     Raises ModelError for a module, a pooling or an activation that is not understood.
     """
     offset = decoder.vocab_size if decoder.token_types > 1 else 0
-    config = replace(pooler.config, encodes=not decoder.causal, second_offset=offset)
+    writes = decoder.causal and decoder.has_head and not decoder.classifier
+    config = replace(pooler.config, encodes=not decoder.causal, writes=writes, second_offset=offset)
     if decoder.classifier:
         return Pooler(replace(config, **_classifier(raw, decoder)), pooler.dense)
     config = replace(config, size=decoder.hidden_size)

@@ -93,7 +93,7 @@ def test_where_an_answer_goes_on_after_an_end_of_a_message() -> None:
         ("dbrx", {"pre": None}, "pre is ''.*--tokenizer"),
         ("dbrx", {"pre": "default"}, "pre is 'default'.*--tokenizer"),
         ("dbrx", {"pre": 3}, "pre is 3; it must be of type str"),
-        ("dbrx", {"model": "rwkv"}, "model is 'rwkv'; served are gpt2, llama, gemma4 and t5; .*--tokenizer"),
+        ("dbrx", {"model": "rwkv"}, "model is 'rwkv'; served are gpt2, llama, gemma4, t5 and bert; .*--tokenizer"),
         ("dbrx", {"model": None}, "model is None; it must be of type str"),
         ("dbrx", {"merges": ["a b c", "ab"]}, "vocabulary is invalid"),
         ("dbrx", {"merges": ["qq zz"]}, "vocabulary is invalid"),

@@ -57,6 +57,7 @@ class Turn:
         Raises ApiError if it cannot be served.
         """
         service.check_model(body.model)
+        service.model.pooling.check_writes()
         body.check_together()
         prompt = prompt or await prompt_of(service, request, body)
         continued = said(body.messages[-1]) if body.continue_final_message else None
