@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from quire import LLM
 from quire.errors import ConfigError, ModelError, RequestError
+from quire.models import read_config
 from quire.models.convert import convert
-from tests.models.encoders import KINDS, save_embedder, saved
+from tests.models.encoders import KINDS, PUBLISHED, save_embedder, saved
 
 LENGTHS = (1, 2, 40, 7, 90, 23)
 
@@ -215,3 +216,18 @@ def test_a_converted_model_has_the_modules_after_the_layers(tmp_path: Path) -> N
             assert llm.decoder.pooler.config.source == "modules.json"
             found.append([one.outputs.embedding for one in llm.embed(texts(), prompt_name=None, use_tqdm=False)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_understood(tmp_path: Path, name: str) -> None:
+    raw, longest = PUBLISHED[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    config, _ = read_config(path)
+    assert config.max_position_embeddings == longest
+    assert config.causal == ("Qwen" in name)
+    labels = len(raw.get("id2label", ["one", "two"])) if "Sequence" in raw["architectures"][0] else 0
+    assert [dense.out_size for dense in config.classifier[-1:]] == [labels] * bool(labels)
+    path.write_text(json.dumps(raw | {"new_key": 1}))
+    with pytest.raises(ModelError, match="does not understand: new_key=1"):
+        read_config(path)

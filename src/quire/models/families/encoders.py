@@ -145,7 +145,9 @@ MODERN_UNUSED = (
     "initializer_cutoff_factor layer_norm_eps reference_compile repad_logits_with_grad sparse_pred_ignore_index "
     "sparse_prediction"
 ).split()
-UNUSED = tuple("auto_map fused_ max_trained pad_vocab reorder rotary_scaling summary_ use_flash use_xentropy".split())
+UNUSED = tuple(
+    "auto_map dense_seq fused_ max_trained pad_vocab reorder rotary_scaling summary_ use_flash use_xentropy".split()
+)
 
 
 def kind_of(raw: Mapping[str, Any]) -> str:
@@ -161,13 +163,16 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         raw = {**DISTIL, **raw}
     elif kind == "NomicBert":
         raw = {**NOMIC, **{PUBLISHED_NOMIC.get(key, key): value for key, value in raw.items()}}
+        if raw.get("rotary_scaling_factor") is not None:  # RoPE changes beyond this length
+            raw["max_position_embeddings"] = raw.get("max_trained_positions") or NOMIC["max_position_embeddings"]
     config = ConfigReader(raw, kind)
-    for key in ("classifier_dropout", "embedding_size", "position_embedding_type", "tie_word_embeddings"):
+    for key in ("classifier_dropout", "position_embedding_type", "tie_weights_", "tie_word_embeddings"):
         config.get(key)
+    config.only("embedding_size", config.get("hidden_size"))  # no projection follows the embedding
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
     for key in raw:
-        if key.endswith(("dropout", "dropout_prob", "_pdrop", "drop_rate")) or key.startswith(UNUSED):
+        if key.endswith(("dropout", "dropout_prob", "_pdrop", "drop_rate")) or key.startswith((*UNUSED, "summary_")):
             config.get(key)
     encoder = replace(_modern(config) if kind == "ModernBert" else _post_norm(config, kind), family=kind)
     if any(name.endswith("ForSequenceClassification") for name in architectures(raw)):
@@ -257,6 +262,8 @@ def _nomic_rope(config: ConfigReader) -> dict[str, Any]:
         "rotary_emb_scale_base": None,
         "rotary_emb_fraction": 1.0,
         "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "parallel_block_tied_norm": False,
         "activation_function": "swiglu",
         "num_experts": 0,
         "moe_every_n_layers": 0,
