@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import torch
 
@@ -93,10 +94,11 @@ def _adapters_part(loras: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text_parts(llm: LLM, template: str | None) -> dict[str, str]:
-    """Return the parts for tokenizer, template, end tokens and libraries. Raises ConfigError for an unknown version."""
+    """Return the parts for texts and vectors, and for libraries. Raises ConfigError for an unknown version."""
     return {
         "tokenizer": NONE if llm.tokenizer is None else short_digest(llm.tokenizer.json().encode()),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
+        "pooling": short_digest(json.dumps(asdict(llm.decoder.pooler.config), sort_keys=True).encode()),
         "end tokens": short_digest(repr(sorted(llm.decoder.eos_token_ids)).encode()),
         **{library: library_version(library) for library in LIBRARIES},
     }

@@ -98,9 +98,8 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "quire.models.families.smollm3",
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
 }
-ENCODERS = "quire.models.families.encoders"
-FAMILIES |= {
-    f"{kind}{ending}": ENCODERS
+ENCODERS = {
+    f"{kind}{ending}": "quire.models.families.encoders"
     for kind in "Bert Camembert DebertaV2 DistilBert MPNet ModernBert NomicBert Roberta XLMRoberta".split()
     for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
 }
@@ -407,8 +406,8 @@ def _is_classifier(raw: Mapping[str, Any], directory: Path) -> bool:
 def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
     names = architectures(raw)
     for name in names:
-        if name in FAMILIES:
-            return cast(Family, importlib.import_module(FAMILIES[name]))
+        if (module := FAMILIES.get(name) or ENCODERS.get(name)) is not None:
+            return cast(Family, importlib.import_module(module))
         if (causal := causal_name(name)) in FAMILIES:
             family = cast(Family, importlib.import_module(FAMILIES[causal]))
             return Headless(family, causal, classifies=name.endswith(CLASSIFIER))

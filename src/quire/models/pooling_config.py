@@ -33,6 +33,7 @@ class PoolingConfig:
     writes: bool = True  # the model can generate tokens, too
     normalized: bool = True  # vectors have length 1
     size: int = 0  # numbers of a vector
+    digest: str = ""  # of the weights of dense layers in other files than the model's
     labels: tuple[str, ...] = ()  # of a classifier, whose vectors are their logits; empty: vectors are embeddings
     activation: str = "identity"  # from logits to scores: "sigmoid", "softmax" or "identity"
     second_offset: int = 0  # added to the token ids of a pair's second text: the id of a token also has its type

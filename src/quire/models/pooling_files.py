@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,11 @@ def read_pooler(
             case "Pooling" if not pooled:
                 config, pooled = replace(config, mode=_mode(module)), True
             case "Dense" if pooled:
-                dense.append(_dense(module, backend, device))
-                config = replace(config, size=dense[-1].config.out_size)
+                weights = Checkpoint(module.path)
+                dense.append(_dense(module, weights, backend, device))
+                parts = (weights[name].contiguous().view(torch.uint8).numpy() for name in sorted(weights.names))
+                digest = config.digest.encode() + b"".join(part.tobytes() for part in parts)
+                config = replace(config, size=dense[-1].config.out_size, digest=sha256(digest).hexdigest())
             case "Normalize" if pooled and module is modules[-1]:
                 config = replace(config, normalized=True)
             case _:
@@ -149,7 +153,7 @@ def _mode(module: Module) -> Pooling:
     return MODES[names[0]]
 
 
-def _dense(module: Module, backend: Backend, device: str) -> Dense:
+def _dense(module: Module, tensors: Checkpoint, backend: Backend, device: str) -> Dense:
     config = module.config()
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if name != "Tanh" and name not in FUNCTIONS:
@@ -163,7 +167,6 @@ def _dense(module: Module, backend: Backend, device: str) -> Dense:
         function="tanh" if name == "Tanh" else FUNCTIONS[name],
     )
     config.finish()
-    tensors = Checkpoint(module.path)
     weights = {}
     for kind, shape in (("weight", (made.out_size, made.in_size)), ("bias", (made.out_size,))):
         if kind == "bias" and not made.bias:
