@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from quire.errors import RequestError, check_integer, check_number, checked
 
@@ -564,7 +564,8 @@ class Request:
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
     lora_slot: int = -1  # slot of its adapter; set by Engine.add
     lora_digest: str = ""  # digest of its adapter's weights; set by Engine.add
-    is_whole: bool = False  # its prompt is computed in one step: all its rows are pooled; set by Engine.check
+    pooled: Literal["first", "last", "all"] = "last"  # rows that make its vector; set by Engine.check
+    is_whole: bool = False  # its prompt is computed in one step; set by Engine.check
     is_checked: bool = False  # Engine.check has accepted it; set there, and cleared by `resume`
     finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish is called
     cache: CacheState = field(default_factory=CacheState)

@@ -136,7 +136,7 @@ class Engine:
         if request.driven and request.guide is not None:
             raise RequestError(f"request {request.id} has a guide; a beam search does not support grammars")
         if request.task is Task.EMBED:
-            request.is_whole = self.pooling.encodes or self.pooling.takes_all
+            request.pooled, request.is_whole = self.pooling.rows, self.pooling.takes_whole
         else:
             self.pooling.check_writes()
         self.scheduler.check(request)

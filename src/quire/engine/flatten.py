@@ -210,7 +210,7 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         slots[:t] += offset
         slots[known] = -1
     embedded = [
-        (item.request.id, range(end - (item.num_new if item.request.is_whole else 1), end))
+        (item.request.id, _pooled_rows(item, end))
         for item, end in zip(items, starts[num_decoding + 1 :].tolist(), strict=True)
         if item.embeds
     ]
@@ -264,6 +264,17 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
         num_decoding=num_decoding,
     )
+
+
+def _pooled_rows(item: PlanItem, end: int) -> range:
+    """Return the rows that make a text's vector, of those that end before `end`."""
+    match item.request.pooled:
+        case "all":
+            return range(end - item.num_new, end)
+        case "first":
+            return range(end - item.num_new, end - item.num_new + 1)
+        case "last":
+            return range(end - 1, end)
 
 
 def _columns(pairs: list[tuple[int, str]]) -> tuple[list[int], list[str]]:

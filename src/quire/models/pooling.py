@@ -58,7 +58,7 @@ class Pooler:
     def __call__(
         self,
         hidden: Tensor,  # [T, H]
-        counts: Sequence[int],  # [E], rows of each text; of a model that pools the last token maybe that one alone
+        counts: Sequence[int],  # [E], rows of each text; if one token is pooled, maybe that one alone
     ) -> Tensor:
         """Return the vectors before normalisation: fp32 [E, P]."""
         x = self._pooled(hidden, torch.tensor(counts, device=hidden.device))

@@ -87,9 +87,14 @@ class PoolingConfig:
             )
 
     @property
-    def takes_all(self) -> bool:
-        """True if a text's vector depends on the hidden states of other tokens than its last one."""
-        return self.mode != "last"
+    def rows(self) -> Literal["first", "last", "all"]:
+        """The tokens whose hidden states make a text's vector."""
+        return "last" if self.mode == "last" else "first" if self.mode == "cls" else "all"
+
+    @property
+    def takes_whole(self) -> bool:
+        """True if one step must compute a whole text."""
+        return self.encodes or self.mode != "last"
 
     def __str__(self) -> str:
         kind = f"scores of {len(self.labels)} labels" if self.labels else "embeddings"
