@@ -29,3 +29,10 @@ def test_the_speed_is_that_of_each_source() -> None:
     result = CliRunner().invoke(app, ["drafts", "--draft", "eagle"])
     assert result.exit_code == 1
     assert "--draft is 'eagle'; it must be one of lookup, head, auto" in result.stderr
+
+
+def test_a_head_that_is_always_right_saves_steps() -> None:
+    arguments = ["drafts", "--accepted", "1.0", "--runs", "1", "--max-tokens", "17", "--sequences", "2", "--json"]
+    off, right = map(json.loads, CliRunner().invoke(app, arguments).stdout.splitlines())
+    assert (off["draft"], right["draft"]) == ("off", "1.0")
+    assert right["per_step"] > 2.0 > off["per_step"]

@@ -25,7 +25,7 @@ PROBE = 16  # steps after which a request whose drafts did not pay tries one aga
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class Chosen:
     """A request to draft tokens for."""
 
     index: int  # among those that were asked for
@@ -77,12 +77,12 @@ class HeadDrafter:
     def propose(self, asked: Sequence[Asked], room: Room) -> list[Draft]:
         """Return draft tokens of each request."""
         drafts: list[Draft] = [NOTHING] * len(asked)
-        chosen: list[_Chosen] = []
+        chosen: list[Chosen] = []
         for i, (request, most) in enumerate(asked):
             count = min(most, self._worthwhile(request))
             row = self._row_before(request) if count else None
             if row is not None and room(request, count):
-                chosen.append(_Chosen(i, request, count, row))
+                chosen.append(Chosen(i, request, count, row))
         chosen.sort(key=lambda one: -one.count)  # so that those that still draft are always the first
         if chosen:
             made = self._drafts(chosen).tolist()
@@ -111,7 +111,7 @@ class HeadDrafter:
         table = request.cache.block_ids[self._head.plans[0]]
         return self._rows.get(_slot(table, len(request.tokens) - 2, self._block_size))
 
-    def _drafts(self, chosen: Sequence[_Chosen]) -> NDArray[np.int64]:
+    def _drafts(self, chosen: Sequence[Chosen]) -> NDArray[np.int64]:
         """Return the draft tokens of each request: int64 [R, most]; undefined after its own count."""
         size, requests = self._block_size, [one.request for one in chosen]
         known = np.array([len(request.tokens) for request in requests], np.int64)

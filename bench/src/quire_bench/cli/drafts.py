@@ -25,6 +25,15 @@ def drafts(
     ] = None,
     num_tokens: Annotated[int, typer.Option(min=1, help="Most draft tokens of a request in a step.")] = 3,
     check: Annotated[int, typer.Option(min=0, help="Compare this number of requests with and without drafts.")] = 0,
+    accepted: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Measure a head of random weights whose tokens are right with this probability; may be repeated.",
+        ),
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Requests at the same time, with --accepted.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each request whose speed is measured.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of these requests.")] = 0.0,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each source, in alternation.")] = 5,
@@ -40,11 +49,16 @@ def drafts(
     chosen = source or ["lookup", "head"]
     if check:
         for name in chosen:
-            for found in bench_drafts.check(options | {"draft": name}, check):
-                row = {"draft": name, **found._asdict()}
+            for part in bench_drafts.check(options | {"draft": name}, check):
+                row = {"draft": name, **part._asdict()}
                 words = "  ".join(f"{key} {value}" for key, value in row.items())
                 print(json.dumps(row) if as_json else words, flush=True)
         return
-    for speed in bench_drafts.speeds(options, chosen, PROMPTS, max_tokens, temperature, runs):
+    if accepted:
+        prompts = [[7 + i, *range(10, 25)] for i in range(sequences)]
+        found = bench_drafts.accepted_speeds(options, accepted, prompts, max_tokens, runs)
+    else:
+        found = bench_drafts.speeds(options, chosen, PROMPTS, max_tokens, temperature, runs)
+    for speed in found:
         text = f"{speed.draft:8} {speed.rate:8.1f} tokens/s  {speed.ratio:5.2f} x  {speed.per_step:.2f} tokens a step"
         print(json.dumps(speed._asdict()) if as_json else text, flush=True)

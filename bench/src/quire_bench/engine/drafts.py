@@ -5,11 +5,27 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest import mock
 
-from quire import LLM, SamplingParams, StructuredOutputsParams
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire import LLM, SamplingParams, StructuredOutputsParams, models
+from quire.engine import runner
+from quire.engine.head_drafter import Chosen, HeadDrafter
 from quire.engine.speculation import Speculation
+from quire.errors import BadValue
+from quire.models import Own
+from quire.models.decoder import Decoder
+from quire.models.decoder_config import weight_shapes
+from quire.models.draft_head import DraftHead
+from quire.models.quantisation.policy import ROUNDINGS
+from quire.models.quantisation.stacking import Weight
 
 # Few requests decode together, so that there are drafts, and not all of them have room.
 SMALL = {"block_size": 16, "num_blocks": 12, "max_model_len": 192, "max_num_seqs": 2, "max_num_batched_tokens": 64}
@@ -78,6 +94,82 @@ class Speed(NamedTuple):
     rate: float  # new tokens a second, median
     ratio: float  # to that without drafts
     per_step: float  # tokens of a request in a step
+
+
+# ------------------------------------------------------------------------------------------ a head that is right
+
+
+class KnowingDrafter(HeadDrafter):
+    """A drafter that runs the head, and replaces its tokens by right ones, each with the same probability.
+
+    It measures the speed of a model of random weights, for which no head could be trained.
+    """
+
+    continuations: Mapping[tuple[int, ...], Sequence[int]] = MappingProxyType({})  # by prompt
+    share = 0.0  # probability that a draft token is right, if those before it are
+
+    def _drafts(self, chosen: Sequence[Chosen]) -> NDArray[np.int64]:
+        found = super()._drafts(chosen)
+        for row, one in zip(found, chosen, strict=True):
+            request, rng = one.request, random.Random(len(one.request.tokens))
+            after = self.continuations[tuple(request.tokens[: request.num_prompt])][request.num_generated :]
+            for k, token in enumerate(after[: one.count]):
+                row[k] = token if rng.random() < self.share else (token + 1) % 2
+        return found
+
+
+def random_head(choice: Own, _: object, model: Decoder, *__: object) -> DraftHead:
+    """Return a head of random weights, rounded as others are, whose layer is like the model's last one."""
+    config = replace(choice.config, layers=choice.config.layers[-1:], joins_hidden=True, tied_embeddings=False)
+    weights: dict[str, Weight] = {}
+    for name, shape in weight_shapes(config).items():
+        numbers = torch.randn(shape).mul_(0.02)
+        is_matrix = name == "lm_head" or (name.startswith("layers.") and len(shape) == 2)
+        weights[name] = ROUNDINGS["int4"].of(numbers, model.dtype, name) if is_matrix else numbers
+        if name == "join":
+            weights[name] = numbers.to(model.dtype)
+    return DraftHead(config, weights, model)
+
+
+def accepted_speeds(
+    options: dict[str, Any], shares: Sequence[float], prompts: Sequence[Sequence[int]], max_tokens: int, runs: int
+) -> list[Speed]:
+    """Measure a head of random weights whose tokens are right with each of these probabilities, and no drafts.
+
+    All prompts run together, greedily.
+    """
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
+    plain = LLM(**options | {"draft": "off"})
+    with (
+        mock.patch.object(models, "_draft_head", random_head),
+        mock.patch.object(runner, "HeadDrafter", KnowingDrafter),
+    ):
+        drafting = LLM(**options | {"draft": "head"})
+    drafter = speculation_of(drafting).drafters[0]
+    assert isinstance(drafter, KnowingDrafter)
+    given = [list(prompt) for prompt in prompts]
+    outputs = plain.generate(given, params, use_tqdm=False)
+    drafter.continuations = {tuple(one.prompt_token_ids): one.outputs[0].token_ids for one in outputs}
+    rates: dict[float | None, list[float]] = {share: [] for share in (None, *shares)}
+    steps = dict.fromkeys(rates, 0)
+    for _ in range(runs):
+        for share in rates:
+            llm = plain if share is None else drafting
+            drafter.share = share or 0.0
+            before, begin = llm.engine.scheduler.num_plans, time.perf_counter()
+            again = llm.generate(given, params, use_tqdm=False)
+            rates[share].append(len(given) * max_tokens / (time.perf_counter() - begin))
+            steps[share] = llm.engine.scheduler.num_plans - before
+            if [one.outputs[0].token_ids for one in again] != [one.outputs[0].token_ids for one in outputs]:
+                raise BadValue("tokens differ with drafts")
+    usual = statistics.median(rates[None])
+    return [
+        Speed(f"{share or 'off'}", rate := statistics.median(own), rate / usual, max_tokens / steps[share])
+        for share, own in rates.items()
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- real drafts
 
 
 def speeds(
