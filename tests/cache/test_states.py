@@ -326,4 +326,4 @@ def test_a_request_that_the_states_never_hold_is_refused() -> None:
     manager = manager_of(states=2)
     request = Request("r", array("i", range(60)), 60, SamplingParams(max_tokens=5))
     with pytest.raises(RequestError, match="need 3 states, and the cache has 2"):
-        check_size(request, 65, manager, 100, 4)
+        check_size(request, 65, manager, 100, 4, 100)

@@ -294,9 +294,11 @@ def test_a_model_is_pulled(pulling: Serving, cache: Path) -> None:
 
 def test_a_download_ends_with_its_client_and_with_the_server(pulling: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """The download's threads end at their next report of progress."""
+    begun: queue.Queue[str] = queue.Queue()
     ended: queue.Queue[str] = queue.Queue()
 
     def endless(model: str, revision: None, gguf_file: None, report: Callable[[int, int], None]) -> Path:
+        begun.put(model)
         for i in count():
             try:
                 report(i, 10**9)
@@ -311,9 +313,10 @@ def test_a_download_ends_with_its_client_and_with_the_server(pulling: Serving, m
     with socket.create_connection((pulling.host, pulling.port)) as client:
         client.sendall(head.encode() + b'{"model":"a/b"}')
         assert until_read(client, b'"completed":')
-    assert ended.get(timeout=30) == "a/b"
+    assert (begun.get(timeout=30), ended.get(timeout=30)) == ("a/b", "a/b")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pulling.post, "/api/pull", model="c/d")
+        assert begun.get(timeout=30) == "c/d"
         with socket.create_connection((pulling.host, pulling.port)) as client:
             client.sendall(head.encode() + b'{"model":"e/f"}')
             assert until_read(client, b"manifest")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire.frontend import output_processor as text
-from quire.frontend.outputs import Logprob
+from quire.frontend.outputs import Logprob, RequestOutput
 from quire.server.api import chat, completions, embeddings
 from quire.server.observability import inspector
 from tests.server.serving import Serving, serving
@@ -75,7 +75,12 @@ def test_a_finite_logprob_stays_as_it_is(server: Serving) -> None:
 def test_a_vector_that_is_not_finite_is_an_error(
     server: Serving, monkeypatch: pytest.MonkeyPatch, encoding: str, number: float
 ) -> None:
-    monkeypatch.setattr(embeddings, "normalised", lambda state, _: np.full_like(state, number))
+    whole = embeddings.unit_vector
+
+    def broken(output: RequestOutput, *rest: Any) -> Any:
+        return whole(replace(output, hidden_state=np.full(4, number, np.float32)), *rest)
+
+    monkeypatch.setattr(embeddings, "unit_vector", broken)
     answer = server.post("/v1/embeddings", input=["a", "b"], encoding_format=encoding)
     assert (answer.status, answer.error()["code"]) == (500, "engine_error")
     assert "not finite for input 0" in answer.error()["message"]

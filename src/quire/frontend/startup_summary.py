@@ -20,8 +20,7 @@ def chosen(llm: LLM) -> dict[str, str]:
         "weights": f"{llm.decoder.weight_bytes.total / 2**20:,.0f} MiB, {llm.decoder.quantisation or 'not quantised'}",
         "cache": _cache(llm),
         "longest": _longest(llm),
-        "vectors": str(llm.decoder.pooler.config),
-    }
+    } | ({} if llm.decoder.config.has_head else {"vectors": str(llm.decoder.pooler.config)})
 
 
 def _backend(llm: LLM) -> str:
