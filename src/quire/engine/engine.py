@@ -27,7 +27,7 @@ from quire.engine.ranks import LeadingRunner
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.shutdown_guard import StepGuard
-from quire.engine.speculation import NUM_GUESSES, Drafter, PromptLookup, Speculation
+from quire.engine.speculation import NUM_FROM_HEAD, NUM_GUESSES, Drafter, PromptLookup, Speculation
 from quire.engine.step_events import StepEvents
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
@@ -432,7 +432,8 @@ def _speculation(config: EngineConfig, backend: Backend, model: Model, runner: R
             f"{config.device!r} and this model's products"
         )
     if wanted is None:
-        wanted = NUM_GUESSES if batch_invariant else 0
+        usual = NUM_GUESSES if runner.drafter is None else NUM_FROM_HEAD
+        wanted = usual if batch_invariant else 0
     drafters: list[Drafter] = [] if config.draft == "head" else [PromptLookup()]
     if runner.drafter is not None:
         drafters.append(runner.drafter)

@@ -20,7 +20,7 @@ from quire.request import Request
 
 FIRST_SHARE = 0.7  # assumed share of accepted tokens of a new request
 NEWEST = 0.1  # weight of the last draft in a request's share
-LEAST = 0.25  # a further draft token is worth its cost if it is accepted with at least this probability
+LEAST = 0.2  # a further draft token is worth its cost if it is accepted with at least this probability
 PROBE = 16  # steps after which a request whose drafts did not pay tries one again
 
 

@@ -29,6 +29,7 @@ MATCHED = (4, 3, 2)  # numbers of last tokens to search for, the longest match f
 MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here, reading the weights takes most of the time
 LONGEST_PAUSE = 64  # steps
 NUM_GUESSES = 3  # default: a step with them takes a quarter longer, which one accepted in four pays for
+NUM_FROM_HEAD = 5  # default with a draft head, which stops earlier where a further token would not pay
 NOTHING: array[int] = array("i")
 
 Draft: TypeAlias = Sequence[int]
