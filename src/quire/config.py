@@ -266,8 +266,8 @@ class EngineConfig:
     )
     num_speculative_tokens: int | None = option(
         None,
-        "Maximum number of draft tokens of a sequence in a step; 0 turns them off. Default: 3, with a draft head 5, on a "
-        "GPU 0.",
+        "Maximum number of draft tokens of a sequence in a step; 0 turns them off. Default: 3, with a draft head 5, on "
+        "a GPU 0.",
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
         aliases=("--spec-tokens",),
