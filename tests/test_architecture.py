@@ -73,21 +73,21 @@ SHAPED = (
 MOST_LINES = {
     "cache": 3_420,
     "cli": 1_840,
-    "engine": 6_090,
+    "engine": 6_140,
     "fingerprint": 650,
-    "fleet": 5_810,
+    "fleet": 5_815,
     "frontend": 4_770,
     "integrations": 745,
     "models": 13_760,
     "ops": 22_970,
     "parallel": 520,
     "ray": 420,
-    "sandbox": 1_260,
+    "sandbox": 1_275,
     "server": 16_720,
     "lora": 50,
     "simulate": 4_195,
     "terminal": 1_250,
-    "modules": 1_690,  # those that are in no package
+    "modules": 1_700,  # those that are in no package
 }
 
 

@@ -486,6 +486,12 @@ class Guide(Protocol):
     def copy(self) -> Guide:
         """Return another guide in the same state, for a sibling of the request."""
 
+    def for_drafts(self) -> Guide | None:
+        """Return another guide in the same state, for draft tokens, whose time is not that of the request.
+
+        None if the guide is too slow at present to be followed along draft tokens.
+        """
+
 
 def _no_tokens() -> array[int]:
     return array("i")

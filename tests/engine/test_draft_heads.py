@@ -69,6 +69,41 @@ def test_no_token_depends_on_the_drafts(tmp_path: Path, kind: str) -> None:
         assert made.scheduler.speculation.num_draft_tokens > 10
 
 
+def reused(made: Engine) -> int:
+    """The tokens of a prompt that another run of it finds in the cache."""
+    one = Request("again", array("i", PROMPTS[2]), len(PROMPTS[2]), SamplingParams(max_tokens=1))
+    made.add(one)
+    while made.has_work:
+        made.step()
+    assert one.cache.prefix_report is not None
+    return one.cache.prefix_report.num_cached
+
+
+@pytest.mark.parametrize("kind", ["NaN", "raises"])
+def test_a_broken_head_costs_no_request_anything(tmp_path: Path, kind: str) -> None:
+    """Its K and V do not mark the model's blocks, and its error does not end a step."""
+    save(tmp_path)
+    add_head(tmp_path, "Llama", 2, 3)
+    plain = run(engine(tmp_path), temperature=0.0)
+    made = engine(tmp_path, num_speculative_tokens=3, draft="head")
+    head = drafter_of(made)._head
+    forward, calls = head.forward, []
+
+    def broken(token_ids: torch.Tensor, positions: torch.Tensor, before: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(token_ids))
+        if kind == "raises":
+            raise RuntimeError("no memory")
+        return forward(token_ids, positions, torch.full_like(before, float("nan")), *rest)
+
+    head.forward = broken  # type: ignore[method-assign]
+    assert run(made, temperature=0.0) == plain
+    assert len(calls) == 1 if kind == "raises" else len(calls) > 10
+    again = engine(tmp_path)
+    run(again, temperature=0.0)
+    found = reused(made), reused(again)
+    assert found[0] == found[1] > 0, "as many tokens of the prompts are found again as without a head"
+
+
 def test_hidden_states_are_those_of_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every row of a prompt in chunks, against transformers' layer in fp32, with weights that are not rounded."""
     monkeypatch.setattr(Quantisation, "for_drafts", lambda own: own)

@@ -17,7 +17,15 @@ from typer.testing import CliRunner
 from quire import LLM, StructuredOutputsParams
 from quire.cli import app
 from quire.engine.engine import Engine
-from quire.engine.speculation import LONGEST_PAUSE, MATCHED, MAX_ROWS, PromptLookup, Speculation, _after_the_same
+from quire.engine.speculation import (
+    LONGEST_PAUSE,
+    MATCHED,
+    MAX_FAILURES,
+    MAX_ROWS,
+    PromptLookup,
+    Speculation,
+    _after_the_same,
+)
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError
 from quire.request import Event, FinishReason, Request, SamplingParams
@@ -115,7 +123,7 @@ class Alternating:
     def forced(self) -> list[int]:
         return [9, 8, 7] if self.last == 10 else []
 
-    def copy(self) -> Alternating:
+    def for_drafts(self) -> Alternating:
         return Alternating(self.last)
 
 
@@ -132,6 +140,50 @@ def test_drafts_of_a_guided_request_are_those_that_its_guide_allows() -> None:
         guided.guide, guided.ending_tokens = Alternating(tokens[-1]), frozenset({4})
         assert drafts_of(guided, 6) == (drafts, [token % 2 for token in drafts]), "even tokens after odd ones"
         assert guided.guide.last == tokens[-1], "the guide has not moved"
+
+
+class Failing(PromptLookup):
+    """A drafter whose every proposal fails, and that counts them."""
+
+    asked = 0
+
+    def propose(self, *_: Any) -> list[Any]:
+        self.asked += 1
+        raise RuntimeError("no memory")
+
+
+def test_a_drafter_that_fails_is_left_alone_and_the_others_are_asked(caplog: pytest.LogCaptureFixture) -> None:
+    failing, tokens = Failing(), [1, 2, 3, 1, 2]
+    speculation = Speculation([failing, PromptLookup()], 4)
+    for _ in range(10):
+        assert [*speculation.drafts([(one := request(tokens, 2), 4)], lambda *_: True)[one].tokens] == [3, 1, 2, 3]
+    assert failing.asked == len(caplog.records) == MAX_FAILURES
+
+
+def test_a_guide_that_raises_costs_the_others_no_drafts() -> None:
+    broken, other = request([1, 10, 3, 1, 10], 2), request([1, 10, 3, 1, 10], 2)
+    broken.guide, other.guide = Alternating(10), Alternating(10)
+    broken.guide.forced = None  # type: ignore[assignment]
+    found = Speculation([], 6).drafts([(broken, 6), (other, 6)], lambda *_: True)
+    assert [*found] == [other]
+    assert [*found[other].tokens] == [9, 8, 7]
+
+
+def test_drafts_that_a_guide_forbids_count_as_wrong() -> None:
+    judged: list[tuple[int, int]] = []
+    lookup = PromptLookup()
+    lookup.judge = lambda _, *numbers: judged.append(numbers)  # type: ignore[method-assign, assignment]
+    guided = request([1, 3, 5, 1, 3], 2)  # 5 after 3 is not allowed
+    guided.guide = Alternating(3)
+    assert not Speculation([lookup], 2).drafts([(guided, 2)], lambda *_: True)
+    assert judged == [(2, 0)]
+
+
+def test_a_guide_that_is_too_slow_is_not_walked() -> None:
+    guided = request([1, 10, 3, 1, 10], 2)
+    guided.guide = Alternating(10)
+    guided.guide.for_drafts = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    assert drafts_of(guided, 6) == ([], [])
 
 
 # ----------------------------------------------------------------------------------------------------- the engine

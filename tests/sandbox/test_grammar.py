@@ -453,6 +453,25 @@ def test_copies_share_one_allowance(llm: LLM, grammars: Grammars, monkeypatch: p
     assert [sample.finish_reason for sample in found] == ["error"] * 16 + ["length"] * 2
 
 
+def test_draft_tokens_take_nothing_of_the_allowance(
+    llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a guide that is slow at present is not followed along them, also after reasoning."""
+    guide = grammars.compile(Spec("regex", "(a|b){40}"))
+    [token] = llm.tokenizer.encode("a")[1:]
+    set_pace(monkeypatch, ALLOWANCE + 2 * ALLOWANCE_A_TOKEN)
+    walker = guide.for_drafts()
+    assert walker is not None
+    with pytest.raises(RequestError, match="takes too long"):
+        walker.accept(token)
+    set_pace(monkeypatch, 2 * ALLOWANCE_A_TOKEN)
+    guide.accept(token)
+    assert guide.for_drafts() is None
+    set_pace(monkeypatch, 0.0)
+    guide.accept(token)
+    assert guide.for_drafts() is not None, "it is fast again"
+
+
 def test_nothing_is_fetched(grammars: Grammars) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -17,6 +18,8 @@ from quire.models.batch import Batch
 from quire.models.model import Head, Model
 from quire.ops.program import Plan
 from quire.request import Request
+
+log = logging.getLogger("quire")
 
 FIRST_SHARE = 0.7  # assumed share of accepted tokens of a new request
 NEWEST = 0.1  # weight of the last draft in a request's share
@@ -46,6 +49,7 @@ class HeadDrafter:
         self._model, self._head, self._cache, self._plans = model, head, cache, plans
         self._block_size = block_size
         self._hidden = torch.empty(0)  # [T, H] of the last step
+        self._failed = False
         self._rows: dict[int, int] = {}  # by slot in the head's first group
         self._shares: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._idle: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # steps without a draft that did not pay
@@ -59,7 +63,19 @@ class HeadDrafter:
         positions: Tensor,  # int64 [T]
         hidden: Tensor,  # [T, H], the model's
     ) -> None:
-        """Compute the head's K and V of a step's rows, with the plans of the step."""
+        """Compute the head's K and V of a step's rows, with the plans of the step.
+
+        An error ends the head's work, and not the step: its requests continue without the head's draft tokens.
+        """
+        if self._failed:
+            return
+        try:
+            self._follow(batch, token_ids, positions, hidden)
+        except Exception:
+            log.exception("the draft head has failed; from here on it proposes nothing")
+            self._failed, self._rows, self._hidden = True, {}, torch.empty(0)
+
+    def _follow(self, batch: Batch, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> None:
         starts, size = batch.query_starts[:-1].numpy(), self._block_size
         tables, at = batch.groups[self._head.plans[0]].block_tables.numpy(), batch.positions.numpy()
         before = torch.empty_like(hidden)
@@ -92,6 +108,8 @@ class HeadDrafter:
 
     def judge(self, request: Request, num_drafts: int, num_right: int) -> None:
         """Record the numbers of a request's last draft tokens, and of those that were accepted."""
+        if not num_drafts:
+            return
         share = num_right / min(num_drafts, num_right + 1)
         known = self._shares.get(request, FIRST_SHARE)
         self._shares[request] = (1 - NEWEST) * known + NEWEST * share

@@ -116,8 +116,9 @@ class Runner:
             there = replace(batch, token_ids=token_ids, positions=positions)
         if self.drafter is not None:
             hidden = self.model.forward(there, self.cache, self.plans)
-            self.drafter.follow(batch, token_ids, positions, hidden)
-            return self.finish(batch, hidden, self.plans)
+            launched = self.finish(batch, hidden, self.plans)
+            self.drafter.follow(batch, token_ids, positions, hidden)  # after the plans' flags of the model were read
+            return launched
         if kept.shape == batch.token_ids.shape:
             return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)
         return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), self.plans, kept)

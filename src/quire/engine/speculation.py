@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
@@ -28,6 +29,7 @@ log = logging.getLogger("quire")
 MATCHED = (4, 3, 2)  # numbers of last tokens to search for, the longest match first
 MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here, reading the weights takes most of the time
 LONGEST_PAUSE = 64  # steps
+MAX_FAILURES = 3  # of a drafter: then it is not asked any more, which would fill the log
 NUM_GUESSES = 3  # default: a step with them takes a quarter longer, which one accepted in four pays for
 NUM_FROM_HEAD = 5  # default with a draft head, which stops earlier where a further token would not pay
 NOTHING: array[int] = array("i")
@@ -55,6 +57,7 @@ class Speculation:
         self.drafters = tuple(drafters)
         self._num_tokens = num_tokens
         self._source: weakref.WeakKeyDictionary[Request, Drafter] = weakref.WeakKeyDictionary()  # of the last draft
+        self._failures: Counter[Drafter] = Counter()
         self.num_drafts = self.num_draft_tokens = self.num_right = 0  # drafts, their tokens, accepted tokens
 
     def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
@@ -95,26 +98,44 @@ class Speculation:
         """
         found: dict[Request, Guided] = {}
         left = [(one, most) for one, most in asked if one.num_generated and not one.driven]
-        for drafter in (None, *self.drafters):
-            try:
-                made = [_certain(*one) for one in left] if drafter is None else drafter.propose(left, room)
-            except Exception:
-                log.exception("%d requests continue without draft tokens", len(left))
-                made = [NOTHING] * len(left)
-            for (request, _), tokens in zip(left, made, strict=True):
-                try:
-                    guided = _guided(request, tokens)
-                    if guided.tokens and room(request, len(guided.tokens)):
-                        found[request] = guided
-                        self._source.pop(request, None)
-                        if drafter is not None:
-                            self._source[request] = drafter
-                except Exception:  # nothing was allocated
-                    log.exception("request %s continues without draft tokens", request.id)
+        for request, most in left:
+            self._source.pop(request, None)
+            self._add(found, request, room, _certain(request, most))
+        for drafter in self.drafters:
             left = [(request, most) for request, most in left if request not in found]
             if not left:
                 break
+            for (request, _), tokens in zip(left, self._proposed(drafter, left, room), strict=True):
+                if not tokens:
+                    continue
+                if self._add(found, request, room, tokens):
+                    self._source[request] = drafter
+                elif request.guide is not None:  # it forbids the first of them
+                    drafter.judge(request, len(tokens), 0)
         return found
+
+    def _proposed(self, drafter: Drafter, asked: Sequence[Asked], room: Room) -> list[Draft]:
+        """Return a drafter's tokens for each request; none if it fails, or has failed MAX_FAILURES times."""
+        if self._failures[drafter] < MAX_FAILURES:
+            try:
+                return drafter.propose(asked, room)
+            except Exception:
+                self._failures[drafter] += 1
+                rest = "is not asked any more" if self._failures[drafter] == MAX_FAILURES else "is asked again"
+                log.exception("%d requests continue without draft tokens; %s %s", len(asked), drafter, rest)
+        return [NOTHING] * len(asked)
+
+    def _add(self, found: dict[Request, Guided], request: Request, room: Room, tokens: Draft) -> bool:
+        """Add draft tokens as far as the request's guide allows, and blocks for them. Return False if none is left."""
+        try:
+            guided = _guided(request, tokens)
+            if not guided.tokens or not room(request, len(guided.tokens)):
+                return False
+        except Exception:
+            log.exception("request %s continues without draft tokens", request.id)
+            return False
+        found[request] = guided
+        return True
 
     def judge(self, item: PlanItem, num_right: int) -> None:
         """Record the number of a step's draft tokens that were accepted."""
@@ -136,7 +157,11 @@ def _certain(request: Request, most: int) -> Draft:
     """Return the tokens that the caller has to check, or that the request's guide forces."""
     if request.to_check:
         return request.to_check[:most]
-    return NOTHING if request.guide is None else request.guide.forced()[:most]
+    try:
+        return NOTHING if request.guide is None else request.guide.forced()[:most]
+    except Exception:
+        log.exception("request %s has no forced tokens", request.id)
+        return NOTHING
 
 
 def _guided(request: Request, tokens: Draft) -> Guided:
@@ -153,7 +178,9 @@ def masks_after(guide: Guide, drafts: Draft, ending_tokens: frozenset[int]) -> l
     The guide is unchanged.
     """
     masks: list[NDArray[np.int32]] = []
-    there = guide.copy() if drafts else guide
+    there = guide.for_drafts() if drafts else None
+    if there is None:
+        return masks
     for token in drafts:
         allowed = there.allowed()
         if token in ending_tokens or token // 32 >= len(allowed) or not allowed[token // 32] >> (token % 32) & 1:

@@ -319,6 +319,14 @@ class GrammarGuide:
         other._matcher = self._matcher.deep_copy()
         return other
 
+    def for_drafts(self) -> GrammarGuide | None:
+        """Return a copy with an allowance of its own; None while this guide has overdrawn its own."""
+        if self._budget.overdrawn > 0:
+            return None
+        other = self.copy()
+        other._budget = _Budget()
+        return other
+
     def _mask(self) -> NDArray[np.int32]:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32, len(self._drawable))
         self._done = self._matcher.is_stopped()  # also in an error

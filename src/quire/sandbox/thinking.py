@@ -20,6 +20,7 @@ class Inner(Protocol):
     def done(self) -> bool: ...
     def forced(self) -> Sequence[int]: ...
     def copy(self) -> Inner: ...
+    def for_drafts(self) -> Inner | None: ...
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,16 @@ class ThinkingGuide:
 
     def copy(self) -> ThinkingGuide:
         """Return a copy in the same state, to be continued differently."""
+        return self._with(None if self._inner is None else self._inner.copy())
+
+    def for_drafts(self) -> ThinkingGuide | None:
+        """Return a copy for draft tokens; None if the inner guide is too slow at present."""
+        inner = None if self._inner is None else self._inner.for_drafts()
+        return None if inner is None and self._inner is not None else self._with(inner)
+
+    def _with(self, inner: Inner | None) -> ThinkingGuide:
         other = copy(self)
-        other._inner = None if self._inner is None else self._inner.copy()
+        other._inner = inner
         return other
 
     def _think(self, token: int) -> None:
