@@ -72,7 +72,7 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_420,
-    "cli": 1_840,
+    "cli": 1_850,
     "engine": 6_140,
     "fingerprint": 650,
     "fleet": 5_815,
@@ -83,11 +83,11 @@ MOST_LINES = {
     "parallel": 520,
     "ray": 420,
     "sandbox": 1_275,
-    "server": 16_720,
+    "server": 16_755,
     "lora": 50,
     "simulate": 4_195,
     "terminal": 1_250,
-    "modules": 1_700,  # those that are in no package
+    "modules": 1_715,  # those that are in no package
 }
 
 

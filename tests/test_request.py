@@ -123,6 +123,8 @@ def test_errors_are_value_errors_of_our_own() -> None:
 def test_unknown_options_are_errors_that_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no engine option 'max_seqs'; did you mean 'max_num_seqs'"):
         engine_config(max_seqs=3)
+    with pytest.raises(ConfigError, match="no engine option 'disable_log_stat'; did you mean 'disable_log_stats'"):
+        engine_config(disable_log_stat=True)
     with pytest.raises(ConfigError, match="there are async_scheduling, attention_backend, block_size"):
         engine_config(zzz=3)
 

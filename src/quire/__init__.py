@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from quire.config import AsyncEngineArgs, EngineArgs
     from quire.engine.beam import BeamSearchParams
     from quire.frontend.async_llm import AsyncLLM
-    from quire.frontend.embedding import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
+    from quire.frontend.embedding import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from quire.frontend.llm import LLM
     from quire.frontend.outputs import CompletionOutput, RequestOutput
     from quire.inputs import TextPrompt, TokensPrompt
@@ -30,6 +35,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
@@ -50,6 +56,7 @@ _MODULES = {
     "AsyncEngineArgs": "quire.config",
     "AsyncLLM": "quire.frontend.async_llm",
     "BeamSearchParams": "quire.engine.beam",
+    "ClassificationRequestOutput": "quire.frontend.embedding",
     "CompletionOutput": "quire.frontend.outputs",
     "EmbeddingRequestOutput": "quire.frontend.embedding",
     "EngineArgs": "quire.config",

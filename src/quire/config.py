@@ -5,6 +5,7 @@ The metadata of each field describes its option completely: `quire --help` and t
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import logging
@@ -366,8 +367,8 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
     | dict.fromkeys(
         ("runner", "task"),
         Foreign(
-            (None, "auto", "generate", "pooling", "embed", "embedding", "score"),
-            "LLM.generate, LLM.embed and LLM.score serve the same model",
+            (None, "auto", "generate", "pooling", "embed", "embedding", "score", "classify"),
+            "the checkpoint decides whether a model generates, embeds or classifies",
         ),
     )
     | {
@@ -378,7 +379,9 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "compilation_config": Foreign((None, 0, {}), "steps are native calls, or CUDA graphs, and nothing is compiled"),
         "config_format": Foreign((None, "auto", "hf"), "a checkpoint has a config.json"),
         "cpu_offload_gb": Foreign((None, 0), "all weights are in the memory of the device that computes the model"),
-        "convert": Foreign((None, "auto", "none", "embed"), "LLM.embed and LLM.score need no other model"),
+        "convert": Foreign(
+            (None, "auto", "none", "embed", "classify"), "the checkpoint decides whether a model embeds or classifies"
+        ),
         "disable_log_stats": Foreign(
             (None, True, False), "give True or False: LLM.get_metrics needs False, and `quire serve` has --no-log-stats"
         ),
@@ -415,7 +418,10 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "num_scheduler_steps": Foreign((None, 1), "steps are planned one at a time; see async_scheduling"),
         **dict.fromkeys(
             ("override_pooler_config", "pooler_config"),
-            Foreign((None,), "an embedding is the last token's hidden state, of length 1"),
+            Foreign(
+                (None,),
+                "the pooling is that of the checkpoint's files, else the last token's hidden state",
+            ),
         ),
         "preemption_mode": Foreign((None, "recompute"), "it is called preemption"),
         "quantization_param_path": Foreign((None,), "scales are read from the checkpoint"),
@@ -455,7 +461,9 @@ def engine_config(**options: Any) -> EngineConfig:
     if isinstance(options.get("kv_disk"), os.PathLike):
         options["kv_disk"] = os.fspath(options["kv_disk"])
     options = _without_foreign(options, known)
-    check_known(ConfigError, "there is no engine option", options, known, {})
+    close = {name: difflib.get_close_matches(name, FOREIGN, n=1, cutoff=0.8) for name in options}
+    meant = {name: f"did you mean {found[0]!r}?" for name, found in close.items() if found}
+    check_known(ConfigError, "there is no engine option", options, known, meant)
     cache = CacheConfig(**{key: value for key, value in options.items() if key in cache_keys})
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
 

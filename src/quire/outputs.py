@@ -1,5 +1,7 @@
 """The outputs of `LLM` and `AsyncLLM`, at vLLM's path."""
 
+from quire.frontend.embedding import ClassificationOutput as ClassificationOutput
+from quire.frontend.embedding import ClassificationRequestOutput as ClassificationRequestOutput
 from quire.frontend.embedding import EmbeddingOutput as EmbeddingOutput
 from quire.frontend.embedding import EmbeddingRequestOutput as EmbeddingRequestOutput
 from quire.frontend.embedding import PoolingOutput as PoolingOutput

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM
+from quire.outputs import ClassificationRequestOutput
 from tests.fleet.gateways import fronting
 from tests.fleet.serving import SECRET
 from tests.models.encoders import save_embedder, save_tokenizer, saved
@@ -107,8 +108,40 @@ def test_what_is_refused(served: Serving, path: str, body: dict[str, Any], messa
     assert message in answer.error()["message"]
 
 
+def test_long_texts_are_cut_if_the_body_asks(served: Serving) -> None:
+    """And a text of many characters that are few tokens is not too long."""
+    long = "the cat sat " * 500
+    whole = posted(served, "/v1/embeddings", input=long, truncate="END")["data"][0]["embedding"]
+    assert posted(served, "/v1/embeddings", input=long, truncate_prompt_tokens=-1)["data"][0]["embedding"] == whole
+    [unit] = posted(served, "/api/embed", model="", input=long)["embeddings"]
+    np.testing.assert_allclose(unit, np.array(whole) / np.linalg.norm(whole), atol=1e-6)
+    assert len(posted(served, "/v1/rerank", query=long, documents=[long], truncate_prompt_tokens=-1)["results"]) == 1
+    answer = served.post("/v1/embeddings", input=long)
+    assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
+    spaced = posted(served, "/v1/embeddings", input=["cat" + " " * 5000, "cat"])["data"]
+    assert spaced[0]["embedding"] == spaced[1]["embedding"]
+
+
+def test_no_page_and_no_route_takes_it_for_a_model_that_writes(embedder: Path, served: Serving) -> None:
+    page = served.ask("GET", "/", headers={"Accept": "text/html"}).body.decode()
+    assert 'data-kind="vectors"' in page
+    assert "This server embeds or classifies texts with" in page
+    assert "/v1/embeddings" in page
+    assert "/v1/completions" not in page
+    assert served.post("/api/show", model="").json()["capabilities"] == ["embedding"]
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (
+        ("/apply-template", chat),
+        ("/v1/messages/count_tokens", {"model": str(embedder), **chat}),
+        ("/v1/embeddings", chat),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ):
+        answer = served.post(path, **body)
+        assert (answer.status, "this model writes no text" in answer.body.decode()) == (400, True), answer.body
+
+
 def test_a_cross_encoder(classifier: Path) -> None:
-    with LLM(str(classifier)) as llm:
+    with LLM(str(classifier), task="classify", convert="classify") as llm:  # as vLLM's scripts say
         pairs = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
         swapped = llm.score(TEXTS[2], TEXTS[0], use_tqdm=False)[0].outputs.score
         alone = llm.classify(TEXTS, use_tqdm=False)
@@ -116,6 +149,7 @@ def test_a_cross_encoder(classifier: Path) -> None:
         assert len(long.prompt_token_ids) == 96
         assert sum(token >= 97 for token in long.prompt_token_ids) == 93 // 2 + 1  # the second text and its end
     assert swapped != pairs[2]
+    assert [(type(one), one.outputs.num_classes) for one in alone] == [(ClassificationRequestOutput, 1)] * len(TEXTS)
 
     async def ask() -> None:
         async with AsyncLLM(str(classifier)) as twin:
@@ -125,7 +159,7 @@ def test_a_cross_encoder(classifier: Path) -> None:
             assert [(one.index, one.score) for one in best] == [(int(np.argmax(pairs)), max(pairs))]
 
     asyncio.run(ask())
-    with serving({"model": str(classifier)}) as server:
+    with serving({"model": str(classifier)}, ollama=True) as server:
         found = posted(server, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)
         assert [one["score"] for one in found["data"]] == pairs
         found = posted(server, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
@@ -134,5 +168,12 @@ def test_a_cross_encoder(classifier: Path) -> None:
         probs = [one.outputs.probs for one in alone]
         expected = [{"index": i, "label": None, "probs": own, "num_classes": 1} for i, own in enumerate(probs)]
         assert found["data"] == expected
+        answer = server.post("/v1/rerank", query="cat", documents=["dog", "dog " * 200])
+        assert (answer.status, answer.error()["code"], answer.error()["param"]) == (
+            400, "context_length_exceeded", "documents")  # fmt: skip
+        assert answer.error()["message"].startswith("pair 1 has ")
+        assert posted(server, "/v1/rerank", query="cat", documents=["dog " * 200], truncate_prompt_tokens=-1)
+        assert "/v1/classify" in server.ask("GET", "/", headers={"Accept": "text/html"}).body.decode()
+        assert posted(server, "/api/show", model="")["capabilities"] == []
         answer = server.post("/v1/embeddings", input="a")
         assert "this model classifies texts and has no embeddings; its labels are LABEL_0" in answer.error()["message"]

@@ -96,6 +96,7 @@ def test_what_ends_and_restricts_a_text(server: Serving, llm: LLM) -> None:
     assert ended["stop_type"] == "eos"
     warm = ask(server, COMPLETION, **GREEDY | {"n_predict": 0})
     assert (warm["content"], warm["tokens_predicted"], warm["timings"]["predicted_n"]) == ("", 0, 0)
+    assert warm["generation_settings"]["n_predict"] == 0
     [only] = pieces(server, COMPLETION, **GREEDY | {"n_predict": 0})
     assert only["content"] == ""
     names = ["content", "timings/prompt_n", "generation_settings/n_predict", "nothing", "content/a"]
@@ -222,7 +223,7 @@ def test_prompts_settings_and_slots(speaking: Serving, server: Serving) -> None:
         (COMPLETION, {"prompt": "a", "n_probs": 99}, "n_probs", "n_probs is 99; this server reports at most 20"),
         (COMPLETION, {"prompt": ["a", "b"]}, "prompt", "prompt"),
         (COMPLETION, {"prompt": "a " * 5000}, "prompt", "maximum context length"),
-        (INFILL, {"input_prefix": "a" * 100_000}, "input_prefix", "the input_prefix has 100000 characters"),
+        (INFILL, {"input_prefix": "a" * 100_000}, "input_prefix", "input_prefix has 100000 characters"),
         (TOKENIZE, {"content": "a", "prompt": "b"}, "prompt", "give either prompt, messages or content"),
         (TEMPLATE, {"messages": []}, "messages", "1 entries"),
     ],

@@ -113,19 +113,19 @@ def test_a_gateway_shows_its_replicas() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["quire", of_long_runs("vllm")])
 def test_a_running_server(names: str) -> None:
-    with serving({"max_num_seqs": 2}, api_key=("a key",), vllm_metrics=names == "vllm") as server:
+    with serving({"max_num_seqs": 2}, api_key=("a-key",), vllm_metrics=names == "vllm") as server:
         stop = threading.Event()
 
         def ask() -> None:
             body = {"prompt": "import os\n", "max_tokens": 120, "ignore_eos": True}
             while not stop.is_set():
-                server.ask("POST", "/v1/completions", body, {"Authorization": "Bearer a key"})
+                server.ask("POST", "/v1/completions", body, {"Authorization": "Bearer a-key"})
 
         clients = [threading.Thread(target=ask) for _ in range(3)]
         for client in clients:
             client.start()
         try:
-            looks, seen = Top(Client(server.url, "a key")), ""
+            looks, seen = Top(Client(server.url, "a-key")), ""
             # The counts and the requests are two answers: a request may end between them.
             words = ("2 running of 2 at most, 1 waiting", "a slot (2 taken)", "decoding", "prefix hits")
             deadline = time.monotonic() + 60
@@ -139,11 +139,11 @@ def test_a_running_server(names: str) -> None:
             for client in clients:
                 client.join()
         arguments = ["top", "--url", server.url, "--once", "--interval", "0.1"]
-        shown = CliRunner().invoke(app, [*arguments, "--api-key", "a key"])
+        shown = CliRunner().invoke(app, [*arguments, "--api-key", "a-key"])
         assert shown.exit_code == 0, shown.output
         assert [line.split()[0] for line in shown.stdout.splitlines()[1:6]] == [
             "throughput", "queue", "cache", "steps", "latency"]  # fmt: skip
-        assert CliRunner().invoke(app, arguments, env={"QUIRE_API_KEY": "a key"}).exit_code == 0
+        assert CliRunner().invoke(app, arguments, env={"QUIRE_API_KEY": "a-key another-key"}).exit_code == 0
         refused = CliRunner().invoke(app, arguments)
         assert refused.exit_code == 1
         assert "wants a key" in refused.stderr

@@ -135,9 +135,18 @@ def field_option(config: Config, name: str) -> Any:
     )
 
 
+def _first_key(context: typer.Context, key: str | None) -> str | None:
+    """Return the key to send. A server's variable may have several, separated by spaces."""
+    return key.split()[0] if key and key.strip() and source_of(context, "api_key") == "ENVIRONMENT" else key
+
+
 ApiKey = Annotated[
     str | None,
-    typer.Option(help="Key of that server. Better kept in the environment.", envvar=variable_of("api_key")),
+    typer.Option(
+        help="Key of that server. Better kept in the environment.",
+        envvar=variable_of("api_key"),
+        callback=_first_key,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

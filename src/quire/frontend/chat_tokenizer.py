@@ -109,9 +109,7 @@ class ChatTokenizer(Tokenizer):
             if self._template is None:
                 self._template = ChatTemplate.find(self._files, renderers=self._renderers)
         if self._template is None:
-            raise RequestError(
-                f"{self._files.path.name} has no chat template, so it continues prompts only; give one as chat_template"
-            )
+            raise RequestError(f"{self._files.path.name} has no chat template; give one as chat_template")
         return self._template
 
     def _other(self, source: str) -> ChatTemplate:

@@ -69,6 +69,11 @@ class ClassificationOutput:
     probs: list[float]  # [labels], the scores of all labels; empty if the prompt's step failed
     label: str | None = None  # the label with the highest score; None if there is one label, or the step failed
 
+    @property
+    def num_classes(self) -> int:
+        """The number of labels."""
+        return len(self.probs)
+
 
 @dataclass(frozen=True)
 class ClassificationRequestOutput:

@@ -320,7 +320,7 @@ class GrammarGuide:
         return other
 
     def for_drafts(self) -> GrammarGuide | None:
-        """Return a copy with an allowance of its own; None while this guide has overdrawn its own."""
+        """Return a copy with a separate allowance of CPU time; None while this guide has overdrawn its allowance."""
         if self._budget.overdrawn > 0:
             return None
         other = self.copy()

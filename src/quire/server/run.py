@@ -487,7 +487,7 @@ def _sampling(parts: ServerParts) -> str:
 
 def _limits(parts: ServerParts) -> str:
     scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
-    who = f"{len(keys)} keys" if keys else "no API key required"
+    who = f"{len(keys)} API key{'' if len(keys) == 1 else 's'}" if keys else "no API key required"
     pace, most = scheduler.pace, scheduler.max_num_batched_tokens
     shorter = "" if pace is None else f" (while others decode {min(most, pace.most(1)):,}, or at most {LONGEST_STEP} s)"
     return (

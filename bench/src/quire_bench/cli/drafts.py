@@ -36,16 +36,21 @@ def drafts(
     sequences: Annotated[int, typer.Option(min=1, help="Requests at the same time, with --accepted.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each request whose speed is measured.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of these requests.")] = 0.0,
+    json_schema: Annotated[bool, typer.Option(help="Answer by a JSON schema of five properties.")] = False,
+    quantization: Annotated[str | None, typer.Option(help="Of the weights, as in `quire serve`.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each source, in alternation.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """The speed of one request with drafts; or, with --check, the requests whose tokens differ from those without."""
+    from quire import StructuredOutputsParams
     from quire_bench.engine import drafts as bench_drafts
 
     for name in source or ():
         if name not in SOURCES:
             fail(ConfigError(f"--draft is {name!r}; it must be one of {', '.join(SOURCES)}"))
-    options: dict[str, Any] = {"num_speculative_tokens": num_tokens} | ({} if model is None else {"model": model})
+    given = {"model": model, "quantization": quantization}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    options["num_speculative_tokens"] = num_tokens
     chosen = source or ["lookup", "head"]
     if check:
         for name in chosen:
@@ -58,7 +63,8 @@ def drafts(
         prompts = [[7 + i, *range(10, 25)] for i in range(sequences)]
         found = bench_drafts.accepted_speeds(options, accepted, prompts, max_tokens, runs)
     else:
-        found = bench_drafts.speeds(options, chosen, PROMPTS, max_tokens, temperature, runs)
+        structured = StructuredOutputsParams(json=bench_drafts.PERSON) if json_schema else None
+        found = bench_drafts.speeds(options, chosen, PROMPTS, max_tokens, temperature, runs, structured)
     for speed in found:
         text = f"{speed.draft:8} {speed.rate:8.1f} tokens/s  {speed.ratio:5.2f} x  {speed.per_step:.2f} tokens a step"
         print(json.dumps(speed._asdict()) if as_json else text, flush=True)

@@ -29,6 +29,18 @@ from quire.models.quantisation.stacking import Weight
 
 # Few requests decode together, so that there are drafts, and not all of them have room.
 SMALL = {"block_size": 16, "num_blocks": 12, "max_model_len": 192, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Grace"]},
+        "birth_year": {"type": "integer", "minimum": 1800, "maximum": 2000},
+        "occupation": {"enum": ["mathematician", "programmer"]},
+        "is_known": {"type": "boolean"},
+        "languages": {"type": "array", "items": {"enum": ["english", "german"]}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "birth_year", "occupation", "is_known", "languages"],
+    "additionalProperties": False,
+}
 SPECIAL: tuple[dict[str, Any], ...] = (
     {"structured_outputs": StructuredOutputsParams(regex=r"(def [a-z]{3,9}\(self\):\n    pass\n){2,4}")},
     {"structured_outputs": StructuredOutputsParams(choice=["import os, sys", "import os.path", "from os import path"])},
@@ -179,27 +191,33 @@ def speeds(
     max_tokens: int,
     temperature: float,
     runs: int,
+    structured: StructuredOutputsParams | None = None,
 ) -> list[Speed]:
     """Measure sources of drafts in alternation, one request at a time. `off` is measured too, first."""
     llms = {draft: LLM(**options | {"draft": draft}) for draft in ("off", *drafts)}
     rates: dict[str, list[float]] = {draft: [] for draft in llms}
-    steps = dict.fromkeys(llms, 0)
+    per_step = dict.fromkeys(llms, 0.0)
+    params = [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            repetition_penalty=1.0,
+            seed=seed,
+            ignore_eos=True,
+            structured_outputs=structured,
+        )
+        for seed in range(len(prompts))
+    ]
     for run in range(runs + 1):  # the first one does not count
         for draft, llm in llms.items():
             before, begin = llm.engine.scheduler.num_plans, time.perf_counter()
-            for seed, prompt in enumerate(prompts):
-                params = SamplingParams(
-                    max_tokens=max_tokens, temperature=temperature, repetition_penalty=1.0, seed=seed, ignore_eos=True
-                )
-                llm.generate(prompt, params, use_tqdm=False)
-            steps[draft] = llm.engine.scheduler.num_plans - before
+            outputs = [llm.generate(*one, use_tqdm=False)[0] for one in zip(prompts, params, strict=True)]
+            seconds, count = time.perf_counter() - begin, sum(len(one.outputs[0].token_ids) for one in outputs)
+            per_step[draft] = count / (llm.engine.scheduler.num_plans - before)
             if run:
-                rates[draft].append(len(prompts) * max_tokens / (time.perf_counter() - begin))
+                rates[draft].append(count / seconds)
     usual = statistics.median(rates["off"])
-    return [
-        Speed(draft, rate := statistics.median(own), rate / usual, len(prompts) * max_tokens / steps[draft])
-        for draft, own in rates.items()
-    ]
+    return [Speed(draft, rate := statistics.median(own), rate / usual, per_step[draft]) for draft, own in rates.items()]
 
 
 def speculation_of(llm: LLM) -> Speculation:

@@ -29,6 +29,7 @@ async def conversation(
     """
     template, config = service.model.template, service.config
     if template is None:
+        service.model.pooling.check_writes()
         message = (
             f"{service.model.names[0]} has no chat template, so it continues prompts only (/v1/completions); the "
             f"server takes a template as --chat-template FILE"

@@ -125,7 +125,8 @@ def _prompt(service: Service, name: str, field: str, given: str | list[int], bod
     if isinstance(given, str):
         if service.model.tokenizer is None:
             raise ApiError(f"this model has no tokenizer, so {field} takes token ids only", param=field)
-        service.check_text(given, field)
+        if not body.cuts():
+            service.check_text(given, field)
         named = body.prompt_name if isinstance(body, EmbeddingRequest) else None
         text = service.model.pooling.prompt(named) + given
         tokens = service.tokenizer.encode(text, body.add_special_tokens)
@@ -133,17 +134,23 @@ def _prompt(service: Service, name: str, field: str, given: str | list[int], bod
         raise ApiError(f"{name} has no text, so no prompt can precede it; leave prompt_name out", param="prompt_name")
     else:
         text, tokens = None, given
-    longest, size = service.model.max_model_len, service.model.pooling.second_offset or service.model.vocab_size
+    size = service.model.pooling.second_offset or service.model.vocab_size
     for most, side in body.cuts():
         tokens = service.factory.kept(tokens, most, side)
     if (count := len(tokens)) == 0:
         raise ApiError(f"{name} has no token; each input needs at least one", param=field)
-    if count > longest:
-        message = f"{name} has {count} tokens; this model serves sequences of up to {longest}"
-        raise ApiError(message, param=field, code="context_length_exceeded")
+    check_input(service, name, field, count)
     if (wrong := next((token for token in tokens if token >= size), None)) is not None:
         raise ApiError(f"{name} has the token {wrong}; token ids of this model lie in 0..{size - 1}", param=field)
     return TokenizedPrompt(text, tokens)
+
+
+def check_input(service: Service, name: str, field: str, num_tokens: int) -> None:
+    """Raise ApiError for an input that is too long for the model."""
+    longest = service.model.max_model_len
+    if num_tokens > longest:
+        message = f"{name} has {num_tokens} tokens; this model serves sequences of up to {longest}"
+        raise ApiError(message, param=field, code="context_length_exceeded")
 
 
 def _answer(

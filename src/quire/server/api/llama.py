@@ -60,6 +60,7 @@ async def complete(service: Service, request: HttpRequest, body: LlamaCompletion
 
 async def fill_in(service: Service, request: HttpRequest, body: InfillRequest) -> Response:
     """Generate the text between a prefix and a suffix."""
+    service.model.pooling.check_writes()
     before, after = (body.input_prefix or "") + (body.prompt or ""), body.input_suffix or ""
     service.check_text(before, "input_prefix")
     service.check_text(after, "input_suffix")
@@ -310,7 +311,7 @@ def _settings(params: SamplingParams, body: LlamaRequest) -> dict[str, Any]:
     found = {name: getattr(params, own) for name, own in CALLED.items()} | OFF
     most = found.pop("num_predict")
     return found | {
-        "n_predict": -1 if most is None else most,
+        "n_predict": 0 if body.n_predict == 0 else -1 if most is None else most,
         "seed": RANDOM_SEEDS[1] if params.seed is None else params.seed,
         "stop": list(params.stop_strings),
         "repeat_last_n": -1,

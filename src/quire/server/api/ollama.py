@@ -187,12 +187,16 @@ def show(service: Service, body: ShowRequest) -> OllamaShown:
     name = (body.model or body.name or "").removesuffix(":latest")
     service.check_model(name)
     model = service.model
-    able: list[Literal["completion", "tools", "thinking"]] = ["completion"]
+    able: list[Literal["completion", "embedding", "tools", "thinking"]] = ["completion"]
+    if not model.pooling.writes:
+        able = [] if model.pooling.labels else ["embedding"]
     if model.dialect.syntax is not None:
         able.append("tools")
     if model.dialect.thoughts is not None:
         able.append("thinking")
-    about = {"context_length": model.max_model_len, "embedding_length": model.hidden_size}
+    about = {"context_length": model.max_model_len}
+    if not model.pooling.labels:
+        about["embedding_length"] = model.hidden_size
     shown = _model(service, name or model.names[0])
     return {
         "modelfile": "",

@@ -21,7 +21,7 @@ from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.frontend.yes_no import ANSWERS, INSTRUCTION, QUESTION, answer_token, drawn, logprob, probability
-from quire.server.api.embeddings import finite, hidden_states, pooled, prompt_usage, unit_vector
+from quire.server.api.embeddings import check_input, finite, hidden_states, pooled, prompt_usage, unit_vector
 from quire.server.api.service import Service, offload_if_large
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
@@ -109,14 +109,14 @@ async def _read_together(
         message = "this model needs the special tokens between two texts; leave it out"
         raise ApiError(message, param="add_special_tokens")
     service.worker.check_room(len(pairs), field)
-    for text in {text for pair in pairs for text in pair}:
-        service.check_text(text, field)
 
     def encode() -> list[TokenizedPrompt]:
         return [service.factory.tokenize_pair(*pair, body.truncate_prompt_tokens) for pair in pairs]
 
     size = sum(len(text) for pair in pairs for text in pair)
     prompts = await service.run_tokenization(request, size, encode)
+    for i, prompt in enumerate(prompts):
+        check_input(service, f"pair {i}", field, len(prompt.tokens))
     outputs = await pooled(service, request, body, prompts, size)
     scores = [scores_of(finite(output, f"pair {i}"), pooling.activation)[0] for i, output in enumerate(outputs)]
     return Scores(scores, await _numbers(service, outputs))

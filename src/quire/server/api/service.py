@@ -196,11 +196,16 @@ class Service:
         return await self._templates.run(client_of(request), render, size)
 
     def check_text(self, text: str, name: str = "prompt") -> None:
-        """Raise ApiError for a text that is too long whatever its tokens are, before it is tokenized."""
+        """Raise ApiError for a text that is too long whatever its tokens are, before it is tokenized.
+
+        Tokenizers of encoders drop spaces and read a long word as one token, so no length is too long for them.
+        """
+        if not self.model.pooling.writes:
+            return
         longest = self.model.max_model_len * self.tokenizer.max_token_length
         if len(text) > longest:
             message = (
-                f"the {name} has {len(text)} characters; this model's maximum context length is "
+                f"{name} has {len(text)} characters; this model's maximum context length is "
                 f"{self.model.max_model_len} tokens, which are {longest} characters at most"
             )
             raise ApiError(message, param=name, code="context_length_exceeded")

@@ -44,7 +44,8 @@ $("key").addEventListener("change", () => {
   listModels();
 });
 $("key").placeholder = needsKey ? "required by this server" : "not required";
-if (!isChat) { put($("hello-title"), "Begin a text"); $("prompt").placeholder = "A text to continue (Ctrl+Enter sends)"; $("prompt").rows = 4; }
+if (kind === "vectors") put($("hello-title"), "This model writes no text");
+else if (!isChat) { put($("hello-title"), "Begin a text"); $("prompt").placeholder = "A text to continue (Ctrl+Enter sends)"; $("prompt").rows = 4; }
 $("limited").hidden = !$("most").value;
 $("ideas").append(...IDEAS.map(text => {
   const button = make("button", { type: "button", textContent: text.trim().split("\n").join(" ⏎ ") });

@@ -359,5 +359,5 @@ class OllamaShown(Answer):
     template: str
     details: OllamaDetails
     model_info: dict[str, str | int]
-    capabilities: list[Literal["completion", "tools", "thinking"]]
+    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]]
     modified_at: str
