@@ -151,7 +151,7 @@ def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Fr
             assert put_together(*head, rest).choices == expected.choices, (cut, again)
 
 
-def test_calls_and_thoughts_through_a_gateway(two: list[Serving], long: bool) -> None:
+def test_calls_and_reasoning_through_a_gateway(two: list[Serving], long: bool) -> None:
     """Replicas follow the grammars, the gateway reads the answers; a stream goes on within a call or a thought."""
     zones = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
     clock = {"type": "function", "function": {"name": "clock", "parameters": zones | {"additionalProperties": False}}}

@@ -97,7 +97,7 @@ def test_a_message_is_answered_as_a_chat_is(speaking: Serving) -> None:
 
 
 @pytest.mark.slow
-def test_thoughts_texts_and_calls_are_blocks(speaking: Serving) -> None:
+def test_reasoning_texts_and_calls_are_blocks(speaking: Serving) -> None:
     call = '\\{"name": "clock", "arguments": \\{"zone": "UTC"\\}\\}'
     regex = f"<think>hm{{3}}</think>Look:<tool_call>\n{call}\n</tool_call>"
     chat = CountTokensRequest.chat

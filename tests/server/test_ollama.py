@@ -82,7 +82,7 @@ def test_a_chat_and_a_prompt(speaking: Serving) -> None:
 
 
 @pytest.mark.slow
-def test_formats_thoughts_and_calls(speaking: Serving) -> None:
+def test_formats_reasoning_and_calls(speaking: Serving) -> None:
     options = {"num_predict": 80, "temperature": 1.2, "seed": 1}
     found = ask(speaking, "/api/generate", prompt="x", format=SCHEMA, options=options)
     assert json.loads(found["response"])["zone"] in ("UTC", "CET")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quire.server.tools.dialect import SYNTAXES, THOUGHTS, Dialect
+from quire.server.tools.dialect import REASONING_MARKS, SYNTAXES, Dialect
 from quire.server.tools.parser import Answer, gathered
 from tests.server.serving import Serving
 from tests.server.tools.test_families import WRITTEN
@@ -81,7 +81,7 @@ class Read(NamedTuple):
     content: str
     calls: Calls
     reasoning: str = ""
-    thoughts: str | None = None
+    marks: str | None = None
     begins: str = ""  # where the prompt ends
 
 
@@ -108,7 +108,7 @@ def common(file: str, syntax: str) -> Iterator[Read]:
 
 def thinking(file: str, name: str) -> Iterator[Read]:
     """What the files of reasoning parsers ask of each, in its own marks."""
-    begin, end = THOUGHTS[name]
+    begin, end = REASONING_MARKS[name]
     cite = f"reasoning/{file}.py::test_reasoning"
     for case, text, begins, reasoning, content in (
         ("simple_reasoning", f"I weigh it.{end}Yes.", "thinking", "I weigh it.", "Yes."),
@@ -205,14 +205,14 @@ READ = [
 
 def read(row: Read, pieces: list[str]) -> Answer:
     dialect = Dialect(
-        SYNTAXES[row.syntax] if row.syntax else None, THOUGHTS[thoughts_of(row)] if thoughts_of(row) else None
+        SYNTAXES[row.syntax] if row.syntax else None, REASONING_MARKS[reasoning_of(row)] if reasoning_of(row) else None
     )
     parser = dialect.parser(FUNCTIONS, (), may_call=True, begins=row.begins)
     return gathered([found for piece in pieces for found in parser.feed(piece)] + parser.finish())
 
 
-def thoughts_of(row: Read) -> str:
-    return "openai_gptoss" if row.syntax == "openai" else row.thoughts or ""
+def reasoning_of(row: Read) -> str:
+    return "openai_gptoss" if row.syntax == "openai" else row.marks or ""
 
 
 @pytest.mark.slow

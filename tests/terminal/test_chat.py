@@ -70,7 +70,7 @@ def test_a_conversation_has_a_history_and_a_system_message(capsys: pytest.Captur
     assert partner.heard[0] == first[:1]
     assert partner.heard[1] == [system, *first, {"role": "user", "content": "three"}]
     assert partner.heard[2] == [system, {"role": "user", "content": "four"}]
-    assert capsys.readouterr().out == "one two \nthree \nfour \n"  # no thoughts, as nobody looks
+    assert capsys.readouterr().out == "one two \nthree \nfour \n"  # no reasoning, as nobody looks
     said = notes.getvalue()
     assert "be brief\n" in said
     assert "9 prompt tokens (4 from the prefix cache); the first new token after 0.50 s; 11 new tokens, 10.0 a" in said
@@ -155,7 +155,7 @@ def test_own_model_is_stopped_between_two_steps(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_thoughts_are_told_from_what_is_said(llm: LLM, tmp_path: Path) -> None:
+def test_reasoning_is_shown_apart_from_the_answer(llm: LLM, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[-1].content }}{% if add_generation_prompt %}<think>{% endif %}{# </think> #}")
     partner = OwnModel(llm, template, {"max_tokens": 5})
@@ -214,7 +214,7 @@ def test_to_stop_is_to_hang_up(server: Serving) -> None:
         pass
 
 
-def test_thoughts_and_usage_of_a_server_are_read() -> None:
+def test_reasoning_and_usage_of_a_server_are_read() -> None:
     with fake_server([chunk(thought="hm"), chunk("yes"), chunk(" no", reason="stop"), USAGE, DONE]) as url:
         partner = ServedModel(Client(url), None, {})
         pieces = list(partner.answer([{"role": "user", "content": "?"}]))

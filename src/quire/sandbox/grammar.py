@@ -89,12 +89,12 @@ class Spec:
             raise RequestError(f"json_schema is not JSON: {error}") from error
 
     @staticmethod
-    def of_thoughts(thinking: Thinking, after: Spec | None) -> Spec:
+    def of_reasoning(thinking: Thinking, after: Spec | None) -> Spec:
         """Return the Spec of reasoning followed by the Spec `after`; None: by any text."""
         return Spec("thinking", json.dumps([asdict(thinking), None if after is None else [after.kind, after.text]]))
 
-    def thoughts(self) -> tuple[Thinking, Spec | None]:
-        """Return the arguments of `of_thoughts`."""
+    def reasoning(self) -> tuple[Thinking, Spec | None]:
+        """Return the arguments of `of_reasoning`."""
         found, after = json.loads(self.text)
         thinking = Thinking(tuple(found["begin"]), tuple(found["end"]), found["has_begun"], found["limit"])
         return thinking, None if after is None else Spec(*after)
@@ -146,7 +146,7 @@ class Grammars:
     def compile_if_quick(self, spec: Spec) -> AnyGuide | None:
         """Return `compile`'s guide if the grammar is known to compile quickly or to be invalid; else None."""
         if spec.kind == "thinking":
-            thinking, after = spec.thoughts()
+            thinking, after = spec.reasoning()
             inner = None if after is None else self.compile_if_quick(after)
             return None if after is not None and inner is None else self._thinking(thinking, inner)
         if spec != JSON_OBJECT:
@@ -161,7 +161,7 @@ class Grammars:
         Raises RequestError for a constraint that cannot be followed, SandboxFailed if nothing can be tried.
         """
         if spec.kind == "thinking":
-            thinking, after = spec.thoughts()
+            thinking, after = spec.reasoning()
             return self._thinking(thinking, None if after is None else self.compile(after))
         grammar = spec.grammar()
         tools = self._made_tools()

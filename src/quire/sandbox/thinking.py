@@ -64,7 +64,7 @@ class ThinkingGuide:
         self._is_thinking = thinking.has_begun
         self._is_open = not thinking.has_begun  # it may still begin to reason
         self._num_begun = 0  # tokens of the beginning so far
-        self._num_thoughts = 0
+        self._num_thinking_tokens = 0
         self._num_forced = 0  # tokens of the end that were forced after the limit
         self._tail = b""
         self._end_bytes = bytes_of(list(thinking.end)) if len(thinking.end) > 1 else b""
@@ -72,7 +72,7 @@ class ThinkingGuide:
     def allowed(self) -> NDArray[np.int32]:
         """Return the mask of the tokens that may come next."""
         if self._is_thinking:
-            if self._thinking.limit is not None and self._num_thoughts >= self._thinking.limit:
+            if self._thinking.limit is not None and self._num_thinking_tokens >= self._thinking.limit:
                 return self._only(self._thinking.end[self._num_forced])
             return self._going_on
         if self._inner is None:
@@ -98,7 +98,7 @@ class ThinkingGuide:
     def forced(self) -> Sequence[int]:
         """Return the rest of the end of reasoning that is too long, or the tokens that the inner guide forces."""
         if self._is_thinking:
-            is_over = self._thinking.limit is not None and self._num_thoughts >= self._thinking.limit
+            is_over = self._thinking.limit is not None and self._num_thinking_tokens >= self._thinking.limit
             return self._thinking.end[self._num_forced :] if is_over else ()
         return () if self._is_open or self._inner is None else self._inner.forced()
 
@@ -123,11 +123,11 @@ class ThinkingGuide:
 
     def _think(self, token: int) -> None:
         thinking = self._thinking
-        if thinking.limit is not None and self._num_thoughts >= thinking.limit:
+        if thinking.limit is not None and self._num_thinking_tokens >= thinking.limit:
             self._num_forced += 1
             self._is_thinking = self._num_forced < len(thinking.end)
             return
-        self._num_thoughts += 1
+        self._num_thinking_tokens += 1
         if len(thinking.end) == 1:
             self._is_thinking = token != thinking.end[0]
         else:

@@ -63,7 +63,7 @@ def _of_trace(spec: FleetSpec, cell: int, num_cells: int) -> Iterator[Job]:
 
 def _drawn(spec: FleetSpec, cell: int, share: float) -> Iterator[Job]:
     load, seed = spec.load, f"{spec.seed}/{cell}"
-    lengths, thoughts = random.Random(f"{seed}/lengths"), random.Random(f"{seed}/thoughts")
+    lengths, pauses = random.Random(f"{seed}/lengths"), random.Random(f"{seed}/thoughts")
     weights = list(accumulate(1 / (i + 1) for i in range(load.prefixes)))
     for number, arrival in enumerate(arrivals(load, load.rate * share, f"{seed}/arrivals")):
         names: list[bytes] = []
@@ -79,7 +79,7 @@ def _drawn(spec: FleetSpec, cell: int, share: float) -> Iterator[Job]:
             name = f"{cell}-{number}" if load.turns == 1 else f"{cell}-{number}.{turn}"
             job = Job(name, arrival, [*names, own], ends[:], said + asked, new, asked)
             if talk:
-                talk[-1].then, talk[-1].think = job, thoughts.expovariate(1 / load.think) if load.think else 0.0
+                talk[-1].then, talk[-1].think = job, pauses.expovariate(1 / load.think) if load.think else 0.0
             talk.append(job)
             said += asked + new
             names.append(own)

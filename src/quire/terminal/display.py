@@ -63,14 +63,14 @@ def shown(console: Console, markdown: bool, fence: str = "") -> Iterator[Display
 class PlainDisplay:
     """Writes an answer as it arrives. Reasoning is written only to a terminal."""
 
-    def __init__(self, shows_thoughts: bool) -> None:
-        self._shows_thoughts = shows_thoughts
+    def __init__(self, shows_reasoning: bool) -> None:
+        self._shows_reasoning = shows_reasoning
         self._is_thinking = False
         self._line_is_open = False
 
     def think(self, text: str) -> None:
         """Add to the model's reasoning."""
-        if self._shows_thoughts:
+        if self._shows_reasoning:
             self._write(text if self._is_thinking else f"Thinking: {text}")
             self._is_thinking = True
 

@@ -102,7 +102,7 @@ class OwnModel:
         self._template = ChatTemplate.find(llm.text_files, template)
         self._dialect = Dialect.find(None if self._template is None else self._template.source, None, None)
         own = {"max_tokens": None} | dict(llm.default_sampling) | dict(sampling)
-        if self._dialect.thoughts is not None:
+        if self._dialect.reasoning is not None:
             own["skip_special_tokens"] = False  # reasoning may begin and end with special tokens
         self._sampling = SamplingParams(**own)
         self._is_stopped = False
@@ -165,7 +165,7 @@ class OwnModel:
 
     def _parser(self, prompt: str) -> AnswerParser | None:
         """Return a parser that separates reasoning from the answer; None for a model without reasoning."""
-        if self._dialect.thoughts is None or self._template is None:
+        if self._dialect.reasoning is None or self._template is None:
             return None
         special = self._tokenizer.special_tokens
         hidden = tuple(text for text, token in self._tokenizer.added_tokens.items() if token in special and text)

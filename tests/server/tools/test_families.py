@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.server.tools.dialect import SIGNS, SIGNS_OF_THOUGHTS, SYNTAXES, THOUGHTS, Dialect
+from quire.server.tools.dialect import REASONING_MARKS, SIGNS, SIGNS_OF_REASONING, SYNTAXES, Dialect
 from quire.server.tools.parser import Answer, gathered
 from quire.server.tools.values import json_of_text
 from tests.sandbox.chat_templates import TEMPLATES
@@ -153,9 +153,9 @@ BEHAVIOURS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-def dialect(syntax: str | None, thoughts: str | None = None) -> Dialect:
-    thoughts = "openai_gptoss" if syntax == "openai" else thoughts
-    return Dialect(SYNTAXES[syntax] if syntax else None, THOUGHTS[thoughts] if thoughts else None)
+def dialect(syntax: str | None, reasoning: str | None = None) -> Dialect:
+    reasoning = "openai_gptoss" if syntax == "openai" else reasoning
+    return Dialect(SYNTAXES[syntax] if syntax else None, REASONING_MARKS[reasoning] if reasoning else None)
 
 
 def read(
@@ -497,9 +497,9 @@ def test_rows() -> None:
         assert (found.content, shown) == (content, calls), (syntax, text, found)
 
 
-@pytest.mark.parametrize("name", [name for name in THOUGHTS if name != "openai_gptoss"])
-def test_thoughts_are_read(name: str) -> None:
-    begin, end = THOUGHTS[name]
+@pytest.mark.parametrize("name", [name for name in REASONING_MARKS if name != "openai_gptoss"])
+def test_reasoning_is_read(name: str) -> None:
+    begin, end = REASONING_MARKS[name]
     how = dialect("hermes", name)
     call = WRITTEN["hermes"](ONE)
     for text, begins, expected in (
@@ -509,7 +509,7 @@ def test_thoughts_are_read(name: str) -> None:
         (f"{begin}I think.{end}Hi.", "thinking", ("I think.", "Hi.")),
         (f"{begin}I think, and", "", ("I think, and", "")),
         (f"{begin}{end}Hi.", "", ("", "Hi.")),
-        ("\nHi, no thoughts.", "", ("", "\nHi, no thoughts.")),
+        ("\nHi, no reasoning.", "", ("", "\nHi, no reasoning.")),
         (f"Hi {begin}this{end} later.", "", ("", f"Hi {begin}this{end} later.")),
         (f"{begin}this{end} is text.", "saying", ("", f"{begin}this{end} is text.")),
         (f"{begin}I look.{end}\n\n{call}", "", ("I look.", "")),
@@ -574,14 +574,14 @@ WORDS: dict[str, tuple[str, str | None, str | None]] = {
 
 
 def test_templates_name_their_family() -> None:
-    for source, tools, thoughts in (*((TEMPLATES[n], *names) for n, names in REAL.items()), *WORDS.values()):
+    for source, tools, reasoning in (*((TEMPLATES[n], *names) for n, names in REAL.items()), *WORDS.values()):
         found = Dialect.find(source, None, None)
         assert found.syntax is (SYNTAXES[tools] if tools else None), source[:80]
-        assert found.thoughts == (THOUGHTS[thoughts] if thoughts else None), source[:80]
+        assert found.reasoning == (REASONING_MARKS[reasoning] if reasoning else None), source[:80]
     assert {name for _, name in SIGNS} <= set(SYNTAXES)
-    assert {name for _, name in SIGNS_OF_THOUGHTS} <= set(THOUGHTS)
+    assert {name for _, name in SIGNS_OF_REASONING} <= set(REASONING_MARKS)
     assert Dialect.find(TEMPLATES["qwen3"], "none", "none") == Dialect()
-    assert Dialect.find(None, "hermes", "granite").thoughts == THOUGHTS["granite"]
+    assert Dialect.find(None, "hermes", "granite").reasoning == REASONING_MARKS["granite"]
     assert Dialect.find("{{ m.tool_calls[0].function.arguments }}", None, None).wants_json
     assert not Dialect.find(TEMPLATES["qwen3"], None, None).wants_json
     with pytest.raises(ConfigError, match="tool_call_parser is 'hermse'; it must be 'none' or one of hermes, "):

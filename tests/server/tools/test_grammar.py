@@ -239,7 +239,7 @@ def test_what_a_syntax_cannot_guarantee_is_refused(syntax: str, schema: dict[str
         grammar_of(Dialect(SYNTAXES[syntax]), Demand((one,), True, False), {})
 
 
-# ------------------------------------------------------------------------------------------------- thoughts
+# ------------------------------------------------------------------------------------------------- reasoning
 
 
 def guided(thinking: Thinking, tokens: list[int], inner: ThinkingGuide | None = None) -> list[list[int]]:
@@ -258,7 +258,7 @@ def guided(thinking: Thinking, tokens: list[int], inner: ThinkingGuide | None = 
     return found
 
 
-def test_thoughts_end_after_so_many_tokens() -> None:
+def test_reasoning_ends_after_its_limit_of_tokens() -> None:
     every = list(range(64))
     one = Thinking((60,), (61,), has_begun=True, limit=3)
     assert guided(one, [1, 2, 3, 61, 5, 63]) == [every] * 3 + [[61]] + [every] * 2
@@ -270,20 +270,20 @@ def test_thoughts_end_after_so_many_tokens() -> None:
     assert guided(early, [60, 61, 62, 4, 4, 4, 4]) == [every] * 7
     begins = Thinking((50, 51), (60,), has_begun=False, limit=1)
     assert guided(begins, [50, 51, 1, 60, 2]) == [every] * 3 + [[60], every]
-    assert guided(begins, [50, 1, 51, 1, 1, 1]) == [every] * 6  # no thoughts
+    assert guided(begins, [50, 1, 51, 1, 1, 1]) == [every] * 6  # no reasoning
     assert guided(begins, [10, 32, 50, 51, 1, 60, 2]) == [every] * 5 + [[60], every]  # white space may come before them
     assert guided(begins, [10, 1, 50, 51, 1, 1]) == [every] * 6
     assert guided(Thinking((50,), (60,), has_begun=True, limit=0), [60, 1]) == [[60], every]
 
 
 @pytest.mark.slow
-def test_a_grammar_begins_after_thoughts(tokenizer: FastTokenizer, grammars: Grammars) -> None:
+def test_a_grammar_begins_after_reasoning(tokenizer: FastTokenizer, grammars: Grammars) -> None:
     size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("</think>")
     eos = tokenizer.token_to_id(ENDS[0])
-    begin = tokenizer.token_to_id("<tool_call>")  # stands for the beginning of thoughts
+    begin = tokenizer.token_to_id("<tool_call>")  # stands for the beginning of reasoning
     digits = [tokenizer.token_to_id(one) for one in "12"]
     for has_begun in (True, False):
-        spec = Spec.of_thoughts(Thinking((begin,), (end,), has_begun, limit=None), Spec("regex", "[12]{2}"))
+        spec = Spec.of_reasoning(Thinking((begin,), (end,), has_begun, limit=None), Spec("regex", "[12]{2}"))
         guide = grammars.compile(spec)
         assert grammars.compile_if_quick(spec) is not None
         if not has_begun:

@@ -1,4 +1,4 @@
-"""Tools, thoughts and templates' variables over HTTP, with the embedded model, whose calls grammars make."""
+"""Tools, reasoning and templates' variables over HTTP, with the embedded model, whose calls grammars make."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_auto_is_text_and_a_strict_function_a_grammar(server: Serving) -> None:
 
 @pytest.mark.slow
 def test_what_models_write_is_read(server: Serving) -> None:
-    """A regex writes the answer, so that thoughts and calls come without a model that was taught to."""
+    """A regex writes the answer, so that reasoning and calls come without a model that was taught to."""
     call = '<tool_call>\n\\{"name": "clock", "arguments": \\{"zone": "UTC"\\}\\}\n</tool_call>'
     for regex, expected in (
         (f"<think>\nhm{{3}} a\n</think>\n\nLook: {call}", ("hmmm a", "Look:", 1)),
@@ -201,15 +201,15 @@ def test_what_models_write_is_read(server: Serving) -> None:
         body = {"regex": regex, "tools": [CLOCK], "temperature": 0, "stream_options": None}
         [choice] = (whole := chat(server, **body))["choices"]
         [message], chunks = streamed(server, **body | {"stream_options": {"include_usage": True}})
-        thoughts, content, num_calls = expected
-        assert choice["message"].get("reasoning_content", "") == message["reasoning_content"] == thoughts
+        reasoning, content, num_calls = expected
+        assert choice["message"].get("reasoning_content", "") == message["reasoning_content"] == reasoning
         assert (choice["message"]["content"] or "") == message["content"] == content
         assert len(choice["message"].get("tool_calls", [])) == len(message["tool_calls"]) == num_calls
         assert choice["finish_reason"] == message["finish_reason"]
         assert (choice["finish_reason"] == "tool_calls") == (num_calls > 0)
         details = whole["usage"]["completion_tokens_details"]
         assert details == chunks[-1]["usage"]["completion_tokens_details"]
-        assert (details["reasoning_tokens"] > 0) == bool(thoughts)
+        assert (details["reasoning_tokens"] > 0) == bool(reasoning)
         assert details["reasoning_tokens"] < whole["usage"]["completion_tokens"] or regex == "<think>only"
         one = chat(server, **body | {"parallel_tool_calls": False, "include_reasoning": False})["choices"][0]["message"]
         assert len(one.get("tool_calls", [])) == min(num_calls, 1)
@@ -217,8 +217,8 @@ def test_what_models_write_is_read(server: Serving) -> None:
 
 
 @pytest.mark.slow
-def test_thoughts_are_bounded_and_grammars_begin_after_them(server: Serving) -> None:
-    """The prompt is continued within its thoughts, as templates do that open them."""
+def test_reasoning_is_bounded_and_grammars_begin_after_them(server: Serving) -> None:
+    """The prompt is continued within its reasoning, as templates do that open them."""
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nwell"}]
     inside = {"messages": messages, "continue_final_message": True, "temperature": 1.0, "ignore_eos": False}
     for limit in (0, 5):

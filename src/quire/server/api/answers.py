@@ -44,7 +44,7 @@ class Reading:
         self._functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
         self.has_one_call = body.parallel_tool_calls is False
         self.shows_reasoning = body.include_reasoning
-        self.is_plain = not self._may_call and dialect.thoughts is None
+        self.is_plain = not self._may_call and dialect.reasoning is None
         self.thinking: Thinking | None = None
         self.tools: Callable[[], Spec] | None = None
         if self.is_plain and body.thinking_token_budget is None:
@@ -57,7 +57,7 @@ class Reading:
                 raise ApiError(f"{message}; the server takes another template as --chat-template FILE", param="tools")
             message = f"the chat template of {served} writes calls in no syntax that is known here"
             raise ApiError(f"{message}; the server takes its name as --tool-call-parser NAME", param="tools")
-        if body.thinking_token_budget is not None and dialect.thoughts is None:
+        if body.thinking_token_budget is not None and dialect.reasoning is None:
             message = f"the chat template of {served} writes reasoning in no syntax that is known here"
             raise ApiError(
                 f"{message}; the server takes its name as --reasoning-parser NAME", param="thinking_token_budget"
@@ -83,18 +83,18 @@ class Reading:
 
     def num_reasoning(self, tokens: Sequence[int], reasoning: str) -> int:
         """Count the reasoning tokens of an answer. If no single token ends the reasoning, tokenize its text again."""
-        if not reasoning or self.dialect.thoughts is None:
+        if not reasoning or self.dialect.reasoning is None:
             return 0
-        end = self._ids(self.dialect.thoughts.end)
-        if len(end) > 1 or self.dialect.thoughts is ANALYSIS:
+        end = self._ids(self.dialect.reasoning.end)
+        if len(end) > 1 or self.dialect.reasoning is ANALYSIS:
             return len(self._service.tokenizer.encode(reasoning, add_special_tokens=False))
-        begin = self._ids(self.dialect.thoughts.begin)
+        begin = self._ids(self.dialect.reasoning.begin)
         size = tokens.index(end[0]) if end[0] in tokens else len(tokens)
         return size - (len(begin) if tuple(tokens[: len(begin)]) == begin else 0)
 
     def counted(self, num_reasoning: int) -> int | None:
         """Return the number of reasoning tokens for the usage, or None if the model is not known to reason."""
-        return None if self.dialect.thoughts is None else num_reasoning
+        return None if self.dialect.reasoning is None else num_reasoning
 
     # ------------------------------------------------------------------------------------------------- grammars
 
@@ -102,25 +102,25 @@ class Reading:
         return tuple(self._service.tokenizer.encode(text, add_special_tokens=False))
 
     def _thinking(self, body: ChatRequest) -> Thinking | None:
-        thoughts, limit = self.dialect.thoughts, body.thinking_token_budget
-        if thoughts is None or self._begins == "saying" or (limit is None and body.grammar_field() is None):
+        reasoning, limit = self.dialect.reasoning, body.thinking_token_budget
+        if reasoning is None or self._begins == "saying" or (limit is None and body.grammar_field() is None):
             return None
-        if thoughts is ANALYSIS and self._has_grammar(body):
+        if reasoning is ANALYSIS and self._has_grammar(body):
             if limit is not None:
                 message = "thinking_token_budget does not go with a grammar for this model; leave one of them out"
                 raise ApiError(message, param="thinking_token_budget")
             return None  # the grammar includes the reasoning
-        begin, is_inside = self._ids(thoughts.begin), self._begins == "thinking"
+        begin, is_inside = self._ids(reasoning.begin), self._begins == "thinking"
         if len(begin) > 1 and not is_inside and body.grammar_field() != "thinking_token_budget":
             return None  # the begin mark could also begin the grammar's text, so reasoning is not allowed
-        return Thinking(begin, self._ids(thoughts.end), is_inside, limit)
+        return Thinking(begin, self._ids(reasoning.end), is_inside, limit)
 
     def _has_grammar(self, body: ChatRequest) -> bool:
         """Return whether the grammar is one of calls or of channels."""
         if body.has_calls_of_a_grammar():
             return True
         asks_json = body.grammar_field() == "response_format"
-        return asks_json and (self._may_call or self.dialect.thoughts is ANALYSIS)
+        return asks_json and (self._may_call or self.dialect.reasoning is ANALYSIS)
 
     def _demand(self, body: ChatRequest) -> Demand:
         form, chosen = body.response_format, body.tool_choice

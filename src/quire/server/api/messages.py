@@ -38,7 +38,7 @@ EMPTY: dict[Kind, AnthropicBlock] = {
 
 async def messages(service: Service, request: HttpRequest, body: MessagesRequest) -> Response:
     """Answer a request."""
-    chat = body.chat(can_think=service.model.dialect.thoughts is not None)
+    chat = body.chat(can_think=service.model.dialect.reasoning is not None)
     body.messages.clear()  # the chat has them
     turn = await Turn.of(service, request, chat, "msg")
     if chat.stream:
@@ -54,7 +54,7 @@ async def messages(service: Service, request: HttpRequest, body: MessagesRequest
 async def count_tokens(service: Service, request: HttpRequest, body: CountTokensRequest) -> Response:
     """Return the number of tokens of a request's prompt."""
     service.check_model(body.model)
-    chat = body.chat(can_think=service.model.dialect.thoughts is not None)
+    chat = body.chat(can_think=service.model.dialect.reasoning is not None)
     chat.check_together()
     prompt = await prompt_of(service, request, chat)
     return JsonBody(InputTokens(input_tokens=len(prompt.tokens)))

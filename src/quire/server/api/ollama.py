@@ -192,7 +192,7 @@ def show(service: Service, body: ShowRequest) -> OllamaShown:
         able = [] if model.pooling.labels else ["embedding"]
     if model.dialect.syntax is not None:
         able.append("tools")
-    if model.dialect.thoughts is not None:
+    if model.dialect.reasoning is not None:
         able.append("thinking")
     about = {"context_length": model.max_model_len}
     if not model.pooling.labels:
@@ -246,17 +246,17 @@ def _line(model: str, *, is_done: bool) -> OllamaAnswer:
     return {"model": model, "created_at": _now(), "done": is_done}
 
 
-def _say(answer: OllamaAnswer, field: str, text: str, thoughts: str, calls: Sequence[OllamaCall] = ()) -> OllamaAnswer:
+def _say(answer: OllamaAnswer, field: str, text: str, reasoning: str, calls: Sequence[OllamaCall] = ()) -> OllamaAnswer:
     """Add a message or a response, as `field` selects, and return the answer."""
     if field == "response":
         answer["response"] = text
-        if thoughts:
-            answer["thinking"] = thoughts
+        if reasoning:
+            answer["thinking"] = reasoning
         return answer
     message: OllamaMessage = {"role": "assistant", "content": text}
     answer["message"] = message
-    if thoughts:
-        message["thinking"] = thoughts
+    if reasoning:
+        message["thinking"] = reasoning
     if calls:
         message["tool_calls"] = list(calls)
     return answer
@@ -324,5 +324,5 @@ class _Script(Script):
         """Return the line of an error."""
         return _error(error)
 
-    def _line(self, text: str, thoughts: str, calls: Sequence[OllamaCall] = ()) -> OllamaAnswer:
-        return _say(_line(self._model, is_done=False), self._field, text, thoughts, calls)
+    def _line(self, text: str, reasoning: str, calls: Sequence[OllamaCall] = ()) -> OllamaAnswer:
+        return _say(_line(self._model, is_done=False), self._field, text, reasoning, calls)

@@ -317,7 +317,7 @@ class Service:
         elif asked is not None:
             spec = Spec.of(asked)
         if thinking is not None:
-            spec = Spec.of_thoughts(thinking, spec)
+            spec = Spec.of_reasoning(thinking, spec)
         if spec is None:
             raise BadValue(f"{name} asks for no grammar")
         return await self.compiled(client, spec, name)

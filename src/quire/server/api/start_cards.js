@@ -2,7 +2,7 @@
 // The blocks of the last request: a card for each, with the texts of its tokens.
 
 const MAX_CARDS = 400;           // blocks of one request that are shown
-let books = null;                // the state of the cache, from the inspector's stream
+let cacheState = null;                // the state of the cache, from the inspector's stream
 let shown = null;                // {id, prompt: token texts, made: texts, cached}: the request whose blocks are shown
 let watching = null;
 
@@ -24,12 +24,12 @@ async function watch() {
     if (!answer.ok) return;
     for await (const data of eventsOf(answer)) {
       const parsed = JSON.parse(data);
-      if (parsed.kind === "snapshot") books = new State(parsed);
-      else if (parsed.kind === "record" && books) books.apply(parsed, false);
+      if (parsed.kind === "snapshot") cacheState = new State(parsed);
+      else if (parsed.kind === "record" && cacheState) cacheState.apply(parsed, false);
       isReady();
       redraw();
     }
-  })().catch(() => {}).finally(() => { watching = null; books = null; isReady(); });
+  })().catch(() => {}).finally(() => { watching = null; cacheState = null; isReady(); });
   await ready;
 }
 /** Draws the cards, and the answer that grows, at the next frame. */
@@ -42,13 +42,13 @@ const visible = text => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").rep
 function drawCards() {
   $("nothing").hidden = Boolean(shown);
   if (!shown) { $("cards").replaceChildren(); put($("sum"), "each card is a block"); return; }
-  const own = shown.id && books ? [...books.requests.values()].find(one => one.id.startsWith(shown.id)) : null;
-  const group = own ? Math.max(0, books.config.kinds.indexOf("attention")) : 0, size = books?.config.block_size || 16;
+  const own = shown.id && cacheState ? [...cacheState.requests.values()].find(one => one.id.startsWith(shown.id)) : null;
+  const group = own ? Math.max(0, cacheState.config.kinds.indexOf("attention")) : 0, size = cacheState?.config.block_size || 16;
   if (own) {  // the table is copied, because it is still shown after the request's end
     shown.cached = Math.max(shown.cached, own.report?.cached || 0);
-    Object.assign(shown, { label: books.label(own.key), colour: ownerColour(own.key).css });
+    Object.assign(shown, { label: cacheState.label(own.key), colour: ownerColour(own.key).css });
     const { table, given } = own.tables[group].length ? { table: own.tables[group], given: own.given[group] } : own.left[group] || { table: [], given: 0 };
-    if (table.length) Object.assign(shown, { table: [...table], given, refs: table.map(block => books.pools[group].refs[block]) });
+    if (table.length) Object.assign(shown, { table: [...table], given, refs: table.map(block => cacheState.pools[group].refs[block]) });
   }
   const tokens = [...shown.prompt, ...shown.made], count = Math.min(MAX_CARDS, Math.max(Math.ceil(tokens.length / size), (shown.table?.length || 0) + (shown.given || 0))), list = $("cards");
   while (list.children.length > count) list.lastChild.remove();

@@ -235,7 +235,7 @@ def _said(message: InputMessage) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     for block in message.content:
         if block["type"] == "text":
             parts.append({"type": "text", "text": block["text"]})
@@ -246,12 +246,12 @@ def _said(message: InputMessage) -> list[dict[str, Any]]:
             content = [{"type": "text", "text": one["text"]} for one in block.get("content") or ()]
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
         elif block["type"] == "thinking":
-            thoughts.append(block["thinking"])
-    if thoughts:
-        said["reasoning_content"] = "\n".join(thoughts)
+            reasoning.append(block["thinking"])
+    if reasoning:
+        said["reasoning_content"] = "\n".join(reasoning)
     if calls:
         said["tool_calls"] = calls
-    if parts or calls or thoughts or not results:
+    if parts or calls or reasoning or not results:
         results.append(said | {"content": parts})
     return results
 

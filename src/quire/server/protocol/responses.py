@@ -298,8 +298,8 @@ def _messages(instructions: str | None, items: Sequence[Any]) -> list[dict[str, 
             last = {"role": "assistant"}
             messages.append(last)
         if kind == "reasoning":
-            thoughts = "\n".join(part["text"] for part in _texts(item.get("content") or item.get("summary") or ()))
-            last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thoughts)))
+            reasoning = "\n".join(part["text"] for part in _texts(item.get("content") or item.get("summary") or ()))
+            last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), reasoning)))
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             called = {"id": item["call_id"], "type": "function", "function": function}

@@ -41,7 +41,7 @@ class Syntax:
     id_size: int = 24  # characters of a call's id
 
 
-class Thoughts(NamedTuple):
+class ReasoningMarks(NamedTuple):
     """The texts around reasoning."""
 
     begin: str
@@ -152,17 +152,17 @@ SYNTAXES: dict[str, Syntax] = {
         HARMONY,
     ),
 }
-THINK = Thoughts("<think>", "</think>")
-ANALYSIS = Thoughts("<|channel|>analysis<|message|>", "<|end|>")
-THOUGHTS: dict[str, Thoughts] = {
+THINK = ReasoningMarks("<think>", "</think>")
+ANALYSIS = ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>")
+REASONING_MARKS: dict[str, ReasoningMarks] = {
     "deepseek_r1": THINK,
     "deepseek_v3": THINK,
     "glm45": THINK,
     "qwen3": THINK,
-    "mistral": Thoughts("[THINK]", "[/THINK]"),
-    "seed_oss": Thoughts("<seed:think>", "</seed:think>"),
-    "gemma4": Thoughts("<|channel>thought\n", "<channel|>"),
-    "granite": Thoughts("Here is my thought process:", "Here is my response:"),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+    "gemma4": ReasoningMarks("<|channel>thought\n", "<channel|>"),
+    "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
     "openai_gptoss": ANALYSIS,
 }
 # Patterns of the chat templates of a family's calls, the most specific first.
@@ -189,7 +189,7 @@ SIGNS: tuple[tuple[str, str], ...] = (
     (r"\[\w+\(\w+=", "pythonic"),
     (r"<\|python_tag\|>|ipython(?s:.*)\"parameters\": ", "llama3_json"),
 )
-SIGNS_OF_THOUGHTS: tuple[tuple[str, str], ...] = (
+SIGNS_OF_REASONING: tuple[tuple[str, str], ...] = (
     (r"<\|channel\|>analysis|<\|channel\|>", "openai_gptoss"),
     (r"<\|channel>thought", "gemma4"),
     (r"\[THINK\]", "mistral"),
@@ -204,20 +204,20 @@ class Dialect:
     """A model's syntax of calls and reasoning."""
 
     syntax: Syntax | None = None  # None: the model is not known to call functions
-    thoughts: Thoughts | None = None  # None: the model is not known to reason
+    reasoning: ReasoningMarks | None = None  # None: the model is not known to reason
     wants_json: bool = False  # its template does not encode the arguments of earlier calls, so it needs them as JSON
 
     @classmethod
-    def find(cls, template: str | None, tools: str | None, thoughts: str | None) -> Dialect:
+    def find(cls, template: str | None, tools: str | None, reasoning: str | None) -> Dialect:
         """Return the dialect of a chat template, or the one that options name.
 
-        `tools`, `thoughts`: names in `SYNTAXES` and `THOUGHTS`, "none", or None to detect them from the template.
+        `tools`, `reasoning`: names in `SYNTAXES` and `REASONING_MARKS`, "none", or None to detect them.
         Raises ConfigError for other names.
         """
         source = template or ""
         return cls(
             _found("tool_call_parser", tools, source, SIGNS, SYNTAXES),
-            _found("reasoning_parser", thoughts, source, SIGNS_OF_THOUGHTS, THOUGHTS),
+            _found("reasoning_parser", reasoning, source, SIGNS_OF_REASONING, REASONING_MARKS),
             "tool_calls" in source and "tojson" not in source and ".items()" not in source,
         )
 
@@ -232,33 +232,33 @@ class Dialect:
         writer = Writer(functions)
         read: Read = families.plain
         marks = ""
-        if self.syntax is not None and (may_call or self.thoughts is ANALYSIS):
+        if self.syntax is not None and (may_call or self.reasoning is ANALYSIS):
             read, marks = self.syntax.read, "\n".join(self.syntax.marks)
-        if self.thoughts is not None:
-            marks += "\n".join(self.thoughts)
+        if self.reasoning is not None:
+            marks += "\n".join(self.reasoning)
         return AnswerParser(writer, self._run(writer, read, begins), _hidden(special, marks))
 
     def _run(self, writer: Writer, read: Read, begins: str) -> Wait[None]:
-        reader, thoughts = writer.reader, self.thoughts
-        if thoughts is ANALYSIS:
+        reader, reasoning = writer.reader, self.reasoning
+        if reasoning is ANALYSIS:
             if begins:
                 take = writer.think if begins == "thinking" else writer.say
                 yield from reader.until(("<|end|>", "<|call|>", "<|return|>"), take)
-        elif thoughts is not None and begins != "saying":
+        elif reasoning is not None and begins != "saying":
             reader.mark()
             yield from reader.space()
-            if (yield from reader.match(thoughts.begin)) or begins == "thinking":
+            if (yield from reader.match(reasoning.begin)) or begins == "thinking":
                 reader.unmark()
-                yield from reader.until((thoughts.end,), writer.think)
+                yield from reader.until((reasoning.end,), writer.think)
             else:
                 reader.rewind(reader.unmark())
         yield from read(writer)
 
     def begins(self, prompt: str, continued: str | None) -> str:
         """Return the `begins` of `parser` for a prompt. continued: the text of the message to continue, if any."""
-        if self.thoughts is None:
+        if self.reasoning is None:
             return ""
-        begin, end = self.thoughts.begin.rstrip(), self.thoughts.end
+        begin, end = self.reasoning.begin.rstrip(), self.reasoning.end
         if continued is not None:
             return "thinking" if continued.rfind(begin) > continued.rfind(end) else "saying"
         last = prompt.rstrip()
@@ -266,7 +266,7 @@ class Dialect:
             "thinking"
             if last.endswith(begin)
             else "saying"
-            if last.endswith(end) and self.thoughts is not ANALYSIS
+            if last.endswith(end) and self.reasoning is not ANALYSIS
             else ""
         )
 

@@ -64,7 +64,7 @@ def grammar_of(dialect: Dialect, demand: Demand, tokens: Mapping[str, int]) -> s
     rules = _Rules(layout, tokens, dialect.syntax.marks)
     if layout.between is None:
         demand = replace(demand, has_many=False)
-    if dialect.thoughts is ANALYSIS:
+    if dialect.reasoning is ANALYSIS:
         start = _harmony(rules, demand)
     elif demand.instead is not None:
         start = (
@@ -79,14 +79,14 @@ def grammar_of(dialect: Dialect, demand: Demand, tokens: Mapping[str, int]) -> s
 
 def _harmony(rules: _Rules, demand: Demand) -> str:
     """Return the start rule of gpt-oss: optional reasoning, then calls or a last message."""
-    thoughts = f"{rules.literal('<|channel|>analysis<|message|>')} TEXT {rules.literal('<|end|><|start|>assistant')}"
+    reasoning = f"{rules.literal('<|channel|>analysis<|message|>')} TEXT {rules.literal('<|end|><|start|>assistant')}"
     endings = [rules.required(demand)] if demand.functions else []
     final = rules.literal("<|channel|>final<|message|>")
     if demand.instead is not None:
         endings.append(f"{final} {rules.json(demand.instead)}")
     elif not demand.is_required:
         endings.append(f"{final} TEXT")
-    return f"({thoughts})? ({' | '.join(endings)})"
+    return f"({reasoning})? ({' | '.join(endings)})"
 
 
 class _Rules:

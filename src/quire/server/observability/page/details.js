@@ -19,8 +19,8 @@ function drawDetails(state) {
   $("d-split").style.gridTemplateColumns = isSplit ? "" : "minmax(0, 1fr)";
   $("d-storyname").hidden = !selection; $("d-facts").hidden = !request && !isBlock; $("d-story").hidden = !selection; $("d-steps").hidden = Boolean(selection);
   $("d-split").hidden = false;
-  if (request) { drawFacts(factsOfRequest(state, request)); drawStory(state, event => tellOfRequest(event, state, request.key)); }
-  else if (isBlock) { drawFacts(factsOfBlock(state)); drawStory(state, event => tellOfBlock(event, state, selection)); }
+  if (request) { drawFacts(factsOfRequest(state, request)); drawStory(state, event => describeRequestEvent(event, state, request.key)); }
+  else if (isBlock) { drawFacts(factsOfBlock(state)); drawStory(state, event => describeBlockEvent(event, state, selection)); }
   else if (selection) { selection = null; storyMark = ""; panelsDue = 0; wake(); }  // the request is no longer known
   else { put($("d-title"), "Latest events"); $("d-title").title = ""; drawSteps(state); }
 }
@@ -91,10 +91,10 @@ function drawSteps(state) {
   const mark = `${state.number}/${state.log.length}/${state.epoch}`, list = $("d-steps");
   if (mark !== storyMark) {
     storyMark = mark;
-    const folded = foldSteps(state, 60).map(step => ({ step, said: tellStep(step, state) }));
+    const folded = foldSteps(state, 60).map(step => ({ step, said: describeStep(step, state) }));
     keepOrMake(list, folded, ({ step, said }) => `${step.step?.[2] ?? ""}/${said.join()}`, ({ step, said: [name, text] }) => {
       const at = step.step?.[1] ?? step.events[step.events.length - 1][1], head = [make("time"), make("span", {}, make("b", { textContent: `${name} ` }), text)];
-      const events = step.events.map(event => tellOfAll(event, state)).filter(Boolean);
+      const events = step.events.map(event => describeEvent(event, state)).filter(Boolean);
       if (!events.length) return make("li", { data: { at } }, make("div", { className: "quiet" }, ...head));
       const inner = make("ol"), fold = make("details", {}, make("summary", {}, ...head), inner);
       fold.addEventListener("toggle", () => { if (fold.open && !inner.children.length) inner.replaceChildren(...events.map(parts => make("li", {}, ...nodes(parts, state)))); });

@@ -105,7 +105,7 @@ class TimeView {
       return;
     }
     const piece = found.piece && found.phase?.kind === "prefill" ? `; prompt tokens ${fmt(found.piece.from)} to ${fmt(found.piece.from + found.piece.count - 1)} in a step of ${duration(found.piece.seconds)}` : "";
-    showTip(this, this.state.label(found.request.key), found.phase ? this.tellPhase(found.phase) + piece : tellState(this.state, found.request), ...this.pointer);
+    showTip(this, this.state.label(found.request.key), found.phase ? this.tellPhase(found.phase) + piece : describeState(this.state, found.request), ...this.pointer);
   }
   draw() {
     if (!this.state || !this.width) return;

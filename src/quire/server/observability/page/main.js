@@ -100,7 +100,7 @@ function frame(now) {
     if (now >= panelsDue) { panelsDue = now + 150; drawPanels(state); }
     else wake.timer ||= setTimeout(() => { wake.timer = 0; wake(); }, panelsDue - now + 5);
   }
-  drawWelcome(state);
+  drawOnboarding(state);
   drawTimeline();
   if (playing || device.flashes.length || host.flashes.length) wake();
   const ms = performance.now() - begun;

@@ -188,6 +188,6 @@ class TreeView {
     const report = request.report, differs = report?.differs;
     const note = differs !== undefined && differs !== null ? `differs from token ${fmt(differs)}` : report?.miss === "evicted" ? "its rest had been evicted" : "";
     if (note) node("text", { x: (rest ? tail : begin) + 15 + 7 * label.length, y: y + 4, class: "note miss" }, group).textContent = note;
-    tell(group, label, `${tellState(this.state, request)}${report ? `. ${report.text}` : ""}`, { key: request.key }, request.key);
+    tell(group, label, `${describeState(this.state, request)}${report ? `. ${report.text}` : ""}`, { key: request.key }, request.key);
   }
 }

@@ -143,7 +143,7 @@ class BlockMap {
   /** Shows a tip for the block below the pointer, also if the block changes without the pointer. */
   showTip() {
     if (this.hover < 0) { hideTip(this); return; }
-    if (this.per === 1) showTip(this, `${this.isHost ? "Host block" : "Block"} ${fmt(this.hover)}`, tellBlock(this, this.hover), ...this.pointer);
+    if (this.per === 1) showTip(this, `${this.isHost ? "Host block" : "Block"} ${fmt(this.hover)}`, describeBlock(this, this.hover), ...this.pointer);
     else showTip(this, `Blocks ${fmt(this.hover)} to ${fmt(Math.min(this.count, this.hover + this.per) - 1)}`, this.tellTile(this.hover), ...this.pointer);
   }
   leave() { if (this.hover >= 0) { this.hover = -1; this.fxDirty = true; } hideTip(this); }
@@ -158,7 +158,7 @@ class BlockMap {
     const row = Math.floor(Math.floor(block / this.per) / this.columns) * this.cell / this.scale, cell = this.cell / this.scale;
     if (row < this.root.scrollTop) this.root.scrollTop = row;
     else if (row + cell > this.root.scrollTop + this.root.clientHeight) this.root.scrollTop = row + cell - this.root.clientHeight;
-    $("said").textContent = `Block ${block}: ${tellBlock(this, block)}`;
+    $("said").textContent = `Block ${block}: ${describeBlock(this, block)}`;
   }
 
   /** Returns the request in focus if it owns blocks here, and marks these in this.mine. */

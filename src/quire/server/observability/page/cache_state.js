@@ -1,7 +1,7 @@
 "use strict";
 // The state of the cache at one moment: pools of blocks, requests with their tables, and the steps.
 
-const MAX_LOG = 6000;            // events that are stored for the stories
+const MAX_LOG = 6000;            // events that are stored for the texts
 const MAX_ENDED = 200;           // requests that are listed after their end
 const MAX_POINTS = 120;          // of a sparkline
 const POINT_EVERY = 0.5;         // seconds

@@ -1,7 +1,7 @@
 "use strict";
 // The welcome: an explanation of blocks, an example request, and a recorded demonstration with captions.
 
-let isWelcomeClosed = false;
+let isOnboardingClosed = false;
 const isServed = location.protocol.startsWith("http");
 
 function tryCommand(state) {
@@ -9,8 +9,8 @@ function tryCommand(state) {
   return `curl ${location.origin}/v1/completions \\\n  -H "Content-Type: application/json" \\\n  -d '${JSON.stringify({ model, prompt: "import os\n", max_tokens: 64 })}'`;
 }
 /** Shows the welcome until there is a request, and without a server the place to drop a file. */
-function drawWelcome(state) {
-  const isQuiet = state && fileName === null && !isWelcomeClosed && state.requests.size === 0 && !state.gauges.prompt_tokens;
+function drawOnboarding(state) {
+  const isQuiet = state && fileName === null && !isOnboardingClosed && state.requests.size === 0 && !state.gauges.prompt_tokens;
   $("welcome").hidden = !isQuiet;
   $("nofile").hidden = isServed || Boolean(state);
   if (!isQuiet || $("try").dataset.model === String(state.about.model)) return;
@@ -55,5 +55,5 @@ function drawChapters() {
 
 $("copy").addEventListener("click", copyCommand);
 for (const id of ["demo", "demo2"]) $(id).addEventListener("click", playDemo);
-$("hide").addEventListener("click", () => { isWelcomeClosed = true; wake(); });
+$("hide").addEventListener("click", () => { isOnboardingClosed = true; wake(); });
 $("demo2").hidden = !isServed;

@@ -44,7 +44,7 @@ const requestRows = new Rows(document.querySelector("#requests .rows"), 27, () =
   }
   const colour = ownerColour(request.key).css, waited = queuedFor(request, now), rate = speedOf(request, now), lived = ageOf(request, now);
   if (row.isOver && row.dataset.key !== String(request.key)) setHovered(request.key);
-  row.dataset.key = request.key; row.dataset.state = request.state; row.title = `${request.id}: ${tellState(timeline.state, request)}`; row.tabIndex = 0;
+  row.dataset.key = request.key; row.dataset.state = request.state; row.title = `${request.id}: ${describeState(timeline.state, request)}`; row.tabIndex = 0;
   row.setAttribute("aria-pressed", selection?.key === request.key);
   swatch.style.setProperty("--own", colour);
   put(who, timeline.state.label(request.key)); put(id, isSibling ? "" : shortName(request.id));

@@ -67,8 +67,8 @@ class RequestMap {
     const found = this.hover;
     if (!found) { hideTip(this); return; }
     const label = this.state.label(found.request.key);
-    if (found.block === undefined) showTip(this, label, tellState(this.state, found.request), ...this.pointer);
-    else showTip(this, `${found.isHost ? "Host block" : "Block"} ${fmt(found.block)}`, `number ${found.index} of ${label}: ${tellBlock({ pool: (found.isHost ? this.state.hosts : this.state.pools)[this.group], state: this.state, group: this.group, isHost: found.isHost }, found.block)}`, ...this.pointer);
+    if (found.block === undefined) showTip(this, label, describeState(this.state, found.request), ...this.pointer);
+    else showTip(this, `${found.isHost ? "Host block" : "Block"} ${fmt(found.block)}`, `number ${found.index} of ${label}: ${describeBlock({ pool: (found.isHost ? this.state.hosts : this.state.pools)[this.group], state: this.state, group: this.group, isHost: found.isHost }, found.block)}`, ...this.pointer);
   }
   key(event) {
     const move = { ArrowUp: -1, ArrowDown: 1 }[event.key];
@@ -76,7 +76,7 @@ class RequestMap {
     event.preventDefault(); event.stopPropagation();
     const here = this.rows.findIndex(request => request.key === selection?.key), next = this.rows[Math.max(0, Math.min(this.rows.length - 1, here + move))];
     select({ key: next.key });
-    $("said").textContent = `${this.state.label(next.key)}: ${tellState(this.state, next)}`;
+    $("said").textContent = `${this.state.label(next.key)}: ${describeState(this.state, next)}`;
   }
   draw() {
     if (!this.state || !this.width) return;

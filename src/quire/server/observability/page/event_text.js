@@ -7,7 +7,7 @@ const ABOUT_REQUESTS = new Set(["arrived", "ran", "first_token", "preempted", "r
 const ABOUT_ALL = new Set(["evicted", "forgotten", "cleared", "step"]);
 
 /** Describes an event for a block: parts that are texts, requests or blocks. Returns null if it does not concern it. */
-function tellOfBlock(event, state, { block, group, isHost }) {
+function describeBlockEvent(event, state, { block, group, isHost }) {
   const [what, , g, key] = event, who = { key };
   if (g !== group || what === "step" || ABOUT_REQUESTS.has(what)) return null;
   if (isHost) {
@@ -33,7 +33,7 @@ function tellOfBlock(event, state, { block, group, isHost }) {
 }
 
 /** Describes an event for a request. */
-function tellOfRequest(event, state, key) {
+function describeRequestEvent(event, state, key) {
   const [what] = event, isOwn = ABOUT_REQUESTS.has(what);
   if (ABOUT_ALL.has(what) || (isOwn ? event[2] : event[3]) !== key) return null;
   const group = event[2], where = !isOwn && state.pools.length > 1 ? ` in group ${group}` : "";
@@ -62,14 +62,14 @@ function tellOfRequest(event, state, key) {
 }
 
 /** Describes an event if nothing is selected. */
-function tellOfAll(event, state) {
+function describeEvent(event, state) {
   const [what, , g] = event;
   if (what === "evicted") return [`${plural(countOf(event[3]), "block")} evicted `, ...expand(event[3]).slice(0, 4).map(block => ({ block, group: g })), countOf(event[3]) > 4 ? " …" : ""];
   if (what === "cleared") return ["the prefix cache was reset"];
   if (what === "stored" || what === "forgotten" || what === "step") return null;
   const key = ABOUT_REQUESTS.has(what) ? event[2] : event[3];
   if (key < 0) return [`${shortName(event[3])} ended before its first step`];
-  const told = tellOfRequest(event, state, key);
+  const told = describeRequestEvent(event, state, key);
   return told && [{ key }, " ", ...told];
 }
 
@@ -96,7 +96,7 @@ function hasNews(log, at) {
 }
 
 /** Describes a step in one line. */
-function tellStep({ step, first, events, decoded, count }, state) {
+function describeStep({ step, first, events, decoded, count }, state) {
   const sum = (what, at) => events.reduce((total, event) => total + (event[0] === what ? countOf(event[at]) : 0), 0), times = what => events.filter(event => event[0] === what).length;
   const began = events.filter(event => event[0] === "ran"), parts = [];
   if (decoded) parts.push(`${fmt(decoded)} decoded`);
@@ -116,7 +116,7 @@ function tellStep({ step, first, events, decoded, count }, state) {
   return [name, parts.join(", ") || "nothing new"];
 }
 
-function tellBlock(view, block) {
+function describeBlock(view, block) {
   const { refs, cached, fill, blockSize } = view.pool;
   if (!refs[block]) return cached[block] ? "free, still reusable" : "free";
   const owners = view.state.ownersOf(view.isHost, view.group, block), first = owners[0] ? view.state.label(owners[0].request.key) : "a request";
@@ -124,7 +124,7 @@ function tellBlock(view, block) {
 }
 
 /** Describes a request in one line. */
-function tellState(state, request) {
+function describeState(state, request) {
   const parts = [`${fmt(request.prompt)} prompt + ${fmt(request.generated)} new tokens`], speed = speedOf(request, state.time), queued = queuedFor(request, state.time);
   const word = request.state === "ended" ? `ended: ${request.reason}` : request.state;
   if (queued !== null && queued > 0.005) parts.push(`queued ${duration(queued)}`);
