@@ -55,6 +55,27 @@ def allowed_probabilities(row: torch.Tensor, params: SamplingParams) -> dict[int
     return {token: p[token].item() / mass for token in nucleus}
 
 
+@pytest.mark.parametrize("_way", [LOOKING], indirect=True)
+def test_few_logits_draw_the_same_tokens_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few logits are drawn by numpy: every token is the one that torch draws, for all mixtures of parameters."""
+    mixtures: list[list[dict[str, float]]] = [
+        [{"temperature": 0}], [{}], [{"temperature": 0.01}, {"temperature": 50.0}], [{}, {"temperature": 0}],
+        [{"top_p": 0.5}, {}, {"min_p": 0.1}, {"temperature": 0}, {"top_k": 3}],
+    ]  # fmt: skip
+    for seed, mixture in enumerate(mixtures * 4):
+        requests = [request(seed=97 * seed + i, **mixture[i % len(mixture)]) for i in range(33)]
+        given = logits(33, V, seed=seed)
+        given[::5] = given[::5].round()  # ties
+        given[7], given[8, 3], given[9, :40] = -torch.inf, torch.nan, -torch.inf
+        rows = sampling_rows(requests)
+        few = sample(given.clone(), rows, OPS)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler, "FEW_LOGITS", 0)
+            many = sample(given.clone(), rows, OPS)
+        assert few.tolist() == many.tolist()
+        assert few[7] == few[8] == -1
+
+
 CUTS: list[dict[str, float]] = [
     {}, {"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 5}, {"top_k": 1}, {"top_k": -1}, {"top_p": 0.7},
     {"top_p": 1e-6}, {"min_p": 0.1}, {"min_p": 1.0}, {"top_k": 10, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},

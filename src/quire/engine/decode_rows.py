@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.cache.manager import BlockManager
 from quire.engine.philox import uniforms
-from quire.engine.plan import GENERATE, DecodeStep, Plan
+from quire.engine.plan import GENERATE, INVALID_TOKEN, DecodeStep, Plan
 from quire.errors import BadValue, OutOfBlocks
 from quire.request import CacheState, Request, SamplingParams
 
@@ -42,6 +42,7 @@ class DecodeRows:
         self.requests: list[Request] = []  # replaced by `settle`, never changed: steps refer to it
         self.ids: list[str] = []
         self.special: list[int] = []  # rows whose sampling needs more than the numbers of their parameters
+        self.draws = False  # whether any row has a temperature
         self._caches: list[CacheState] = []
         self._appends: list[Callable[[int], None]] = []
         self._row: dict[Request, int] = {}
@@ -50,7 +51,7 @@ class DecodeRows:
         self.lengths = self._limits = self._rooms = self._dues = np.empty(0, np.int64)  # in tokens
         self.last_tokens = np.empty(0, np.int64)
         self.lora_slots = np.empty(0, np.int32)
-        self._endings = np.empty((0, 1), np.int64)
+        self._endings = np.empty((0, 1), np.int64)  # the last column has INVALID_TOKEN in each row
         self._seeds = self._samples = np.empty(0, np.uint64)
         self.real = np.empty((0, 6), np.float32)  # see `sampling_numbers`
         self.whole = np.empty((0, 3), np.int64)
@@ -101,6 +102,7 @@ class DecodeRows:
                 self._join(joining)
         if self.requests is not before:
             self.special = self.whole[:, 2].nonzero()[0].tolist()  # a row that stays has the same parameters
+            self.draws = bool(self.real[:, 0].any())
         self._dropped.clear()
         self._noted.clear()
         self._is_changing = False
@@ -158,11 +160,11 @@ class DecodeRows:
         self._seeds[row], self._samples[row] = request.seed, request.sample_index
         self.lora_slots[row] = request.lora_slot
         endings = sorted(request.ending_tokens)
-        if len(endings) > self._endings.shape[1]:
-            wider = np.full((len(self._endings), len(endings)), -1, np.int64)
+        if len(endings) >= self._endings.shape[1]:
+            wider = np.full((len(self._endings), len(endings) + 1), INVALID_TOKEN, np.int64)
             wider[:, : self._endings.shape[1]] = self._endings
             self._endings = wider
-        self._endings[row] = -1
+        self._endings[row] = INVALID_TOKEN
         self._endings[row, : len(endings)] = endings
         self.real[row], self.whole[row] = sampling_numbers(request)
         self._load_counts(row, request)
@@ -309,12 +311,11 @@ class DecodeRows:
         """Return a random number for each row's next token, [R]. num_ahead: see `grow`."""
         lengths = self.lengths + num_ahead
         at = lengths - self._drawn_from
-        if len(at) and at.max() >= DRAWN_AHEAD:
-            self._draw(lengths, np.arange(len(at)))
-        elif len(at) and at.min() < 0:  # rows that are new
-            self._draw(lengths, np.flatnonzero(at < 0))
-        at = lengths - self._drawn_from
-        drawn: NDArray[np.float64] = self._drawn[at, np.arange(len(at))]
+        every = np.arange(len(at))
+        if len(at) and (at.max() >= DRAWN_AHEAD or at.min() < 0):
+            self._draw(lengths, every if at.max() >= DRAWN_AHEAD else np.flatnonzero(at < 0))  # else only new rows
+            at = lengths - self._drawn_from
+        drawn: NDArray[np.float64] = self._drawn[at, every]
         return drawn
 
     def _draw(self, lengths: NDArray[np.int64], rows: NDArray[np.int64]) -> None:

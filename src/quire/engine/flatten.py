@@ -120,7 +120,7 @@ def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffer
         tables[:count, :widest] = own[:, :widest]
         np.multiply(own[every, at], size, out=slots[:count], casting="same_kind")
         slots[:count] += offset
-    if rows.real[:, 0].any():
+    if rows.draws:
         buffers.uniforms[:count] = rows.uniforms(int(step.is_ahead))
     if rows.special:
         aheads = [int(step.is_ahead)] * count
@@ -360,6 +360,7 @@ def _sampling_rows(
         "presence": presence,
         "frequency": frequency,
         "draws": parameters.draws,
+        "cuts": parameters.cuts,
         "reports": parameters.reports,
     }
     if not parameters.special:

@@ -56,7 +56,7 @@ class DecodeStep(NamedTuple):
     starts: NDArray[np.int64]  # [R], the position of the token that the step computes
     limits: NDArray[np.int64]  # [R], the number of tokens at which each ends
     dues: NDArray[np.int64]  # [R], the number of computed tokens at which the block manager has to look
-    endings: NDArray[np.int64]  # [R, E], tokens that end each; padded with -1
+    endings: NDArray[np.int64]  # [R, E], tokens that end each, and INVALID_TOKEN
     rows: NDArray[np.int64] | None  # [R], their rows in DecodeRows until that settles; None: all of them
     is_ahead: bool  # the step's input tokens are drawn by the step before, which is not committed yet
 
@@ -68,7 +68,8 @@ class DecodeStep(NamedTuple):
     def end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which requests end with these tokens, or have none: bool [R]."""
         ended: NDArray[np.bool_] = (tokens[:, None] == self.endings).any(1)
-        return ended | (tokens < 0) | (self.starts + 2 >= self.limits)
+        ended |= self.starts + 2 >= self.limits
+        return ended
 
 
 @dataclass

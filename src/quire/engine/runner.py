@@ -159,7 +159,10 @@ class Runner:
         kept: Tensor | None = None,  # int64, host, ascending: the rows of `hidden`; None: all
     ) -> Launched:
         """Draw a token for each logit row, and gather the requested logprobs and hidden states."""
-        readers = [_nonfinite_rows(batch, self.nonfinite(plans, batch.token_ids.shape[0]))]
+        readers: list[Reader] = []
+        flags = self.nonfinite(plans, batch.token_ids.shape[0])
+        if not flags.is_cpu or flags.numpy().any():
+            readers.append(_nonfinite_rows(batch, flags))
         if batch.logit_rows.shape[0]:
             readers.append(self._sample(batch, _rows(hidden, batch.logit_rows, kept)))
         if batch.prompt.rows.shape[0]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.engine.decode_rows import sampling_numbers
+from quire.engine.decode_rows import KEEP_ALL, sampling_numbers
 from quire.request import Request
 
 
@@ -23,6 +23,7 @@ class Parameters:
     real: tuple[Tensor, ...]  # fp32 [R]: temperature, top_p, min_p, and the penalties
     whole: tuple[Tensor, ...]  # int64 [R]: top_k and num_logprobs
     draws: bool  # any row is not greedy
+    cuts: bool  # any row has top_k, top_p or min_p
     reports: bool  # any row reports logprobs
     special: tuple[int, ...]  # rows that have penalties, constraints, a guide or min_tokens
 
@@ -39,6 +40,7 @@ class Parameters:
             torch.from_numpy(real.T.copy()).unbind(),
             torch.from_numpy(whole[:, :2].T.copy()).unbind(),
             bool(real[:, 0].any()),
+            bool(((real[:, 1] < 1) | (real[:, 2] > 0) | (whole[:, 0] < KEEP_ALL)).any()),
             bool((whole[:, 1] >= 0).any()),
             tuple(np.flatnonzero(whole[:, 2]).tolist()),
         )
@@ -52,6 +54,7 @@ class Parameters:
             tuple(torch.cat(pair) for pair in zip(self.real, more.real, strict=True)),
             tuple(torch.cat(pair) for pair in zip(self.whole, more.whole, strict=True)),
             self.draws or more.draws,
+            self.cuts or more.cuts,
             self.reports or more.reports,
             (*self.special, *(len(self.requests) + row for row in more.special)),
         )

@@ -79,6 +79,7 @@ class SamplingRows:
     presence: torch.Tensor  # fp32 [R], presence penalty
     frequency: torch.Tensor  # fp32 [R], frequency penalty
     draws: bool  # any row has a temperature
+    cuts: bool  # any row has top_k, top_p or min_p
     reports: bool  # logprobs are requested for any row
     bias_rows: torch.Tensor  # int64 [K], row of each token with a bias
     bias_tokens: torch.Tensor  # int64 [K]
@@ -111,6 +112,7 @@ class SamplingRows:
         return SamplingRows(
             **dense,
             draws=self.draws,
+            cuts=self.cuts,
             reports=self.reports,
             penalty_rows=self.penalty_rows[penalised] - start,
             penalty_tokens=self.penalty_tokens[penalised],

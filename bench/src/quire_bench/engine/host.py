@@ -58,7 +58,8 @@ CASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # sampling parameter
         "grammar": {"temperature": 0.8, "structured_outputs": StructuredOutputsParams(regex="[a-z ]*")},
     }
 )
-VOCABULARY = 320  # tokens that the fake model draws from; the arithmetic of sampling is the device's
+VOCABULARY = 320  # tokens that a prompt may have
+NUM_LOGITS = 96  # of a row; few, since the arithmetic over a vocabulary is the device's
 CONTEXT = 100  # tokens of a prompt
 WARM_UP = 8  # steps that are not counted
 MOST_STEPS = 256  # steps until all prompts are computed
@@ -98,7 +99,7 @@ class FakeModel:
 
     def __init__(self, most_rows: int) -> None:
         """most_rows: of the logits."""
-        self._logits = torch.randn(most_rows, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        self._logits = torch.randn(most_rows, NUM_LOGITS, generator=torch.Generator().manual_seed(0))
         self.seconds = 0.0  # time of copying logits, which is the device's
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:  # noqa: ARG002

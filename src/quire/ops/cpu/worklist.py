@@ -80,23 +80,22 @@ class CpuPlan(AttentionPlan):
         # Not at the interpreter's exit, where a thread may still run a kernel that reads the plan.
         weakref.finalize(self, library.plan_free, handle).atexit = False
         self.view = library.plan_view(handle)  # address of the structure that kernels read
-        self._set_shapes()
-        self._caches: dict[int, Cache] = {}  # by the id of the PagedKV; an entry is removed when that is freed
-
-    def _update(self, step: Step) -> None:
-        super()._update(step)
-        params = native.StepParams(
+        self._step = native.StepParams(
             query_starts=self.query_starts.data_ptr(),
             context_lens=self.context_lens.data_ptr(),
             block_tables=self.block_tables.data_ptr(),
             slots=self.slots.data_ptr(),
             nonfinite=self._nonfinite.data_ptr(),
             table_stride=self.block_tables.stride(0),
-            num_seqs=self.num_seqs,
-            num_threads=torch.get_num_threads(),
         )
         self._set_shapes()
-        if status := self.library.plan_update(self._handle, byref(params)):
+        self._caches: dict[int, Cache] = {}  # by the id of the PagedKV; an entry is removed when that is freed
+
+    def _update(self, step: Step) -> None:
+        super()._update(step)
+        self._step.num_seqs, self._step.num_threads = self.num_seqs, torch.get_num_threads()
+        self._set_shapes()
+        if status := self.library.plan_update(self._handle, byref(self._step)):
             wanted, self.num_tokens, self.num_seqs, self.writable = self.num_tokens, 0, 0, False
             self._set_shapes()
             if status == native.NO_MEMORY:
