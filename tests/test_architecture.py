@@ -72,8 +72,8 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_420,
-    "cli": 1_850,
-    "engine": 6_195,
+    "cli": 1_865,
+    "engine": 6_200,
     "fingerprint": 650,
     "fleet": 5_815,
     "frontend": 4_770,
@@ -284,7 +284,7 @@ def test_no_file_reads_the_environment() -> None:
             return
         if path == SRC / "sandbox" / "process.py":  # it hands on what its processes need of it
             return
-        if path == SRC / "cli" / "environment.py":  # it warns of variables that are not those of options
+        if path == SRC / "cli" / "environment.py":  # it warns of unknown variables, and reads the port
             return
         for node in ast.walk(tree):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

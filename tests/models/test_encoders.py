@@ -177,7 +177,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
             "computes a text in one step, so it must be at least max_model_len=96",
         ),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, and it is an encoder or a classifier"),
-        ({"enable_lora": True}, "enable_lora is True; an encoder keeps no cache and has no adapters"),
+        ({"enable_lora": True}, "enable_lora is True; an encoder keeps no cache, has no adapters and writes nothing"),
+        ({"preemption": "swap"}, "preemption is 'swap'; an encoder keeps no cache"),
+        ({"draft": "head"}, "draft is 'head'; an encoder keeps no cache"),
         ({"max_model_len": 97}, "was made for sequences of up to 96"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -187,5 +187,6 @@ def test_ps_lists_models_and_adapters_with_open_requests() -> None:
         for url in (address, f"{address}/fleet"):
             assert CliRunner().invoke(app, ["ps", "--url", url]).stdout.splitlines() == expected
     with serving() as server:
-        shown = CliRunner().invoke(app, ["ps", "--url", server.url]).stdout.splitlines()
+        port = {"QUIRE_PORT": server.url.rpartition(":")[2]}
+        shown = CliRunner().invoke(app, ["ps"], env=port).stdout.splitlines()
         assert shown[1].split("  ") == ["quire-embedded", "just now", "0 running, 0 waiting"]

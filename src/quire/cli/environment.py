@@ -19,6 +19,11 @@ def variable_of(name: str) -> str:
     return PREFIX + name.replace("-", "_").upper()
 
 
+def default_url() -> str:
+    """Return the URL of the server that QUIRE_PORT names on this machine, by default that of port 8000."""
+    return f"http://127.0.0.1:{os.environ.get(variable_of('port'), '8000')}"
+
+
 def warn_of_unknown_variables(context: Any) -> None:
     """Log a warning for each variable that begins as those of options do and is not one of any command."""
     known = {OF_RANKS, *_variables(context.find_root().command)}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_type_hints
 
 import typer
 
-from quire.cli.environment import variable_of
+from quire.cli.environment import default_url, variable_of
 from quire.config import CacheConfig, EngineConfig, group_of, options_of
 from quire.request import FILE, SERVED, SamplingParams
 from quire.server.logs import JSON
@@ -146,6 +146,14 @@ ApiKey = Annotated[
         help="Key of that server. Better kept in the environment.",
         envvar=variable_of("api_key"),
         callback=_first_key,
+    ),
+]
+ServerUrl = Annotated[
+    str,
+    typer.Option(
+        default_factory=default_url,
+        show_default="http://127.0.0.1:8000, or the port of QUIRE_PORT",
+        help="URL of the server.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from quire.cli.hub import since
-from quire.cli.options import ApiKey, fail, print_table
+from quire.cli.options import ApiKey, ServerUrl, fail, print_table
 
 COUNTED = ("num_requests", "fleet_replica_requests")  # metrics of a server, and the sums of a gateway's replicas
 
 
 def ps(
-    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    url: ServerUrl,
     api_key: ApiKey = None,
 ) -> None:
     """List the models and adapters of a running server, with the requests that are open."""

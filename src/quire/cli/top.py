@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import ApiKey
+from quire.cli.options import ApiKey, ServerUrl
 
 
 def top(
-    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    url: ServerUrl,
     api_key: ApiKey = None,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds from one view to the next.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view, and end.")] = False,

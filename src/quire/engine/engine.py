@@ -371,10 +371,12 @@ def encoder_config(config: EngineConfig, model: Model) -> EngineConfig:
         f"kv_disk is {cache.kv_disk!r}": cache.kv_disk is not None,
         f"kv_cache_dtype is {cache.kv_cache_dtype!r}": cache.kv_cache_dtype != "auto",
         "enable_lora is True": config.enable_lora,
+        "preemption is 'swap'": cache.preemption == "swap",
+        f"draft is {config.draft!r}": config.draft not in ("auto", "off"),
     }
     for option, holds in refused.items():
         if holds:
-            raise ConfigError(f"{option}; an encoder keeps no cache and has no adapters, so leave it out")
+            raise ConfigError(f"{option}; an encoder keeps no cache, has no adapters and writes nothing: leave it out")
     most = config.max_num_batched_tokens or max(config.most_tokens, model.max_model_len)
     if most < model.max_model_len:
         raise ConfigError(
