@@ -45,9 +45,10 @@ MAY_IMPORT = {
     "server": ENGINE - {"ops"} | {"parallel", "sandbox", "frontend", "__init__"},
     "fleet": ENGINE - {"ops"} | {"sandbox", "frontend", "server", "__init__"},
     "ray": {"errors", "config", "server", "fleet"},
+    "router": {"errors", "config", "server", "fleet"},
     "simulate": {"errors", "request", "config", "cache", "models", "engine", "frontend", "fleet"},
     "terminal": {"errors", "request", "config", "sandbox", "frontend", "server"},
-    "cli": ENGINE | {"frontend", "server", "fleet", "simulate", "terminal", "__init__"},
+    "cli": ENGINE | {"frontend", "server", "fleet", "router", "simulate", "terminal", "__init__"},
     "__init__": {"importing", "ops", "request", "config", "inputs", "engine", "frontend"},
     "__main__": {"cli"},
 }
@@ -72,7 +73,7 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_420,
-    "cli": 1_865,
+    "cli": 1_915,
     "engine": 6_200,
     "fingerprint": 650,
     "fleet": 5_815,
@@ -82,8 +83,9 @@ MOST_LINES = {
     "ops": 22_975,
     "parallel": 520,
     "ray": 420,
+    "router": 570,
     "sandbox": 1_275,
-    "server": 16_755,
+    "server": 16_765,
     "lora": 50,
     "simulate": 4_195,
     "terminal": 1_250,
@@ -330,7 +332,7 @@ def test_asyncio_http_and_tokenizers_stay_in_their_packages() -> None:
 
     def find(path: Path, tree: ast.Module) -> Iterator[str]:
         modules = {module.split(".")[0] for module in imported_modules(tree)}
-        if room(path) not in {"server", "fleet", "ray", "terminal"}:
+        if room(path) not in {"server", "fleet", "router", "ray", "terminal"}:
             for module in sorted(modules & {"asyncio", "fastapi", "uvicorn", "starlette", "http"}):
                 if module != "asyncio" or path not in asynchronous:
                     yield f" imports {module}, which is for servers and their clients"

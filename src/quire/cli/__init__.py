@@ -32,6 +32,7 @@ from quire.cli.interrupts import said_interrupts
 from quire.cli.models import models
 from quire.cli.options import fail
 from quire.cli.ps import ps, stop
+from quire.cli.router import router
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
 from quire.cli.top import top
@@ -77,6 +78,7 @@ app.command(cls=Command, short_help="Monitor a running server.")(top)
 app.command(cls=Command, short_help="List the models of a running server.")(ps)
 app.command(hidden=True)(stop)
 app.command(cls=Sourced, short_help="Serve a fleet's replicas under one address.")(fleet)
+app.command(cls=Sourced, short_help="Serve several models, loaded on demand.")(router)
 
 
 def _show_version(asked: bool) -> None:

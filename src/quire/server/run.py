@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
 
 from quire import __version__
 from quire.cache.storage import cache_dtype
@@ -277,7 +278,7 @@ def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
     return Traces.to(config.otlp_traces_endpoint, service, model)
 
 
-def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
+def settings(app: Starlette, config: HttpConfig) -> uvicorn.Config:
     """Return uvicorn's settings for an application."""
     found = uvicorn.Config(
         app,
@@ -295,10 +296,21 @@ def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
     return found
 
 
+class Draining(Protocol):
+    """The part of a service that a server needs to drain."""
+
+    draining: bool
+    ready_asked: float
+
+    @property
+    def config(self) -> HttpConfig:
+        """The options."""
+
+
 class Listening(uvicorn.Server):
     """A server that calls `ready` when it listens, drains at SIGTERM, and keeps the signal that stopped it."""
 
-    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None], service: Service) -> None:
+    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None], service: Draining) -> None:
         super().__init__(settings)
         self._service = service
         self.end_of_grace: float | None = None  # in seconds of time.monotonic(); None: it is not being stopped
