@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from quire.errors import ModelError
 from quire.fingerprint.fingerprint import short_digest
 from quire.models.files import Where, files_of
+from quire.models.replaced import ReplacedFiles
 
 PAGE = 4096  # bytes
 MAX_PAGES = 64  # pages read of each file of weights
@@ -18,16 +22,26 @@ def weights_digest(where: Where) -> str:
     """Return 16 hexadecimal digits for a model's weights.
 
     They depend, for each file, on its name, its size, the header that names its tensors (safetensors), and MAX_PAGES
-    pages at even distances from the first to the last; links are followed. Two trainings of a model differ in all of
-    these pages. A change of single bytes between the pages is not detected.
+    pages at even distances from the first to the last; links are followed. Of weights that were replaced from memory
+    they depend on each tensor in the same way. Two trainings of a model differ in all of these pages. A change of
+    single bytes between the pages is not detected.
 
     Raises ModelError if there are no weights, or a file cannot be read.
     """
     files = files_of(where)
-    paths = files.weight_files()
-    if not paths:
+    paths, given = files.weight_files(), files.given if isinstance(files, ReplacedFiles) else {}
+    if not paths and not given:
         raise ModelError(f"{files.path} holds no weights; a replica is known by the files that its model was read from")
-    return short_digest(b"".join(_sampled(path) for path in paths))
+    tensors = (_sampled_tensor(name, tensor) for name, tensor in sorted(given.items()))
+    return short_digest(b"".join([*map(_sampled, paths), *tensors]))
+
+
+def _sampled_tensor(name: str, tensor: Tensor) -> bytes:
+    """Return the sampled contents of a tensor in memory, like those of a file."""
+    data = tensor.reshape(-1).view(torch.uint8)
+    found = [name.encode(errors="surrogateescape"), f"{tensor.dtype} {tuple(tensor.shape)}".encode()]
+    found += [data[page * PAGE : (page + 1) * PAGE].numpy().tobytes() for page in sampled_pages(-(-len(data) // PAGE))]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in found)
 
 
 def _sampled(path: Path) -> bytes:

@@ -26,9 +26,9 @@ from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
 from quire.models.draft_head import DraftHead
 from quire.models.families.mtp import ReadHead
-from quire.models.files import Files, Where, files_of
+from quire.models.files import CONFIG, Files, Where, files_of
 from quire.models.headless import CLASSIFIER, Headless, Prefixed, causal_name, whole_names
-from quire.models.hf_config import architectures, check_counts, model_type, shown
+from quire.models.hf_config import IMMATERIAL, architectures, check_counts, model_type, shown
 from quire.models.hub import EMBEDDED as EMBEDDED
 from quire.models.hub import locate as locate
 from quire.models.lora.fitting import decoder_targets
@@ -37,6 +37,7 @@ from quire.models.model import Model, WeightBytes
 from quire.models.pooling_files import longest_text, read_pooler
 from quire.models.quantisation.module import Scheme, Tensors
 from quire.models.quantisation.policy import Quantisation, read_scheme
+from quire.models.replaced import NewWeights, ReplacedFiles, replaced
 from quire.models.rope import check_factors, longest_rotated
 from quire.models.sharding import check_shards
 from quire.models.text_part import TextPart, text_part
@@ -223,7 +224,8 @@ def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
     """
     files = files_of(where)
     raw, part = _described(files.config())
-    if part is not None and raw.get("tie_word_embeddings") is None and files.weight_files(part):
+    has_weights = isinstance(files, ReplacedFiles) or files.weight_files(part)
+    if part is not None and raw.get("tie_word_embeddings") is None and has_weights:
         # The default of this key differs between the whole model, its text part, and releases of transformers.
         raw = {**raw, "tie_word_embeddings": "lm_head.weight" not in files.tensors(part).names}
     scheme = read_scheme(raw)
@@ -280,6 +282,26 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         model.loras = Loras(targets, limits, model.dtype, model.device)
         model.loras.part = part
     return model
+
+
+def load_replaced(files: Files, config: EngineConfig, backend: Backend, new: NewWeights) -> tuple[ReplacedFiles, Model]:
+    """Load a model with new weights in place of those of the same names. Return its files as well.
+
+    Raises ModelError for weights that cannot be read or belong to another model. The loaded model is not used.
+    """
+    changed = replaced(files, new)
+    if isinstance(new, (str, Path)) and (Path(new) / CONFIG).exists():
+        own, other = (_architecture(where, config) for where in (files, Path(new)))
+        if own != other:
+            raise ModelError(f"{new} has the config.json of another model than {files.path}; only weights are replaced")
+    return changed, load_model(changed, config, backend)
+
+
+def _architecture(where: Where, config: EngineConfig) -> object:
+    choice = choose(where, config.model_impl)
+    if isinstance(choice, Own):
+        return choice.config
+    return {name: value for name, value in choice.raw.items() if name not in IMMATERIAL}
 
 
 def _wants_draft_head(config: EngineConfig, model: Decoder) -> bool:

@@ -104,7 +104,7 @@ class Directory:
         """Return the files of one form of the weights, see `weights.weight_files`."""
         return weight_files(self.path, part)
 
-    def tensors(self, part: TextPart | None = None) -> Checkpoint:
+    def tensors(self, part: TextPart | None = None) -> Tensors:
         """Open these files."""
         return Checkpoint(self.path, part)
 
