@@ -108,6 +108,13 @@ class EngineStopped(QuireError):
         self.why = why
 
 
+class EngineAsleep(QuireError):
+    """The engine sleeps, so it takes no prompts. Its memory is free until `wake_up` is called."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine sleeps and takes no prompts; call wake_up() first")
+
+
 class GroupLost(QuireError):
     """A rank of a tensor-parallel group has died or hangs, so the group cannot compute any more."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import ops
@@ -25,7 +26,8 @@ from quire.engine.graphs import LARGEST, CudaCapture, GraphRunner, bucket_sizes
 from quire.engine.plan import Plan
 from quire.engine.runner import Runner
 from quire.errors import Unsupported
-from quire.models import load_model
+from quire.models import load_model, load_replaced
+from quire.models.files import files_of
 from quire.ops import native
 from quire.request import Request, SamplingParams, TokenLogprobs
 from tests.engine.runs import poison
@@ -314,3 +316,28 @@ def test_a_capture_on_a_gpu_that_fails(gpu: torch.device) -> None:
     replay = capture(lambda: x + 1)
     x += 10
     assert replay().tolist() == [11, 12, 13, 14]
+
+
+def test_graphs_of_old_weights_and_memory_are_not_replayed(tmp_path: Path) -> None:
+    """After a replacement and a sleep, steps are captured again, with the bits of a fresh engine."""
+
+    def requests() -> list[Request]:
+        return asked(random.Random(1), 4)
+
+    path = tmp_path / "model.safetensors"
+    save(tmp_path, "Llama", torch.bfloat16, vocab_size=VOCABULARY)
+    twin = Twin()
+    served = graphed(tmp_path, twin)
+    old = run(served, requests())
+    new = {name: 1.5 * tensor for name, tensor in load_file(path).items()}
+    config = engine_config(num_blocks=64, num_speculative_tokens=0)
+    _, replacement = load_replaced(files_of(tmp_path), config, ops.load("auto", "cpu"), new)
+    save_file(new, path, {"format": "pt"})
+    fresh, count = run(engine(tmp_path), requests()), twin.captures
+    assert count > 0
+    served.replace_weights(replacement, "1")
+    assert run(served, requests()) == fresh != old
+    assert twin.captures > count
+    served.sleep(replacement)
+    served.wake_up(replacement)
+    assert run(served, requests()) == fresh

@@ -43,6 +43,7 @@ class PrefixLookup:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.salt = salt
+        self.weights = ""  # set when they are replaced: another text for each replacement
         self.spans = tuple(group.piece or block_size for group in groups)  # tokens of a block of each group
         self.unit = max(self.spans)  # tokens: a shared prefix is a multiple of it
         self.attention_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, CacheGroup))
@@ -66,7 +67,7 @@ class PrefixLookup:
         """Extend the request's digests to its first `count` blocks."""
         digests, size = request.cache.digests, self.block_size
         if not digests:
-            salt = root_salt(self.salt, request.cache_salt, request.lora_digest)
+            salt = root_salt(self.salt + self.weights, request.cache_salt, request.lora_digest)
             if not self.enable_prefix_caching:  # a salt that only its siblings share
                 salt += f"\0{request.schedule.sort_key[1]}"
             digests.append(root_digest(salt))

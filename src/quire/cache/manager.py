@@ -207,14 +207,14 @@ class BlockManager:
         tokens = request.tokens[first * size : end * size].tolist()
         self._tell(events.BlockStored(self.now, g, request.id, *names, tokens, size, request.lora))
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all reusable blocks. Running requests keep theirs."""
+    def reset_prefix_cache(self, *, keeps_disk: bool = False) -> None:
+        """Drop all reusable blocks. Running requests keep theirs. keeps_disk: those on the disk stay reusable."""
         for g, (pool, index) in enumerate(zip(self.pools, self.indexes, strict=True)):
             pool.drop([block for block in index.by_block if pool.ref_counts[block] == 0])
             index.clear()
             if self.listeners:
                 self._tell(events.AllBlocksCleared(self.now, g))
-        if self.disk is not None:
+        if self.disk is not None and not keeps_disk:
             self.disk.clear()
 
     # ---------------------------------------------------------------------------------------------- growing

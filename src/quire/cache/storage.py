@@ -61,12 +61,40 @@ class KVCache:
         groups of layers that keep a state. model_dtype: compute dtype of these; None: dtype.
         """
         self._groups = tuple(groups)
-        make = partial(in_huge_pages, touched=RESIDENT // max(1, sum(len(group.layers) for group in groups)))
-        if device != "cpu":
-            make = partial(torch.empty, device=device)
+        self._sizes = num_blocks, block_size, dtype, device, num_host_blocks, backend, state_pools, model_dtype or dtype
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the memory of all blocks, with undefined contents."""
         self._memory: list[dict[int, torch.Tensor]] = []  # of each group, by layer
         self._host: list[dict[int, torch.Tensor]] = []
         self._layers: dict[int, PagedKV | RecurrentCache] = {}
+        self._swap = self._allocated(*self._sizes)
+        self._close = weakref.finalize(self, self._swap.close)  # before any memory is freed
+        self._close.atexit = False  # at the interpreter's exit the system frees everything
+
+    def free(self) -> None:
+        """Free the memory of all blocks. Until `allocate`, no other method may be called."""
+        self._close()
+        self._memory, self._host, self._layers = [], [], {}
+        self.__dict__.pop("_bytes", None)
+
+    def _allocated(
+        self,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        num_host_blocks: int,
+        backend: Backend | None,
+        state_pools: StatePools,
+        model_dtype: torch.dtype,
+    ) -> Swap:
+        """Allocate the memory, and return the means of swapping. See `__init__`."""
+        groups = self._groups
+        make = partial(in_huge_pages, touched=RESIDENT // max(1, sum(len(group.layers) for group in groups)))
+        if device != "cpu":
+            make = partial(torch.empty, device=device)
         records: dict[int, dict[str, torch.Tensor]] = {}  # of a layer that keeps a state, by name
         for group in groups:
             if isinstance(group, CacheGroup):
@@ -74,7 +102,7 @@ class KVCache:
                 memory = {layer: make((count, width // dtype.itemsize), dtype=dtype) for layer in group.layers}
                 self._layers |= {layer: _views(own, block_size, group.heads) for layer, own in memory.items()}
             else:
-                record = _record(group, recurrent_spec(group, state_pools, model_dtype or dtype, device))
+                record = _record(group, recurrent_spec(group, state_pools, model_dtype, device))
                 width, count, hosts = _record_bytes(record), state_pools.of(group), state_pools.hosts
                 memory = {layer: make((count, width), dtype=torch.uint8) for layer in group.layers}
                 for layer, own in memory.items():
@@ -82,12 +110,10 @@ class KVCache:
             self._memory.append(memory)
             self._host.append({k: in_huge_pages((hosts, own.shape[1]), own.dtype) for k, own in memory.items()})
         self._layers |= {layer: RecurrentCache(**tensors) for layer, tensors in records.items()}
-        self._swap: Swap = HostSwap()
-        if num_host_blocks or state_pools.hosts:
-            host = [own for by_layer in self._host for own in by_layer.values()]
-            self._swap = (backend or load("auto", device)).swap(device, host)
-        # Before any memory is freed. At the interpreter's exit the system frees everything.
-        weakref.finalize(self, self._swap.close).atexit = False
+        if not (num_host_blocks or state_pools.hosts):
+            return HostSwap()
+        host = [own for by_layer in self._host for own in by_layer.values()]
+        return (backend or load("auto", device)).swap(device, host)
 
     def layer(self, index: int) -> PagedKV | RecurrentCache:
         """Return the cache of a layer, the same object at each call. Must be called in every step that uses it.

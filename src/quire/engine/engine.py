@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from quire.engine.shutdown_guard import StepGuard
 from quire.engine.speculation import NUM_FROM_HEAD, NUM_GUESSES, Drafter, PromptLookup, Speculation
 from quire.engine.step_events import StepEvents
 from quire.engine.trace import TraceRecorder
-from quire.errors import ConfigError, RequestError, Unsupported
+from quire.errors import ConfigError, EngineAsleep, ModelError, RequestError, Unsupported
 from quire.models.batch import Batch
 from quire.models.lora.slots import Lora, Loras, Prepared
 from quire.models.model import Model, ModelShape
@@ -38,7 +40,7 @@ from quire.models.pooling_config import PoolingConfig
 from quire.ops import Backend
 from quire.ops.collectives import least
 from quire.ops.spec import check_supported
-from quire.request import MAX_SEED, FinishReason, Request, Task
+from quire.request import MAX_SEED, Event, FinishReason, Request, Task
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 # GPU memory for compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and fragmentation.
 FIXED_RESERVE = 512 * 2**20
+FIRST_VERSION = "0"  # of the weights
 ROW_PADDING = 1024  # bytes per token, over all tensors, that keep the rows of activations apart in the caches
 NO_LORAS = "adapters are not served here; enable_lora=True (--enable-lora) changes that"
 CLOSE_WITHIN = 1.0  # s: time limit for each thread that reads blocks to end
@@ -89,6 +92,8 @@ class Engine:
         self.loop = loop or SequentialLoop()
         self.loras = loras
         self.pooling = pooling
+        self.weights_version = FIRST_VERSION
+        self.is_asleep = False
         self.under_way: Plan | None = None  # the plan that the runner is computing; any thread may read its sizes
         self.recorder: TraceRecorder | None = None  # if set, records every added request
         self._guard = StepGuard()
@@ -98,6 +103,11 @@ class Engine:
     def has_work(self) -> bool:
         """True if any request has not ended, or the next step has events to return."""
         return self.scheduler.has_work or bool(self._events)
+
+    @property
+    def can_step(self) -> bool:
+        """True if there is work, and the engine does not sleep."""
+        return self.has_work and not self.is_asleep
 
     @deferred_interrupts()
     def add(self, request: Request) -> None:
@@ -116,7 +126,12 @@ class Engine:
             self.finish(request.id, FinishReason.STOP)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if `add` would. A request is checked once, and the prompt that siblings share, too."""
+        """Raise RequestError if `add` would. A request is checked once, and the prompt that siblings share, too.
+
+        Raises EngineAsleep while the engine sleeps.
+        """
+        if self.is_asleep:
+            raise EngineAsleep
         if request.is_checked:
             return
         first = request.group.members[0] if request.group else request
@@ -210,6 +225,51 @@ class Engine:
             self.scheduler.prefetch.reset()
         self.scheduler.manager.reset_prefix_cache()
 
+    def check_replacement(self, model: Model) -> None:
+        """Raise ModelError unless the engine's cache suits a model."""
+        if groups_of(model) != self.scheduler.manager.groups:
+            raise ModelError("the weights have other layers than the model, such as no draft head; give all of them")
+
+    @deferred_interrupts()
+    def replace_weights(self, model: Model, version: str) -> None:
+        """Compute with this model, the same one with other weights, from the next step on. Call `settle` before.
+
+        Requests continue, but all of their tokens are computed again. No K or V of the old weights can be found.
+        """
+        self.scheduler.restart_all()
+        for request in self.scheduler.requests.values():
+            if not request.num_generated:  # else all logprobs of its prompt are reported
+                request.schedule.num_prompt_logprobs = 0
+        # No other replacement has this text, even one of the same version in another process with the same disk.
+        self.scheduler.manager.lookup.weights = f"\0{version}\0{secrets.token_hex(8)}"
+        self.reset_prefix_cache()
+        self.runner.use(model)
+        self.weights_version = version
+
+    @deferred_interrupts()
+    def sleep(self, model: Model | None) -> None:
+        """Free the memory of the blocks, except on the disk, and compute nothing until `wake_up`. Call `settle` before.
+
+        model: the engine's; None: drop it. Requests wait, and continue afterwards with the same results.
+        """
+        manager = self.scheduler.manager
+        self.scheduler.restart_all()
+        if manager.disk is not None:
+            manager.disk.leave_memory()
+        if self.scheduler.prefetch is not None:
+            self.scheduler.prefetch.reset()
+        manager.reset_prefix_cache(keeps_disk=True)
+        self.runner.use(cast(Model, _Dropped()) if model is None else model)
+        self.runner.cache.free()
+        self.is_asleep = True
+
+    @deferred_interrupts()
+    def wake_up(self, model: Model) -> None:
+        """Allocate the memory of the blocks, and compute again. model: that of `sleep`, or the same one loaded."""
+        self.runner.cache.allocate()
+        self.runner.use(model)
+        self.is_asleep = False
+
     def close(self) -> None:
         """Write pending blocks to the disk and release its directory; stop reading blocks from other sources."""
         if self.scheduler.manager.disk is not None:
@@ -230,9 +290,20 @@ class Engine:
 
         An interrupt during a step is raised at its end and changes nothing of the step: the next step returns its
         events as well. The interpreter's exit waits for a step of a daemon thread, too.
+
+        Raises EngineAsleep while the engine sleeps.
         """
+        if self.is_asleep:
+            raise EngineAsleep
+        return self._taken(self.loop.step)
+
+    def settle(self) -> StepEvents:
+        """Finish a step that was launched ahead, and return its events like `step`. No other step is launched."""
+        return self._taken(self.loop.settle)
+
+    def _taken(self, step: Callable[[Engine], Sequence[Event]]) -> StepEvents:
         with deferred_interrupts(), self._guard:
-            self._events.extend(self.loop.step(self))
+            self._events.extend(step(self))
             if self.loras is not None and self.loras.left:
                 self.loras.settle(self._lora_slots())
         taken: StepEvents | None = None
@@ -256,6 +327,15 @@ class Engine:
     def _derived_seed(self, request: Request) -> int:
         digest = blake2b(f"{self.seed}:{request.schedule.ordinal}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") & MAX_SEED
+
+
+class _Dropped:
+    """Placeholder for a model that was dropped."""
+
+    draft_head = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise EngineAsleep
 
 
 def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine:

@@ -22,11 +22,13 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from quire.cache.storage import KVCache
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.runner import Runner, device_context
 from quire.engine.transfer import staging
 from quire.errors import Unsupported
 from quire.models.batch import Batch
+from quire.models.model import Model
 from quire.ops import AttentionPlan
 
 log = logging.getLogger("quire")
@@ -94,6 +96,17 @@ class GraphRunner:
         with device_context(self.runner.device):
             for size in reversed(self.sizes):
                 self._capture_padding(size, batch)
+
+    @property
+    def cache(self) -> KVCache:
+        """The memory of the blocks."""
+        return self.runner.cache
+
+    def use(self, model: Model) -> None:
+        """Run this model from now on, see `Runner.use`. Graphs are captured again when they are needed."""
+        self.runner.use(model)
+        for bucket in self._buckets.values():
+            bucket.replay = None
 
     def is_lost(self) -> bool:
         """Return whether the device has failed for good, see `Runner.is_lost`."""

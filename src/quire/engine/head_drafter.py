@@ -46,13 +46,17 @@ class HeadDrafter:
 
     def __init__(self, model: Model, head: Head, cache: KVCache, plans: Sequence[Plan], block_size: int) -> None:
         """plans: of the runner; one of each cache group of model and head."""
-        self._model, self._head, self._cache, self._plans = model, head, cache, plans
-        self._block_size = block_size
+        self._cache, self._plans, self._block_size = cache, plans, block_size
+        self.use(model, head)
+        self._shares: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._idle: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # steps without a draft that did not pay
+
+    def use(self, model: Model, head: Head) -> None:
+        """Draft with this model's head from now on."""
+        self._model, self._head = model, head
         self._hidden = torch.empty(0)  # [T, H] of the last step
         self._failed = False
         self._rows: dict[int, int] = {}  # by slot in the head's first group
-        self._shares: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
-        self._idle: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # steps without a draft that did not pay
 
     # ------------------------------------------------------------------------------------------ after each step
 

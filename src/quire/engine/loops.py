@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.cache.storage import KVCache
 from quire.engine.plan import Launched, Plan, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.models.batch import Batch
+from quire.models.model import Model
 from quire.request import Event
 
 log = logging.getLogger("quire")
@@ -21,6 +23,13 @@ log = logging.getLogger("quire")
 
 class StepRunner(Protocol):
     """The interface of a runner that an engine needs. Steps are computed in the order in which they are launched."""
+
+    @property
+    def cache(self) -> KVCache:
+        """The memory of the blocks."""
+
+    def use(self, model: Model) -> None:
+        """Run this model from now on, with no block of earlier steps: the same one with other weights or memory."""
 
     def run(self, batch: Batch) -> StepOutput:
         """Compute one step."""
@@ -49,6 +58,9 @@ class Loop(Protocol):
     def step(self, parts: LoopParts) -> Sequence[Event]:
         """Return the events of the next step. An exception of the step ends only its requests, see `Engine.step`."""
 
+    def settle(self, parts: LoopParts) -> Sequence[Event]:
+        """Return the events of a step that was launched ahead, if there is one, and launch no other."""
+
 
 class SequentialLoop:
     """Finishes each step before it plans the next: the host waits for the device, and the device for the host."""
@@ -64,6 +76,10 @@ class SequentialLoop:
         finally:
             parts.under_way = None
         return parts.scheduler.commit(plan, output)
+
+    def settle(self, parts: LoopParts) -> Sequence[Event]:  # noqa: ARG002  # nothing is launched ahead
+        """Return no events."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -90,13 +106,21 @@ class OverlappedLoop:
     def __init__(self) -> None:
         self._ahead: _Flight | None = None  # launched by the previous call
 
+    def settle(self, parts: LoopParts) -> Sequence[Event]:
+        """Commit the step that was launched ahead, see `Loop.settle`."""
+        self._drop_unneeded(parts)
+        return () if self._ahead is None else self._step(parts, plans_ahead=False)
+
     def step(self, parts: LoopParts) -> Sequence[Event]:
         """Run one step, see `Loop.step`."""
         self._drop_unneeded(parts)  # the caller may have ended its requests
+        return self._step(parts, plans_ahead=True)
+
+    def _step(self, parts: LoopParts, *, plans_ahead: bool) -> Sequence[Event]:
         flight = self._ahead or _launched(parts, parts.scheduler.plan())
         self._ahead = flight  # kept in case planning the next one raises
         plan = parts.under_way = flight.plan
-        following = parts.scheduler.plan_ahead(plan) if flight.is_launched else None
+        following = parts.scheduler.plan_ahead(plan) if plans_ahead and flight.is_launched else None
         self._ahead = None
         try:
             if following is not None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import all_queued, receive, send
 from quire.models.batch import Batch, Pairs
-from quire.models.model import Model
+from quire.models.model import Head, Model
 from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
 from quire.ops.program import Plan
 from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
@@ -62,6 +62,12 @@ class Runner:
             self.drafter = HeadDrafter(model, model.draft_head, cache, self.plans, specs[0].block_size)
         self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: tokens of the last step that drew any
         self._drawn_ids: list[str] = []  # the request of each of its rows
+
+    def use(self, model: Model) -> None:
+        """Run this model from now on, with no block of earlier steps: the same one with other weights or memory."""
+        self.model = model
+        if self.drafter is not None:
+            self.drafter.use(model, cast(Head, model.draft_head))
 
     def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
         """Create a plan of that size for each cache group of attention."""

@@ -261,6 +261,16 @@ class Scheduler(SchedulerState):
         self.manager.release(request)
         self.waiting.add(request)
 
+    def restart_all(self) -> None:
+        """Make all requests wait, without blocks. Their tokens will be computed again, and their blocks named again."""
+        started = [*self.running, *self.swapped]
+        for request in started:
+            self.leave(request)
+            self.waiting.add(request)
+        for request in self.requests.values():
+            self.manager.forget_tokens(request)
+        self.num_preemptions += len(started)
+
     def _bring_back(self, plan: Plan, lacking: list[int]) -> None:
         """Swap requests in, in the order of their ranks.
 

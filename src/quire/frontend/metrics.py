@@ -328,7 +328,7 @@ class Metrics:
             blocks, hosts = _blocks(engine.scheduler, kind), _host_blocks(engine.scheduler, kind)
             yield self._family(GaugeMetricFamily, name, f"{what} by state.", blocks, "state")
             yield self._family(GaugeMetricFamily, on_host, f"{what} on the host.", hosts, "state")
-        age = max(0.0, time.monotonic() - self._alive) if engine.has_work else 0.0
+        age = max(0.0, time.monotonic() - self._alive) if engine.can_step else 0.0
         message = "Time since an engine with work last made progress."
         yield self._family(GaugeMetricFamily, "engine_heartbeat_age_seconds", message, {"": age})
         labels = self._labels | {

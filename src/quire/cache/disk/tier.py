@@ -132,6 +132,12 @@ class DiskTier:
                 if entry is not None and entry is not self._copied:
                     self.counts.unwritten["evicted"] += 1
 
+    def leave_memory(self) -> None:
+        """Write pending blocks for a limited time, and cancel the others: the memory is about to be freed."""
+        if not self.flush(FLUSH_WITHIN):
+            for entry in self.pending():
+                self.cancel(entry.group, entry.cached.block)
+
     def clear(self) -> None:
         """Remove all blocks on the disk, and those to be written."""
         widths = self.store.widths
