@@ -390,7 +390,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "enable_log_requests": Foreign((None, False), "`quire serve` takes --enable-log-requests"),
         "enable_prompt_embeds": Foreign((None, False), "prompts are texts or token ids"),
         "enable_chunked_prefill": Foreign((None, True), "long prompts are always computed in chunks"),
-        "enable_sleep_mode": Foreign((None, False), "close() frees the memory, and a new LLM takes it again"),
+        "enable_sleep_mode": Foreign((None, False, True), "LLM.sleep can always free the memory"),
         "gpu_memory_utilization": Foreign(
             (None,),
             "on a GPU a number above 0, up to 1, sets kv_cache_memory, the KV cache's share of the memory that is free "

@@ -32,11 +32,13 @@ from quire.frontend.jobs import BeamSearchJob, Delta, EngineStep, GenerationJob,
 from quire.frontend.llm import LLM, Closed
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.pooled import Call, Pooled
+from quire.frontend.replacing import Loaded, load_dropped, load_new, sleep, use_new, wake_up
 from quire.frontend.request_factory import Prompt, TokenizedPrompt, named_loras
 from quire.frontend.requests import Made
 from quire.lora.request import LoRARequest
 from quire.models.lora.fitting import prepare
 from quire.models.lora.slots import Prepared
+from quire.models.replaced import NewWeights
 from quire.parallel.group import ProcessGroup
 from quire.request import Event, RequestOutputKind, SamplingParams
 
@@ -399,6 +401,57 @@ class AsyncLLM:
             raise job.error
         return call.finish(job.outputs)
 
+    async def update_weights(self, weights: NewWeights, version: str | None = None) -> str:
+        """Replace weights by others of the same model, between two steps, see `LLM.update_weights`.
+
+        Prompts are computed while the new weights are loaded. Those that have not ended then continue with the new
+        weights; beam searches end with an error.
+
+        Args:
+            weights: see `LLM.update_weights`.
+            version: see `LLM.update_weights`.
+
+        Returns:
+            The version.
+
+        Raises:
+            ModelError: see `LLM.update_weights`.
+            ConfigError: see `LLM.update_weights`; or another call has replaced the weights meanwhile.
+        """
+        return await self.call(partial(self._use_new, await asyncio.to_thread(load_new, self.llm, weights, version)))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory between two steps, see `LLM.sleep`. Prompts that have not ended continue after `wake_up`.
+
+        Args:
+            level: see `LLM.sleep`.
+
+        Raises:
+            ConfigError: see `LLM.sleep`.
+        """
+
+        def fall_asleep() -> None:
+            self._settle()
+            sleep(self.llm, level)
+
+        await self.call(fall_asleep)
+
+    async def wake_up(self) -> None:
+        """Allocate the memory that `sleep` freed, see `LLM.wake_up`.
+
+        Raises:
+            ModelError: see `LLM.wake_up`.
+        """
+        await self.call(partial(wake_up, self.llm, await asyncio.to_thread(load_dropped, self.llm)))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps.
+
+        Returns:
+            True if no prompt can be computed.
+        """
+        return self.engine.is_asleep
+
     async def close(self) -> None:
         """Stop the engine after its current step and free its memory. Pending calls raise EngineStopped."""
         await self.stop("the AsyncLLM is closed")
@@ -653,7 +706,7 @@ class AsyncLLM:
 
     def _turn(self) -> bool:
         """Run the functions of the event loop, then a step. Return False if the engine must stop."""
-        if not self.engine.has_work:
+        if not self.engine.can_step:
             self._busy_since = None
             asked = self._inbox.get()
             self._busy_since = time.monotonic()
@@ -668,14 +721,23 @@ class AsyncLLM:
             if asked is None:
                 return False
             asked()
-        if self.engine.has_work:
+        if self.engine.can_step:
             self._busy_since = time.monotonic()
             self._step()
         return True
 
     def _step(self) -> None:
         start = time.monotonic()
-        events = self.engine.step()
+        self._process(self.engine.step(), start)
+
+    def _settle(self) -> None:
+        """Commit a step that was launched ahead, and update the outputs."""
+        start = time.monotonic()
+        if events := self.engine.settle():
+            self._process(events, start)
+
+    def _process(self, events: Sequence[Event], start: float) -> None:
+        """Report the events of a step that began at `start`."""
         now = time.monotonic()
         searches = []
         if self._searches:
@@ -709,7 +771,7 @@ class AsyncLLM:
 
     def _begin(self, job: Job) -> None:
         names = job.driver.request_ids if isinstance(job, BeamSearchJob) else [request.id for request in job.requests]
-        while any(map(self._is_leaving, names)):
+        while any(map(self._is_leaving, names)) and self.engine.can_step:
             self._step()
         try:
             job.start(self._processor)
@@ -722,6 +784,15 @@ class AsyncLLM:
             self._generations.update((output.request_id, job) for output in job.outputs)
         elif isinstance(job, BeamSearchJob):
             self._searches.update((name, job) for name in names)
+
+    def _use_new(self, loaded: Loaded) -> str:
+        """Use loaded weights from the next step on. The candidates of a search's beams are of the old ones."""
+        self._settle()
+        version = use_new(self.llm, loaded)
+        for search in dict.fromkeys(self._searches.values()):
+            search.driver.error = "the weights were replaced during the search; start it again"
+            search.driver.stop()
+        return version
 
     def _is_leaving(self, request_id: str) -> bool:
         """Return whether the engine holds a request that has ended for its caller, until its next commit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput  # the embedding
     num_cached_tokens: int  # prompt tokens whose K and V were in the prefix cache
     error: str | None = None  # the reason of a failure
+    weights_version: str | None = None  # of the weights that computed it
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ class PoolingRequestOutput:
     num_cached_tokens: int  # prompt tokens whose K and V were in the prefix cache
     finished: bool = True  # always True
     error: str | None = None  # the reason of a failure
+    weights_version: str | None = None  # of the weights that computed it
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class ClassificationRequestOutput:
     outputs: ClassificationOutput  # the answer
     num_cached_tokens: int = 0  # tokens whose K and V were in the prefix cache
     error: str | None = None  # the reason of a failure
+    weights_version: str | None = None  # of the weights that computed it
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class RankedDocument:
     score: float  # see `LLM.score`; NaN if its step failed
     document: str | Sequence[int] | Mapping[str, Any]
     error: str | None = None  # the reason of a failure
+    weights_version: str | None = None  # of the weights that computed it
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class ScoringRequestOutput:
     prompt_token_ids: list[int]  # the tokens of the first prompt, then of the second one
     num_cached_tokens: int  # tokens of both whose K and V were in the prefix cache
     error: str | None = None  # the reason of a failure
+    weights_version: str | None = None  # of the weights that computed it
 
 
 def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
@@ -163,26 +168,30 @@ def scores_of(logits: NDArray[np.float32], activation: str) -> list[float]:
 
 def classification_output(output: RequestOutput, pooling: PoolingConfig) -> ClassificationRequestOutput:
     """Return the caller's form of a classifier's output that has ended."""
-    error, state = output.outputs[0].error, output.hidden_state
+    ends, state = (output.outputs[0].error, output.weights_version), output.hidden_state
     found = ClassificationOutput([])
     if state is not None:
         probs = scores_of(state, pooling.activation)
         label = pooling.labels[probs.index(max(probs))] if len(probs) > 1 else None
         found = ClassificationOutput(probs, label)
     tokens, num_cached = output.prompt_token_ids, output.num_cached_tokens or 0
-    return ClassificationRequestOutput(output.request_id, output.prompt, tokens, found, num_cached, error)
+    return ClassificationRequestOutput(output.request_id, output.prompt, tokens, found, num_cached, *ends)
 
 
 def pair_output(output: RequestOutput, pooling: PoolingConfig) -> ScoringRequestOutput:
     """Return the caller's form of a cross-encoder's output that has ended."""
     [score] = classification_output(output, pooling).outputs.probs or [math.nan]
     tokens, num_cached = output.prompt_token_ids, output.num_cached_tokens or 0
-    return ScoringRequestOutput(output.request_id, ScoringOutput(score), tokens, num_cached, output.outputs[0].error)
+    ends = output.outputs[0].error, output.weights_version
+    return ScoringRequestOutput(output.request_id, ScoringOutput(score), tokens, num_cached, *ends)
 
 
 def ranked(documents: Sequence[Any], scored: Sequence[ScoringRequestOutput], top_n: int | None) -> list[RankedDocument]:
     """Return the best documents, best first; equal ones keep their order, and failed ones are last."""
-    made = [RankedDocument(i, one.outputs.score, documents[i], one.error) for i, one in enumerate(scored)]
+    made = [
+        RankedDocument(i, one.outputs.score, documents[i], one.error, one.weights_version)
+        for i, one in enumerate(scored)
+    ]
     return sorted(made, key=lambda one: math.inf if math.isnan(one.score) else -one.score)[:top_n]
 
 
@@ -196,6 +205,7 @@ def embedding_output(output: RequestOutput, dimensions: int | None, pooling: Poo
         EmbeddingOutput([] if state is None else vector_of(state, dimensions, pooling).tolist()),
         output.num_cached_tokens or 0,
         output.outputs[0].error,
+        output.weights_version,
     )
 
 
@@ -204,9 +214,9 @@ def pooling_output(output: RequestOutput, pooling: PoolingConfig) -> PoolingRequ
     found = embedding_output(output, None, pooling)
     values = classification_output(output, pooling).outputs.probs if pooling.labels else found.outputs.embedding
     data = torch.tensor(values, dtype=torch.float32)
-    return PoolingRequestOutput(
-        found.request_id, PoolingOutput(data), found.prompt_token_ids, found.num_cached_tokens, error=found.error
-    )
+    own = found.prompt_token_ids, found.num_cached_tokens
+    ended = PoolingRequestOutput(found.request_id, PoolingOutput(data), *own, error=found.error)
+    return replace(ended, weights_version=found.weights_version)
 
 
 def cosine(first: Iterable[float], second: Iterable[float]) -> float:
@@ -217,6 +227,7 @@ def cosine(first: Iterable[float], second: Iterable[float]) -> float:
 def similarity(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
     """Return the score of a pair of embeddings."""
     error = first.error or second.error
+    versions = dict.fromkeys((first.weights_version, second.weights_version))
     score = math.nan
     if error is None:
         score = cosine(first.outputs.embedding, second.outputs.embedding)
@@ -226,4 +237,5 @@ def similarity(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) ->
         first.prompt_token_ids + second.prompt_token_ids,
         first.num_cached_tokens + second.num_cached_tokens,
         error,
+        first.weights_version if len(versions) == 1 else None,  # the weights were replaced between the two
     )

@@ -168,7 +168,8 @@ class SnapshotJob(DeltaJob):
 
 
 def _grow(sample: CompletionOutput, delta: Delta) -> None:
-    sample.seed = delta.output.outputs[delta.sample].seed
+    source = delta.output.outputs[delta.sample]
+    sample.seed, sample.weights_versions = source.seed, source.weights_versions[:]
     sample.text += delta.text
     sample.token_ids += delta.token_ids
     if delta.logprobs is not None:

@@ -39,6 +39,7 @@ from quire.frontend.metric_values import Metric, read_families
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, beam_sequences
 from quire.frontend.pooled import Call, Pooled
+from quire.frontend.replacing import load_dropped, load_new, sleep, use_new, wake_up
 from quire.frontend.request_factory import (
     Messages,
     Prompt,
@@ -59,6 +60,8 @@ from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
 from quire.models.hub import locate_description
 from quire.models.lora.fitting import prepare
+from quire.models.model import Model
+from quire.models.replaced import NewWeights
 from quire.parallel.group import ProcessGroup, join
 from quire.parallel.worker import agree_on_model, follow
 from quire.progress import progress_bar
@@ -123,6 +126,7 @@ class LLM:
         self.group: ProcessGroup | None = None  # the processes that compute the model together
         self._load()
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
+        self.num_replacements = 0  # of the weights
         self.processor = OutputProcessor(self.engine, self.tokenizer)
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
         self.factory.asks = self.engine.pooling.writes and is_named_reranker(self.config.model or "")
@@ -155,7 +159,7 @@ class LLM:
                 raise SystemExit(0)
             weakref.finalize(self, group.close)
         try:
-            self.decoder = load_model(self.files, config, self.backend, exchange)
+            self.decoder: Model = load_model(self.files, config, self.backend, exchange)
             self.engine: Engine = build_engine(self.decoder, self.backend, config)
             if self.group is not None:
                 agree_on_model(self.group, self.decoder, self.files, config, self.backend)
@@ -441,7 +445,13 @@ class LLM:
             self._take_back(takers)
             raise
         return [
-            BeamSearchOutput(text, tokens, beam_sequences(tokens, driver.results(), self.tokenizer), driver.error)
+            BeamSearchOutput(
+                text,
+                tokens,
+                beam_sequences(tokens, driver.results(), self.tokenizer),
+                driver.error,
+                self.weights_version,
+            )
             for text, tokens, driver in searches
         ]
 
@@ -801,6 +811,95 @@ class LLM:
         """Remove all blocks from the prefix cache, so that later prompts reuse none of them."""
         self.engine.reset_prefix_cache()
 
+    def update_weights(self, weights: NewWeights, version: str | None = None) -> str:
+        """Replace weights by others of the same model, between two steps.
+
+        All are loaded, and compared with the model, before anything is changed: if that fails, the old weights remain
+        in use. Until then, both are in memory. No later prompt finds K and V of the old weights in the prefix cache. A
+        stream that has not ended continues with the new weights: its tokens so far are computed again, and
+        `CompletionOutput.weights_versions` states which weights chose which tokens. docs/weights-in-place.md has an
+        example.
+
+        Args:
+            weights: a directory with safetensors files, or the tensors, by the names that the checkpoint has: a
+                dictionary or pairs. Weights that are missing stay unchanged. Tensors are copied, and kept in memory.
+            version: the name of the weights in outputs. None: the number of replacements so far.
+
+        Returns:
+            The version.
+
+        Raises:
+            ModelError: the weights cannot be read, belong to another model, or replace those of a GGUF file.
+            ConfigError: the version is that of the current weights, adapters are enabled, or several processes compute
+                the model.
+
+        Example:
+            ```python
+            from quire import LLM, SamplingParams
+
+            with LLM(num_blocks=128) as llm:
+                norm = "model.norm.weight"
+                ones = {norm: llm.files.tensors()[norm] * 0 + 1}
+                print(llm.update_weights(ones, version="step-1"))
+                [output] = llm.generate("import os", SamplingParams(max_tokens=4))
+                print(output.weights_version)
+            ```
+        """
+        loaded = load_new(self, weights, version)
+        self._settle()
+        return use_new(self, loaded)
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the current weights: "0" until they are replaced."""
+        return self.engine.weights_version
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache, and at level 2 that of the weights. Until `wake_up`, prompts are refused.
+
+        Blocks on the disk (`kv_disk`) stay. A stream that has not ended continues after `wake_up` with the same
+        results, if it is not read before.
+
+        Args:
+            level: 1 keeps the weights; 2 drops them.
+
+        Raises:
+            ConfigError: the level is invalid, adapters are enabled, or several processes compute the model.
+
+        Example:
+            ```python
+            from quire import LLM, SamplingParams
+
+            with LLM(num_blocks=128) as llm:
+                llm.sleep(level=2)
+                llm.wake_up()
+                print(llm.generate("import os", SamplingParams(max_tokens=4))[0].outputs[0].text)
+            ```
+        """
+        self._settle()
+        sleep(self, level)
+
+    def wake_up(self) -> None:
+        """Allocate the memory that `sleep` freed. Weights that it dropped are read from their files again.
+
+        Raises:
+            ModelError: the dropped weights are not in files, or these can no longer be read.
+        """
+        wake_up(self, load_dropped(self))
+
+    def is_sleeping(self) -> bool:
+        """Return whether `sleep` was called, and `wake_up` was not called since.
+
+        Returns:
+            True if no prompt can be computed.
+        """
+        return self.engine.is_asleep
+
+    @deferred_interrupts()
+    def _settle(self) -> None:
+        """Commit a step that was launched ahead, and update the outputs."""
+        self._processed(self.engine.settle(), time.monotonic())
+
     def _finished(self, made: Sequence[Made], use_tqdm: bool) -> list[RequestOutput]:
         """Run prompts to completion. Return their outputs in the order of the prompts."""
         with progress_bar("prompts", len(made)) if use_tqdm else nullcontext(lambda: None) as advance:
@@ -843,7 +942,7 @@ class LLM:
         """Abort these requests and remove them from the engine."""
         for request_id in request_ids:
             self.engine.abort(request_id)
-        if any(request_id in self.engine.scheduler.requests for request_id in request_ids):
+        if any(request_id in self.engine.scheduler.requests for request_id in request_ids) and self.engine.can_step:
             self._step()
 
     @deferred_interrupts()
@@ -859,13 +958,17 @@ class LLM:
         """Run one step. Return its events, and those that changed an output, with the output."""
         start = time.monotonic()
         events = self.engine.step()
+        return events, self._processed(events, start)
+
+    def _processed(self, events: Sequence[Event], start: float) -> list[tuple[Event, RequestOutput]]:
+        """Process the events of a step that began at `start`. Return those that changed an output, with the output."""
         end = time.monotonic()
         grown = list(self.processor.process(events))
         if self._clocks is not None:
             from quire.frontend.jobs import EngineStep
 
             self._clocks.observe(EngineStep(events, grown, (), start, end))
-        return events, grown
+        return grown
 
     def _named_loras(
         self,

@@ -27,6 +27,7 @@ class LoglikelihoodOutput:
     ranks: list[int]  # of each of token_ids, 1: the most probable; among equally probable tokens the lower id is first
     num_cached_tokens: int  # tokens whose K and V were in the prefix cache
     error: str | None = None  # the reason of a failure
+    weights_version: str | None = None  # of the weights that computed it
 
     @property
     def cumulative_logprob(self) -> float:
@@ -95,4 +96,5 @@ def loglikelihood_output(
         [one.rank for one in one_each],
         output.num_cached_tokens or 0,
         error,
+        output.weights_version,
     )

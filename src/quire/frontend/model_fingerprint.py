@@ -34,10 +34,13 @@ from dataclasses import asdict
 
 import torch
 
+from quire.engine.engine import FIRST_VERSION
 from quire.errors import ConfigError, QuireError
 from quire.fingerprint.components import NONE, bits_parts, check_batch_invariant, library_version, named_parts
 from quire.fingerprint.fingerprint import Fingerprint, short_digest
+from quire.fingerprint.weights import weights_digest
 from quire.frontend.llm import LLM
+from quire.models.files import Files
 
 log = logging.getLogger("quire")
 
@@ -55,7 +58,9 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
     """
     own = (llm.decoder, llm.files, llm.backend, llm.config)
     parts = bits_parts(*own, llm.engine.scheduler.manager)
-    return Fingerprint(parts | _text_parts(llm, template) | _adapters_part(lora_digests(llm)))
+    return Fingerprint(
+        parts | _text_parts(llm, template) | _adapters_part(lora_digests(llm)) | _version_part(llm.weights_version)
+    )
 
 
 def system_fingerprint(llm: LLM, template: str | None, loras: Mapping[str, str]) -> Fingerprint | None:
@@ -77,7 +82,9 @@ def system_fingerprint(llm: LLM, template: str | None, loras: Mapping[str, str])
             parts = named_parts(*own) | {"device": _device_name(llm.config.device)}
         else:
             parts = bits_parts(*own, llm.engine.scheduler.manager)
-        return Fingerprint(parts | _text_parts(llm, template) | _adapters_part(loras))
+        return Fingerprint(
+            parts | _text_parts(llm, template) | _adapters_part(loras) | _version_part(llm.weights_version)
+        )
     except Exception as error:  # answers are valid without it
         trace = None if isinstance(error, QuireError) else error
         log.warning("answers have no system_fingerprint: %s", error, exc_info=trace)
@@ -89,13 +96,24 @@ def with_adapters(fingerprint: Fingerprint, loras: Mapping[str, str]) -> Fingerp
     return Fingerprint({**fingerprint.parts, **_adapters_part(loras)})
 
 
+def with_weights(fingerprint: Fingerprint, files: Files, version: str) -> Fingerprint:
+    """Return the fingerprint of the replica with the weights of these files and of that version."""
+    return Fingerprint({**fingerprint.parts, "weights": weights_digest(files), **_version_part(version)})
+
+
+def _version_part(version: str) -> dict[str, str]:
+    """Return the version of weights that were replaced; nothing for those of the model's files."""
+    return {} if version == FIRST_VERSION else {"weights version": short_digest(version.encode(errors="replace"))}
+
+
 def _adapters_part(loras: Mapping[str, str]) -> dict[str, str]:
     return {"adapters": short_digest(json.dumps(loras, sort_keys=True).encode())}
 
 
 def _text_parts(llm: LLM, template: str | None) -> dict[str, str]:
-    """Return the parts for texts and vectors, and for libraries. Raises ConfigError for an unknown version."""
+    """Return the parts for texts, vectors, libraries and new weights. Raises ConfigError for an unknown version."""
     return {
+        **_version_part(llm.weights_version),
         "tokenizer": NONE if llm.tokenizer is None else short_digest(llm.tokenizer.json().encode()),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
         "pooling": short_digest(json.dumps(asdict(llm.decoder.pooler.config), sort_keys=True).encode()),

@@ -70,6 +70,7 @@ class OutputProcessor:
         )
         self._engine.add(request)
         sample.seed = request.seed
+        sample.weights_versions = [(len(sample.token_ids), self._engine.weights_version)]
         if output.metrics is None:
             output.metrics = RequestMetrics(time.time(), time.monotonic())
         if sampling.logprobs is not None:
@@ -93,6 +94,19 @@ class OutputProcessor:
                 yield from self._process_drawn(part)
             else:
                 yield from self._process_events(part)
+
+    def replace_weights(self, version: str) -> None:
+        """Record that new weights compute all further tokens. Logprobs of a prompt that is not finished are dropped.
+
+        All events of earlier steps must have been processed.
+        """
+        for sample in self._samples.values():
+            versions, count = sample.output.weights_versions, len(sample.output.token_ids)
+            if versions[-1][0] == count:
+                versions.pop()
+            versions.append((count, version))
+            if sample.request.prompt_logprobs is not None and not sample.source.num_generated:
+                sample.request.prompt_logprobs = [None]
 
     def _process_drawn(self, drawn: Drawn) -> Iterator[tuple[Event, RequestOutput]]:
         get, odd = self._samples.get, drawn.odd

@@ -39,6 +39,9 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
     stop_reason: int | str | None = None  # the stop token or string that ended it
     error: str | None = None  # the reason of a failure, if finish_reason is "error"
+    # For each version of the weights that chose tokens, in order: the index of its first token, and its name. There are
+    # several if the weights were replaced meanwhile. Logprobs of the prompt are of the first one.
+    weights_versions: list[tuple[int, str]] = field(default_factory=list, repr=False)
     num_differences: int = field(default=0, repr=False)  # delivered tokens that differed when drawn again
     seed: int | None = None  # key of the prompt's random numbers; as SamplingParams.seed it repeats the samples
 
@@ -95,6 +98,16 @@ class RequestOutput:
         self.num_running = sum(not output.finished for output in self.outputs)
 
     @property
+    def weights_version(self) -> str | None:
+        """The version of the weights that compute it, or finished it; None until it is queued."""
+        return next((version for sample in self.outputs for _, version in reversed(sample.weights_versions)), None)
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the weights were replaced after a sample's first token: `weights_versions` has the places."""
+        return any(len(sample.weights_versions) > 1 for sample in self.outputs)
+
+    @property
     def num_cached_tokens(self) -> int | None:
         """Prompt tokens whose K and V were in the prefix cache; None until the prompt runs."""
         return None if self.prefix_report is None else self.prefix_report.num_cached
@@ -125,6 +138,7 @@ class BeamSearchOutput:
     prompt_token_ids: list[int]  # the prompt's tokens
     sequences: list[BeamSearchSequence]  # best first
     error: str | None = None  # the reason of a failure; then there may be no sequence
+    weights_version: str | None = None  # of the weights that computed it
 
 
 def candidates(logprobs: TokenLogprobs, decode: Callable[[int], str | None]) -> dict[int, Logprob]:
