@@ -79,7 +79,9 @@ class Dispatcher:
         for job in self.jobs:
             self.jobs.close(job, engine_stopped(why))
 
-    async def fingerprint(self) -> str | None:
+    is_sleeping = False  # its replicas do not
+
+    async def fingerprint(self, weights_version: str | None = None) -> str | None:  # noqa: ARG002
         """Return the fingerprint of the replica whose tokenizer the gateway uses."""
         return self.roster.model.digest
 

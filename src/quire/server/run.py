@@ -40,7 +40,7 @@ from quire.models.files import GENERATION
 from quire.parallel.launch import is_follower
 from quire.sandbox.chat_template import ChatTemplate
 from quire.sandbox.process import SandboxFailed
-from quire.server.api import lora
+from quire.server.api import lora, weights
 from quire.server.api.app import build_app
 from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.pull import Puller
@@ -160,6 +160,8 @@ class ServerParts:
             routers.append(self.member.router())
         if self.allows_lora_loading:
             routers.append(lora.router(self.worker, self.service.model))
+        if isinstance(self.service.config, ServerConfig) and self.service.config.admin_api_key is not None:
+            routers.append(weights.router(self.worker, self.service))
         return build_app(self.service, self.metrics, routers)
 
 

@@ -199,6 +199,12 @@ class ServerConfig(HttpConfig):
     allow_lora_loading: bool = option(
         False, "Let clients load adapters from any local directory, and unload them.", group="LoRA"
     )
+    admin_api_key: str | None = option(
+        None,
+        "Key of the routes that replace the weights and put the model to sleep. Default: there are no such routes. "
+        "Better kept in the environment.",
+        group=ACCESS,
+    )
     allow_pull: bool = option(
         False,
         "Let clients download models from the hub into its cache, by Ollama's /api/pull.",
@@ -240,6 +246,14 @@ class ServerConfig(HttpConfig):
             raise ConfigError(
                 "allow_lora_loading does not go with fleet_secret; all replicas of a fleet have the same adapters, so "
                 "give them at the start (--lora)"
+            )
+        check_texts("admin_api_key", () if self.admin_api_key is None else (self.admin_api_key,))
+        if self.admin_api_key is not None and not (self.admin_api_key.isascii() and self.admin_api_key.isprintable()):
+            raise ConfigError("the admin_api_key has characters that no HTTP header can carry; use printable ASCII")
+        if self.admin_api_key is not None and self.fleet_secret is not None:
+            raise ConfigError(
+                "admin_api_key does not go with fleet_secret; all replicas of a fleet have the same weights, so start "
+                "them again to replace these"
             )
         if self.ssl_certfile is not None and self.fleet_secret is not None:
             raise ConfigError(

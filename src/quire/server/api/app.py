@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from quire import __version__
-from quire.errors import EngineStopped, RequestError
+from quire.errors import EngineAsleep, EngineStopped, RequestError
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import openapi
 from quire.server.api.conversation import conversation
@@ -37,6 +37,7 @@ from quire.server.protocol.answers import Model, Models, Version
 from quire.server.protocol.body import Body
 from quire.server.protocol.tokens import DetokenizedText, DetokenizeRequest, TokenizeRequest, TokenizerInfo, Tokens
 from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in, near_miss, sentence
+from quire.server.server_config import ServerConfig
 
 log = logging.getLogger("quire.server")
 
@@ -143,6 +144,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
         max_body_size=config.max_body_size,
         realm_paths=("/inspector",),
         fleet_secret=config.fleet_secret,
+        admin_key=config.admin_api_key if isinstance(config, ServerConfig) else None,
     )
     tally = Tally()
     metrics.show_requests(tally)
@@ -160,6 +162,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestError, _failed)
     app.add_exception_handler(SandboxFailed, _failed)
+    app.add_exception_handler(EngineAsleep, _failed)
     app.add_exception_handler(EngineStopped, _failed)
     app.add_exception_handler(Exception, _broken)
     _add_models(app, service)
@@ -291,7 +294,7 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
         error = ApiError(INTERNAL_NAME.sub(_without_name, str(error)), param=error.field)
     if isinstance(error, SandboxFailed):
         error = sandbox_failed(str(error))
-    if isinstance(error, EngineStopped):
+    if isinstance(error, (EngineAsleep, EngineStopped)):
         error = api_error(error)
     if not isinstance(error, ApiError):
         raise error

@@ -123,6 +123,7 @@ class _Events(EventWriter):
         parts: list[bytes] = []
         for delta in deltas:
             self._generated += len(delta.token_ids)
+            self._chunks.note(delta.output)
             events = self._events(delta)
             if not delta.is_known:
                 parts += self._job.marked(delta, events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.frontend.outputs import RequestOutput
 from quire.server.http.sse import DONE, data, dumps
 from quire.server.protocol.answers import Usage
 from quire.server.protocol.sampling import StreamOptions
@@ -17,13 +18,21 @@ class Chunks:
 
     def __init__(self, head: Mapping[str, Any], options: StreamOptions | None) -> None:
         """Create it. head: the fields that all chunks begin with."""
-        self._head = head
+        self._use(head)
         asked = options or StreamOptions()
         self._has_usage = asked.include_usage
         self._has_usage_so_far = asked.include_usage and asked.continuous_usage_stats
-        self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+
+    def _use(self, head: Mapping[str, Any]) -> None:
+        self._head = head
+        self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._around: dict[int, tuple[bytes, bytes]] = {}  # the bytes before and after the texts of each choice
+
+    def note(self, output: RequestOutput) -> None:
+        """Name no system from now on if the weights were replaced while the output was computed."""
+        if output.is_mixed and self._head["system_fingerprint"] is not None:
+            self._use({**self._head, "system_fingerprint": None})
 
     def choice(self, choice: Mapping[str, Any], num_prompt: int, num_generated: int) -> bytes:
         """Return a chunk of a choice. The counts are those of the choice's prompt, and generated for it so far."""

@@ -176,6 +176,7 @@ class _Events(EventWriter):
         parts: list[bytes] = []
         for delta in deltas:
             number = self._numbers[delta.output.request_id]
+            self._chunks.note(delta.output)
             if self._body.max_tokens != 0:
                 self._generated[number] += len(delta.token_ids)
             events = []

@@ -20,8 +20,15 @@ class EngineClient(Protocol):
     async def stop(self) -> None:
         """Stop, and fail the pending jobs."""
 
-    async def fingerprint(self) -> str | None:
-        """Return the digest of the system that computes outputs without an own fingerprint, or None if unknown."""
+    @property
+    def is_sleeping(self) -> bool:
+        """True if no request is accepted before the engine is woken up."""
+
+    async def fingerprint(self, weights_version: str | None = None) -> str | None:
+        """Return the digest of the system that computes outputs without an own fingerprint, or None if unknown.
+
+        weights_version: of these outputs; None: the current one.
+        """
 
     def check_alive(self) -> None:
         """Raise ApiError (503) if it cannot serve any more."""

@@ -121,7 +121,7 @@ def properties(service: Service) -> Properties:
         "eos_token": special["eos_token"] or "",
         "modalities": {"vision": False, "audio": False},
         "build_info": f"quire {__version__}",
-        "is_sleeping": False,
+        "is_sleeping": service.worker.is_sleeping,
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
@@ -14,9 +15,9 @@ from quire.fingerprint.fingerprint import Fingerprint
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.clocks import Clocks
 from quire.frontend.jobs import BeamSearchJob, Job, end
-from quire.frontend.model_fingerprint import with_adapters
+from quire.frontend.model_fingerprint import with_adapters, with_weights
 from quire.request import Request
-from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
+from quire.server.http.api_error import ApiError, asleep, deadline_passed, engine_stopped, queue_full
 
 STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck, unless the step is long
 HOPELESS = 10  # times that limit, after which the process should be restarted
@@ -55,15 +56,34 @@ class LocalEngineClient:
         """Start to serve, for the running event loop."""
         self.llm.start()
         self._identified = asyncio.create_task(asyncio.to_thread(self.identify))  # on a thread, being slow
+        self._old_identified, self._old_version = self._identified, ""  # of the weights before these
 
-    async def fingerprint(self) -> str | None:
-        """Return the digest of the computing system. The first answers may wait for it, for a fraction of a second."""
-        found = await asyncio.shield(self._identified)
+    async def fingerprint(self, weights_version: str | None = None) -> str | None:
+        """Return the digest of the computing system. The first answers may wait for it, for a fraction of a second.
+
+        weights_version: that of an answer, which the system had last or before that; None: the last one.
+        """
+        is_old = weights_version is not None and weights_version == self._old_version
+        found = await asyncio.shield(self._old_identified if is_old else self._identified)
         return None if found is None else found.digest
+
+    async def update_weights(self, directory: Path, version: str | None) -> str:
+        """Replace the weights, and update the fingerprint of later answers. Raises the errors of `LLM.update_weights`.
+
+        Return the version of the new weights.
+        """
+        await self.fingerprint()  # that of the old weights
+        llm, old = self.llm.llm, self.llm.llm.weights_version
+        found = await self.llm.update_weights(directory, version)
+        self._old_identified, self._old_version = self._identified, old
+        change = partial(with_weights, files=llm.files, version=found)
+        self._identified = asyncio.create_task(_changed(self._identified, change))
+        return found
 
     def use_adapters(self, digests: Mapping[str, str]) -> None:
         """Set the adapters that the fingerprint covers. digests: the digests of their weights, by name."""
-        self._identified = asyncio.create_task(_with_adapters(self._identified, digests))
+        change = partial(with_adapters, loras=digests)
+        self._identified = asyncio.create_task(_changed(self._identified, change))
 
     async def stop(self) -> None:
         """Stop the engine. Wait up to STUCK_AFTER s for the current step, then fail the pending jobs."""
@@ -93,6 +113,8 @@ class LocalEngineClient:
                 f"(--stuck-after sets a limit for all steps)"
             )
             raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stuck")
+        if times == 1 and self.is_sleeping:
+            raise asleep()
 
     def _longest_step(self) -> float:
         """Return the seconds that the engine's current step may take."""
@@ -104,6 +126,11 @@ class LocalEngineClient:
         num_drawn = sum(1 if item.request.sampling.prompt_logprobs is None else item.num_rows for item in plan.items)
         return max(STUCK_AFTER, PATIENCE * self._cost.seconds(plan, num_drawn))
 
+    @property
+    def is_sleeping(self) -> bool:
+        """True if the engine sleeps."""
+        return self.engine.is_asleep
+
     def num_slots(self) -> tuple[int, int]:
         """Return the number of samples that can run at a time, and of those that run."""
         total = self.engine.scheduler.max_num_seqs
@@ -113,6 +140,8 @@ class LocalEngineClient:
         """Raise ApiError, naming a field, if `num_samples` more samples cannot be accepted now."""
         if self.llm.failure is not None:
             raise engine_stopped(self.llm.failure)
+        if self.is_sleeping:
+            raise asleep()
         if num_samples > self.max_samples:
             message = f"the request asks for {num_samples} samples; this server takes {self.max_samples} at a time"
             raise ApiError(message, param=name)
@@ -162,8 +191,8 @@ class LocalEngineClient:
         self.abort(job)
 
 
-async def _with_adapters(
-    identified: asyncio.Task[Fingerprint | None], digests: Mapping[str, str]
+async def _changed(
+    identified: asyncio.Task[Fingerprint | None], change: Callable[[Fingerprint], Fingerprint]
 ) -> Fingerprint | None:
     found = await identified
-    return None if found is None else with_adapters(found, digests)
+    return None if found is None else await asyncio.to_thread(change, found)

@@ -149,8 +149,12 @@ class Service:
 
         Return None if it is unknown, or if several systems computed them whose bits may differ.
         """
-        own = await self.worker.fingerprint()
-        found = {output.fingerprint or own for output in outputs} or {own}
+        own = {version: await self.worker.fingerprint(version) for version in {one.weights_version for one in outputs}}
+        found = {output.fingerprint or own[output.weights_version] for output in outputs}
+        if not outputs:
+            found = {await self.worker.fingerprint()}
+        elif any(output.is_mixed for output in outputs):
+            return None
         digest = found.pop() if len(found) == 1 else None
         return None if digest is None else f"fp_{digest[:FINGERPRINT_SIZE]}"
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from quire.errors import EngineStopped, QuireError, RequestError
+from quire.errors import EngineAsleep, EngineStopped, QuireError, RequestError
 
 # OpenAI's types of errors by status. Other statuses are "invalid_request_error" below 500 and "server_error" above.
 KINDS = {
@@ -130,6 +130,16 @@ def queue_full(limit: int) -> ApiError:
     )
 
 
+def asleep() -> ApiError:
+    """Return the error for requests while the engine sleeps."""
+    return ApiError(
+        "the model sleeps, so that its memory is free for other work; try again later (POST /wake_up ends the sleep)",
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        code="asleep",
+        headers={"Retry-After": "10"},
+    )
+
+
 def engine_stopped(why: str) -> ApiError:
     """Return the error for requests after the engine has stopped."""
     return ApiError(f"the engine has stopped: {why}", HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stopped")
@@ -141,6 +151,8 @@ def api_error(error: QuireError) -> ApiError:
         return error
     if isinstance(error, EngineStopped):
         return engine_stopped(error.why)
+    if isinstance(error, EngineAsleep):
+        return asleep()
     return ApiError(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 

@@ -19,6 +19,8 @@ from quire.server.http.hosts import host_in, is_loopback
 from quire.server.http.sse import JsonBody
 
 FLEET_PATHS = "/fleet/"  # prefix of the routes for a fleet's gateways, which have a separate secret
+# Routes that replace weights and free memory, which have a separate key. Without one they do not exist.
+ADMIN_PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk")
 OPEN_PATHS = frozenset({"/health", "/ready"})  # paths that need no key and accept any host name
 KEY_STATE = "key"  # name of the request's key in its state
 BODY_TIMEOUT = 60.0  # seconds for a body to arrive
@@ -41,14 +43,18 @@ class Guard:
         max_body_size: int,
         realm_paths: tuple[str, ...],
         fleet_secret: str | None = None,
+        admin_key: str | None = None,
     ) -> None:
         """Wrap an application. hosts: see `hosts_to_check`. fleet_secret: the only key of the routes below /fleet/.
+
+        admin_key: the only key of ADMIN_PATHS.
 
         realm_paths: a browser that requests / or a path below one of these without a key asks its user for a password.
         """
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._fleet_keys = [] if fleet_secret is None else [fleet_secret.encode()]
+        self._admin_keys = [] if admin_key is None else [admin_key.encode()]
         self._hosts = hosts
         self._max_body_size = max_body_size
         self._realm_paths = realm_paths
@@ -86,6 +92,8 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> ApiError | None:
         keys = self._fleet_keys if scope["path"].startswith(FLEET_PATHS) else self._keys
+        if scope["path"] in ADMIN_PATHS and self._admin_keys:
+            keys = self._admin_keys
         if not keys or scope["path"] in OPEN_PATHS:
             return None
         given = [value for name, value in scope["headers"] if name == b"authorization"]
