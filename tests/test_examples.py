@@ -38,6 +38,7 @@ PROMISES = {
     "lora.py": ["no adapter: ", "rows of one adapter agree: True; texts that differ: 3"],
     "embeddings.py": ["  class Queue:\n", "score agrees: True"],
     "async_llm.py": ["--- class Stack:\n", "--- computed together: True", "--- one line: '"],
+    "policy_gradient.py": ["weights  step-1: reward 0.", "ratio exactly 1: True, with", "the reward rose from"],
     "tools.py": ['temperature({"city"', " degrees\nanswer: "],
     "gguf_file.py": ["prompt: 'Name three rivers of Portugal.:'", "answer of model.gguf, "],
     "sampling_tour.py": ["greedy", "min_p 0.2", "2: ", "1: ", "logprob -"],
@@ -58,6 +59,8 @@ def test_example(
     with ExitStack() as stack:
         if name == "gguf_file.py":
             arguments = [str(write_model(tmp_path / "model.gguf"))]
+        elif name == "policy_gradient.py":
+            arguments = ["--steps=3", "--samples=16", "--tokens=8"]
         elif name == "tools.py":
             (tmp_path / "template.jinja").write_text(TEMPLATE)
             server = stack.enter_context(serving(tool_call_parser="hermes", chat_template=tmp_path / "template.jinja"))
@@ -67,6 +70,9 @@ def test_example(
     printed = capsys.readouterr().out
     for promise in PROMISES[name]:
         assert promise in printed
+    if name == "policy_gradient.py":
+        assert "ratio exactly 1: False" not in printed
+        assert printed.endswith(": True\n"), printed
 
 
 def test_what_the_demo_writes_is_no_loop(capsys: pytest.CaptureFixture[str]) -> None:
