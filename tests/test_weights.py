@@ -8,7 +8,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,9 @@ def test_no_block_of_the_old_weights_is_found(tmp_path: Path) -> None:
             bits(llm)
             again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             assert again[0].num_cached_tokens > 0
+            model = weakref.ref(llm.decoder)
             llm.update_weights(changed(seed), "same")
+            assert model() is None  # its memory is free
             first = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             assert [output.num_cached_tokens for output in first] == [0, 0]
             again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -224,6 +226,7 @@ def test_a_failure_changes_nothing(tmp_path: Path) -> None:
         ([(norm, tensors[norm])] * 2, None, ModelError, "have model.norm.weight twice"),
         ([norm], None, ModelError, "entry 0 of the given weights is model.norm.weight; it must be a name and"),
         ({}, None, ModelError, "are empty"),
+        ({norm: tensors[norm].to("meta")}, None, ModelError, f"{norm} of the given weights cannot be copied"),
         (tmp_path / "none", None, ModelError, "none is no directory"),
         (tmp_path / "empty", None, ModelError, "empty holds no weights"),
         (other, None, ModelError, "has the config.json of another model"),
@@ -239,6 +242,11 @@ def test_a_failure_changes_nothing(tmp_path: Path) -> None:
         for level in (0, 3, True):
             with pytest.raises(ConfigError, match=f"level is {level}; it must be 1"):
                 llm.sleep(level)
+        llm.group = object()  # in place of other processes
+        for change in (llm.sleep, partial(llm.update_weights, tensors)):
+            with pytest.raises(ConfigError, match="tensor_parallel_size is 1; several processes"):
+                change()
+        llm.group = None
         assert (llm.weights_version, llm.files, llm.is_sleeping()) == ("0", files, False)
         [cached, _] = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert cached.num_cached_tokens > 0
@@ -249,8 +257,11 @@ def test_a_failure_changes_nothing(tmp_path: Path) -> None:
         pytest.raises(ModelError, match=r"model\.gguf; weights replace"),
     ):
         llm.update_weights(tensors)
-    with LLM(**SMALL, enable_lora=True) as llm, pytest.raises(ConfigError, match="enable_lora is True"):
-        llm.update_weights(tensors)
+    with LLM(**SMALL, enable_lora=True) as llm:
+        for change in (partial(llm.sleep, 2), partial(llm.update_weights, tensors)):
+            with pytest.raises(ConfigError, match="enable_lora is True"):
+                change()
+        llm.sleep()
 
 
 def memory(llm: LLM) -> tuple[list[Any], list[Any]]:

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -219,6 +220,7 @@ class CudaCapture:
         with device_context(device):
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()
 
     def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run the function a few times on a side stream, capture it, and return the function that replays it."""
@@ -230,6 +232,8 @@ class CudaCapture:
                     function()
         finally:
             current.wait_stream(self._stream)  # queued work reads memory that may be freed now
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()  # torch refuses a pool whose graphs were all dropped
         graph = torch.cuda.CUDAGraph()
         try:
             # Relaxed: other threads may use the GPU meanwhile, and a kernel may still be loaded that this step did not
@@ -241,6 +245,8 @@ class CudaCapture:
             raise
         finally:
             torch.cuda.set_stream(current)  # a failed capture does not restore it
+
+        self._graphs.add(graph)
 
         def replay() -> Tensor:
             graph.replay()

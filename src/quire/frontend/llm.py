@@ -835,19 +835,20 @@ class LLM:
 
         Example:
             ```python
+            import torch
+
             from quire import LLM, SamplingParams
 
             with LLM(num_blocks=128) as llm:
-                norm = "model.norm.weight"
-                ones = {norm: llm.files.tensors()[norm] * 0 + 1}
-                print(llm.update_weights(ones, version="step-1"))
+                print(llm.update_weights({"model.norm.weight": torch.ones(llm.hidden_size)}, version="step-1"))
                 [output] = llm.generate("import os", SamplingParams(max_tokens=4))
                 print(output.weights_version)
             ```
         """
         loaded = load_new(self, weights, version)
-        self._settle()
-        return use_new(self, loaded)
+        with deferred_interrupts():
+            self._settle()
+            return use_new(self, loaded)
 
     @property
     def weights_version(self) -> str:
@@ -864,7 +865,7 @@ class LLM:
             level: 1 keeps the weights; 2 drops them.
 
         Raises:
-            ConfigError: the level is invalid, adapters are enabled, or several processes compute the model.
+            ConfigError: the level is invalid, several processes compute the model, or adapters are enabled at level 2.
 
         Example:
             ```python
@@ -876,8 +877,9 @@ class LLM:
                 print(llm.generate("import os", SamplingParams(max_tokens=4))[0].outputs[0].text)
             ```
         """
-        self._settle()
-        sleep(self, level)
+        with deferred_interrupts():
+            self._settle()
+            sleep(self, level)
 
     def wake_up(self) -> None:
         """Allocate the memory that `sleep` freed. Weights that it dropped are read from their files again.
@@ -895,10 +897,11 @@ class LLM:
         """
         return self.engine.is_asleep
 
-    @deferred_interrupts()
     def _settle(self) -> None:
         """Commit a step that was launched ahead, and update the outputs."""
-        self._processed(self.engine.settle(), time.monotonic())
+        start = time.monotonic()
+        if events := self.engine.settle():
+            self._processed(events, start)
 
     def _finished(self, made: Sequence[Made], use_tqdm: bool) -> list[RequestOutput]:
         """Run prompts to completion. Return their outputs in the order of the prompts."""

@@ -56,7 +56,8 @@ class DroppedModel:
 
 def load_new(llm: Parts, new: NewWeights, version: str | None) -> Loaded:
     """Load new weights for an LLM. Raises the errors of `LLM.update_weights`; the LLM is not changed."""
-    check_single(llm, "replaced")
+    _check_single(llm)
+    _check_no_adapters(llm)
     if version is not None and (not isinstance(version, str) or not version):
         raise ConfigError(f"version is {version!r}; it must be a text of at least one character")
     if version == llm.engine.weights_version:
@@ -87,8 +88,9 @@ def sleep(llm: Parts, level: int) -> None:
     """Free the memory of an LLM's blocks, at level 2 also of its weights. See `LLM.sleep`."""
     if level not in LEVELS or isinstance(level, bool):
         raise ConfigError(f"level is {level!r}; it must be 1 (free the KV cache) or 2 (free the weights as well)")
-    check_single(llm, "freed")
+    _check_single(llm)
     if level == 2 and not is_dropped(llm):
+        _check_no_adapters(llm)
         llm.decoder = cast(Model, DroppedModel())
         if isinstance(llm.files, ReplacedFiles) and not llm.files.is_on_disk:
             llm.files = ReplacedFiles(llm.files.path, ())
@@ -121,17 +123,21 @@ def wake_up(llm: Parts, loaded: Loaded | None) -> None:
         llm.engine.wake_up(llm.decoder)
 
 
-def check_single(llm: Parts, change: str) -> None:
-    """Raise ConfigError for an LLM whose weights or blocks are in several processes, or are fitted with adapters."""
+def _check_single(llm: Parts) -> None:
+    """Raise ConfigError for an LLM whose weights or blocks are in several processes."""
     if llm.group is not None:
         raise ConfigError(
-            f"tensor_parallel_size is {llm.config.tensor_parallel_size}; the memory of a model that several processes "
-            f"compute cannot be {change} while they run, so start them again"
+            f"tensor_parallel_size is {llm.config.tensor_parallel_size}; several processes that compute a model keep "
+            "their weights and memory until they end, so start them again"
         )
+
+
+def _check_no_adapters(llm: Parts) -> None:
+    """Raise ConfigError for an LLM with adapters, which are fitted to the layers of its model."""
     if llm.engine.loras is not None:
         raise ConfigError(
-            f"enable_lora is True; the memory of a model with adapters cannot be {change}, so leave the option out, "
-            "or load the adapter again in place of the weights"
+            "enable_lora is True; the weights of a model with adapters can be neither replaced nor dropped, so leave "
+            "the option out, or replace the adapter (load_inplace) in place of the weights"
         )
 
 

@@ -119,7 +119,10 @@ def _copies(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
             )
         if name in found:
             raise ModelError(f"the given weights have {name} twice; give each tensor once")
-        found[name] = mapped(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+        try:
+            found[name] = mapped(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+        except RuntimeError as error:  # it has no memory, or is a part of a distributed tensor
+            raise ModelError(f"{name} of the given weights cannot be copied: {error}") from error
     if not found:
         raise ModelError("the given weights are empty; give at least one tensor")
     return found
