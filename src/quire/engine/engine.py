@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -40,7 +39,7 @@ from quire.models.pooling_config import PoolingConfig
 from quire.ops import Backend
 from quire.ops.collectives import least
 from quire.ops.spec import check_supported
-from quire.request import MAX_SEED, Event, FinishReason, Request, Task
+from quire.request import MAX_SEED, FinishReason, Request, Task
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
@@ -295,15 +294,8 @@ class Engine:
         """
         if self.is_asleep:
             raise EngineAsleep
-        return self._taken(self.loop.step)
-
-    def settle(self) -> StepEvents:
-        """Finish a step that was launched ahead, and return its events like `step`. No other step is launched."""
-        return self._taken(self.loop.settle)
-
-    def _taken(self, step: Callable[[Engine], Sequence[Event]]) -> StepEvents:
         with deferred_interrupts(), self._guard:
-            self._events.extend(step(self))
+            self._events.extend(self.loop.step(self))
             if self.loras is not None and self.loras.left:
                 self.loras.settle(self._lora_slots())
         taken: StepEvents | None = None
@@ -312,6 +304,14 @@ class Engine:
         finally:  # in this order an interrupt between the two statements, or before them, loses no events
             if taken is not None:
                 self._events = StepEvents()
+
+    @deferred_interrupts()
+    def settle(self) -> StepEvents:
+        """Finish a step that was launched ahead, and return all events. The caller defers interrupts."""
+        with self._guard:
+            self._events.extend(self.loop.settle(self))
+        taken, self._events = self._events, StepEvents()
+        return taken
 
     def flatten(self, plan: Plan) -> Batch:
         """Return the plan as tensors, which are views of buffers that the next plan overwrites."""

@@ -149,12 +149,10 @@ class Service:
 
         Return None if it is unknown, or if several systems computed them whose bits may differ.
         """
-        own = {version: await self.worker.fingerprint(version) for version in {one.weights_version for one in outputs}}
-        found = {output.fingerprint or own[output.weights_version] for output in outputs}
-        if not outputs:
-            found = {await self.worker.fingerprint()}
-        elif any(output.is_mixed for output in outputs):
+        if any(output.is_mixed for output in outputs):
             return None
+        found = {output.fingerprint or await self.worker.fingerprint(output.weights_version) for output in outputs}
+        found = found or {await self.worker.fingerprint()}
         digest = found.pop() if len(found) == 1 else None
         return None if digest is None else f"fp_{digest[:FINGERPRINT_SIZE]}"
 
