@@ -72,24 +72,24 @@ SHAPED = (
 # smaller; raise one only for a feature that is worth it. A directory `vendor` has unchanged files of others, which are
 # maintained there, so their lines do not count.
 MOST_LINES = {
-    "cache": 3_420,
+    "cache": 3_450,
     "cli": 1_915,
-    "engine": 6_200,
-    "fingerprint": 650,
+    "engine": 6_340,
+    "fingerprint": 660,
     "fleet": 5_815,
-    "frontend": 4_770,
+    "frontend": 5_155,
     "integrations": 745,
-    "models": 13_760,
+    "models": 13_910,
     "ops": 22_975,
     "parallel": 520,
     "ray": 420,
     "router": 570,
     "sandbox": 1_275,
-    "server": 16_765,
+    "server": 16_945,
     "lora": 50,
     "simulate": 4_195,
     "terminal": 1_250,
-    "modules": 1_715,  # those that are in no package
+    "modules": 1_720,  # those that are in no package
 }
 
 
