@@ -306,13 +306,13 @@ def test_sleep_frees_memory_and_loses_nothing(tmp_path: Path) -> None:
 
 def test_weights_in_memory_alone_are_given_again_before_waking(new: Path) -> None:
     with LLM(**SMALL) as llm:
-        llm.update_weights(changed(2), "lost")
+        llm.update_weights(changed(2), "2")
         llm.sleep(level=2)
-        with pytest.raises(ModelError, match="the weights of version 'lost' were given from memory, and sleep"):
+        with pytest.raises(ModelError, match="the weights of version '2' were given from memory, and sleep"):
             llm.wake_up()
         with pytest.raises(ModelError, match="the given weights lacks"):
             llm.update_weights(changed(1, only="layers.1."))
-        llm.update_weights(changed(1), "found")
+        assert llm.update_weights(changed(1)) == "3"  # the second one, but the first was named 2
         assert llm.is_sleeping()
         llm.wake_up()
         assert bits(llm) == fresh(new)

@@ -75,7 +75,8 @@ def use_new(llm: Parts, loaded: Loaded) -> str:
     """
     if loaded.before is not llm.files:
         raise ConfigError("the weights were replaced or dropped by another call meanwhile; replace them again")
-    version = loaded.version or str(llm.num_replacements + 1)
+    number = llm.num_replacements + 1
+    version = loaded.version or str(number + (str(number) == llm.engine.weights_version))
     llm.engine.replace_weights(loaded.model, version)
     llm.processor.replace_weights(version)
     llm.decoder, llm.files = loaded.model, loaded.files
