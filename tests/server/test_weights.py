@@ -85,10 +85,10 @@ def test_weights_are_replaced(served: Serving, tmp_path: Path) -> None:
 def test_sleep(served: Serving, tmp_path: Path) -> None:
     """Requests are refused for a while, running ones wait, and one that two versions computed names no system."""
     old = completed(served)
-    whole = served.post("/v1/completions", **BODY | {"max_tokens": 200}).json()["choices"][0]["text"]
+    whole = served.post("/v1/completions", **BODY | {"max_tokens": 600}).json()["choices"][0]["text"]
     for update in (False, True):
         connection = http.client.HTTPConnection(served.host, served.port, timeout=60)
-        stream = json.dumps(BODY | {"max_tokens": 200, "stream": True})
+        stream = json.dumps(BODY | {"max_tokens": 600, "stream": True})
         own = served.headers | {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", stream, own)
         response = connection.getresponse()
