@@ -124,6 +124,12 @@ class CacheConfig:
     )
     # Without it, only samples of one prompt share blocks.
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts with the same prefix.")
+    prompt_cache_share: float = option(
+        0.5,
+        "Share of the KV cache that the prompts of one prompt_cache_key, or of a client's cache_control, may keep.",
+        lower=0.0,
+        upper=1.0,
+    )
     preemption: str = option(
         "recompute",
         "When blocks run out, drop those of the last request (recompute) or move them to the host (swap).",

@@ -412,8 +412,10 @@ class Miss(str, Enum):
     UNSEEN = "unseen"  # no cached sequence continues from here
     DIFFERS = "differs"  # the nearest cached sequence continues with another token
     EVICTED = "evicted"  # it was cached, but its memory was needed
+    EXPIRED = "expired"  # the same, after the time for which it was kept
+    BUDGET = "budget"  # the same, after its key exceeded the share of the cache that a key may keep
     STATE = "state"  # its keys and values are cached, but not the state of the recurrent layers
-    SALT = "salt"  # it is cached under another cache_salt
+    SALT = "salt"  # it is cached under another cache_salt or adapter
     PROMPT_LOGPROBS = "prompt_logprobs"  # prompt_logprobs need their positions computed
     DISABLED = "disabled"  # the prefix cache is off
 
@@ -427,7 +429,7 @@ class PrefixReport:
     block_size: int  # tokens; the length of a cached prefix is a multiple of it
     miss: Miss | None = None  # None: all full blocks of the prompt were cached
     first_difference: int | None = None  # DIFFERS: position of the first token that differs from the nearest sequence
-    seconds_ago: float | None = None  # EVICTED, STATE: time since the eviction; None: the state was not kept
+    seconds_ago: float | None = None  # EVICTED to BUDGET, STATE: time since the eviction; None: the state was not kept
     reach: int = 0  # tokens whose K and V were cached, if a state was not
     window: int | None = None  # EVICTED: window of the layers that lost the block; None: they attend to all tokens
 
@@ -445,7 +447,9 @@ class PrefixReport:
             Miss.DIFFERS: f"the nearest cached sequence differs from token {self.first_difference} on",
             Miss.EVICTED: f"the block that begins at token {reach} {was}{of_layers}",
             Miss.STATE: f"the state at token {reach // self.block_size * self.block_size:,} {was}",
-            Miss.SALT: "its first block is cached under another cache_salt",
+            Miss.EXPIRED: f"the block that begins at token {reach} was kept until its time, and {was}{of_layers}",
+            Miss.BUDGET: f"the block that begins at token {reach} exceeded the budget of its key, and {was}{of_layers}",
+            Miss.SALT: "its first block is cached under another cache_salt or adapter",
             Miss.PROMPT_LOGPROBS: "logprobs of the prompt's tokens need the positions before these computed",
             Miss.DISABLED: "the prefix cache is off",
         }[self.miss]
@@ -535,6 +539,13 @@ class ScheduleState:
     allowed: NDArray[np.int32] | None = None  # next tokens that its guide allows
 
 
+class Retention(NamedTuple):
+    """A request to keep blocks in the prefix cache, see `quire.cache.retention`."""
+
+    key: str  # a client's name for the prompts that share a budget
+    seconds: float  # after the last use
+
+
 class Holder(NamedTuple):
     """Another engine that has the first blocks of a request."""
 
@@ -565,6 +576,7 @@ class Request:
     first_prompt_logprob: int = 0  # no logprobs of prompt positions before it, even with prompt_logprobs
     to_check: array[int] = field(default_factory=_no_tokens)  # tokens that the caller has: drawn again and compared
     is_strict: bool = True  # end with an error if another token than the one to check is drawn
+    retention: Retention | None = None  # how long its blocks are kept; None: until their memory is needed
     holder: Holder | None = None  # another engine from which its first blocks may be read
     seed: int = 0  # key of its random numbers, given or derived; set by Engine.add
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add

@@ -22,7 +22,7 @@ from quire.cache.incoming import Arrivals
 from quire.cache.manager import BlockManager, Move
 from quire.cache.pool import NONE
 from quire.engine.prefetch import Prefetch
-from quire.request import Request, SampleGroup, SamplingParams
+from quire.request import Request, Retention, SampleGroup, SamplingParams
 
 GROUPS = (
     (CacheGroup((0,)),),
@@ -80,12 +80,13 @@ class Machine:
 
     # ------------------------------------------------------------------------------------------- operations
 
-    def add(self, family: int, length: int, salt: str = "") -> None:
+    def add(self, family: int, length: int, salt: str = "", kept: int = 0) -> None:
         """A request whose tokens begin as those of its family do, if there is room for it."""
         rng = random.Random(family)
         tokens = array("i", (rng.randrange(4) for _ in range(length)))
         request = Request(f"r{self.count}", tokens, length, PARAMS, cache_salt=salt)
         request.group = SampleGroup([request])
+        request.retention = Retention(f"key {family % 2}", kept) if kept else None
         request.schedule.sort_key = (self.count, self.count, self.count)
         self.count += 1
         if self.disk is not None:
@@ -222,11 +223,14 @@ class Machine:
 
     def step(self, rng: random.Random) -> None:
         """One random operation."""
+        self.manager.begin_step(self.manager.now + 1)
         if self.disk is not None:
             self.disk.step(rng)
         kind, running = rng.random(), self.running
         if not running or kind < 0.12:
-            self.add(rng.randrange(6), rng.randint(1, 30), rng.choice(("", "", "", "other")))
+            kept = (0, 0, 30, 300)[self.count % 4]
+            self.add(rng.randrange(6), rng.randint(1, 30), rng.choice(("", "", "", "other")), kept)
+            self.happened("kept", sum(map(len, self.manager.retained)))
         elif kind < 0.70:
             request = running[int(rng.random() * len(running))]
             if request.num_missing == 0:

@@ -43,9 +43,18 @@ class ManagerMachine(RuleBasedStateMachine):
             block_size = {3: 1, 5: 4}.get(block_size, block_size)  # pieces of 4 and 8 tokens are whole blocks
         self.state = Machine(groups, num_blocks, block_size, num_host_blocks, caching, pools)
 
-    @rule(family=st.integers(0, 3), length=st.integers(1, 20), salt=st.sampled_from(["", "other"]))
-    def add(self, family: int, length: int, salt: str) -> None:
-        self.state.add(family, length, salt)
+    @rule(
+        family=st.integers(0, 3),
+        length=st.integers(1, 20),
+        salt=st.sampled_from(["", "other"]),
+        kept=st.sampled_from([0, 1, 5]),
+    )
+    def add(self, family: int, length: int, salt: str, kept: int) -> None:
+        self.state.add(family, length, salt, kept)
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.state.manager.begin_step(self.state.manager.now + seconds)
 
     @precondition(lambda self: self.state.running)
     @rule(pick=PICK, token=st.integers(0, 3))
@@ -112,7 +121,7 @@ def test_random_operations(shard: int, long: bool) -> None:
     for seed in range(shard * SEEDS // 5, (shard + 1) * SEEDS // 5):
         for what, times in operate(seed, LONG_STEPS if long else STEPS, audit_every=1_000).seen.items():
             seen[what] = seen.get(what, 0) + times
-    for what in ("states hit", "parted", "guessed"):
+    for what in ("states hit", "parted", "guessed", "kept"):
         assert seen[what] > 10, what
     assert seen["states kept"] > 0  # rare: they take only what no request needs
     for what in ("hit", "copied", "forked", "short", "swapped out", "host full", "swapped in", "found again", "reset"):

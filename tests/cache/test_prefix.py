@@ -13,7 +13,7 @@ from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager
 from quire.cache.prefix import MAX_CHILDREN, PrefixIndex, block_digest, root_digest
 from quire.errors import BadValue
-from quire.request import Miss, Request, SamplingParams
+from quire.request import Miss, Request, Retention, SamplingParams
 from tests.cache.test_manager import ONE, compute, computed, started
 
 PROMPT = list(range(100, 111))  # two full blocks of 4, and three tokens
@@ -291,6 +291,92 @@ class TestWhyNot:
         assert (counts.hits, counts.partial_hits, counts.misses) == (1, 1, 1)
         assert (counts.prompt_tokens, counts.cached_tokens) == (11 + 11 + 8, 8 + 4)
         assert counts.rate == 12 / 30
+
+
+class TestRetention:
+    """Blocks of a key are evicted last, until their time is over or the key's budget is used up."""
+
+    @staticmethod
+    def run(manager: BlockManager, first: int, *, key: str = "", seconds: float = 60.0, salt: str = "") -> Request:
+        """Compute and end a prompt of three blocks that begins with a token of its own."""
+        prompt = array("i", [first] * 12)
+        request = Request(f"r{first}", prompt, 12, SamplingParams(), cache_salt=salt)
+        request.retention = Retention(key, seconds) if key else None
+        manager.admit(request, manager.lookup.match(request))
+        compute(manager, request)
+        manager.release(request)
+        audit(manager, [])
+        return request
+
+    def test_until_its_time_a_key_outlives_all_that_came_later(self) -> None:
+        manager = manager_of(num_blocks=9)
+        self.run(manager, 1, key="session")
+        for first in range(2, 40):
+            self.run(manager, first)
+        assert report_of(manager, [1] * 12).num_cached == 12
+        manager.begin_step(59.0)
+        self.run(manager, 1, key="session")  # a use begins the time again
+        manager.begin_step(100.0)
+        self.run(manager, 50)
+        assert report_of(manager, [1] * 12).num_cached == 12
+        manager.begin_step(119.0)
+        audit(manager, [])
+        for first in range(60, 63):  # it is now an ordinary cached prompt, the least recently used one but one
+            self.run(manager, first)
+        manager.begin_step(130.0)
+        report = report_of(manager, [1] * 12)
+        assert (report.num_cached, report.miss, report.seconds_ago) == (0, Miss.EXPIRED, 11.0)
+        assert "token 0 was kept until its time, and was evicted 11.0 s before" in str(report)
+        self.run(manager, 1)  # cached again, without a key
+        for first in range(70, 73):
+            self.run(manager, first)
+        assert report_of(manager, [1] * 12).miss is Miss.EVICTED
+
+    def test_a_budget_keeps_the_heads_of_the_latest_prompts(self) -> None:
+        manager = manager_of(num_blocks=20, retained_share=0.25)  # 5 blocks of each key
+        self.run(manager, 1, key="a")
+        self.run(manager, 2, key="a")
+        self.run(manager, 3, key="a", salt="tenant")  # another key
+        for first in range(4, 9):
+            self.run(manager, first)
+        found = {first: report_of(manager, [first] * 12) for first in (1, 2)}
+        assert (found[2].num_cached, found[1].num_cached, found[1].miss) == (12, 8, Miss.BUDGET)
+        assert "token 8 exceeded the budget of its key, and was evicted" in str(found[1])
+        kept = [(owner, count) for owner, count, _ in manager.retained[0].owners()]
+        assert kept == [(("", "a"), 5), (("tenant", "a"), 3)]
+        off = manager_of(num_blocks=10, retained_share=0.0)
+        self.run(off, 1, key="a")
+        assert len(off.retained[0]) == 0
+
+    def test_kept_blocks_never_starve_a_request(self) -> None:
+        manager = manager_of(num_blocks=9)
+        for first, key in enumerate("abc"):
+            self.run(manager, first, key=key)
+        assert len(manager.retained[0]) == 9
+        whole = computed(manager, [7] * 36)
+        audit(manager, [whole])
+        assert len(manager.retained[0]) == 0
+        manager.release(whole)
+        assert report_of(manager, [0] * 12).miss is Miss.EVICTED
+
+    def test_a_shared_block_belongs_to_the_key_that_keeps_it_longest(self) -> None:
+        manager = manager_of(num_blocks=8, retained_share=1.0)
+        self.run(manager, 1, key="a", seconds=10.0)
+        self.run(manager, 1, key="b", seconds=90.0)
+        self.run(manager, 1, key="a", seconds=10.0)
+        assert [(owner.key, count, until) for owner, count, until in manager.retained[0].owners()] == [("b", 3, 90.0)]
+        manager.begin_step(50.0)
+        assert len(manager.retained[0]) == 3
+        manager.reset_prefix_cache()
+        audit(manager, [])
+        assert len(manager.retained[0]) == 0
+
+    def test_audit_sees_blocks_that_are_not_where_they_belong(self) -> None:
+        manager = manager_of()
+        self.run(manager, 1, key="a")
+        manager.pools[0].unretain([*manager.pools[0].retained][:1])
+        with pytest.raises(BadValue, match="retained blocks of cache group 0"):
+            audit(manager, [])
 
 
 class TestDigestsAreNotBelieved:

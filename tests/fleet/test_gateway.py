@@ -318,6 +318,20 @@ def test_tenants_share_no_blocks(two: list[Serving]) -> None:
         assert fleet.ask("POST", COMPLETIONS, {"prompt": "x"}).status == 401
 
 
+def test_a_replica_keeps_what_a_client_of_the_gateway_asks_to_keep(two: list[Serving], fleet: Front) -> None:
+    def kept() -> list[tuple[str, bool]]:
+        managers = [one.service.worker.engine.scheduler.manager for one in two]
+        return [
+            (owner.key, until - manager.now > 80_000)
+            for manager in managers
+            for owner, _, until in manager.retained[0].owners()
+        ]
+
+    body = {"messages": [{"role": "user", "content": "keep this\n" * 20}], "max_tokens": 1, "prompt_cache_key": "mine"}
+    assert fleet.post("/v1/chat/completions", **body, prompt_cache_retention="24h").status == 200
+    until(lambda: kept() == [("mine", True)])
+
+
 def test_equal_prompts_at_once_cost_one_prefill() -> None:
     """Which replica holds a prompt is known when it is sent there, before it is computed."""
     prompt = "".join(f"x{i} = {i * i}\n" for i in range(40))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.cache.prefix import root_digest
 from quire.errors import RequestError
 from quire.fleet.wire import Call, Frame, Hello, SearchCall, WireError, check_blocks, dumps, loads, read, wire_digest
-from quire.request import Holder, SamplingParams, Task
+from quire.request import Holder, Retention, SamplingParams, Task
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 NUMBERS = st.floats(allow_nan=False)
@@ -58,6 +58,7 @@ def test_numbers_that_are_none_survive() -> None:
         ),
         Call(flow=3, name="c", prompt=[5], sampling=SamplingParams(seed=1), task=Task.EMBED, grammar=("regex", "a|b")),
         Call(flow=5, name="e", prompt=[5], sampling=SamplingParams(seed=1), holder=Holder("http://[::1]:8101", 3)),
+        Call(flow=6, name="f", prompt=[5], sampling=SamplingParams(seed=1), retention=Retention("s", 300.0)),
     ],
 )
 def test_calls_keep_all_that_they_ask(call: Call) -> None:
@@ -123,6 +124,10 @@ def test_calls_that_cannot_be_are_refused_by_field() -> None:
                 *(5, [], ["http://a:1"], ["http://a:1", 0], ["http://a:1", "3"], ["http://a:1", True], [7, 3]),
                 *(["https://a:1", 3], ["file:///etc/passwd", 3], ["http://:1", 3], ["http://a", 3], ["http://a:x", 3]),
             )
+        ],
+        *[
+            ({"retention": wrong}, "retention is .*; it must be a key and a number of seconds")
+            for wrong in (5, ["s"], ["s", 1], ["s", -1.0], ["s", math.inf], [7, 1.0])
         ],
     ):
         with pytest.raises(WireError, match=sentence):

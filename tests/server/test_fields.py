@@ -108,9 +108,10 @@ def test_what_asks_for_nothing_is_absent(server: Serving, path: str, fields: dic
     [
         ("web_search_options", {}, "not searched"),
         ("web_search_options", {"search_context_size": "low"}, "not searched"),
-        ("prompt_cache_retention", "24h", "how long"),
+        ("prompt_cache_retention", "2h", "'24h'"),
+        ("cache_control", {"type": "ephemeral", "ttl": "2h"}, "'1h'"),
         ("prompt_cache_options", {"mode": "explicit"}, "breakpoints"),
-        ("prompt_cache_options", {"ttl": "30m"}, "how long"),
+        ("prompt_cache_options", {"ttl": "30m"}, "prompt_cache_retention"),
         ("moderation", {"model": "omni-moderation-latest"}, "moderated"),
         ("service_tier", "priority", "tier"),
         ("store", True, "stored"),

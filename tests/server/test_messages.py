@@ -56,7 +56,7 @@ def streamed(server: Serving, **body: Any) -> tuple[dict[str, Any], list[str]]:
 def without_names(message: dict[str, Any]) -> dict[str, Any]:
     content = [{key: one for key, one in block.items() if key != "id"} for block in message["content"]]
     used = message["usage"]
-    num_prompt = used["input_tokens"] + used["cache_read_input_tokens"]
+    num_prompt = used["input_tokens"] + used["cache_read_input_tokens"] + used["cache_creation_input_tokens"]
     return message | {"id": None, "content": content, "usage": (num_prompt, used["output_tokens"])}
 
 
@@ -162,7 +162,7 @@ def test_messages_become_a_chat(speaking: Serving) -> None:
         ],
         "max_tokens": 9, "stop": ["x"], "top_k": 4, "stream": True, "tool_choice": "required",
         "parallel_tool_calls": False, "thinking_token_budget": 2048, "chat_template_kwargs": {"enable_thinking": True},
-        "reasoning_effort": "low",
+        "reasoning_effort": "low", "cache_control": {"type": "ephemeral"},
     }  # fmt: skip
     assert MessagesRequest.model_validate(given).chat(can_think=False).thinking_token_budget is None
     begun = [*USER, {"role": "assistant", "content": "It is"}]

@@ -99,6 +99,10 @@ DRAWN: dict[str, tuple[dict[str, Any], Check]] = {
     "temperature": (SAMPLED, other),
     "top_p": (SAMPLED | {"top_p": 1e-6}, lambda answer, usual: texts(answer) == texts(usual)),
 }
+KEPT: dict[str, tuple[dict[str, Any], Check]] = {  # tests/server/test_sessions.py has their effect on the cache
+    "prompt_cache_key": ({"prompt_cache_key": "a"}, lambda answer, usual: texts(answer) == texts(usual)),
+    "prompt_cache_retention": ({"prompt_cache_retention": "24h"}, lambda answer, usual: texts(answer) == texts(usual)),
+}
 CALL = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
 OF_RESPONSES = {"tools": [CLOCK | {"type": "function"}], "tool_choice": "required", "max_output_tokens": 60}
 # What is given for a parameter that is honoured, and how it is seen.
@@ -111,6 +115,7 @@ HONOURED: dict[str, dict[str, tuple[dict[str, Any], Check]]] = {
         "prompt": ({"prompt": "class A:\n"}, prompted),
     },
     "/v1/chat/completions": DRAWN
+    | KEPT
     | {
         "logprobs": ({"logprobs": True, "top_logprobs": 2}, scored),
         "max_completion_tokens": ({"max_tokens": openai.omit, "max_completion_tokens": 3}, generated(3)),
@@ -125,7 +130,8 @@ HONOURED: dict[str, dict[str, tuple[dict[str, Any], Check]]] = {
         "tools": (CALL, prompted),
         "top_logprobs": ({"logprobs": True, "top_logprobs": 2}, scored),
     },
-    "/v1/responses": {
+    "/v1/responses": KEPT
+    | {
         "include": (
             {"include": ["message.output_text.logprobs"]},
             lambda answer, _: len(answer["output"][0]["content"][0]["logprobs"]) == LENGTH,

@@ -25,6 +25,12 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
         free = list(pool.next_free(pool.num_free))
         if {*free[pool.num_unreserved :]} != reserved.intersection(free):
             raise BadValue(f"the free blocks that cache group {g} allocates last are not the reserved ones")
+        manager.retained[g].audit(cached.digest for cached in index.by_block.values())
+        kept = {
+            block for block in free if block in index.by_block and index.by_block[block].digest in manager.retained[g]
+        }
+        if {*pool.retained} != kept - reserved:
+            raise BadValue(f"the retained blocks of cache group {g} are not those that a key keeps")
         for request in owners:
             _audit_table(manager, request, g)
     if manager.disk is not None:

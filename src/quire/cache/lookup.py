@@ -179,7 +179,7 @@ class PrefixLookup:
             reason, more = why_missing(self.indexes[short], parent, digest, tokens, at == 0)
             if reason is Miss.DIFFERS:
                 first_difference = at * size + int(more)
-            elif reason is Miss.EVICTED:
+            elif reason in (Miss.EVICTED, Miss.EXPIRED, Miss.BUDGET):
                 seconds_ago, window = now - more, self.groups[short].window
         cached = min(count, full) * size
         reach = max(cached, match.reach * size)

@@ -16,8 +16,9 @@ from quire.cache.incoming import BlockMemory, Name, Read
 from quire.cache.lookup import Match, PrefixLookup
 from quire.cache.pool import NONE, BlockPool
 from quire.cache.prefix import CachedBlock, HitCounts, PrefixIndex
+from quire.cache.retention import Retained
 from quire.errors import BadValue
-from quire.request import Request
+from quire.request import Miss, Request
 
 log = logging.getLogger("quire")
 
@@ -60,14 +61,16 @@ class BlockManager:
         state_snapshot_interval: int = 512,
         enable_prefix_caching: bool = True,
         salt: str = "",
+        retained_share: float = 0.5,
     ) -> None:
         """num_blocks: N of each attention group; num_host_blocks: the same on the host, for swapped-out requests.
 
         state_pools: N of the other groups. state_snapshot_interval: tokens between two states that are kept for reuse;
         some others are kept, too: see `_is_kept`. max_growth: maximum number of tokens that a request grows by in one
         step. enable_prefix_caching: without it only siblings share. salt: everything except a request's own salt that
-        makes K and V of the same tokens differ, such as their dtype. Raises ConfigError if block_size or
-        state_snapshot_interval do not suit layers that keep a state.
+        makes K and V of the same tokens differ, such as their dtype. retained_share: share of the blocks that a key
+        keeps, see `Retention`. Raises ConfigError if block_size or state_snapshot_interval do not suit layers that keep
+        a state.
         """
         check_pieces(groups, block_size, state_snapshot_interval)
         self.groups = tuple(groups)
@@ -91,15 +94,22 @@ class BlockManager:
         self._published = [(g, self.spans[g], self.indexes[g]) for g in reusable]
         # Of each group, the reserved digests and their numbers of reservations.
         self.reserved: tuple[Counter[bytes], ...] = tuple(Counter() for _ in groups)
+        self.retained = tuple(Retained(int(retained_share * pool.num_blocks)) for pool in self.pools)
         self.hits = HitCounts()
         self.num_evicted = 0  # reusable blocks whose memory was needed
         self.disk: DiskTier | None = None  # if set, writes blocks of prompts to a disk when their last owner frees them
         self.memory: BlockMemory | None = None  # set if blocks may be read from other sources
-        self.now = 0.0  # seconds; set by Scheduler at the start of a step
+        self.now = 0.0  # seconds; set by `begin_step`
         self.listeners: list[Listener] = []
         # Requests free blocks while they run, so the first blocks of a prompt do not determine its cached length.
         self.frees_early = any(group.window is not None or group.piece is not None for group in groups)
         self._is_plain = len(groups) == 1 and not self.frees_early
+
+    def begin_step(self, now: float) -> None:
+        """Set the time, and stop keeping the blocks whose time is over. now: seconds."""
+        self.now = now
+        for g, retained in enumerate(self.retained):
+            self._end_retention(g, retained.expire(now), Miss.EXPIRED)
 
     def _tell(self, event: CacheEvent) -> None:
         for listener in tuple(self.listeners):
@@ -212,6 +222,7 @@ class BlockManager:
         for g, (pool, index) in enumerate(zip(self.pools, self.indexes, strict=True)):
             pool.drop([block for block in index.by_block if pool.ref_counts[block] == 0])
             index.clear()
+            self.retained[g].clear()
             if self.listeners:
                 self._tell(events.AllBlocksCleared(self.now, g))
         if self.disk is not None and not keeps_disk:
@@ -355,6 +366,9 @@ class BlockManager:
             if not lost:
                 continue
             self.num_evicted += len(lost)
+            if self.retained[g]:
+                for cached in lost:
+                    self.retained[g].forget(cached.digest)
             if self.disk is not None:
                 for cached in lost:
                     self.disk.cancel(g, cached.block)
@@ -404,17 +418,39 @@ class BlockManager:
             if self.disk is not None:
                 self.disk.cancel(group, block)
             cached = index.withdraw(block)
+            self.retained[group].forget(cached.digest)
             pool.drop([block])
             if self.listeners:
                 self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest], evicted=False))
 
     def _give_back(self, group: int, blocks: Sequence[int]) -> None:
         """Remove an owner from each block, in reverse, so that tails are evicted before heads."""
-        pool, index, reserved = self.pools[group], self.indexes[group], self.reserved[group]
+        pool, index = self.pools[group], self.indexes[group]
+        reserved, retained = self.reserved[group], self.retained[group]
         pool.release(reversed(blocks), index.by_block)
-        if reserved:
-            cached = (index.by_block[block] for block in blocks if block in index.by_block)
+        if reserved or retained:
+            cached = [index.by_block[block] for block in blocks if block in index.by_block]
+            pool.retain(one.block for one in reversed(cached) if one.digest in retained)
             pool.reserve(one.block for one in cached if one.digest in reserved)
+
+    def _retain(self, request: Request, group: int, blocks: Sequence[int]) -> None:
+        """Keep the request's reusable blocks, as it asks."""
+        index = self.indexes[group]
+        digests = [index.by_block[block].digest for block in reversed(blocks) if block in index.by_block]
+        for digest in digests if index.ended else ():
+            index.ended.pop(digest, None)
+        if request.retention is not None:
+            lost = self.retained[group].keep(request.cache_salt, request.retention, digests, self.now)
+            self._end_retention(group, lost, Miss.BUDGET)
+
+    def _end_retention(self, group: int, digests: Iterable[bytes], reason: Miss) -> None:
+        """Make these blocks ordinary cached ones, because they are no longer kept."""
+        index = self.indexes[group]
+        for digest in digests:
+            block = index.block_of(digest)
+            if block is not None:
+                index.ended[digest] = reason
+                self.pools[group].unretain([block])
 
     def reserve(self, names: Iterable[Name]) -> None:
         """Make these blocks, once they are cached, the last ones to be evicted, until `unreserve` of each."""
@@ -433,10 +469,14 @@ class BlockManager:
                 block = self.indexes[group].block_of(digest)
                 if block is not None:
                     self.pools[group].unreserve([block])
+                    if digest in self.retained[group]:
+                        self.pools[group].retain([block])
 
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
         """Free these blocks."""
         if blocks:
+            if request.retention is not None:
+                self._retain(request, group, blocks)
             self._give_back(group, blocks)
             if self.listeners:
                 self._tell(events.BlocksFreed(self.now, group, request.id, list(blocks)))
@@ -444,12 +484,14 @@ class BlockManager:
     def _offer(self, disk: DiskTier, request: Request, group: int, start: int, stop: int, tick: int) -> None:
         """Offer the unowned blocks among these table entries to the disk.
 
-        Only blocks of the prompt: generated tokens are written once they are part of another request's prompt.
+        Only blocks of the prompt: generated tokens are written once they are part of another request's prompt. But if
+        the request's blocks are kept, a session continues with them, and all of them are offered.
         """
         pool, index, span = self.pools[group], self.indexes[group], self.spans[group]
         table = request.cache.block_ids[group]
         left: list[tuple[int, CachedBlock]] = []
-        for i in range(start, min(stop, len(table), request.num_prompt // span)):
+        most = request.num_prompt // span if request.retention is None else len(table)
+        for i in range(start, min(stop, len(table), most)):
             block = table[i]
             if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
                 left.append((i, index.by_block[block]))

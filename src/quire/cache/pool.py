@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import chain, islice
 
 from quire.errors import BadValue, OutOfBlocks
@@ -16,25 +16,27 @@ class BlockPool:
     """Reference counts of N blocks, and the order in which free blocks are allocated.
 
     The free order is the eviction order: blocks are allocated from its front, and a block with reusable contents is put
-    at its end, so that it keeps them for as long as possible. Reserved blocks are free blocks that are allocated after
-    all others, so that a waiting request still finds their contents. Every operation is O(1) per block.
+    at its end, so that it keeps them for as long as possible. Retained blocks are free blocks that are allocated after
+    these, in the same order, and reserved ones after all others, so that a waiting request still finds their contents.
+    Every operation is O(1) per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = array("i", bytes(4 * num_blocks))  # [N], number of owners of each block
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._retained: OrderedDict[int, None] = OrderedDict()  # free blocks that are allocated after those
         self._reserved: dict[int, None] = {}  # free blocks that are allocated after the others, last in first out
 
     @property
     def num_free(self) -> int:
         """Number of blocks without an owner."""
-        return len(self._free) + len(self._reserved)
+        return len(self._free) + len(self._retained) + len(self._reserved)
 
     @property
     def num_unreserved(self) -> int:
         """Number of free blocks that are not reserved."""
-        return len(self._free)
+        return len(self._free) + len(self._retained)
 
     @property
     def num_used(self) -> int:
@@ -42,16 +44,18 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> array[int]:
-        """Allocate free blocks: empty ones, then the least recently freed ones, then reserved ones.
+        """Allocate free blocks: empty ones, then the least recently freed ones, then retained and reserved ones.
 
         Raises OutOfBlocks, and allocates none, if there are fewer than `count`.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} KV blocks were asked for and {self.num_free} of {self.num_blocks} are free")
         take, ref_counts = self._free.popitem, self.ref_counts
-        num_reserved = max(0, count - len(self._free))
-        blocks = array("i", [take(last=False)[0] for _ in range(count - num_reserved)])
-        blocks.extend([self._reserved.popitem()[0] for _ in range(num_reserved)])
+        left = max(0, count - len(self._free))
+        blocks = array("i", [take(last=False)[0] for _ in range(count - left)])
+        num_retained = min(left, len(self._retained))
+        blocks.extend([self._retained.popitem(last=False)[0] for _ in range(num_retained)])
+        blocks.extend([self._reserved.popitem()[0] for _ in range(left - num_retained)])
         for block in blocks:
             ref_counts[block] = 1
         return blocks
@@ -66,14 +70,20 @@ class BlockPool:
 
     def _order(self) -> Iterator[int]:
         """Iterate over the free blocks in the order of their allocation."""
-        return chain(self._free, reversed(self._reserved))
+        return chain(self._free, self._retained, reversed(self._reserved))
+
+    def _table(self, block: int) -> dict[int, None]:
+        """Return the part of the order that a free block is in."""
+        if block in self._retained:
+            return self._retained
+        return self._reserved if block in self._reserved else self._free
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add an owner to each block; a free one leaves the free order. Raises BadValue for an unknown id."""
         for block in blocks:
             self._check_id(block)
             if self.ref_counts[block] == 0:
-                del (self._reserved if block in self._reserved else self._free)[block]
+                del self._table(block)[block]
             self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int], keep: Container[int] = ()) -> None:
@@ -98,15 +108,15 @@ class BlockPool:
     def drop(self, blocks: Iterable[int]) -> None:
         """Move these free blocks to the front of the order, because their contents will not be reused."""
         for block in blocks:
-            self._reserved.pop(block, None)
+            self._table(block).pop(block, None)
             self._free[block] = None
             self._free.move_to_end(block, last=False)
 
     def reserve(self, blocks: Iterable[int]) -> None:
         """Make those of these blocks that are free the last ones to be allocated."""
         for block in blocks:
-            if block in self._free:
-                del self._free[block]
+            if block in self._free or block in self._retained:
+                del self._table(block)[block]
                 self._reserved[block] = None
 
     def unreserve(self, blocks: Iterable[int]) -> None:
@@ -115,6 +125,25 @@ class BlockPool:
             if block in self._reserved:
                 del self._reserved[block]
                 self._free[block] = None
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Make those of these blocks that are free, and not reserved, the last retained ones to be allocated."""
+        for block in blocks:
+            if block in self._free:
+                del self._free[block]
+                self._retained[block] = None
+
+    def unretain(self, blocks: Iterable[int]) -> None:
+        """Move those of these blocks that are retained to the end of the free order."""
+        for block in blocks:
+            if block in self._retained:
+                del self._retained[block]
+                self._free[block] = None
+
+    @property
+    def retained(self) -> Collection[int]:
+        """The retained free blocks."""
+        return self._retained.keys()
 
     def audit(self, owned: Iterable[Iterable[int]], keep: Container[int] = ()) -> None:
         """Verify the pool against all block tables.
@@ -130,7 +159,7 @@ class BlockPool:
         for block, (have, want) in enumerate(zip(self.ref_counts, expected, strict=True)):
             if have != want:
                 raise BadValue(f"block {block} has a reference count of {have}, but is in {want} tables")
-            if (have == 0) != (block in self._free) + (block in self._reserved):
+            if (have == 0) != (block in self._free) + (block in self._retained) + (block in self._reserved):
                 raise BadValue(f"block {block} has {have} owners and is {'' if have else 'not '}in the free order")
 
         kept = [block in keep for block in self._order()]

@@ -61,6 +61,8 @@ class PrefixIndex:
         self._children: dict[bytes, list[bytes]] = {}  # digest -> tokens of the blocks after it, sorted
         self._roots: dict[bytes, set[bytes]] = {}  # tokens of a first block -> its parents, one for each salt
         self._evicted: OrderedDict[bytes, float] = OrderedDict()  # digest -> time of eviction, oldest first
+        # Of blocks that were kept for a key, now or when they were evicted: the reason why they no longer were.
+        self.ended: dict[bytes, Miss] = {}
         self._num_remembered = num_blocks
 
     def __len__(self) -> int:
@@ -98,6 +100,7 @@ class PrefixIndex:
         self._by_digest[digest] = self.by_block[block] = cached
         self._add_child(parent, tokens, first=first)
         self._evicted.pop(digest, None)
+        self.ended.pop(digest, None)
         return True
 
     def _add_child(self, parent: bytes, tokens: bytes, *, first: bool) -> None:
@@ -124,6 +127,7 @@ class PrefixIndex:
         if not self._evicted.keys().isdisjoint(own):
             for digest in own:
                 self._evicted.pop(digest, None)
+                self.ended.pop(digest, None)
         return True
 
     def evict(self, blocks: Iterable[int], now: float) -> list[CachedBlock]:
@@ -135,7 +139,7 @@ class PrefixIndex:
                 continue
             self._unlink(cached)
             if len(evicted) >= self._num_remembered:
-                evicted.popitem(last=False)
+                self.ended.pop(evicted.popitem(last=False)[0], None)
             evicted[cached.digest] = now
             lost.append(cached)
         return lost
@@ -144,6 +148,7 @@ class PrefixIndex:
         """Remove a block."""
         cached = self.by_block.pop(block)
         self._unlink(cached)
+        self.ended.pop(cached.digest, None)
         return cached
 
     def _unlink(self, cached: CachedBlock) -> None:
@@ -164,7 +169,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Clear the index, including the evicted digests."""
-        for table in (self.by_block, self._by_digest, self._children, self._roots, self._evicted):
+        for table in (self.by_block, self._by_digest, self._children, self._roots, self._evicted, self.ended):
             table.clear()
 
     # --------------------------------------------------------------------------------------- why there is no block
@@ -200,6 +205,8 @@ class PrefixIndex:
         listed = {parent: set(tokens) for parent, tokens in self._children.items()}
         if self._num_remembered <= MAX_CHILDREN and listed != children:  # else some were not listed for lack of room
             raise BadValue("the prefix index has different blocks by parent than by id")
+        if not self.ended.keys() <= self._by_digest.keys() | self._evicted.keys():
+            raise BadValue("the prefix index knows why blocks are no longer kept that it does not know")
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
@@ -213,11 +220,12 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 def why_missing(index: PrefixIndex, parent: bytes, digest: bytes, tokens: bytes, is_first: bool) -> tuple[Miss, float]:
     """Return the reason why a block is missing.
 
-    With DIFFERS, also return the number of tokens that it has in common with the nearest block, with EVICTED the time.
+    With DIFFERS, also return the number of tokens that it has in common with the nearest block, with EVICTED, EXPIRED
+    and BUDGET the time of the eviction.
     """
     evicted_at, common = index.evicted_at(digest), index.nearest(parent, tokens)
     if evicted_at is not None:
-        return Miss.EVICTED, evicted_at
+        return index.ended.get(digest, Miss.EVICTED), evicted_at
     if is_first and index.known_under_another_root(tokens, parent):
         return Miss.SALT, 0
     if common is None or (is_first and common == 0):

@@ -410,6 +410,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
             state_snapshot_interval=cache_config.state_snapshot_interval,
             enable_prefix_caching=cache_config.enable_prefix_caching,
             salt=str(model.dtype) if kv_dtype == model.dtype else f"{model.dtype} in {kv_dtype}",
+            retained_share=cache_config.prompt_cache_share,
         ),
         max_model_len=model.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -58,7 +58,7 @@ def plan_ahead(state: SchedulerState, before: Plan) -> Plan | None:
         return None
     plan = Plan()
     state.num_plans += 1
-    state.manager.now = state.clock()
+    state.manager.begin_step(state.clock())
     if rows is not None:
         plan.decode = rows.grow(short, 1, plan, None if num_rows == len(rows) else going)
         plan.num_tokens = plan.num_decoding

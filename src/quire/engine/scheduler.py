@@ -106,7 +106,7 @@ class Scheduler(SchedulerState):
         """Plan the next step: running requests first, then preempted ones, then new ones."""
         plan = Plan()
         self.num_plans += 1
-        self.manager.now = self.clock()
+        self.manager.begin_step(self.clock())
         if self.prefetch is not None:
             self.prefetch.begin_step()
         lacking = self._keep_running(plan)

@@ -245,7 +245,7 @@ class Replica:
         """Return the requests of a call."""
         name = self._unique(call.name)
         factory, prompt = self._service.factory, TokenizedPrompt(None, call.prompt)
-        options = RequestOptions(call.priority, call.salt, call.lora)
+        options = RequestOptions(call.priority, call.salt, call.lora, call.retention)
         if call.task is Task.EMBED:
             return [factory.embedding(name, prompt, options)]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from quire.errors import QuireError, RequestError, check_integer
 from quire.models.pooling_config import PoolingConfig
-from quire.request import FinishReason, Holder, SamplingParams, Task
+from quire.request import FinishReason, Holder, Retention, SamplingParams, Task
 
 PROTOCOL = 4  # both ends must have the same version
 BEAT = 0.25  # s, the longest time between two lines of a replica
@@ -103,6 +103,7 @@ class Call:
     is_strict: bool = True  # whether the sample ends with an error if one of these differs
     trace: str | None = None  # the gateway's span, as a W3C traceparent
     holder: Holder | None = None  # another replica that has the first blocks, with the same fingerprint
+    retention: Retention | None = None  # see Request
 
 
 def _holder(found: Any) -> Holder:
@@ -110,6 +111,13 @@ def _holder(found: Any) -> Holder:
     if not isinstance(found, list) or [*map(type, found)] != [str, int] or found[1] < 1 or not _is_url(found[0]):
         raise WireError(f"holder is {shown(found)}; it must be the URL of a replica and a number of blocks")
     return Holder(*found)
+
+
+def _retention(found: Any) -> Retention:
+    """Return a retention from JSON. Raises WireError unless it is a key and a number of seconds."""
+    if not isinstance(found, list) or [*map(type, found)] != [str, float] or not 0 <= found[1] < float("inf"):
+        raise WireError(f"retention is {shown(found)}; it must be a key and a number of seconds")
+    return Retention(*found)
 
 
 def _is_url(text: str) -> bool:
@@ -132,7 +140,7 @@ def _sampling(found: Mapping[str, Any]) -> SamplingParams:
 
 # Fields of messages that have no JSON type.
 MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {"sampling": _sampling, "task": Task, "grammar": tuple, "holder": _holder}
+    {"sampling": _sampling, "task": Task, "grammar": tuple, "holder": _holder, "retention": _retention}
 )
 
 

@@ -157,6 +157,7 @@ class Work:
             priority=request.priority,
             salt=request.cache_salt,
             lora=request.lora,
+            retention=request.retention,
             grammar=(guide.spec.kind, guide.spec.text) if isinstance(guide, FarGuide) else None,
             trace=trace,
         )

@@ -19,7 +19,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.lora.request import LoRARequest
 from quire.models.lora.slots import Lora
 from quire.models.pooling_config import PoolingConfig
-from quire.request import MAX_PRIORITY, Constraints, Guide, SamplingParams
+from quire.request import MAX_PRIORITY, Constraints, Guide, Retention, SamplingParams
 from quire.sandbox.grammar import Grammars, Spec
 
 # A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM, both with an optional "cache_salt".
@@ -41,6 +41,7 @@ class RequestOptions(NamedTuple):
     priority: int = 0
     cache_salt: str = ""
     lora: str | None = None  # the name of an adapter
+    retention: Retention | None = None  # how long blocks of a generation are kept
 
 
 class RequestFactory:
@@ -199,24 +200,25 @@ class RequestFactory:
             name: id of the output; those of the requests begin with it.
             prompt: the prompt, already truncated.
             sampling: parameters of sampling.
-            options: priority, salt and adapter.
+            options: priority, salt, adapter and retention.
             constraints: the result of `constraints` for these parameters.
             guide: the grammar that the text must follow. Each request gets a copy.
         """
-        output, requests = make_requests(name, prompt.text, prompt.tokens, sampling, *options, constraints)
-        if guide is not None:
-            for request in requests:
+        output, requests = make_requests(name, prompt.text, prompt.tokens, sampling, *options[:3], constraints)
+        for request in requests:
+            request.retention = options.retention
+            if guide is not None:
                 request.guide = guide.copy()
         return output, requests
 
     def embedding(self, name: str, prompt: TokenizedPrompt, options: RequestOptions) -> Made:
         """Return the output of a prompt and the request for its last hidden state."""
-        request, output = embedding_request(name, prompt.text, prompt.tokens, *options)
+        request, output = embedding_request(name, prompt.text, prompt.tokens, *options[:3])
         return output, [request]
 
     def loglikelihood(self, name: str, before: list[int], after: list[int], options: RequestOptions) -> Made:
         """Return the output and the request for the logprobs of the tokens `after`, which follow those `before`."""
-        request, output = loglikelihood_request(name, before, after, *options)
+        request, output = loglikelihood_request(name, before, after, *options[:3])
         return output, [request]
 
     def generations(

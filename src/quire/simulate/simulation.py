@@ -117,6 +117,7 @@ class Simulation:
                 state_pools=pools._replace(hosts=config.max_num_seqs if num_host_blocks else 0),
                 state_snapshot_interval=cache.state_snapshot_interval,
                 enable_prefix_caching=cache.enable_prefix_caching,
+                retained_share=cache.prompt_cache_share,
             ),
             max_model_len=longest,
             max_num_seqs=config.max_num_seqs,

@@ -58,6 +58,7 @@ class Ending(NamedTuple):
     num_generated: int
     num_cached: int  # of the prompt
     num_reasoning: int  # of the generated ones
+    num_kept: int  # of the prompt: computed, and kept in the cache as the request asks
 
 
 class Script(ABC):
@@ -125,6 +126,7 @@ class BlockReader:
             len(sample.token_ids),
             output.num_cached_tokens or 0,
             self._turn.reading.num_reasoning(sample.token_ids, self._writer.reasoning),
+            self._turn.num_kept(output),
         )
 
     def whole(self, output: RequestOutput, sample: CompletionOutput) -> Ending:

@@ -96,13 +96,14 @@ def _reason(ending: Ending) -> AnthropicEnd:
 
 
 def _usage(ending: Ending) -> AnthropicUsage:
-    return _counts(ending.num_prompt - ending.num_cached, ending.num_cached, ending.num_generated)
+    num_new = ending.num_prompt - ending.num_cached - ending.num_kept
+    return _counts(num_new, ending.num_cached, ending.num_generated, ending.num_kept)
 
 
-def _counts(num_new: int, num_cached: int, num_generated: int) -> AnthropicUsage:
+def _counts(num_new: int, num_cached: int, num_generated: int, num_kept: int) -> AnthropicUsage:
     return {
         "input_tokens": num_new,
-        "cache_creation_input_tokens": 0,
+        "cache_creation_input_tokens": num_kept,
         "cache_read_input_tokens": num_cached,
         "output_tokens": num_generated,
     }
@@ -120,7 +121,7 @@ class _Script(Script):
 
     def begin(self) -> bytes:
         """Return an empty message, and a ping, since clients may expect one."""
-        nothing = _counts(len(self._turn.prompt.tokens), 0, 0)
+        nothing = _counts(len(self._turn.prompt.tokens), 0, 0, 0)
         message = _message(self._turn, [], {"stop_reason": None, "stop_sequence": None}, nothing)
         return _event(type="message_start", message=message) + _event(type="ping")
 

@@ -65,7 +65,7 @@ class _Writer:
         """Return the response of a finished answer."""
         usage: ResponseUsage = {
             "input_tokens": ending.num_prompt,
-            "input_tokens_details": {"cached_tokens": ending.num_cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": ending.num_cached, "cache_write_tokens": ending.num_kept},
             "output_tokens": ending.num_generated,
             "output_tokens_details": {"reasoning_tokens": ending.num_reasoning},
             "total_tokens": ending.num_prompt + ending.num_generated,

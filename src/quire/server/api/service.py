@@ -25,7 +25,7 @@ from quire.frontend.requests import Made
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.yes_no import is_named_reranker
 from quire.models.pooling_config import PoolingConfig
-from quire.request import MAX_SEED, Guide, SamplingParams
+from quire.request import MAX_SEED, Guide, Retention, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Spec, num_trials
 from quire.sandbox.thinking import Thinking
@@ -363,6 +363,7 @@ class Service:
         prompts: Sequence[TokenizedPrompt],
         params: SamplingParams,
         guide: Guide | None,
+        retention: Retention | None = None,
     ) -> list[Made]:
         """Return an output and the requests of its samples for each prompt. Raises ApiError if there is no room."""
         # Checked before the requests are created, since there can be very many.
@@ -375,7 +376,7 @@ class Service:
             raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")
 
         def make() -> Iterator[Made]:
-            options, constraints = self.options(request, body), self.factory.constraints(params)
+            options, constraints = self.options(request, body, retention), self.factory.constraints(params)
             for i, prompt in enumerate(prompts):
                 yield self.factory.generation(f"{name}-{i}", prompt, params, options, constraints, guide)
 
@@ -405,9 +406,11 @@ class Service:
 
         return await self.run_tokenization(request, size, make_all, copies)
 
-    def options(self, request: HttpRequest, body: Sampling | Embedding) -> RequestOptions:
-        """Return the priority, salt and adapter of a body's requests."""
-        return RequestOptions(body.priority or 0, self.salt(request, body), self.lora_of(body.model))
+    def options(
+        self, request: HttpRequest, body: Sampling | Embedding, retention: Retention | None = None
+    ) -> RequestOptions:
+        """Return the priority, salt, adapter and retention of a body's requests."""
+        return RequestOptions(body.priority or 0, self.salt(request, body), self.lora_of(body.model), retention)
 
     def salt(self, request: HttpRequest, body: Sampling | Embedding) -> str:
         """Return the salt that separates this client's blocks from those of others: its key and its cache_salt."""

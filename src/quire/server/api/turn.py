@@ -11,7 +11,7 @@ from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
-from quire.request import SamplingParams
+from quire.request import Miss, Retention, SamplingParams
 from quire.server.api.answers import Reading
 from quire.server.api.completions import check_num_logprobs
 from quire.server.api.conversation import conversation, said
@@ -46,6 +46,7 @@ class Turn:
     prompt: TokenizedPrompt
     max_tokens: int | None
     reading: Reading
+    retention: Retention | None
     system_fingerprint: str | None = None  # set when the job is submitted (stream) or has ended (run)
 
     @classmethod
@@ -59,6 +60,7 @@ class Turn:
         service.check_model(body.model)
         service.model.pooling.check_writes()
         body.check_together()
+        retention = body.retention()
         prompt = prompt or await prompt_of(service, request, body)
         continued = said(body.messages[-1]) if body.continue_final_message else None
         body.messages.clear()  # many small parts take several times the memory of the rendered text
@@ -68,7 +70,7 @@ class Turn:
         identity = service.identity(request, kind)
         service.check_logprobs("top_logprobs", body.top_logprobs)
         reading = Reading(service, body, identity.name, prompt, continued)
-        return cls(service, request, body, identity, prompt, max_tokens, reading)
+        return cls(service, request, body, identity, prompt, max_tokens, reading, retention)
 
     @property
     def model(self) -> str:
@@ -89,6 +91,13 @@ class Turn:
         self.system_fingerprint = await self.service.system_fingerprint([output])
         return output
 
+    def num_kept(self, output: RequestOutput) -> int:
+        """Return the number of prompt tokens that were computed, and are kept in the cache as the request asks."""
+        report = output.prefix_report
+        if self.retention is None or report is None or report.miss is Miss.DISABLED:
+            return 0
+        return report.num_prompt // report.block_size * report.block_size - report.num_cached
+
     async def _requests(self) -> list[Made]:
         params, body = self._params(), self.body
         if self.reading.is_plain:
@@ -96,7 +105,9 @@ class Turn:
         else:  # the syntax of calls and reasoning may consist of special tokens
             params = replace(params, skip_special_tokens=False)
             guide = await self.service.guide(self.request, body, self.reading.tools, self.reading.thinking)
-        return await self.service.requests(self.request, body, self.identity.name, [self.prompt], params, guide)
+        return await self.service.requests(
+            self.request, body, self.identity.name, [self.prompt], params, guide, self.retention
+        )
 
     def _params(self) -> SamplingParams:
         body, service = self.body, self.service

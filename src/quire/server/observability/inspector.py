@@ -34,6 +34,7 @@ INTERVAL = 0.05  # seconds from one record to the next
 MAX_HISTORY = 400_000  # bytes of earlier events that a snapshot includes
 MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, it gets no records
 KINDS = {CacheGroup: "attention", StateGroup: "states", RowGroup: "rows"}
+MAX_KEYS = 32  # of those that keep blocks
 PATIENCE = 0.2  # seconds after which a stream requests a record of unreported events
 T = TypeVar("T")
 
@@ -58,10 +59,11 @@ class Inspector:
     ) -> None:
         """Create it. about: properties of the server that the page shows, such as the model's name.
 
-        reports_salts: whether a miss may reveal that the same text is cached under another salt. False if clients must
-        not learn about each other, since each of them may watch.
+        reports_salts: whether a miss may reveal that the same text is cached under another salt, and the names of keys
+        that keep blocks are shown. False if clients must not learn about each other, since each of them may watch.
         """
         self._scheduler = engine.scheduler
+        self._reports_salts = reports_salts
         self._about = dict(about or {})
         self._log = EventLog(engine, reports_salts)
         self._epoch = time.time() - self._log.now
@@ -157,8 +159,16 @@ class Inspector:
         start = f"id: {self._number}\ndata: ".encode() + dumps(head)[:-1]
         return start + f',"{name}":['.encode() + b",".join(lines) + b"]}\n\n"
 
-    def _gauges(self) -> dict[str, int]:
-        """Return the numbers of requests, and the counters so far."""
+    def _kept(self) -> list[tuple[str, int, float]]:
+        """Return the keys that keep most blocks: each with its number of blocks, and the seconds that are left."""
+        manager = self._scheduler.manager
+        found = manager.retained[manager.lookup.leading_group].owners()
+        most = sorted(found, key=lambda one: one[1], reverse=True)[:MAX_KEYS]
+        named = self._reports_salts
+        return [(one.key if named else "", count, round(until - manager.now, 1)) for one, count, until in most]
+
+    def _gauges(self) -> dict[str, Any]:
+        """Return the numbers of requests, the counters so far, and the keys that keep blocks."""
         scheduler, hits = self._scheduler, self._scheduler.manager.hits
         return {
             "waiting": len(scheduler.waiting),
@@ -172,6 +182,7 @@ class Inspector:
             "misses": hits.misses,
             "asked_tokens": hits.prompt_tokens,
             "cached_tokens": hits.cached_tokens,  # of those asked for
+            "kept": self._kept(),
             **self._log.counts,
         }
 

@@ -14,6 +14,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired
 
+from quire.request import Retention
 from quire.sandbox.grammar import check_depth
 from quire.server.http.api_error import Answer, ApiError
 from quire.server.protocol.answers import ChatLogprob, Head, PromptLogprobs, Usage
@@ -34,6 +35,7 @@ from quire.server.protocol.body import (
     Text,
     bound_fields,
 )
+from quire.server.protocol.retention import DEFAULT, RETENTION, CacheControl, CacheRetention, longest, seconds_of
 from quire.server.protocol.sampling import Sampling
 
 MAX_TOOLS = 1024  # of a request
@@ -48,11 +50,11 @@ def _nothing(value: Any) -> Any:
 TEXT_ONLY = Refused("only text is served here")
 NO_TEMPLATE = Refused("a template in a request would be a program from a stranger; start the server with one")
 NO_MODERATION = Refused("texts are not moderated here")
-CacheRetention = Annotated[Name | None, Refused("how long a prompt stays in the cache cannot be set here", "in_memory")]
 CacheOptions = Annotated[
     dict[str, Any] | None,
     Refused(
-        "the prefix cache needs no breakpoints, and how long a prompt stays cannot be set here", {"mode": "implicit"}
+        "the prefix cache needs no breakpoints, and prompt_cache_retention sets how long a prompt stays",
+        {"mode": "implicit"},
     ),
 ]
 
@@ -62,7 +64,7 @@ class TextPart(StrictItem):
 
     type: Literal["text"]
     text: Text
-    cache_control: NotRequired[Any]  # ignored: the prefix cache needs no breakpoints
+    cache_control: NotRequired[CacheControl | None]
 
 
 class CalledFunction(Body):
@@ -135,7 +137,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionTool
-    cache_control: Ignored[dict[str, Any]] = None
+    cache_control: CacheControl | None = None
 
 
 class NamedFunction(Body):
@@ -190,7 +192,9 @@ class ChatRequest(Sampling, Rendering):
     reasoning_effort: Name | None = None  # for the chat template; "none" turns reasoning off
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     include_reasoning: On = True
-    prompt_cache_key: Ignored[Text] = None  # all requests share one cache
+    prompt_cache_key: Text | None = None  # requests with the same key share a budget for kept blocks
+    prompt_cache_retention: CacheRetention = None
+    cache_control: CacheControl | None = None  # the mark of the whole prompt, in addition to those of its parts
     safety_identifier: Ignored[Text] = None
 
     functions: Annotated[list[Any] | None, Refused("functions are given as tools here")] = None
@@ -205,7 +209,6 @@ class ChatRequest(Sampling, Rendering):
         Name | None,
         Refused("the length of an answer cannot be set here, except by max_completion_tokens", "medium"),
     ] = None
-    prompt_cache_retention: CacheRetention = None
     prompt_cache_options: CacheOptions = None
     moderation: Annotated[dict[str, Any] | None, NO_MODERATION] = None
     web_search_options: Annotated[Any, Refused("the web is not searched here", refuses_empty=True)] = None
@@ -229,6 +232,15 @@ class ChatRequest(Sampling, Rendering):
                 f"two names of one limit, so give one of them"
             )
             raise ApiError(message, param="max_tokens")
+
+    def retention(self) -> Retention | None:
+        """Return how long the conversation's blocks are kept, or None if no field asks for it."""
+        parts = (part for message in self.messages if isinstance(message.content, list) for part in message.content)
+        marks = (self.cache_control, *(part.get("cache_control") for part in parts))
+        seconds = seconds_of(longest((*marks, *(tool.cache_control for tool in self.tools or ()))))
+        chosen = self.prompt_cache_retention or (DEFAULT if self.prompt_cache_key and not seconds else "")
+        seconds = max(seconds, RETENTION[chosen])
+        return Retention(self.prompt_cache_key or "", seconds) if seconds else None
 
     def _check_tools(self) -> None:
         names: dict[str, int] = {}

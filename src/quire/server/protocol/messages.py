@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Union
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Union, cast
 
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import NotRequired
@@ -28,6 +29,7 @@ from quire.server.protocol.body import (
     tag_of,
 )
 from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
+from quire.server.protocol.retention import CacheControl, longest
 from quire.server.protocol.sampling import numbers_of
 
 
@@ -36,6 +38,7 @@ class TextBlock(HistoryItem):
 
     type: Literal["text"]
     text: Text
+    cache_control: NotRequired[CacheControl | None]
 
 
 Texts = Annotated[
@@ -52,6 +55,7 @@ class ToolUseBlock(HistoryItem):
     id: Name
     name: GivenName
     input: dict[str, Any]
+    cache_control: NotRequired[CacheControl | None]
 
 
 class ToolResultBlock(HistoryItem):
@@ -60,6 +64,7 @@ class ToolResultBlock(HistoryItem):
     type: Literal["tool_result"]
     tool_use_id: GivenName
     content: NotRequired[Texts | None]
+    cache_control: NotRequired[CacheControl | None]
 
 
 class ThinkingBlock(HistoryItem):
@@ -106,7 +111,7 @@ class InputTool(Body):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Annotated[Any, IGNORED] = None
+    cache_control: CacheControl | None = None
     allowed_callers: Annotated[Any, IGNORED] = None
     defer_loading: Ignored[bool] = None
     eager_input_streaming: Ignored[bool] = None
@@ -153,7 +158,7 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: Annotated[Any, IGNORED] = None
+    cache_control: CacheControl | None = None  # the mark of the whole prompt, in addition to those of its parts
     speed: Annotated[Name | None, Refused("there is one speed here, the highest", "standard")] = None
     mcp_servers: Annotated[
         list[Any] | None, Refused("no other server is asked here; give tools, and call them yourself")
@@ -191,11 +196,22 @@ class CountTokensRequest(Body):
         if output.format is not None:
             schema = {"name": "answer", "schema": output.format.schema_}
             asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+        asked["cache_control"] = longest(self._marks())
         return model_of({name: one for name, one in (asked | self._drawn()).items() if one is not None}, ChatRequest)
 
     def _drawn(self) -> dict[str, Any]:
         """Return the sampling fields, by their names in a chat request."""
         return {}
+
+    def _marks(self) -> Iterator[CacheControl | None]:
+        """Yield the cache_control of the whole, of each tool, and of each block."""
+        yield self.cache_control
+        yield from (tool.cache_control for tool in self.tools or ())
+        for message in self._messages():
+            for block in message.content:
+                yield cast("CacheControl | None", block.get("cache_control"))
+                if block["type"] == "tool_result":
+                    yield from (part.get("cache_control") for part in block.get("content") or ())
 
     def _messages(self) -> list[InputMessage]:
         if not self.system:
@@ -210,7 +226,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True)] | None = None
     stream: bool | None = False
-    metadata: Ignored[dict[str, Any]] = None
+    metadata: dict[str, Any] | None = None  # user_id is the key of the blocks that cache_control keeps
     inference_geo: Ignored[Name] = None
     user_profile_id: Ignored[Name] = None
     workspace_id: Ignored[Name] = None
@@ -221,7 +237,8 @@ class MessagesRequest(CountTokensRequest):
 
     def _drawn(self) -> dict[str, Any]:
         drawn = {ours: getattr(self, theirs) for theirs, ours in served_in(MESSAGES).items()}
-        return drawn | {"stream": self.stream}
+        user = (self.metadata or {}).get("user_id")
+        return drawn | {"stream": self.stream, "prompt_cache_key": user if longest(self._marks()) else None}
 
 
 def _is_begun(last: InputMessage) -> bool:
@@ -262,7 +279,7 @@ def _tool(tool: InputTool) -> dict[str, Any]:
 
 
 class AnthropicUsage(Answer):
-    """Token counts. Tokens found in the cache are not counted as input."""
+    """Token counts. Tokens found in the cache, and those written to it to be kept, are not counted as input."""
 
     input_tokens: int
     output_tokens: int

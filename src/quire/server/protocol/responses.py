@@ -28,7 +28,8 @@ from quire.server.protocol.body import (
     Text,
     tag_of,
 )
-from quire.server.protocol.chat import MAX_TOOLS, NO_MODERATION, CacheOptions, CacheRetention, ChatRequest
+from quire.server.protocol.chat import MAX_TOOLS, NO_MODERATION, CacheOptions, ChatRequest
+from quire.server.protocol.retention import CacheRetention
 from quire.server.protocol.sampling import ServiceTier, StreamOptions, numbers_of
 
 MAX_INCLUDED = 64
@@ -45,7 +46,7 @@ Included = Literal[
     "web_search_call.results",
 ]
 COPIED = ("model", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls",
-          "stream", "top_logprobs", *served_in(RESPONSES))  # fmt: skip
+          "prompt_cache_key", "prompt_cache_retention", "stream", "top_logprobs", *served_in(RESPONSES))  # fmt: skip
 
 
 class InputText(HistoryItem):
@@ -212,7 +213,8 @@ class ResponsesRequest(Body):
     max_tool_calls: int | None = None  # ignored: it bounds the calls of built-in tools, which are not supported
     user: Ignored[Text] = None
     safety_identifier: Ignored[Text] = None
-    prompt_cache_key: Ignored[Text] = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: CacheRetention = None
 
     seed: int | None = None
     stop: Text | list[Text] | None = None
@@ -233,7 +235,6 @@ class ResponsesRequest(Body):
     previous_response_id: Annotated[str | None, STATELESS] = None
     prompt: Annotated[dict[str, Any] | None, Refused("no prompts are stored here; give instructions and input")] = None
     prompt_cache_options: CacheOptions = None
-    prompt_cache_retention: CacheRetention = None
     service_tier: ServiceTier = None
 
     ALSO_CALLED: ClassVar[dict[str, str]] = {

@@ -6,7 +6,9 @@ function drawGauges(state) {
   put($("g-used"), fmt(usage.used_blocks)); put($("g-of"), `of ${fmt(usage.num_blocks)} owned`);
   const [own, keep] = document.querySelectorAll(".bar i");
   own.style.width = 100 * usage.used_blocks / usage.num_blocks + "%"; keep.style.width = 100 * usage.cached_blocks / usage.num_blocks + "%";
-  put($("g-pool"), `${fmt(usage.cached_blocks)} reusable · ${percent(usage.wasted_slots, usage.used_blocks * config.block_size)} wasted`);
+  const kept = gauges.kept || [], keptBlocks = kept.reduce((sum, [, blocks]) => sum + blocks, 0);
+  put($("g-pool"), `${fmt(usage.cached_blocks)} reusable${kept.length ? `, ${fmt(keptBlocks)} kept` : ""} · ${percent(usage.wasted_slots, usage.used_blocks * config.block_size)} wasted`);
+  $("g-pool").title = kept.map(([key, blocks, left], i) => `${key || `key ${i + 1}`}: ${plural(blocks, "block")} kept for ${duration(left)}`).join("\n");
   put($("g-saved"), fmt(usage.shared_blocks));
   put($("g-saves"), usage.shared_blocks ? `${percent(usage.shared_blocks, usage.logical_blocks)} of all table entries` : "nothing is shared");
   put($("g-hit"), !config.prefix_caching ? "off" : gauges.asked_tokens ? percent(gauges.cached_tokens, gauges.asked_tokens) : "–");

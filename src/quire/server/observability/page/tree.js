@@ -186,7 +186,7 @@ class TreeView {
     const name = node("text", { x: (rest ? tail : begin) + 7, y: y + 4, class: "name", opacity: isFaded ? 0.5 : 1 }, group);
     name.textContent = label;
     const report = request.report, differs = report?.differs;
-    const note = differs !== undefined && differs !== null ? `differs from token ${fmt(differs)}` : report?.miss === "evicted" ? "its rest had been evicted" : "";
+    const note = differs !== undefined && differs !== null ? `differs from token ${fmt(differs)}` : ["evicted", "expired", "budget"].includes(report?.miss) ? "its rest had been evicted" : "";
     if (note) node("text", { x: (rest ? tail : begin) + 15 + 7 * label.length, y: y + 4, class: "note miss" }, group).textContent = note;
     tell(group, label, `${describeState(this.state, request)}${report ? `. ${report.text}` : ""}`, { key: request.key }, request.key);
   }
