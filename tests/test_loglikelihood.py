@@ -52,7 +52,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
                 assert output.is_greedy == (logprobs.argmax(-1).tolist() == continuation)
                 assert (output.prompt_token_ids, output.token_ids) == (prompt, continuation)
             assert all(output.is_greedy for output in found[len(prompts) :])
-    assert found[2].num_cached_tokens == 12  # 16 tokens, of which the last one tells of the continuation
+    assert found[2].num_cached_tokens == 16  # and its logprob is stored with the second prompt's blocks
 
 
 def test_a_shared_prompt_is_computed_once(llm: LLM) -> None:

@@ -416,7 +416,7 @@ class Miss(str, Enum):
     BUDGET = "budget"  # the same, after its key exceeded the share of the cache that a key may keep
     STATE = "state"  # its keys and values are cached, but not the state of the recurrent layers
     SALT = "salt"  # it is cached under another cache_salt or adapter
-    PROMPT_LOGPROBS = "prompt_logprobs"  # prompt_logprobs need their positions computed
+    PROMPT_LOGPROBS = "prompt_logprobs"  # its K and V are cached, but not the logprobs that it asks for
     DISABLED = "disabled"  # the prefix cache is off
 
 
@@ -450,7 +450,7 @@ class PrefixReport:
             Miss.EXPIRED: f"the block that begins at token {reach} was kept until its time, and {was}{of_layers}",
             Miss.BUDGET: f"the block that begins at token {reach} exceeded the budget of its key, and {was}{of_layers}",
             Miss.SALT: "its first block is cached under another cache_salt or adapter",
-            Miss.PROMPT_LOGPROBS: "logprobs of the prompt's tokens need the positions before these computed",
+            Miss.PROMPT_LOGPROBS: "the logprobs of the prompt's tokens that it asks for are not stored from there on",
             Miss.DISABLED: "the prefix cache is off",
         }[self.miss]
         return f"{message}, of {full} in full blocks: {reason}"
@@ -525,6 +525,9 @@ class CacheState:
     host_block_ids: list[array[int]] = field(default_factory=list)  # while the request is swapped out
     digests: list[bytes] = field(default_factory=list)  # of the root, then of its full blocks
     num_published: int = 0  # full blocks that were offered for reuse
+    scores: bytearray | None = None  # records of its prompt's tokens, see `quire.cache.scores`; None: none yet
+    num_scored: int = 0  # full blocks whose records were stored
+    found: tuple[TokenLogprobs, ...] = ()  # logprobs that were stored with its cached blocks and are not reported yet
     nonfinite_at: int | None = None  # the first computed position whose K or V is not finite
     prefix_report: PrefixReport | None = None  # result of the lookup in the prefix cache
 

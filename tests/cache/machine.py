@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from array import array
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,9 @@ from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateG
 from quire.cache.incoming import Arrivals
 from quire.cache.manager import BlockManager, Move
 from quire.cache.pool import NONE
+from quire.cache.scores import ScoredMemory
 from quire.engine.prefetch import Prefetch
-from quire.request import Request, Retention, SampleGroup, SamplingParams
+from quire.request import Request, Retention, SampleGroup, SamplingParams, TokenLogprobs
 
 GROUPS = (
     (CacheGroup((0,)),),
@@ -34,6 +36,14 @@ GROUPS = (
 )
 EMPTY = -1
 PARAMS = SamplingParams()
+SCORED = SamplingParams(prompt_logprobs=1)
+
+
+def scored(request: Request, position: int) -> TokenLogprobs:
+    """Logprobs of a token that depend on it and on all tokens before it."""
+    number = crc32(request.tokens[: position + 1].tobytes())
+    best = crc32(request.tokens[:position].tobytes())
+    return TokenLogprobs(request.tokens[position], -(number % 4096) / 8, 1 + number % 7, ((best % 4, -best % 64 / 4),))
 
 
 class Machine:
@@ -87,6 +97,8 @@ class Machine:
         request = Request(f"r{self.count}", tokens, length, PARAMS, cache_salt=salt)
         request.group = SampleGroup([request])
         request.retention = Retention(f"key {family % 2}", kept) if kept else None
+        if family == 0 or (family == 1 and self.count % 2):
+            request.sampling, request.first_prompt_logprob = SCORED, self.count % 3 * 2
         request.schedule.sort_key = (self.count, self.count, self.count)
         self.count += 1
         if self.disk is not None:
@@ -125,8 +137,26 @@ class Machine:
                         self.owned_alone(g, table[at // span])[:] = request.tokens[: at + 1]
                 elif isinstance(group, CacheGroup) or table[at // span] != NONE:
                     self.owned_alone(g, table[at // span])[at % span] = request.tokens[at]
+        self.score(request, start, num_new)
         self.manager.advance(request, num_new)
         self.check(request)
+
+    def score(self, request: Request, start: int, num_new: int) -> None:
+        """Report the logprobs of the prompt that were stored, and record those that the step computed."""
+        if request.sampling is not SCORED:
+            return
+        found, request.cache.found = request.cache.found, ()
+        first = request.next_prompt_logprob + 1
+        if [*found] != [scored(request, position) for position in range(first, first + len(found))]:
+            raise AssertionError(f"{request.id} gets wrong logprobs from token {first} on")
+        request.schedule.num_prompt_logprobs += len(found)
+        self.happened("scores found", len(found))
+        first, last = request.next_prompt_logprob, min(start + num_new, request.num_prompt - 1)
+        if start > first and first < request.num_prompt - 1:
+            raise AssertionError(f"{request.id} computes row {start}, and needs row {first}")
+        computed = [scored(request, row + 1) for row in range(max(start, first), last)]
+        self.manager.record(request, computed)
+        request.schedule.num_prompt_logprobs += len(computed)
 
     def owned_alone(self, group: int, block: int) -> list[int]:
         """What a block holds that is about to be written."""
@@ -287,11 +317,12 @@ class Disk:
         self.open()
 
     def open(self) -> None:
-        widths = [self.WIDTH] * len(self.slots)
+        memory = ScoredMemory(self, [self.WIDTH] * len(self.slots), self.state.manager.scores)
         self.prefetch = Prefetch(self.state.manager, Arrivals(), 1.0)
-        self.tier = DiskTier(DiskStore(self.directory, b"secret", widths, self.slots), self, self.prefetch.arrivals)
+        store = DiskStore(self.directory, b"secret", memory.widths(), self.slots)
+        self.tier = DiskTier(store, memory, self.prefetch.arrivals)
         self.prefetch.sources.append(self.tier.reader)
-        self.state.manager.disk, self.state.manager.memory = self.tier, self
+        self.state.manager.disk, self.state.manager.memory = self.tier, memory
         self.state.happened("found on the disk", len(self.tier.store))
 
     def read_block(self, group: int, block: int, out: NDArray[np.uint8]) -> None:
@@ -335,9 +366,9 @@ class Disk:
             self.tier.write_next()
             self.state.happened("written", self.tier.counts.blocks - written)
             self.state.happened("given away before", self.tier.counts.unwritten["evicted"] - lost)
-        elif kind < 0.31:
+        elif kind < 0.32:
             self.damage(rng)
-        elif kind < 0.311:
+        elif kind < 0.321:
             self.state.happened("damage seen", self.tier.reader.counts.misses["checksum"])
             self.tier.close()
             if rng.random() < 0.5:

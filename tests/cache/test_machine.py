@@ -121,7 +121,7 @@ def test_random_operations(shard: int, long: bool) -> None:
     for seed in range(shard * SEEDS // 5, (shard + 1) * SEEDS // 5):
         for what, times in operate(seed, LONG_STEPS if long else STEPS, audit_every=1_000).seen.items():
             seen[what] = seen.get(what, 0) + times
-    for what in ("states hit", "parted", "guessed", "kept"):
+    for what in ("states hit", "parted", "guessed", "kept", "scores found"):
         assert seen[what] > 10, what
     assert seen["states kept"] > 0  # rare: they take only what no request needs
     for what in ("hit", "copied", "forked", "short", "swapped out", "host full", "swapped in", "found again", "reset"):

@@ -13,7 +13,7 @@ from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager
 from quire.cache.prefix import MAX_CHILDREN, PrefixIndex, block_digest, root_digest
 from quire.errors import BadValue
-from quire.request import Miss, Request, Retention, SamplingParams
+from quire.request import Miss, Request, Retention, SamplingParams, TokenLogprobs
 from tests.cache.test_manager import ONE, compute, computed, started
 
 PROMPT = list(range(100, 111))  # two full blocks of 4, and three tokens
@@ -275,6 +275,31 @@ class TestWhyNot:
         computed(manager, PROMPT)
         report = report_of(manager, PROMPT, prompt_logprobs=1)
         assert (report.num_cached, report.miss) == (0, Miss.PROMPT_LOGPROBS)
+
+    def test_stored_logprobs_belong_to_the_tokens_the_salt_and_the_adapter(self) -> None:
+        manager = manager_of()
+        first = started(manager, PROMPT, "first")
+        found = [TokenLogprobs(token, -0.5, 2, ((7, -0.25),)) for token in PROMPT[1:]]
+        manager.record(first, found)
+        compute(manager, first)
+        manager.release(first)
+        audit(manager, [])
+        for salt, adapter, tokens, cached in (
+            ("", "", PROMPT, 8),
+            ("tenant", "", PROMPT, 0),
+            ("", "adapter", PROMPT, 0),
+            ("", "", [*PROMPT[:4], *PROMPT], 4),
+        ):
+            params = SamplingParams(prompt_logprobs=1)
+            again = Request("again", array("i", tokens), len(tokens), params, cache_salt=salt, lora_digest=adapter)
+            manager.admit(again, manager.lookup.match(again))
+            assert again.cache.num_cached == cached
+            assert again.cache.num_computed == max(0, cached - 1)  # for the logprob of the next token
+            assert again.cache.found == tuple(found[: max(0, cached - 1)])
+            manager.release(again)
+        whole = computed(manager, list(range(200, 280)))  # needs all blocks
+        audit(manager, [whole])
+        assert len(manager.scores) == 0
 
     def test_off(self) -> None:
         manager = manager_of(enable_prefix_caching=False)

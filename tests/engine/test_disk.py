@@ -47,12 +47,14 @@ def with_disk(
 ) -> DiskTier:
     """Give an engine a disk with so many slots for each group, that reads whatever is there."""
     assert isinstance(engine.runner, Runner)
-    manager, widths = engine.scheduler.manager, engine.runner.cache.widths()
+    manager = engine.scheduler.manager
+    memory = kv_disk.block_memory(engine.runner, manager)
+    widths = memory.widths()
     directory.mkdir(exist_ok=True)
     prefetch = engine.scheduler.prefetch = Prefetch(manager, Arrivals(), seconds_a_token)
     store = DiskStore(directory, SECRET, widths, [slots] * len(widths))
-    manager.memory = engine.runner.cache
-    manager.disk = tier = DiskTier(store, manager.memory, prefetch.arrivals)
+    manager.memory = memory
+    manager.disk = tier = DiskTier(store, memory, prefetch.arrivals)
     prefetch.sources.append(tier.reader)
     if threads:
         tier.start()
@@ -455,7 +457,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         ({"kv_disk": "", "kv_disk_space": "1GiB"}, "it must be the path of a directory"),
         ({"kv_disk": "DIR", "kv_disk_space": "50%"}, "give bytes with a unit, as in '50GiB'"),
         ({"kv_disk": "DIR", "kv_disk_space": "much"}, "give bytes with a unit, as in '50GiB'"),
-        ({"kv_disk": "DIR", "kv_disk_space": "1KiB"}, "1,024 bytes; one block of every kind takes 20,480"),
+        ({"kv_disk": "DIR", "kv_disk_space": "1KiB"}, "1,024 bytes; one block of every kind takes 20,736"),
         ({"kv_disk": "DIR", "enable_prefix_caching": False}, "enable_prefix_caching is False; leave one out"),
         ({"kv_disk": "DIR", "attention_backend": "reference"}, "which is not batch-invariant"),
         ({"kv_disk": "FILE"}, "a file; it must be a directory"),

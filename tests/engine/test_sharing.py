@@ -84,12 +84,15 @@ class TestSharingInFlight:
         run(engine)
         assert num_computed(engine) == 120
 
-    def test_prompt_logprobs_neither_wait_nor_share(self) -> None:
+    @pytest.mark.parametrize(("wanted", "computed"), [((1, 0), 24), ((2, 2), 48), ((None, 1), 48), ((1, None), 24)])
+    def test_prompt_logprobs_wait_for_blocks_that_will_have_them(
+        self, wanted: tuple[int | None, int | None], computed: int
+    ) -> None:
         engine = fake_engine(num_blocks=100, max_num_batched_tokens=64)
-        for i in range(2):
-            engine.add(request(f"r{i}", list(range(24)), max_tokens=1, prompt_logprobs=0))
+        for i, count in enumerate(wanted):
+            engine.add(request(f"r{i}", list(range(24)), max_tokens=1, prompt_logprobs=count))
         engine.step()
-        assert num_computed(engine) == 48
+        assert num_computed(engine) == computed
 
 
 class TestPrefixCacheAcrossRequests:

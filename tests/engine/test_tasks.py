@@ -85,7 +85,8 @@ def test_nothing_is_drawn_and_no_logit_is_computed(tmp_path: Path, monkeypatch: 
     report = loglikelihood_request("s", tokens[:30], tokens[30:])[0]
     results(served, [report])
     assert report.cache.prefix_report is not None
-    assert report.cache.prefix_report.num_cached == 28  # the blocks before the row that tells of the first token
+    assert report.cache.prefix_report.num_cached == 36  # every full block, with its logprobs
+    assert kept[2:] == [2]  # the last cached row, whose logprob is that of the token after it, and the next one
 
 
 def test_blocks_are_published_and_shared_with_requests_that_generate() -> None:

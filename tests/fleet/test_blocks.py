@@ -32,6 +32,7 @@ from quire.engine.runner import Runner
 from quire.fleet.blocks import MOST_ANSWERS, MOST_BLOCKS, PATH, RECORD, BlockServer, Wanted
 from quire.fleet.peers import PeerSource
 from quire.fleet.wire import dumps
+from quire.frontend.disk_cache import block_memory
 from quire.models import EMBEDDED
 from quire.ops import native
 from quire.request import Holder, Request
@@ -69,7 +70,7 @@ def listening(answer: Answer) -> Iterator[str]:
 
 def sender(engine: Engine) -> BlockServer:
     assert isinstance(engine.runner, Runner)
-    memory = engine.runner.cache
+    memory = block_memory(engine.runner, engine.scheduler.manager)
     return BlockServer(engine.scheduler.manager, memory, memory.widths(), "class")
 
 
@@ -78,7 +79,8 @@ def with_peers(
 ) -> PeerSource:
     """Let an engine read blocks of others, whatever the network is like."""
     assert isinstance(engine.runner, Runner)
-    manager, memory = engine.scheduler.manager, engine.runner.cache
+    manager = engine.scheduler.manager
+    memory = block_memory(engine.runner, manager)
     prefetch = engine.scheduler.prefetch
     if prefetch is None:
         prefetch = engine.scheduler.prefetch = Prefetch(manager, Arrivals(), seconds_a_token)

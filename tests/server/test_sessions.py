@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,30 @@ def test_a_key_keeps_a_prompt_until_its_time(server: Serving) -> None:
     assert "was kept until its time, and was evicted" in report["text"]
     assert snapshot(server)["gauges"]["kept"] == []
     assert server.is_idle()
+
+
+def test_sessions_of_agents_are_found_again_after_eviction_and_a_restart(tmp_path: Path) -> None:
+    """A conversation that grows in every turn, in a pool that has room for half of them, and a disk for all."""
+    options = {"num_blocks": 84, "kv_disk": str(tmp_path / "kv"), "max_num_batched_tokens": 2048}
+    talks = [[{"role": "system", "content": f"agent {i}"}] for i in range(3)]
+    before, sent, found = [0] * len(talks), 0, 0
+    for part in range(2):
+        with serving(options) as server:
+            manager = server.service.worker.engine.scheduler.manager
+            for turn in range(5 * part, 5 * part + 5):
+                for i, talk in enumerate(talks):
+                    talk.append({"role": "user", "content": f"result {i}{turn}: " + "def f(x): return x\n" * 9})
+                    body = {"messages": talk, "max_tokens": 8, "ignore_eos": True, "prompt_cache_key": f"agent {i}"}
+                    answer = server.post(CHAT, **body).json()
+                    talk.append(answer["choices"][0]["message"])
+                    usage = answer["usage"]
+                    sent += before[i]
+                    found += min(before[i], usage["prompt_tokens_details"]["cached_tokens"])
+                    before[i] = usage["total_tokens"]
+                    assert manager.disk.flush(20)
+            assert server.is_idle()
+    assert sum(before) > 84 * 16 * 1.5
+    assert found / sent >= 0.96
 
 
 def test_messages_report_tokens_that_are_written_and_read(server: Serving) -> None:

@@ -33,6 +33,8 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
             raise BadValue(f"the retained blocks of cache group {g} are not those that a key keeps")
         for request in owners:
             _audit_table(manager, request, g)
+    if (group := manager.scores.group) is not None and not manager.indexes[group].by_block.keys() >= {*manager.scores}:
+        raise BadValue(f"a block of cache group {group} has logprobs, but is not reusable")
     if manager.disk is not None:
         for entry in manager.disk.pending():
             if manager.indexes[entry.group].by_block.get(entry.cached.block) is not entry.cached:

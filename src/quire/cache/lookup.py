@@ -10,6 +10,7 @@ from itertools import takewhile
 from quire.cache.groups import AnyGroup, CacheGroup, StateGroup
 from quire.cache.pool import NONE
 from quire.cache.prefix import PrefixIndex, block_digest, root_digest, root_salt, why_missing
+from quire.cache.scores import Scores
 from quire.request import Miss, PrefixReport, Request
 
 ELSEWHERE = -2  # in place of a block that can be read into a pool
@@ -36,6 +37,7 @@ class PrefixLookup:
         *,
         enable_prefix_caching: bool,
         salt: str,
+        scores: Scores,
     ) -> None:
         """See `BlockManager`."""
         self.groups = tuple(groups)
@@ -44,6 +46,7 @@ class PrefixLookup:
         self.enable_prefix_caching = enable_prefix_caching
         self.salt = salt
         self.weights = ""  # set when they are replaced: another text for each replacement
+        self.scores = scores
         self.spans = tuple(group.piece or block_size for group in groups)  # tokens of a block of each group
         self.unit = max(self.spans)  # tokens: a shared prefix is a multiple of it
         self.attention_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, CacheGroup))
@@ -85,9 +88,20 @@ class PrefixLookup:
         if not self.shares(request) or request.is_whole:
             return 0
         usable = len(request.tokens) - bool(self.state_groups)  # a state either includes the last token or does not
-        if request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1:
+        needs_rows = (
+            request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1
+        )
+        if needs_rows and not self.scores.serve(request):
             usable = request.next_prompt_logprob
         return usable // self.unit * self.unit // self.block_size
+
+    def start(self, request: Request, num_cached: int) -> int:
+        """Return the first row that a request with that many cached tokens computes.
+
+        The last cached row is computed again if the logprob of the token after it is needed.
+        """
+        again = request.next_prompt_logprob < num_cached < request.num_prompt and self.scores.serve(request)
+        return min(num_cached - again, len(request.tokens) - 1)
 
     def match(self, request: Request, more: Callable[[int, bytes, bytes, bytes], bool] | None = None) -> Match:
         """Find the longest prefix of the request's tokens whose needed blocks are cached in every group.
@@ -95,7 +109,7 @@ class PrefixLookup:
         more: returns whether a block of a group, with that digest, parent and tokens, is available outside the indexes;
         such a block is ELSEWHERE in the match.
         """
-        count, last, size = self.num_reusable(request), len(request.tokens) - 1, self.block_size
+        count, size = self.num_reusable(request), self.block_size
         self.know_digests(request, count)
         found: list[array[int]] = [array("i")] * len(self.groups)
         starts: dict[int, list[int]] = {}  # of a windowed group, by count: start of the run of blocks that ends there
@@ -104,6 +118,8 @@ class PrefixLookup:
             if isinstance(self.groups[g], CacheGroup) and self.groups[g].window is None:
                 found[g] = array("i", takewhile(lambda block: block != NONE, there))
                 count = len(found[g])
+                if g == self.scores.group and self.scores.serve(request):
+                    count = self.scores.covered(request, found[g])
                 continue
             found[g] = array("i", there)
             if isinstance(self.groups[g], CacheGroup):
@@ -112,7 +128,7 @@ class PrefixLookup:
                     starts[g].append(i + 1 if block == NONE else starts[g][i])
 
         def first(g: int) -> int:
-            return self.groups[g].first(min(count * size, last), self.spans[g])
+            return self.groups[g].first(self.start(request, count * size), self.spans[g])
 
         def has_states() -> bool:
             ends = [divmod(count * size, self.spans[g]) for g in self.state_groups]
@@ -151,6 +167,13 @@ class PrefixLookup:
                 found = ELSEWHERE if more is not None and more(group, *names) else NONE
             yield found
 
+    def _lacks_scores(self, request: Request, count: int) -> bool:
+        """Return whether the request's block `count` is cached, but not the logprobs that the request needs."""
+        group = self.scores.group
+        return (
+            group is not None and self.scores.serve(request) and NONE not in self.find(request, group, count, count + 1)
+        )
+
     def parting(self, reach: int) -> int:
         """Return `reach` in whole sharing units: where prefixes diverge, and a stored state would have been reused."""
         return reach // self.unit * self.unit
@@ -164,7 +187,7 @@ class PrefixLookup:
             reason = Miss.SHORT if full == 0 else None
         elif not self.enable_prefix_caching:
             reason = Miss.DISABLED
-        elif count >= self.num_reusable(request):
+        elif count >= self.num_reusable(request) or self._lacks_scores(request, count):
             reason = Miss.PROMPT_LOGPROBS
         elif (parted := self.parting(match.reach * size)) > count * size:
             reason, digest = Miss.STATE, self.digest(request, parted // size - 1)

@@ -11,14 +11,25 @@ from dataclasses import dataclass
 from quire.cache import events
 from quire.cache.disk.tier import DiskTier
 from quire.cache.events import CacheEvent, Listener
-from quire.cache.groups import NEVER, NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
+from quire.cache.groups import (
+    NEVER,
+    NO_STATES,
+    AnyGroup,
+    CacheGroup,
+    RowGroup,
+    StateGroup,
+    StatePools,
+    check_pieces,
+    has_states,
+)
 from quire.cache.incoming import BlockMemory, Name, Read
 from quire.cache.lookup import Match, PrefixLookup
 from quire.cache.pool import NONE, BlockPool
 from quire.cache.prefix import CachedBlock, HitCounts, PrefixIndex
 from quire.cache.retention import Retained
+from quire.cache.scores import RECORD, ScoredMemory, Scores, write
 from quire.errors import BadValue
-from quire.request import Miss, Request
+from quire.request import Miss, Request, TokenLogprobs
 
 log = logging.getLogger("quire")
 
@@ -85,8 +96,16 @@ class BlockManager:
         self.pools = tuple(BlockPool(sizes[type(group)]) for group in groups)
         self.host_pools = tuple(BlockPool(hosts[type(group)]) for group in groups)
         self.indexes = tuple(PrefixIndex(sizes[type(group)]) for group in groups)
+        # A state includes the last cached row, which some requests for logprobs compute again.
+        full = [g for g, group in enumerate(groups) if isinstance(group, CacheGroup) and group.window is None]
+        self.scores = Scores(None if not full or has_states(groups) else full[0], block_size)
         self.lookup = PrefixLookup(
-            groups, self.indexes, block_size, enable_prefix_caching=enable_prefix_caching, salt=salt
+            groups,
+            self.indexes,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            salt=salt,
+            scores=self.scores,
         )
         self.spans, self.unit = self.lookup.spans, self.lookup.unit
         self.attention_groups, self.state_groups = self.lookup.attention_groups, self.lookup.state_groups
@@ -162,8 +181,10 @@ class BlockManager:
         ]
         request.cache.num_freed = list(match.first)
         request.cache.num_cached = match.num_blocks * self.block_size
-        request.cache.num_computed = min(request.cache.num_cached, len(request.tokens) - 1)
-        request.cache.num_published = match.num_blocks
+        request.cache.num_computed = self.lookup.start(request, request.cache.num_cached)
+        request.cache.num_published = request.cache.num_scored = match.num_blocks
+        if (group := self.scores.group) is not None and self.scores.serve(request):
+            request.cache.found = self.scores.read(request, match.blocks[group])
         request.cache.room = 0
         request.cache.reach = match.reach * self.block_size
         for g, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
@@ -223,6 +244,7 @@ class BlockManager:
             pool.drop([block for block in index.by_block if pool.ref_counts[block] == 0])
             index.clear()
             self.retained[g].clear()
+            self.scores.clear()
             if self.listeners:
                 self._tell(events.AllBlocksCleared(self.now, g))
         if self.disk is not None and not keeps_disk:
@@ -366,9 +388,10 @@ class BlockManager:
             if not lost:
                 continue
             self.num_evicted += len(lost)
-            if self.retained[g]:
-                for cached in lost:
-                    self.retained[g].forget(cached.digest)
+            for cached in lost if self.retained[g] else ():
+                self.retained[g].forget(cached.digest)
+            for cached in lost if self.scores and g == self.scores.group else ():
+                self.scores.forget(cached.block)
             if self.disk is not None:
                 for cached in lost:
                     self.disk.cancel(g, cached.block)
@@ -383,8 +406,35 @@ class BlockManager:
         full = request.cache.num_computed // self.block_size
         if full > request.cache.num_published and self.lookup.shares(request):
             self._publish(request)
+            if request.cache.scores is not None:
+                self._attach_scores(request, self.scores)
         if self.frees_early:
             self._trim(request)
+
+    def record(self, request: Request, found: Sequence[TokenLogprobs]) -> None:
+        """Record the next logprobs of a request's prompt that were computed, with the most probable token of each.
+
+        `advance` stores them with the blocks that it publishes.
+        """
+        if found and self.scores.group is not None and self.lookup.shares(request):
+            if request.cache.scores is None:
+                size = self.block_size
+                request.cache.scores = bytearray(-(-request.num_prompt // size) * size * RECORD.size)
+            write(request.cache.scores, request.next_prompt_logprob + 1, found)
+
+    def _attach_scores(self, request: Request, scores: Scores) -> None:
+        """Store the records of the request's tokens with the published blocks of these."""
+        cache, records, width, group = request.cache, request.cache.scores or b"", scores.width, scores.group or 0
+        index, changed = self.indexes[group], list[tuple[int, CachedBlock]]()
+        for i in range(cache.num_scored, min(cache.num_published, len(records) // width)):
+            block = index.block_of(cache.digests[i + 1])
+            if block is not None and scores.merge(block, bytes(records[i * width : (i + 1) * width])):
+                changed.append((i, index.by_block[block]))
+        cache.num_scored = cache.num_published
+        # The request may have blocks with the same tokens, and release will offer only published ones that it owns.
+        changed = [(i, cached) for i, cached in changed if self.pools[group].ref_counts[cached.block] == 0]
+        if self.disk is not None and changed:
+            self._write(self.disk, group, changed, self.disk.store.next_tick())
 
     def next_due(self, request: Request) -> int:
         """Return the number of computed tokens up to which `advance` only counts them."""
@@ -496,7 +546,13 @@ class BlockManager:
             if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
                 left.append((i, index.by_block[block]))
         if left:
-            disk.offer(group, left, tick)
+            self._write(disk, group, left, tick)
+
+    def _write(self, disk: DiskTier, group: int, blocks: Sequence[tuple[int, CachedBlock]], tick: int) -> None:
+        """Offer blocks to the disk. Those whose logprobs have changed are written again."""
+        disk.offer(group, blocks, tick, self.scores.unsaved if group == self.scores.group else ())
+        if group == self.scores.group:
+            self.scores.unsaved.difference_update(cached.block for _, cached in blocks)
 
     def restore(self, group: int, reads: Sequence[Read], request: Request) -> int:
         """Add blocks that were read to the prefix cache as free blocks, as many as fit. Return their number.
@@ -504,6 +560,12 @@ class BlockManager:
         request: the request for which they were read.
         """
         pool, index, size = self.pools[group], self.indexes[group], self.block_size
+        memory = self.memory
+        if isinstance(memory, ScoredMemory):
+            for read in reads:
+                block = index.block_of(read.name.digest)
+                if block is not None and read.payload is not None:  # it was computed meanwhile, maybe without logprobs
+                    memory.merge_records(group, block, read.payload)
         new = [read for read in reads if read.name.digest not in index][: pool.num_unreserved]
         if self.memory is None or not new:
             return 0
@@ -545,7 +607,7 @@ class BlockManager:
                 self._tell(events.HostBlocksFreed(self.now, g, request.id, hosts.tolist()))
         request.cache.block_ids, request.cache.host_block_ids, request.cache.num_freed = [], [], []
         request.cache.num_computed = request.cache.num_cached = request.cache.num_published = 0
-        request.cache.nonfinite_at = None
+        request.cache.nonfinite_at, request.cache.scores, request.cache.found = None, None, ()
         request.cache.room = request.cache.reach = 0
 
     def forget_tokens(self, request: Request) -> None:
@@ -688,5 +750,5 @@ class BlockManager:
                     self._tell(shown)
             request.cache.host_block_ids = []
             request.cache.room = 0
-            request.cache.num_published = 0  # moved blocks may be published again
+            request.cache.num_published = request.cache.num_scored = 0  # moved blocks may be published again
         return [Move(g, host, block_of[g][host]) for g, hosts in enumerate(missing) for host in hosts]

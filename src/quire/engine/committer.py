@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 
+from quire.cache.scores import MOST_TOP
 from quire.engine.decode_rows import DecodeRows
 from quire.engine.failure_messages import cannot_draw, difference, no_number
 from quire.engine.inflight_prefixes import unforked
@@ -117,13 +118,12 @@ class Committer:
         request, start, num_new, *_ = item
         is_last = start + num_new == len(request.tokens)
         token = output.tokens[request.id] if is_last and request.task is GENERATE else None
-        prompt_logprobs = output.prompt_logprobs.get(request.id, ())
+        prompt_logprobs = self._prompt_logprobs(request, output.prompt_logprobs.get(request.id, ()))
         if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # its results must not be shared
             return self._end_without_number(request, prompt_logprobs)
         if token is not None and request.group is not None and request.num_generated == 0:
             self._fork_siblings(request)
         self._state.manager.advance(request, num_new)
-        request.schedule.num_prompt_logprobs += len(prompt_logprobs)
         if token is None:
             if is_last:  # the request is complete
                 event = Event(request.id, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
@@ -133,6 +133,17 @@ class Committer:
         if request.driven:
             return Event(request.id, None, logprobs, prompt_logprobs)
         return self._append(request, token, logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, request: Request, computed: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+        """Return the logprobs to report: those that were stored with cached blocks, then those of this step."""
+        cache, wanted = request.cache, request.sampling.prompt_logprobs or 0
+        found, cache.found = cache.found, ()
+        request.schedule.num_prompt_logprobs += len(found)
+        self._state.manager.record(request, computed)
+        request.schedule.num_prompt_logprobs += len(computed)
+        if wanted < MOST_TOP:
+            computed = tuple(TokenLogprobs(one.token, one.logprob, one.rank, ()) for one in computed)
+        return found + computed
 
     def _commit_drafts(self, item: PlanItem, event: Event, output: StepOutput) -> list[Event]:
         """Return the events of the tokens drawn after accepted draft tokens. event: of the token before them."""

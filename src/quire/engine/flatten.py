@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup, has_states
 from quire.cache.manager import Move
 from quire.cache.pool import NONE
+from quire.cache.scores import MOST_TOP
 from quire.engine.constraints import banned_now
 from quire.engine.decode_rows import DecodeRows
 from quire.engine.philox import uniforms
@@ -445,7 +446,7 @@ def prompt_rows(items: Sequence[PlanItem], starts: NDArray[np.int32]) -> PromptR
             for position in range(first, last):
                 rows.append(start + position - item.start)
                 tokens.append(request.tokens[position + 1])
-                num_logprobs.append(wanted)
+                num_logprobs.append(max(MOST_TOP, wanted))  # these are stored with the blocks
                 request_ids.append(request.id)
     return PromptRows(
         rows=torch.tensor(rows, dtype=torch.int64),

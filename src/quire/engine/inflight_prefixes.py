@@ -18,7 +18,8 @@ class ComingBlocks:
 
     def __init__(self, manager: BlockManager, requests: Iterable[Request]) -> None:
         self._manager = manager
-        self._digests: dict[int, set[bytes]] = {}  # by the block's index in its request
+        # By the block's index in its request, digests, and whether logprobs of the prompt are stored with the block.
+        self._digests: dict[int, dict[bytes, bool]] = {}
         for request in requests:
             self.add(request)
 
@@ -34,7 +35,7 @@ class ComingBlocks:
         if not request.cache.block_ids or not manager.lookup.shares(request):
             return
         # Where a state was missing, cached keys and values are computed again.
-        index = max(request.cache.num_computed, request.cache.reach) // size
+        index = max(request.cache.num_computed, request.cache.num_cached, request.cache.reach) // size
         if (index + 1) * size <= len(request.tokens):
             self._add(request, index, manager.attention_groups)
         if (parted_at := manager.parted_at(request)) > request.cache.num_computed:
@@ -44,15 +45,16 @@ class ComingBlocks:
         """Add the full block at `index` of the request, unless it is already indexed in all of these groups."""
         digest = self._manager.lookup.digest(request, index)
         if any(digest not in self._manager.indexes[g] for g in groups):
-            self._digests.setdefault(index, set()).add(digest)
+            of_index, is_scored = self._digests.setdefault(index, {}), request.sampling.prompt_logprobs is not None
+            of_index[digest] = is_scored or of_index.get(digest, False)
 
     def help(self, request: Request) -> bool:
         """Return whether the waiting request could reuse one of these blocks from the cache."""
-        reusable = self._manager.lookup.num_reusable(request)
-        return any(
-            index < reusable and self._manager.lookup.digest(request, index) in digests
-            for index, digests in self._digests.items()
-        )
+        lookup, must_be_scored = self._manager.lookup, self._manager.scores.serve(request)
+        reusable = lookup.num_reusable(request)
+        within = ((index, digests) for index, digests in self._digests.items() if index < reusable)
+        found = (digests.get(lookup.digest(request, index)) for index, digests in within)
+        return any(is_scored is not None and is_scored >= must_be_scored for is_scored in found)
 
 
 def unforked(request: Request, waiting: WaitingQueue) -> Iterator[Request]:

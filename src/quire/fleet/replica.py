@@ -35,7 +35,7 @@ from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
-from quire.frontend.disk_cache import prefetch_of
+from quire.frontend.disk_cache import block_memory, prefetch_of
 from quire.frontend.jobs import EngineStep
 from quire.frontend.llm import LLM
 from quire.frontend.metrics import Metrics
@@ -277,7 +277,8 @@ class Replica:
         llm, runner = self._llm, self._llm.engine.runner
         if llm.config.device != "cpu" or llm.group is not None or not isinstance(runner, Runner):
             return None, None
-        memory, widths = runner.cache, runner.cache.widths()
+        memory = block_memory(runner, self._manager)
+        widths = memory.widths()
         prefetch = prefetch_of(llm.engine, llm.decoder, memory)
         source = PeerSource(prefetch.arrivals, widths, self.fingerprint.digest, self._secret.decode())
         prefetch.sources.append(source)

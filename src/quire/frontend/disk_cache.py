@@ -11,6 +11,8 @@ from quire.cache.disk.store import FORMAT, DiskStore
 from quire.cache.disk.tier import DiskTier
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.cache.incoming import Arrivals, BlockMemory
+from quire.cache.manager import BlockManager
+from quire.cache.scores import ScoredMemory
 from quire.config import CacheConfig, EngineConfig, parse_memory
 from quire.engine.cost import assumed_prompt_token, cost_of
 from quire.engine.engine import Engine
@@ -62,7 +64,8 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
             f"batch-invariant, and blocks are stored only if computing them again gives the same bits"
         )
     root, manager = Path(options.kv_disk), engine.scheduler.manager
-    widths = runner.cache.widths()
+    memory = block_memory(runner, manager)
+    widths = memory.widths()
     counts = capacities(manager.groups, widths, options)
     parts = bits_parts(model, files, backend, config, manager) | {"format": str(FORMAT)}
     key = Fingerprint(parts).digest
@@ -78,11 +81,16 @@ def attach_disk(engine: Engine, model: Model, files: Files, backend: Backend, co
     except OSError as error:
         os.close(place.lock)
         raise ConfigError(f"kv_disk is {options.kv_disk!r}: {error}; it must be a writable directory") from error
-    prefetch = prefetch_of(engine, model, runner.cache)
-    manager.disk = tier = DiskTier(store, runner.cache, prefetch.arrivals, release=lambda: os.close(place.lock))
+    prefetch = prefetch_of(engine, model, memory)
+    manager.disk = tier = DiskTier(store, memory, prefetch.arrivals, release=lambda: os.close(place.lock))
     prefetch.sources.append(tier.reader)
     tier.start()
     weakref.finalize(engine, tier.close)
+
+
+def block_memory(runner: Runner, manager: BlockManager) -> ScoredMemory:
+    """Return the memory of an engine's blocks, with the logprobs that are stored with them."""
+    return ScoredMemory(runner.cache, runner.cache.widths(), manager.scores)
 
 
 def prefetch_of(engine: Engine, model: Model, memory: BlockMemory) -> Prefetch:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FORMAT = 2  # of the files; directories of another format are not read
+FORMAT = 3  # of the files; directories of another format are not read
 LOG = "log"
 NEW_LOG = "log.new"
 SLOTS = "slots"  # followed by the group's number

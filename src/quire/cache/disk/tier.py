@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,13 +108,18 @@ class DiskTier:
         self.store.close()
         self._release()
 
-    def offer(self, group: int, blocks: Iterable[tuple[int, CachedBlock]], tick: int) -> None:
-        """Queue reusable blocks of a group for writing, each with the number of blocks before it in its sequence."""
+    def offer(
+        self, group: int, blocks: Iterable[tuple[int, CachedBlock]], tick: int, changed: Container[int] = ()
+    ) -> None:
+        """Queue reusable blocks of a group for writing, each with the number of blocks before it in its sequence.
+
+        changed: blocks to be written even if they are on the disk.
+        """
         there: list[Name] = []
         with self._lock:
             for depth, cached in blocks:
                 name, check = Name(group, cached.digest), self.store.check_of(cached.parent, cached.tokens)
-                if self.store.holds(name, check):
+                if cached.block not in changed and self.store.holds(name, check):
                     there.append(name)
                 elif self.is_writing and (group, cached.block) not in self._pending:
                     entry = Pending(group, cached, depth, tick, check)
