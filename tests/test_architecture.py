@@ -72,11 +72,11 @@ SHAPED = (
 # smaller; raise one only for a feature that is worth it. A directory `vendor` has unchanged files of others, which are
 # maintained there, so their lines do not count.
 MOST_LINES = {
-    "cache": 3_450,
+    "cache": 3_860,
     "cli": 1_915,
     "engine": 6_340,
     "fingerprint": 660,
-    "fleet": 5_815,
+    "fleet": 5_825,
     "frontend": 5_155,
     "integrations": 745,
     "models": 13_910,
@@ -89,7 +89,7 @@ MOST_LINES = {
     "lora": 50,
     "simulate": 4_195,
     "terminal": 1_250,
-    "modules": 1_720,  # those that are in no package
+    "modules": 1_740,  # those that are in no package
 }
 
 
