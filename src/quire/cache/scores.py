@@ -48,7 +48,7 @@ class Scores:
         return self._of.get(block) or bytes(self.width)
 
     def put(self, block: int, records: bytes) -> None:
-        """Store the records of a block, unless there are none."""
+        """Store the records of a block, unless all are empty."""
         if any(records):
             self._of[block] = records
 
