@@ -17,6 +17,10 @@ def test_requests_with_drafts_are_those_without(caplog: pytest.LogCaptureFixture
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(row["draft"], row["requests"], row["different"]) for row in rows] == [("lookup", 60, 0), ("head", 60, 0)]
     assert all(0 < row["accepted"] < row["draft_tokens"] for row in rows)
+    result = CliRunner().invoke(app, ["drafts", "--check", "20", "--draft", "model", "--json"])
+    [row] = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (row["draft"], row["requests"], row["different"]) == ("model", 20, 0)
+    assert 0 < row["accepted"] < row["draft_tokens"]
     assert "without draft tokens" not in caplog.text
 
 
@@ -28,7 +32,7 @@ def test_the_speed_is_that_of_each_source() -> None:
     assert head["per_step"] > 1.5
     result = CliRunner().invoke(app, ["drafts", "--draft", "eagle"])
     assert result.exit_code == 1
-    assert "--draft is 'eagle'; it must be one of lookup, head, auto" in result.stderr
+    assert "--draft is 'eagle'; it must be one of lookup, head, model, auto" in result.stderr
 
 
 def test_a_head_that_is_always_right_saves_steps() -> None:

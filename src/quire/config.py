@@ -267,14 +267,18 @@ class EngineConfig:
     )
     draft: str = option(
         "auto",
-        "Source of draft tokens: lookup (in the text), head (of the checkpoint), off, or auto: lookup, and the head of "
-        "a model with 256 MiB of weights or more. Drafts change no token.",
-        choices=("auto", "lookup", "head", "off"),
+        "Source of draft tokens: lookup (in the text), head (of the checkpoint), model (draft_model), off, or auto: "
+        "lookup, and the draft model or the head of a model with 256 MiB of weights or more. Drafts change no token.",
+        choices=("auto", "lookup", "head", "model", "off"),
+    )
+    draft_model: str | None = option(
+        None,
+        "Directory, GGUF file or repository of a smaller model with the same vocabulary, which proposes draft tokens.",
     )
     num_speculative_tokens: int | None = option(
         None,
-        "Maximum number of draft tokens of a sequence in a step; 0 turns them off. Default: 3, with a draft head 5, on "
-        "a GPU 0.",
+        "Maximum number of draft tokens of a sequence in a step; 0 turns them off. Default: 3, with a draft head or "
+        "model 5, on a GPU 0.",
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
         aliases=("--spec-tokens",),
@@ -303,6 +307,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.draft_model is not None and self.draft not in ("auto", "model"):
+            raise ConfigError(f"draft is {self.draft!r}, and draft_model {self.draft_model!r}; leave one of them out")
+        if self.draft_model is None and self.draft == "model":
+            raise ConfigError("draft is 'model'; draft_model must name the model, and is missing")
 
 
 class Accepted(NamedTuple):
@@ -347,6 +355,13 @@ def _is_number(value: object, lower: float, upper: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and lower < value <= upper
 
 
+def _is_speculative(config: object) -> bool:
+    known = {"method", "model", "num_speculative_tokens"}
+    return isinstance(config, Mapping) and known.issuperset(config) and config.get("method") in (None, *METHODS)
+
+
+# vLLM's methods of speculative decoding, with the value of `draft`.
+METHODS = {"draft_model": "model", "eagle3": "model", "mtp": "head", "ngram": "lookup"}
 SHARE = Accepted("a number above 0, up to 1", lambda value: _is_number(value, 0, 1))
 COUNT = Accepted("a positive number", lambda value: _is_number(value, 0, float("inf")))
 LIMITS = Accepted("a dictionary", lambda value: isinstance(value, Mapping))
@@ -439,7 +454,12 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "structured_outputs_config": Foreign((None, {}), "llguidance handles all grammars"),
         "guided_decoding_backend": Foreign((None, "auto", "guidance"), "llguidance handles all grammars"),
         "skip_tokenizer_init": Foreign((None, False), "the tokenizer is read if the checkpoint has one"),
-        "speculative_config": Foreign((None,), "draft is the source of draft tokens; there is no draft model"),
+        "speculative_config": Foreign(
+            (None,),
+            "its model sets draft_model, its num_speculative_tokens that option, and its method draft; of the methods, "
+            f"{', '.join(METHODS)} are known, and no other key",
+            others=Accepted("a dictionary", _is_speculative),
+        ),
         "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_revision": Foreign((None, "main"), "the tokenizer is the checkpoint's tokenizer.json"),
         "trust_remote_code": Foreign(
@@ -485,6 +505,10 @@ def _without_foreign(options: Mapping[str, Any], known: Collection[str]) -> dict
         if not foreign.accepts(value):
             raise ConfigError(foreign.refusal(f"engine option {name!r}", value))
         target = foreign.own
+        if name == "speculative_config" and value:
+            given = {"draft": METHODS.get(value.get("method")), "draft_model": value.get("model")}
+            given["num_speculative_tokens"] = value.get("num_speculative_tokens")
+            own = {key: one for key, one in given.items() if one is not None} | own
         if name == "gpu_memory_utilization" and own.get("device", "cpu") != "cpu" and "num_blocks" not in own:
             target = "kv_cache_memory"
         if target is not None:

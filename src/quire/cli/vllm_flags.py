@@ -44,7 +44,7 @@ NOT_HERE = {
     "--override-generation-config": "give --generation-config DIR, with a generation_config.json in it",
     "--return-tokens-as-token-ids": "tokens that are no valid text are shown as bytes",
     "--root-path": PROXY,
-    "--speculative-model": "draft tokens come from the earlier text: set their number with --num-speculative-tokens",
+    "--speculative-model": "it is called --draft-model",
     "--ssl-ca-certs": PROXY,
     "--uds": PROXY,
 }

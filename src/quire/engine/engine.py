@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quire.cache.events import Listener
-from quire.cache.groups import AnyGroup, CacheGroup, StateGroup, check_pieces, has_states
+from quire.cache.groups import NEVER, NO_STATES, AnyGroup, CacheGroup, StateGroup, check_pieces, has_states
 from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
@@ -21,6 +21,7 @@ from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop, StepRunner
+from quire.engine.model_drafter import ModelDrafter
 from quire.engine.plan import Plan
 from quire.engine.plan_codec import Pools, pack
 from quire.engine.policy import ORDERS
@@ -52,6 +53,8 @@ FIRST_VERSION = "0"  # of the weights
 ROW_PADDING = 1024  # bytes per token, over all tensors, that keep the rows of activations apart in the caches
 NO_LORAS = "adapters are not served here; enable_lora=True (--enable-lora) changes that"
 CLOSE_WITHIN = 1.0  # s: time limit for each thread that reads blocks to end
+DRAFTED_SEQUENCES = 16  # sequences of full length in the cache of a draft model
+DRAFT_SHARE = 8  # its cache takes at most this part of the free memory
 LOGIT_BYTES = 48  # upper limit per logit: model dtype, fp32, a copy, its logprob, its place in a sorted row
 
 
@@ -338,8 +341,10 @@ class _Dropped:
         raise EngineAsleep
 
 
-def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine:
+def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Model | None = None) -> Engine:
     """Build an engine for a loaded model, with a cache sized for this machine.
+
+    draft: a loaded draft model, which gets a separate cache.
 
     Raises ConfigError if the cache could not hold one sequence of the maximum length, and Unsupported if the backend
     does not support the cache's dtype.
@@ -376,6 +381,10 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         torch.cuda.empty_cache()  # temporaries of loading
         reserve += FIXED_RESERVE
     free = free_memory(config.device)
+    drafter = None
+    if draft is not None:
+        drafter, taken = _model_drafter(draft, decoder.vocab_size, backend, config, free)
+        reserve += taken
     if model.exchange is not None and free is not None:  # after all ranks have loaded their weights
         free = ranks * least(model.exchange, free // ranks)
     try:
@@ -422,7 +431,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         model.exchange.send(pack(pools))
     eager = make_runner(Runner if model.exchange is None else LeadingRunner, model, backend, config, pools)
     runner: StepRunner = eager
-    scheduler.speculation = _speculation(config, backend, model, eager)
+    scheduler.speculation = _speculation(config, backend, model, eager, drafter)
     limits = runner_limits(model, config)
     buffers = Buffers(groups, block_size, *limits)
     if is_queued and not config.enforce_eager:
@@ -503,23 +512,59 @@ def _loop(config: EngineConfig, is_queued: bool) -> Loop:
     return OverlappedLoop() if wanted else SequentialLoop()
 
 
-def _speculation(config: EngineConfig, backend: Backend, model: Model, runner: Runner) -> Speculation | None:
+def _model_drafter(
+    draft: Model, vocab_size: int, backend: Backend, config: EngineConfig, free: int | None
+) -> tuple[ModelDrafter, int]:
+    """Return the drafter of a draft model, and the bytes of its cache and its steps.
+
+    The cache has room for a few sequences of full length, if those fit into a part of the free memory, and not for
+    more than the model's. Raises ConfigError if they do not fit.
+    """
+    own = replace(config, cache=replace(config.cache, kv_cache_dtype="auto", kv_disk=None))
+    groups, size = groups_of(draft), config.cache.block_size
+    each = bytes_per_block(groups, size, draft.dtype)
+    a_sequence = -(-draft.max_model_len // size)
+    count = min(a_sequence * min(config.max_num_seqs, DRAFTED_SEQUENCES), config.cache.num_blocks or NEVER)
+    if free is not None:
+        count = min(count, free // DRAFT_SHARE // each)
+    working = working_memory(draft.config, draft.dtype.itemsize, config.most_tokens)
+    if free is not None and (count == 0 or count * each + working > free):
+        raise ConfigError(
+            f"draft_model is {config.draft_model!r}; a block of its cache takes {each:,} bytes and its steps "
+            f"{working / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free after the weights. Leave it out, or "
+            "give a smaller max_num_batched_tokens"
+        )
+    manager = BlockManager(
+        groups,
+        count,
+        size,
+        config.most_tokens,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        salt=str(draft.dtype),
+    )
+    runner = make_runner(Runner, draft, backend, own, Pools(count, 0, NO_STATES))
+    buffers = Buffers(groups, size, *runner_limits(draft, config))
+    return ModelDrafter(runner, manager, buffers, vocab_size), count * each + working
+
+
+def _speculation(
+    config: EngineConfig, backend: Backend, model: Model, runner: Runner, of_model: ModelDrafter | None
+) -> Speculation | None:
     """Return the source of draft tokens, or None unless accepting them leaves every output unchanged."""
     wanted = 0 if config.draft == "off" else config.num_speculative_tokens
     batch_invariant = backend.batch_invariant(config.device) and model.rows_are_batch_invariant
-    if not batch_invariant and (wanted or (wanted is None and config.draft == "head")):
-        asked = f"num_speculative_tokens is {wanted}" if wanted else "draft is 'head'"
+    if not batch_invariant and (wanted or (wanted is None and config.draft in ("head", "model"))):
+        asked = f"num_speculative_tokens is {wanted}" if wanted else f"draft is {config.draft!r}"
         raise ConfigError(
             f"{asked}; speculative decoding needs batch-invariant results: "
             f"the backend 'cpu' on a CPU and products that are all Quire's, not {backend.name!r} on "
             f"{config.device!r} and this model's products"
         )
     if wanted is None:
-        usual = NUM_GUESSES if runner.drafter is None else NUM_FROM_HEAD
+        usual = NUM_GUESSES if runner.drafter is None and of_model is None else NUM_FROM_HEAD
         wanted = usual if batch_invariant else 0
-    drafters: list[Drafter] = [] if config.draft == "head" else [PromptLookup()]
-    if runner.drafter is not None:
-        drafters.append(runner.drafter)
+    drafters: list[Drafter] = [] if config.draft in ("head", "model") else [PromptLookup()]
+    drafters += [one for one in (runner.drafter, of_model) if one is not None]
     return Speculation(drafters, wanted) if wanted else None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,18 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.cache.storage import KVCache
-from quire.engine.speculation import NOTHING, Asked, Draft, Room
+from quire.engine.speculation import NOTHING, Acceptance, Asked, Draft, Room
 from quire.models.batch import Batch
 from quire.models.model import Head, Model
 from quire.ops.program import Plan
 from quire.request import Request
 
 log = logging.getLogger("quire")
-
-FIRST_SHARE = 0.7  # assumed share of accepted tokens of a new request
-NEWEST = 0.1  # weight of the last draft in a request's share
-LEAST = 0.2  # a further draft token is worth its cost if it is accepted with at least this probability
-PROBE = 16  # steps after which a request whose drafts did not pay tries one again
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,7 @@ class HeadDrafter:
         self._hidden = torch.empty(0)  # [T, H] of the last step
         self._failed = False
         self._rows: dict[int, int] = {}  # by slot in the head's first group
+        self._acceptance = Acceptance()
 
     # ------------------------------------------------------------------------------------------ after each step
 
@@ -99,7 +94,7 @@ class HeadDrafter:
         drafts: list[Draft] = [NOTHING] * len(asked)
         chosen: list[Chosen] = []
         for i, (request, most) in enumerate(asked):
-            count = min(most, self._worthwhile(request))
+            count = min(most, self._acceptance.worthwhile(request))
             row = self._row_before(request) if count else None
             if row is not None and room(request, count):
                 chosen.append(Chosen(i, request, count, row))
@@ -112,21 +107,7 @@ class HeadDrafter:
 
     def judge(self, request: Request, num_drafts: int, num_right: int) -> None:
         """Record the numbers of a request's last draft tokens, and of those that were accepted."""
-        if not num_drafts:
-            return
-        share = num_right / min(num_drafts, num_right + 1)
-        known = self._shares.get(request, FIRST_SHARE)
-        self._shares[request] = (1 - NEWEST) * known + NEWEST * share
-
-    def _worthwhile(self, request: Request) -> int:
-        """Return the number of draft tokens that are worth their cost, by the share that was accepted so far."""
-        share, count, chance = self._shares.get(request, FIRST_SHARE), 0, 1.0
-        while (chance := chance * share) >= LEAST and count < 16:
-            count += 1
-        if count:
-            return count
-        self._idle[request] = idle = self._idle.get(request, 0) + 1
-        return int(idle % PROBE == 0)
+        self._acceptance.judge(request, num_drafts, num_right)
 
     def _row_before(self, request: Request) -> int | None:
         """Return the row of the last step with the hidden state before the request's last token."""

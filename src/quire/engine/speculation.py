@@ -31,7 +31,11 @@ MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here, reading the weig
 LONGEST_PAUSE = 64  # steps
 MAX_FAILURES = 3  # of a drafter: then it is not asked any more, which would fill the log
 NUM_GUESSES = 3  # default: a step with them takes a quarter longer, which one accepted in four pays for
-NUM_FROM_HEAD = 5  # default with a draft head, which stops earlier where a further token would not pay
+NUM_FROM_HEAD = 5  # default with a draft head or model, which stop earlier where a further token would not pay
+FIRST_SHARE = 0.7  # assumed share of accepted tokens of a new request
+NEWEST = 0.1  # weight of the last draft in a request's share
+LEAST = 0.2  # a further draft token is worth its cost if it is accepted with at least this probability
+PROBE = 16  # steps after which a request whose drafts did not pay tries one again
 NOTHING: array[int] = array("i")
 
 Draft: TypeAlias = Sequence[int]
@@ -190,6 +194,37 @@ def masks_after(guide: Guide, drafts: Draft, ending_tokens: frozenset[int]) -> l
             break
         masks.append(there.allowed())
     return masks
+
+
+class Acceptance:
+    """The share of each request's draft tokens that is accepted, and the number that is worth its cost."""
+
+    def __init__(self) -> None:
+        self._shares: weakref.WeakKeyDictionary[Request, float] = weakref.WeakKeyDictionary()
+        self._idle: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()  # steps without a draft
+
+    def share(self, request: Request) -> float:
+        """Return the probability that a draft token of the request is accepted if those before it are."""
+        return self._shares.get(request, FIRST_SHARE)
+
+    def judge(self, request: Request, num_drafts: int, num_right: int) -> None:
+        """Record the numbers of a request's last draft tokens, and of those that were accepted."""
+        if num_drafts:
+            share = num_right / min(num_drafts, num_right + 1)
+            self._shares[request] = (1 - NEWEST) * self.share(request) + NEWEST * share
+
+    def worthwhile(self, request: Request) -> int:
+        """Return the number of draft tokens that are accepted with a probability of LEAST or more.
+
+        Instead of zero, return one now and then, since the share may have changed.
+        """
+        share, count, chance = self.share(request), 0, 1.0
+        while (chance := chance * share) >= LEAST and count < MAX_SPECULATIVE_TOKENS:
+            count += 1
+        if count:
+            return count
+        self._idle[request] = idle = self._idle.get(request, 0) + 1
+        return int(idle % PROBE == 0)
 
 
 @dataclass

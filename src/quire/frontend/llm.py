@@ -26,6 +26,7 @@ from quire.engine.ranks import LeadingRunner
 from quire.errors import ConfigError, GroupLost, QuireError, RequestError, Unsupported
 from quire.frontend.chat_tokenizer import ChatTokenizer, find_chat_tokenizer
 from quire.frontend.disk_cache import attach_disk, check_disk
+from quire.frontend.draft_model import find_draft_model, load_draft_model
 from quire.frontend.embedding import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -149,6 +150,7 @@ class LLM:
         raises SystemExit.
         """
         config = self.config
+        draft_files = find_draft_model(config, self.files, self.tokenizer, self.backend)
         exchange = None
         if config.tensor_parallel_size > 1:
             check_parallel(self.files, config, self.backend)
@@ -160,7 +162,8 @@ class LLM:
             weakref.finalize(self, group.close)
         try:
             self.decoder: Model = load_model(self.files, config, self.backend, exchange)
-            self.engine: Engine = build_engine(self.decoder, self.backend, config)
+            draft = load_draft_model(draft_files, config, self.backend)
+            self.engine: Engine = build_engine(self.decoder, self.backend, config, draft)
             if self.group is not None:
                 agree_on_model(self.group, self.decoder, self.files, config, self.backend)
         except BaseException as error:

@@ -13,7 +13,8 @@ to give the same fingerprint. Or it is left out, since no token, logprob or dige
           tensor_parallel_size                   how many processes compute: no sum is divided among them
           device, prefetch                       the GPU, how memory is fetched; its results are probed
           reproducible                           if bits depend on it, there is no fingerprint without it
-          max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, draft, num_speculative_tokens
+          max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, draft, draft_model,
+          num_speculative_tokens
                                                  the rows of a batch: results are batch-invariant. A draft head that is
                                                  loaded is in, since its keys and values lie in the blocks
           enforce_eager                          whether a GPU captures the same kernels as graphs

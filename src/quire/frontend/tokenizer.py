@@ -60,6 +60,11 @@ class Tokenizer:
         """Upper bound of the characters of a token. It may be a few too large, since bytes are written as letters."""
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
+    @property
+    def tokens(self) -> dict[int, str]:
+        """The tokens as the vocabulary spells them, by their ids."""
+        return {token: text for text, token in self._fast.get_vocab(with_added_tokens=True).items()}
+
     @cached_property
     def added_tokens(self) -> dict[str, int]:
         """The ids of tokens that were added to the vocabulary, special ones included, by their texts."""

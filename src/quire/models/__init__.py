@@ -306,7 +306,11 @@ def _architecture(where: Where, config: EngineConfig) -> object:
 
 def _wants_draft_head(config: EngineConfig, model: Decoder) -> bool:
     """Return whether to use the checkpoint's draft head, if there is one, where drafts leave all results unchanged."""
-    if config.num_speculative_tokens == 0 or not model.backend.batch_invariant(config.device):
+    if (
+        config.num_speculative_tokens == 0
+        or config.draft_model is not None
+        or not model.backend.batch_invariant(config.device)
+    ):
         return False
     return config.draft == "head" or (config.draft == "auto" and model.weight_bytes.total >= PAYS_FROM)
 
@@ -344,13 +348,14 @@ def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None
         f"attention_backend is {backend.name!r}": backend.name != "cpu",
         "enable_lora is True": config.enable_lora,
         "draft is 'head'": config.draft == "head",
+        f"draft_model is {config.draft_model!r}": config.draft_model is not None,
         f"kv_disk is {config.cache.kv_disk!r}": config.cache.kv_disk is not None,
     }
     for why, holds in refused.items():
         if holds:
             raise ConfigError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, and {why}; several processes compute Quire's "
-                "own decoders with the backend 'cpu', without LoRA adapters, a draft head and kv_disk"
+                "own decoders with the backend 'cpu', without LoRA adapters, a draft head or model, and kv_disk"
             )
     if isinstance(choice, Own):
         check_shards(choice.config, config.tensor_parallel_size)

@@ -15,13 +15,17 @@ PROMPTS = (
     "class Stack:\n    def ",
     "def main():\n    parser = ",
 )
-SOURCES = ("lookup", "head", "auto")
+SOURCES = ("lookup", "head", "model", "auto")
 
 
 def drafts(
     model: Annotated[str | None, typer.Option(help="Directory or repository. Default: the embedded model.")] = None,
     source: Annotated[
-        list[str] | None, typer.Option("--draft", help="lookup, head or auto; may be repeated. Default: lookup, head.")
+        list[str] | None,
+        typer.Option("--draft", help="lookup, head, model or auto; may be repeated. Default: lookup, head."),
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Draft model of `--draft model`. Default: the model itself, which is slow.")
     ] = None,
     num_tokens: Annotated[int, typer.Option(min=1, help="Most draft tokens of a request in a step.")] = 3,
     check: Annotated[int, typer.Option(min=0, help="Compare this number of requests with and without drafts.")] = 0,
@@ -43,6 +47,7 @@ def drafts(
 ) -> None:
     """The speed of one request with drafts; or, with --check, the requests whose tokens differ from those without."""
     from quire import StructuredOutputsParams
+    from quire.models import EMBEDDED
     from quire_bench.engine import drafts as bench_drafts
 
     for name in source or ():
@@ -52,9 +57,11 @@ def drafts(
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     options["num_speculative_tokens"] = num_tokens
     chosen = source or ["lookup", "head"]
+    if "model" in chosen:
+        options["draft_model"] = draft_model or model or str(EMBEDDED)
     if check:
         for name in chosen:
-            for part in bench_drafts.check(options | {"draft": name}, check):
+            for part in bench_drafts.check(bench_drafts.source(options, name), check):
                 row = {"draft": name, **part._asdict()}
                 words = "  ".join(f"{key} {value}" for key, value in row.items())
                 print(json.dumps(row) if as_json else words, flush=True)

@@ -51,6 +51,12 @@ SPECIAL: tuple[dict[str, Any], ...] = (
 )
 
 
+def source(options: Mapping[str, Any], draft: str) -> dict[str, Any]:
+    """Return the options with that source of drafts. The draft model is left out if it is not that source."""
+    rest = {name: value for name, value in options.items() if name != "draft_model" or draft == "model"}
+    return {**rest, "draft": draft}
+
+
 class Checked(NamedTuple):
     """The comparison of requests with and without drafts."""
 
@@ -81,7 +87,7 @@ def asked(count: int, vocab_size: int, max_tokens: int) -> tuple[list[list[int]]
 
 def check(options: dict[str, Any], count: int, max_tokens: int = 48) -> Iterator[Checked]:
     """Compare requests with and without drafts, a thousand at a time, in a pool that is too small for all of them."""
-    plain, drafting = LLM(**options | SMALL | {"draft": "off"}), LLM(**options | SMALL)
+    plain, drafting = LLM(**source(options, "off") | SMALL), LLM(**options | SMALL)
     prompts, params = asked(count, plain.decoder.config.vocab_size, max_tokens)
     for start in range(0, count, 1000):
         part = slice(start, start + 1000)
@@ -194,7 +200,7 @@ def speeds(
     structured: StructuredOutputsParams | None = None,
 ) -> list[Speed]:
     """Measure sources of drafts in alternation, one request at a time. `off` is measured too, first."""
-    llms = {draft: LLM(**options | {"draft": draft}) for draft in ("off", *drafts)}
+    llms = {draft: LLM(**source(options, draft)) for draft in ("off", *drafts)}
     rates: dict[str, list[float]] = {draft: [] for draft in llms}
     per_step = dict.fromkeys(llms, 0.0)
     params = [
