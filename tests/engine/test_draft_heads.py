@@ -86,7 +86,7 @@ def test_a_broken_head_costs_no_request_anything(tmp_path: Path, kind: str) -> N
     add_head(tmp_path, "Llama", 2, 3)
     plain = run(engine(tmp_path), temperature=0.0)
     made = engine(tmp_path, num_speculative_tokens=3, draft="head")
-    head = drafter_of(made)._head
+    head = drafter_of(made).head
     forward, calls = head.forward, []
 
     def broken(token_ids: torch.Tensor, positions: torch.Tensor, before: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_hidden_states_are_those_of_the_layout(tmp_path: Path, monkeypatch: pyte
     model = save(tmp_path, "Llama")
     add_head(tmp_path, "Llama", 2, 3)
     made = engine(tmp_path, num_speculative_tokens=3, draft="head", max_num_batched_tokens=7)
-    head, found = drafter_of(made)._head, []
+    head, found = drafter_of(made).head, []
     forward = head.forward
 
     def watched(*given: Any) -> torch.Tensor:

@@ -47,7 +47,7 @@ class HeadDrafter:
 
     def use(self, model: Model, head: Head) -> None:
         """Draft with this model's head from now on."""
-        self._model, self._head = model, head
+        self._model, self.head = model, head
         self._hidden = torch.empty(0)  # [T, H] of the last step
         self._failed = False
         self._rows: dict[int, int] = {}  # by slot in the head's first group
@@ -76,13 +76,13 @@ class HeadDrafter:
 
     def _follow(self, batch: Batch, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> None:
         starts, size = batch.query_starts[:-1].numpy(), self._block_size
-        tables, at = batch.groups[self._head.plans[0]].block_tables.numpy(), batch.positions.numpy()
+        tables, at = batch.groups[self.head.plans[0]].block_tables.numpy(), batch.positions.numpy()
         before = torch.empty_like(hidden)
         before[1:] = hidden[:-1]
         for s, row in enumerate(starts.tolist()):
             known = self._rows.get(_slot(tables[s], int(at[row]) - 1, size)) if at[row] else None
             before[row] = 0.0 if known is None else self._hidden[known]
-        self._head.forward(token_ids, positions, before, self._cache, self._plans, torch.tensor([len(at) - 1]))
+        self.head.forward(token_ids, positions, before, self._cache, self._plans, torch.tensor([len(at) - 1]))
         sequence = np.repeat(np.arange(len(starts)), np.diff(batch.query_starts.numpy()))
         slots = tables[sequence, at // size].astype(np.int64) * size + at % size
         self._hidden, self._rows = hidden, {slot: row for row, slot in enumerate(slots.tolist())}
@@ -111,7 +111,7 @@ class HeadDrafter:
 
     def _row_before(self, request: Request) -> int | None:
         """Return the row of the last step with the hidden state before the request's last token."""
-        table = request.cache.block_ids[self._head.plans[0]]
+        table = request.cache.block_ids[self.head.plans[0]]
         return self._rows.get(_slot(table, len(request.tokens) - 2, self._block_size))
 
     def _drafts(self, chosen: Sequence[Chosen]) -> NDArray[np.int64]:
@@ -121,7 +121,7 @@ class HeadDrafter:
         counts = np.array([one.count for one in chosen])
         most = int(counts[0])
         starts, every = torch.arange(len(chosen) + 1, dtype=torch.int32), np.arange(len(chosen))
-        tables = [self._tables(requests, plan, int(known.max()) + most) for plan in self._head.plans]
+        tables = [self._tables(requests, plan, int(known.max()) + most) for plan in self.head.plans]
         token_ids = torch.tensor([request.tokens[-1] for request in requests])
         before = self._hidden[torch.tensor([one.row for one in chosen])]
         found = np.empty((len(chosen), most), np.int64)
@@ -129,13 +129,13 @@ class HeadDrafter:
             active = int((counts > k).sum())
             position = known[:active] + (k - 1)
             lengths = torch.from_numpy((position + 1).astype(np.int32))
-            for plan, table in zip(self._head.plans, tables, strict=True):
+            for plan, table in zip(self.head.plans, tables, strict=True):
                 slots = table[every[:active], position // size].astype(np.int64) * size + position % size
                 own = torch.from_numpy(table[:active])
                 self._plans[plan].update_trusted(starts[: active + 1], lengths, own, torch.from_numpy(slots))
             at = torch.from_numpy(position)
-            before = self._head.forward(token_ids[:active], at, before[:active], self._cache, self._plans)
-            token_ids = self._head.choose(before)
+            before = self.head.forward(token_ids[:active], at, before[:active], self._cache, self._plans)
+            token_ids = self.head.choose(before)
             found[:active, k] = token_ids.numpy()
         return found
 

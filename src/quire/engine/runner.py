@@ -121,9 +121,9 @@ class Runner:
         if token_ids is not batch.token_ids:
             there = replace(batch, token_ids=token_ids, positions=positions)
         if self.drafter is not None:
-            hidden = self.model.forward(there, self.cache, self.plans)
+            hidden, before = self.drafter.head.split(self.model.forward(there, self.cache, self.plans))
             launched = self.finish(batch, hidden, self.plans)
-            self.drafter.follow(batch, token_ids, positions, hidden)  # after the plans' flags of the model were read
+            self.drafter.follow(batch, token_ids, positions, before)  # after the plans' flags of the model were read
             return launched
         if kept.shape == batch.token_ids.shape:
             return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)

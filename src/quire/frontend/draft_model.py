@@ -10,6 +10,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.frontend.tokenizer import Tokenizer, find_tokenizer
 from quire.models import Adapted, Own, choose, load_model, locate
+from quire.models.eagle import is_eagle, read_eagle
 from quire.models.files import Files, files_of
 from quire.models.model import Model
 from quire.ops import Backend
@@ -19,8 +20,9 @@ SHRINKS = {None: 1, "int8": 2, "int4": 4}  # weights that are rounded at load
 
 
 def find_draft_model(config: EngineConfig, files: Files, tokenizer: Tokenizer | None, backend: Backend) -> Files | None:
-    """Return the files of the option draft_model, None without one.
+    """Return the files of the option draft_model, None without one, and for a draft head in separate files.
 
+    Raises ModelError for a head of another model, or one in a layout that is not known.
     Raises ConfigError if it has another vocabulary than the model, cannot be computed here, or does not fit in memory.
     """
     if config.draft_model is None or config.num_speculative_tokens == 0:
@@ -31,11 +33,17 @@ def find_draft_model(config: EngineConfig, files: Files, tokenizer: Tokenizer | 
             f"{asked}; draft tokens need batch-invariant results: the backend 'cpu' on a CPU, not {backend.name!r} on "
             f"{config.device!r}"
         )
-    found = files_of(locate(config.draft_model))
-    choice, model = choose(found), choose(files)
-    for one, subject in ((choice, "it"), (model, "the model")):
-        if isinstance(one, Own) and not (one.config.causal and one.config.has_head):
-            raise ConfigError(f"{asked}; {subject} is an encoder, which writes no tokens. Leave it out")
+    found, model = files_of(locate(config.draft_model)), choose(files, config.model_impl)
+    _check_writes(asked, "the model", model)
+    if is_eagle(found.config()):
+        if isinstance(model, Adapted):
+            raise ConfigError(
+                f"{asked}, an EAGLE checkpoint; it needs Quire's own decoder, and the model has an {model}"
+            )
+        read_eagle(found, model.config)
+        return None  # a part of the model, which is loaded with it
+    choice = choose(found)
+    _check_writes(asked, "it", choice)
     if isinstance(choice, Own) and has_states(choice.config.groups):
         raise ConfigError(
             f"{asked}, a {choice.raw['architectures'][0]}; it has layers that keep a state, and a draft model must "
@@ -71,6 +79,11 @@ def load_draft_model(files: Files | None, config: EngineConfig, backend: Backend
         quantization_activations=config.quantization_activations if given else "int8",
     )
     return load_model(files, own, backend)
+
+
+def _check_writes(asked: str, subject: str, choice: Own | Adapted) -> None:
+    if isinstance(choice, Own) and not (choice.config.causal and choice.config.has_head):
+        raise ConfigError(f"{asked}; {subject} is an encoder, which writes no tokens. Leave draft_model out")
 
 
 def _vocab_size(choice: Own | Adapted) -> int:

@@ -25,6 +25,7 @@ check_installed("quire.models", "huggingface_hub", "regex", "safetensors", "toke
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
 from quire.models.draft_head import DraftHead
+from quire.models.eagle import Eagle, EagleHead, is_eagle, read_eagle
 from quire.models.families.mtp import ReadHead
 from quire.models.files import CONFIG, Files, Where, files_of
 from quire.models.headless import CLASSIFIER, Headless, Prefixed, causal_name, whole_names
@@ -270,6 +271,9 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, files, decoder.vocab_size)
     limits = lora_limits(config)
+    eagle = _eagle(config, decoder) if exchange is None else None
+    if eagle is not None:
+        decoder = replace(decoder, seen=eagle.seen)
     with _shown(weights, files, part, 0 if exchange is None else exchange.rank) as advance:
         weights.on_read = advance
         model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
@@ -277,6 +281,8 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
     if exchange is None and decoder.causal and decoder.has_head and _wants_draft_head(config, model):
         model.draft_head = _draft_head(choice, checkpoint, model, config, quantisation.for_drafts())
+    if eagle is not None:
+        model.draft_head = EagleHead(eagle, model, Quantisation().for_drafts().linears)
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
@@ -302,6 +308,14 @@ def _architecture(where: Where, config: EngineConfig) -> object:
     if isinstance(choice, Own):
         return choice.config
     return {name: value for name, value in choice.raw.items() if name not in IMMATERIAL}
+
+
+def _eagle(config: EngineConfig, decoder: DecoderConfig) -> Eagle | None:
+    """Return the EAGLE-3 checkpoint that draft_model names; None if it names none."""
+    if config.draft_model is None or config.num_speculative_tokens == 0:
+        return None
+    files = files_of(locate(config.draft_model))
+    return read_eagle(files, decoder) if is_eagle(files.config()) else None
 
 
 def _wants_draft_head(config: EngineConfig, model: Decoder) -> bool:

@@ -114,11 +114,15 @@ class Decoder:
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Return hidden states after the final norm: [T, H]. Write the batch's K and V to the cache.
 
+        The inputs of the layers in `config.seen` follow them, [T, H] each.
+
         plans: one per cache group, updated for this batch.
         rows: int64 [R], ascending. If given, the result is these rows, [R, H]: the others end with the last attention.
         """
         positions = batch.positions.to(self.device)
         embedded = self.embed(batch.token_ids.to(self.device), positions)
+        if self.config.seen:
+            embedded = torch.nn.functional.pad(embedded, (0, len(self.config.seen) * self.config.hidden_size))
         own = plans if self.draft_head is None else self.draft_head.without_own(plans)
         return self.layers(embedded, positions, cache, own, rows, batch.lora_slots)
 

@@ -228,6 +228,10 @@ class DecoderConfig:
     per_layer: PerLayerConfig | None = None
     # A draft head: its input is a token's embedding and the hidden state before it. It has no embedding.
     joins_hidden: bool = False
+    # EAGLE-3: the first layer's attention reads both, side by side. Its residual is the hidden state before or after
+    # its norm, and there is no final norm.
+    attends_joined: Literal["before", "after"] | None = None
+    seen: tuple[int, ...] = ()  # layers whose inputs a draft head reads: they follow the hidden states in the result
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
     rounds_embedding_scale: bool = False  # round it to the weights' dtype first, as in Gemma's training

@@ -60,9 +60,32 @@ class DraftHead:
         rows: Tensor | None = None,  # int64 [R], ascending
     ) -> Tensor:
         """Return the hidden states after the final norm, [T, H] or [R, H], and write the K and V of all rows."""
-        joined = torch.cat([self._model.embed(token_ids, positions)[:, : self.config.hidden_size], before], 1)
-        caches = _Later(cache, self._model.config.num_layers)
+        joined, caches = self.joined(token_ids, positions, before), _Later(cache, self._model.config.num_layers)
         return self._layers(joined, positions, caches, [plans[plan] for plan in self._plans], rows)
+
+    def embed(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]
+    ) -> Tensor:
+        """Return the embeddings: [T, H]."""
+        return self._model.embed(token_ids, positions)[:, : self.config.hidden_size]
+
+    def joined(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]
+        before: Tensor,  # [T, H], see `forward`
+    ) -> Tensor:
+        """Return the input of the layers: [T, 2 H]."""
+        return torch.cat([self.embed(token_ids, positions), before], 1)
+
+    def split(
+        self,
+        found: Tensor,  # [T, H]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the model's hidden states after the final norm, and those that `forward` takes as `before`."""
+        return found, found
 
     def choose(
         self,

@@ -79,8 +79,9 @@ def write_program(
     writer = _Writer(config, weights, linears, tables, alibi_slopes, dtype, device, loras, shard, longest)
     hidden = writer.begin()
     for index in range(config.num_layers):
+        writer.write_seen(index)
         hidden = writer.layer(index, hidden)
-    return Program(dtype, writer.input, hidden, writer.buffers, writer.operators)
+    return Program(dtype, writer.input, writer.end(hidden), writer.buffers, writer.operators)
 
 
 def position_tables(config: DecoderConfig, max_model_len: int, device: torch.device) -> list[Table | None]:
@@ -126,6 +127,8 @@ class _Writer:
         self.input, self.per_layer = self.residual, cast(Place | None, None)
         if config.joins_hidden:
             self.input = self.buffer("input", 2 * H)
+        if config.seen:  # the caller passes zeros after the embedding
+            self.input = self.buffer("input", (1 + len(config.seen)) * H)
         if config.per_layer is not None:  # the caller passes the layers' rows after the embedding
             width = config.num_layers * config.per_layer.size
             self.input, self.per_layer = self.buffer("input", H + width), self.buffer("per layer", width)
@@ -141,6 +144,12 @@ class _Writer:
         """Write the operators before the first layer. Return the place of its input."""
         if self.per_layer is not None:
             self.write_per_layer(self.per_layer)
+        if self.config.seen:
+            embedding, *_ = self.seen()
+            self.write(Copy(embedding, self.residual))
+            self.write(Scale(embedding, 0.0))
+        if self.config.attends_joined is not None:
+            return self.write_side_by_side()
         if self.config.joins_hidden:
             self.write_join()
         if self.has("embedding_norm"):
@@ -155,6 +164,32 @@ class _Writer:
         self.normalize_plainly(self.input, joined, 2)
         folded = (weight.float() * torch.cat(norms)).to(weight.dtype)
         self.write(Project(joined, self.linears.linear(folded), self.residual))
+
+    def write_side_by_side(self) -> Place:
+        """Normalise the embedding and the hidden state before it. Return both. The norms' weights are in the linear."""
+        joined, before = self.buffer("joined", self.input.size), self.columns(self.input, *[self.residual.size] * 2)[1]
+        if self.config.attends_joined == "after":
+            self.normalize("join.hidden_norm", before, self.residual)
+        else:
+            self.write(Copy(before, self.residual))
+        self.normalize_plainly(self.input, joined, 2)
+        return joined
+
+    def seen(self) -> list[Place]:
+        """Return the columns of the result: the hidden state, and the input of each layer of `config.seen`."""
+        return self.columns(self.input, *[self.residual.size] * (1 + len(self.config.seen)))
+
+    def write_seen(self, index: int) -> None:
+        """Keep the input of a layer for the result, if it is one that a draft head reads."""
+        if index in self.config.seen:
+            self.write(Add(self.residual, self.seen()[1 + self.config.seen.index(index)]))
+
+    def end(self, hidden: Place) -> Place:
+        """Return the place of the result. hidden: that of the last layer."""
+        if not self.config.seen:
+            return hidden
+        self.write(Add(hidden, self.seen()[0]))
+        return self.input
 
     def write_per_layer(self, out: Place) -> None:
         """Write the per-layer embeddings: the token's row and a projection of its embedding, added and scaled."""

@@ -119,6 +119,12 @@ class Head(Protocol):
     ) -> Tensor:
         """Return the hidden states after the final norm, [T, H] or [R, H], and write the K and V of all rows."""
 
+    def split(
+        self,
+        found: Tensor,  # [T, width], as the model returns it
+    ) -> tuple[Tensor, Tensor]:
+        """Return the model's hidden states after the final norm, and those that `forward` takes as `before`."""
+
     def choose(
         self,
         hidden: Tensor,  # [R, H], as `forward` returns them
