@@ -31,6 +31,8 @@ class Committer:
         self._state.num_planned += plan.num_tokens
         if self._state.pace is not None:
             self._state.pace.observe(plan.num_tokens, self._state.clock() - self._state.manager.now)
+        if self._state.speculation is not None:
+            self._state.speculation.observe(plan, self._state.clock() - self._state.manager.now)
         if self._state.prefetch is not None:
             self._state.prefetch.end_step(plan.num_tokens, self._state.clock() - self._state.manager.now)
         try:

@@ -19,6 +19,7 @@ from quire.config import EngineConfig
 from quire.engine.decode_rows import DecodeRows
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
+from quire.engine.head_drafter import STEPS_KEPT
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop, StepRunner
 from quire.engine.model_drafter import ModelDrafter
@@ -377,6 +378,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
     reserve = ranks * working_memory(decoder, model.dtype.itemsize, config.most_tokens)
     if model.loras is not None:
         reserve += config.most_tokens * model.loras.row_bytes
+    if model.draft_head is not None:  # whose ring has up to three hidden states of a row
+        reserve += 3 * STEPS_KEPT * config.most_tokens * decoder.hidden_size * model.dtype.itemsize
     if device.type == "cuda":
         torch.cuda.empty_cache()  # temporaries of loading
         reserve += FIXED_RESERVE

@@ -49,7 +49,7 @@ class ModelDrafter:
         self.runner, self.manager, self._buffers = runner, manager, buffers
         self._vocab_size = min(vocab_size, runner.model.config.vocab_size)
         self._shadows: dict[Request, Shadow] = {}  # the one with the oldest draft first
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(0.0)
         self.num_computed = 0  # rows
 
     def propose(self, asked: Sequence[Asked], _: Room) -> list[Draft]:
@@ -59,7 +59,7 @@ class ModelDrafter:
         drafts: list[Draft] = [NOTHING] * len(asked)
         try:
             for i, (request, most) in enumerate(asked):
-                count = min(most, self._acceptance.worthwhile(request))
+                count = min(most, self._acceptance.cheap(request))
                 shadow = self._caught_up(request, count, plan, {one for one, _ in asked}) if count else None
                 if shadow is not None:
                     chosen.append(Chosen(i, shadow.own, count, shadow))

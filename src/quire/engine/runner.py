@@ -59,7 +59,7 @@ class Runner:
         )
         self.drafter: HeadDrafter | None = None
         if model.draft_head is not None:
-            self.drafter = HeadDrafter(model, model.draft_head, cache, self.plans, specs[0].block_size)
+            self.drafter = HeadDrafter(model.draft_head, cache, self.plans, specs[0].block_size)
         self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: tokens of the last step that drew any
         self._drawn_ids: list[str] = []  # the request of each of its rows
 
@@ -67,7 +67,7 @@ class Runner:
         """Run this model from now on, with no block of earlier steps: the same one with other weights or memory."""
         self.model = model
         if self.drafter is not None:
-            self.drafter.use(model, cast(Head, model.draft_head))
+            self.drafter.use(cast(Head, model.draft_head))
 
     def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
         """Create a plan of that size for each cache group of attention."""
@@ -95,6 +95,8 @@ class Runner:
 
     def move(self, batch: Batch) -> None:
         """Swap blocks out, swap blocks in, and copy blocks."""
+        if self.drafter is not None:
+            self.drafter.move(batch)
         for g, group in enumerate(batch.moves):
             self.cache.swap_out(g, *group.swap_out)
             self.cache.swap_in(g, *group.swap_in)

@@ -8,6 +8,7 @@ tokens before it alone, the accepted tokens are the ones that decoding one by on
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from array import array
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from quire.cache.manager import BlockManager
 from quire.config import MAX_SPECULATIVE_TOKENS
+from quire.engine.draft_costs import DraftCosts
 from quire.engine.plan import Plan, PlanItem
 from quire.request import Guide, Request
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 MATCHED = (4, 3, 2)  # numbers of last tokens to search for, the longest match first
-MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here, reading the weights takes most of the time
+MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here, a further row is assumed to be cheap
 LONGEST_PAUSE = 64  # steps
 MAX_FAILURES = 3  # of a drafter: then it is not asked any more, which would fill the log
 NUM_GUESSES = 3  # default: a step with them takes a quarter longer, which one accepted in four pays for
@@ -36,6 +38,9 @@ FIRST_SHARE = 0.7  # assumed share of accepted tokens of a new request
 NEWEST = 0.1  # weight of the last draft in a request's share
 LEAST = 0.2  # a further draft token is worth its cost if it is accepted with at least this probability
 PROBE = 16  # steps after which a request whose drafts did not pay tries one again
+FIRST_REST, LONGEST_REST = 16, 2048  # steps without drafts after none has paid, with more than MAX_ROWS rows
+PROBES, PROBED = 2, 8  # steps, and requests in each, in which one draft token is tried before that
+MOST_LOST = 0.01  # part of the time that these may take
 NOTHING: array[int] = array("i")
 
 Draft: TypeAlias = Sequence[int]
@@ -54,14 +59,22 @@ class Drafter(Protocol):
 
 
 class Speculation:
-    """Adds draft tokens to steps in which few requests decode."""
+    """Adds draft tokens to steps in which all requests decode."""
 
-    def __init__(self, drafters: Sequence[Drafter], num_tokens: int) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], num_tokens: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """drafters: asked in this order, until one proposes something. num_tokens: most draft tokens at a time."""
         self.drafters = tuple(drafters)
         self._num_tokens = num_tokens
         self._source: weakref.WeakKeyDictionary[Request, Drafter] = weakref.WeakKeyDictionary()  # of the last draft
         self._failures: Counter[Drafter] = Counter()
+        self._clock = clock
+        self.costs, self._acceptance = DraftCosts(), Acceptance()
+        self._rest = self._probes = 0  # see `_paying`
+        self._watched: Plan | None = None  # the last plan of a step that only decodes
+        self._seconds = 0.0  # of its drafts
+        self._drafted_before = False
         self.num_drafts = self.num_draft_tokens = self.num_right = 0  # drafts, their tokens, accepted tokens
 
     def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
@@ -69,21 +82,34 @@ class Speculation:
 
         longest: tokens at which a request ends.
         """
-        count = plan.num_decoding + len(plan.rest)
+        count, self._watched, self._seconds = plan.num_decoding + len(plan.rest), plan, 0.0
         most = min(self.most(count), budget // max(1, count))
-        items = plan.items if most else []
+        if most:
+            items = plan.items
+            allowed = dict.fromkeys((item.request for item in items), most)
+        else:
+            allowed = self._paying(plan, count, budget)
+            items = plan.items if allowed else []
         asked = [
             (item.request, wanted)
             for item in items
-            if (wanted := min(most, longest(item.request) - len(item.request.tokens) - 1)) > 0
+            if (wanted := min(allowed.get(item.request, 0), longest(item.request) - len(item.request.tokens) - 1)) > 0
         ]
         if not asked:
+            self._drafted_before = False
             return
 
         def room(request: Request, count: int) -> bool:
-            return manager.grow(request, len(request.tokens) + count, plan.copies)
+            # Drafters run before the step, so they cannot read blocks that it copies first.
+            return manager.grow(request, len(request.tokens) + count, plan.copies) and not plan.copies
 
+        begin = self._clock()
         drafts = self.drafts(asked, room)
+        self._seconds = self._clock() - begin
+        found = sum([len(guided.tokens) for guided in drafts.values()])
+        if found and self._drafted_before:  # the first draft after a while catches up with the tokens since then
+            self.costs.observe_drafts(found, self._seconds)
+        self._drafted_before = bool(found)
         for i, (request, start, num_new, *_) in enumerate(items):
             if request in drafts:
                 items[i] = PlanItem(request, start, num_new, *drafts[request])
@@ -94,6 +120,50 @@ class Speculation:
     def most(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens for each of `num_rows` requests that decode together."""
         return min(self._num_tokens, (MAX_ROWS - num_rows) // num_rows) if 0 < num_rows < MAX_ROWS else 0
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Record the time of a step, if it only decoded: from the start of its plan until its results."""
+        if plan is self._watched:
+            self.costs.observe(plan.num_tokens, max(0.0, seconds - self._seconds))
+
+    def _paying(self, plan: Plan, count: int, budget: int) -> dict[Request, int]:
+        """Return the numbers of draft tokens that pay by the measured costs, with more than MAX_ROWS rows.
+
+        If none pays, some requests try one token in PROBES steps, because either side may have changed. If none pays
+        then, either, nothing is computed until the time of these was a small part of all.
+        """
+        if self._rest or count == 0:
+            self._rest = max(0, self._rest - 1)
+            return {}
+        requests = [item.request for item in plan.items]
+        step, price = self.costs.step(count), self.costs.price
+        rate, found = count / step, dict[Request, int]()
+        while self.costs.knows_drafts:
+            wanted, expected = self._worth(requests, price * rate, budget)
+            total = (count + expected) / (step + price * sum(wanted.values()))
+            if total <= rate:
+                break
+            rate, found = total, wanted
+        if found:
+            self._probes = 0
+        elif self._probes < PROBES:
+            self._probes += 1
+            found = dict.fromkeys(requests[: min(PROBED, budget)], 1)
+        else:
+            lost = PROBES * min(PROBED, count) * price / step
+            self._rest, self._probes = min(LONGEST_REST, max(FIRST_REST, int(lost / MOST_LOST))), 0
+        return found
+
+    def _worth(self, requests: Sequence[Request], least: float, budget: int) -> tuple[dict[Request, int], float]:
+        """Return the numbers of tokens accepted with a probability of `least` or more, and how many will be."""
+        found, expected = dict[Request, int](), 0.0
+        for request in requests:
+            wanted = min(self._acceptance.worthwhile(request, least), self._num_tokens, budget)
+            if wanted:
+                found[request] = wanted
+                budget -= wanted
+                expected += sum(self._acceptance.share(request) ** (k + 1) for k in range(wanted))
+        return found, expected
 
     def drafts(self, asked: Sequence[Asked], room: Room) -> dict[Request, Guided]:
         """Return the draft tokens of the requests that have any, and blocks for them.
@@ -147,6 +217,7 @@ class Speculation:
         self.num_draft_tokens += len(item.drafts)
         self.num_right += num_right
         if (source := self._source.get(item.request)) is not None:
+            self._acceptance.judge(item.request, len(item.drafts), num_right)
             source.judge(item.request, len(item.drafts), num_right)
 
 
@@ -199,29 +270,33 @@ def masks_after(guide: Guide, drafts: Draft, ending_tokens: frozenset[int]) -> l
 class Acceptance:
     """The share of each request's draft tokens that is accepted, and the number that is worth its cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest_of_all: float = NEWEST) -> None:
+        """newest_of_all: weight of the last draft of any request in the share that new requests begin with."""
+        self._usual, self._newest_of_all = FIRST_SHARE, newest_of_all
         self._shares: weakref.WeakKeyDictionary[Request, float] = weakref.WeakKeyDictionary()
         self._idle: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()  # steps without a draft
 
     def share(self, request: Request) -> float:
         """Return the probability that a draft token of the request is accepted if those before it are."""
-        return self._shares.get(request, FIRST_SHARE)
+        return self._shares.get(request, self._usual)
 
     def judge(self, request: Request, num_drafts: int, num_right: int) -> None:
         """Record the numbers of a request's last draft tokens, and of those that were accepted."""
         if num_drafts:
             share = num_right / min(num_drafts, num_right + 1)
             self._shares[request] = (1 - NEWEST) * self.share(request) + NEWEST * share
+            self._usual += self._newest_of_all * (share - self._usual)
 
-    def worthwhile(self, request: Request) -> int:
-        """Return the number of draft tokens that are accepted with a probability of LEAST or more.
-
-        Instead of zero, return one now and then, since the share may have changed.
-        """
+    def worthwhile(self, request: Request, least: float) -> int:
+        """Return the number of draft tokens that are accepted with a probability of `least` or more."""
         share, count, chance = self.share(request), 0, 1.0
-        while (chance := chance * share) >= LEAST and count < MAX_SPECULATIVE_TOKENS:
+        while (chance := chance * share) >= least and count < MAX_SPECULATIVE_TOKENS:
             count += 1
-        if count:
+        return count
+
+    def cheap(self, request: Request) -> int:
+        """Return the same for LEAST; instead of zero, one now and then, since the share may have changed."""
+        if count := self.worthwhile(request, LEAST):
             return count
         self._idle[request] = idle = self._idle.get(request, 0) + 1
         return int(idle % PROBE == 0)

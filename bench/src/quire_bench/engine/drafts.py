@@ -29,6 +29,8 @@ from quire.models.quantisation.stacking import Weight
 
 # Few requests decode together, so that there are drafts, and not all of them have room.
 SMALL = {"block_size": 16, "num_blocks": 12, "max_model_len": 192, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+# More of them than rows that are assumed to be cheap, so that measured costs decide.
+MANY = SMALL | {"num_blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 128}
 PERSON = {
     "type": "object",
     "properties": {
@@ -86,20 +88,24 @@ def asked(count: int, vocab_size: int, max_tokens: int) -> tuple[list[list[int]]
 
 
 def check(options: dict[str, Any], count: int, max_tokens: int = 48) -> Iterator[Checked]:
-    """Compare requests with and without drafts, a thousand at a time, in a pool that is too small for all of them."""
-    plain, drafting = LLM(**source(options, "off") | SMALL), LLM(**options | SMALL)
-    prompts, params = asked(count, plain.decoder.config.vocab_size, max_tokens)
-    for start in range(0, count, 1000):
-        part = slice(start, start + 1000)
+    """Compare requests with and without drafts, a thousand at a time, in a pool that is too small for all of them.
+
+    Few and many requests decode together in turn.
+    """
+    pairs = [(LLM(**source(options, "off") | sizes), LLM(**options | sizes)) for sizes in (SMALL, MANY)]
+    prompts, params = asked(count, pairs[0][0].decoder.config.vocab_size, max_tokens)
+    size = max(1, min(1000, count // 2))
+    for start in range(0, count, size):
+        part, (plain, drafting) = slice(start, start + size), pairs[start // size % 2]
         outputs = [llm.generate(prompts[part], params[part], use_tqdm=False) for llm in (plain, drafting)]
-        pairs = [(one.outputs[0], other.outputs[0]) for one, other in zip(*outputs, strict=True)]
+        same = [(one.outputs[0], other.outputs[0]) for one, other in zip(*outputs, strict=True)]
         done = speculation_of(drafting)
         yield Checked(
-            len(pairs),
-            sum(len(one.token_ids) for one, _ in pairs),
+            len(same),
+            sum(len(one.token_ids) for one, _ in same),
             done.num_draft_tokens,
             done.num_right,
-            sum(one != other for one, other in pairs),
+            sum(one != other for one, other in same),
             drafting.engine.scheduler.num_preemptions,
         )
         done.num_drafts = done.num_draft_tokens = done.num_right = 0
@@ -126,8 +132,8 @@ class KnowingDrafter(HeadDrafter):
     continuations: Mapping[tuple[int, ...], Sequence[int]] = MappingProxyType({})  # by prompt
     share = 0.0  # probability that a draft token is right, if those before it are
 
-    def _drafts(self, chosen: Sequence[Chosen]) -> NDArray[np.int64]:
-        found = super()._drafts(chosen)
+    def _drafts(self, chosen: Sequence[Chosen], before: torch.Tensor) -> NDArray[np.int64]:
+        found = super()._drafts(chosen, before)
         for row, one in zip(found, chosen, strict=True):
             request, rng = one.request, random.Random(len(one.request.tokens))
             after = self.continuations[tuple(request.tokens[: request.num_prompt])][request.num_generated :]
