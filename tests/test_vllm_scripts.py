@@ -323,6 +323,7 @@ after, found = time.time(), output.metrics
 assert before - 1 < found.arrival_time < found.first_token_time < found.finished_time < after + 1
 assert ticks <= found.queued_ts < found.first_token_ts < found.last_token_ts <= time.monotonic()
 assert found.num_generation_tokens == 12
+assert 0 <= found.num_accepted_tokens <= found.num_draft_tokens
 [embedded] = [llm.encode("import os")[0]]
 assert embedded.finished
 """,

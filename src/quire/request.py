@@ -538,6 +538,8 @@ class ScheduleState:
 
     ordinal: int = -1  # order of arrival
     sort_key: tuple[float, int, int] = (0, -1, -1)  # order of service, the lowest first; siblings are adjacent
+    num_drafted: int = 0  # draft tokens that were computed
+    num_accepted: int = 0  # of these
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were reported
     allowed: NDArray[np.int32] | None = None  # next tokens that its guide allows
 

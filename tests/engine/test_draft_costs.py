@@ -36,6 +36,8 @@ class Knowing:
         self.clock, self.share, self.seconds, self.random = clock, share, seconds, random.Random(1)
         self.asked: list[int] = []
 
+    name = "knowing"
+
     def propose(self, asked: Sequence[Asked], _: Room) -> list[Draft]:
         drafts: list[Draft] = []
         for one, most in asked:

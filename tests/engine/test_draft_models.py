@@ -120,6 +120,9 @@ def test_grammars_penalties_and_adapters_have_drafts_of_the_model(tmp_path: Path
         prompts = ["class Stack:\n"] * 2
         assert outputs(drafting, prompts, **own) == outputs(llm(EMBEDDED), prompts, **own)
         assert counts(drafting)[1] > 5
+    [output] = drafting.generate("x = ", SamplingParams(max_tokens=20, temperature=0.0, n=2))
+    assert output.metrics is not None
+    assert output.metrics.num_draft_tokens >= output.metrics.num_accepted_tokens > 10
 
 
 def with_another_token(directory: Path) -> Path:

@@ -121,6 +121,10 @@ def test_what_came_after_a_stop_string_is_not_counted() -> None:
         assert found("quire:request_success_total", finished_reason="stop", model_name="quire-embedded") == len(shown)
         arrivals = found("quire:inter_token_latency_seconds_count", model_name="quire-embedded") + len(shown)
         assert arrivals < sum(shown) / 2, "hardly anything was guessed"
+        for name, own in (("draft", ""), ("accepted", "_accepted")):
+            by_source = found(f"quire:draft_tokens{own}_total", source="lookup", model_name="quire-embedded")
+            total = found(f"quire:spec_decode_num_{name}_tokens_total", model_name="quire-embedded")
+            assert by_source == total > 100
         assert server.is_idle()
 
 
@@ -146,5 +150,6 @@ def test_the_inspector_shows_a_run_with_guesses() -> None:
     assert most > 2, "hardly anything was guessed"
     assert books.gauges["generated_tokens"] == sum(event.token is not None for event in hub.events)
     assert engine.scheduler.num_preemptions > 0
+    assert books.gauges["drafted_tokens"] > books.gauges["accepted_tokens"] > 5
     for story in books.stories.values():
         assert [what for what in story if what in ("ran", "first_token", "ended")] == ["ran", "first_token", "ended"]

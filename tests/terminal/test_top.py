@@ -77,6 +77,11 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
         "No request is open.",
     ]
     assert view("http://x", Change(now, now), None)[4] == "steps       none"
+    for moment, one in enumerate((before, now), 1):
+        one.values |= {"spec_decode_num_draft_tokens_total": 40.0 * moment**2}
+        one.values |= {"spec_decode_num_accepted_tokens_total": 30.0 * moment}
+    drafts = "drafts      25% accepted now, 38% of 160 draft tokens since the start"
+    assert view("http://x", Change(before, now), None)[5] == drafts
     assert vars(scrape(0.0, "vllm", prompt=100)) == vars(scrape(0.0, prompt=100))
     again = scrape(4.0, prompt=30)  # the server was started again
     assert "15.0 prompt tokens a second" in view("http://x", Change(now, again), None)[1]
@@ -141,8 +146,8 @@ def test_a_running_server(names: str) -> None:
         arguments = ["top", "--url", server.url, "--once", "--interval", "0.1"]
         shown = CliRunner().invoke(app, [*arguments, "--api-key", "a-key"])
         assert shown.exit_code == 0, shown.output
-        assert [line.split()[0] for line in shown.stdout.splitlines()[1:6]] == [
-            "throughput", "queue", "cache", "steps", "latency"]  # fmt: skip
+        assert [line.split()[0] for line in shown.stdout.splitlines()[1:7]] == [
+            "throughput", "queue", "cache", "steps", "drafts", "latency"]  # fmt: skip
         assert CliRunner().invoke(app, arguments, env={"QUIRE_API_KEY": "a-key another-key"}).exit_code == 0
         refused = CliRunner().invoke(app, arguments)
         assert refused.exit_code == 1

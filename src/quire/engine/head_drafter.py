@@ -47,6 +47,8 @@ class HeadDrafter:
     engine, gets zeros in its place: then drafts may be worse.
     """
 
+    name = "head"
+
     def __init__(self, head: Head, cache: KVCache, plans: Sequence[Plan], block_size: int) -> None:
         """plans: of the runner; one of each cache group of model and head."""
         self._cache, self._plans, self._block_size = cache, plans, block_size

@@ -44,6 +44,8 @@ class ModelDrafter:
     requests that it has not drafted for lately lose theirs.
     """
 
+    name = "model"
+
     def __init__(self, runner: Runner, manager: BlockManager, buffers: Buffers, vocab_size: int) -> None:
         """runner, manager, buffers: of the draft model. vocab_size: of the model."""
         self.runner, self.manager, self._buffers = runner, manager, buffers

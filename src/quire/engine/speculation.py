@@ -51,6 +51,10 @@ Room: TypeAlias = Callable[[Request, int], bool]  # gives a request blocks for t
 class Drafter(Protocol):
     """Proposes tokens that may follow requests' tokens. Any proposal is safe: wrong ones only cost time."""
 
+    @property
+    def name(self) -> str:
+        """The name in metrics."""
+
     def propose(self, asked: Sequence[Asked], room: Room, /) -> list[Draft]:
         """Return the draft tokens of each request. A drafter that stores K and V must ask for room first."""
 
@@ -76,6 +80,9 @@ class Speculation:
         self._seconds = 0.0  # of its drafts
         self._drafted_before = False
         self.num_drafts = self.num_draft_tokens = self.num_right = 0  # drafts, their tokens, accepted tokens
+        # Tokens by the name of their drafter; those that a guide forces or the caller has to check are "certain".
+        self.drafted: dict[str, int] = dict.fromkeys(["certain", *(drafter.name for drafter in drafters)], 0)
+        self.accepted = dict(self.drafted)
 
     def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
         """Add draft tokens to a step in which all requests decode, within `budget` tokens and the free blocks.
@@ -216,7 +223,13 @@ class Speculation:
         self.num_drafts += 1
         self.num_draft_tokens += len(item.drafts)
         self.num_right += num_right
-        if (source := self._source.get(item.request)) is not None:
+        source, schedule = self._source.get(item.request), item.request.schedule
+        name = "certain" if source is None else source.name
+        self.drafted[name] += len(item.drafts)
+        self.accepted[name] += num_right
+        schedule.num_drafted += len(item.drafts)
+        schedule.num_accepted += num_right
+        if source is not None:
             self._acceptance.judge(item.request, len(item.drafts), num_right)
             source.judge(item.request, len(item.drafts), num_right)
 
@@ -315,6 +328,8 @@ class PromptLookup:
 
     It proposes less often for requests whose drafts were rejected.
     """
+
+    name = "lookup"
 
     def __init__(self) -> None:
         self._luck: weakref.WeakKeyDictionary[Request, _Luck] = weakref.WeakKeyDictionary()

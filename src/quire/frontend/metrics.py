@@ -320,6 +320,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with their current values."""
         engine, manager = self._engine, self._engine.scheduler.manager
+        speculation = engine.scheduler.speculation
         for name, (message, gauge) in GAUGES.items():
             yield self._family(GaugeMetricFamily, name, message, {"": gauge(engine)})
         for name, (message, read) in self._gauges.items():
@@ -357,6 +358,8 @@ class Metrics:
             ("kv_blocks_copied", "KV blocks copied before a write.", "", {"": self._copied}),
             ("kv_blocks_evicted", "Cached KV blocks that were evicted.", "", {"": self._evicted}),
             ("kv_blocks_swapped", "KV blocks moved to and from the host.", "way", self._swapped),
+            ("draft_tokens", "Draft tokens by their source.", "source", speculation.drafted if speculation else {}),
+            ("draft_tokens_accepted", "Accepted ones.", "source", speculation.accepted if speculation else {}),
         ):
             yield self._family(CounterMetricFamily, name, message, values, by)
 

@@ -142,6 +142,9 @@ class OutputProcessor:
             return event
         del self._samples[event.request_id]
         sample.request.num_running -= 1
+        if (metrics := sample.request.metrics) is not None:
+            metrics.num_draft_tokens += sample.source.schedule.num_drafted
+            metrics.num_accepted_tokens += sample.source.schedule.num_accepted
         if sample.request.finished:
             if (metrics := sample.request.metrics) is not None:
                 metrics.last_token_ts = time.monotonic()

@@ -60,6 +60,8 @@ class RequestMetrics:
     first_token_ts: float | None = None  # the first token of any sample; None before it, and if none is generated
     last_token_ts: float | None = None  # the end of the last sample; None before it
     num_generation_tokens: int = 0  # of all samples, at the end
+    num_draft_tokens: int = 0  # that were computed for them, at the end
+    num_accepted_tokens: int = 0  # draft tokens that are among the samples' tokens
 
     @property
     def first_token_latency(self) -> float | None:

@@ -27,6 +27,7 @@ def view(url: str, change: Change, snapshot: Snapshot | None) -> list[str]:
         f"queue       {_queue(now, snapshot)}",
         f"cache       {_cache(change, config)}",
         f"steps       {_steps(change)}",
+        *_drafts(change),
         f"latency     {_latency(change)}",
     ]
     if snapshot is None:
@@ -83,6 +84,16 @@ def _steps(change: Change) -> str:
     return (
         f"{change.rate('engine_step_seconds_count'):,.1f} a second of {_time(mean)} on average, the slowest {slowest}"
     )
+
+
+def _drafts(change: Change) -> list[str]:
+    """Return a line about draft tokens; none if there were none."""
+    names = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
+    (drafted, accepted), (new, right) = map(change.now.get, names), map(change.of, names)
+    if not drafted:
+        return []
+    recent = f"{right / new:.0%} accepted now, " if new else ""
+    return [f"drafts      {recent}{accepted / drafted:.0%} of {int(drafted):,} draft tokens since the start"]
 
 
 def _latency(change: Change) -> str:

@@ -177,6 +177,8 @@ class Inspector:
             "preemptions": scheduler.num_preemptions,
             "generated_tokens": self._log.num_generated_tokens,
             "prompt_tokens": self._log.num_prompt_tokens,  # computed
+            "drafted_tokens": 0 if scheduler.speculation is None else scheduler.speculation.num_draft_tokens,
+            "accepted_tokens": 0 if scheduler.speculation is None else scheduler.speculation.num_right,
             "hits": hits.hits,
             "partial_hits": hits.partial_hits,
             "misses": hits.misses,

@@ -15,13 +15,18 @@ function drawGauges(state) {
   put($("g-hits"), `${fmt(gauges.hits + gauges.partial_hits)} of ${plural(gauges.hits + gauges.partial_hits + gauges.misses, "prompt")}`);
   put($("g-running"), fmt(gauges.running));
   put($("g-queue"), `${fmt(gauges.waiting)} waiting${gauges.swapped ? ` · ${fmt(gauges.swapped)} out` : ""}`);
-  put($("g-rate"), fmt(last.rate || 0)); put($("g-prompt"), `prompts ${fmt(last.prompt || 0)}/s`);
+  put($("g-rate"), fmt(last.rate || 0)); put($("g-prompt"), `prompts ${fmt(last.prompt || 0)}/s${draftsOf(gauges)}`);
   put($("g-copies"), brief(gauges.copies)); put($("g-evictions"), brief(gauges.evictions));
   put($("g-preemptions"), brief(gauges.preemptions)); put($("g-swaps"), brief(gauges.swapped_out + gauges.swapped_in));
   if (drawGauges.series === last.time && drawGauges.theme === palette.panel) return;
   drawGauges.series = last.time; drawGauges.theme = palette.panel;
   document.querySelectorAll("canvas[data-series]").forEach(canvas => sparkline(canvas, state.series));
   if (tipOwner?.dataset?.series) tellSpark(tipOwner, state.series);
+}
+
+function draftsOf(gauges) {
+  const { drafted_tokens: drafted, accepted_tokens: accepted } = gauges;
+  return drafted ? ` · drafts: ${brief(accepted)} accepted, ${brief(drafted - accepted)} rejected` : "";
 }
 
 // For each sparkline: its colour, its maximum, and the text of a value.

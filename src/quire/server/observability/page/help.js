@@ -6,7 +6,7 @@ const HELP = {
   saved: "The table entries of all requests minus the blocks they own: without sharing, this many more blocks would be needed.",
   hits: "The share of all prompt tokens so far that was found in the prefix cache and was not computed again.",
   running: "Requests that own blocks and get tokens in each step. Waiting ones are in the queue; out are those whose blocks were moved to the host's memory.",
-  rate: "New tokens of all requests together, in a second. Below it: prompt tokens computed in a second.",
+  rate: "New tokens of all requests together, in a second. Below it: prompt tokens computed in a second, and the draft tokens so far that were accepted or rejected.",
   copies: "Blocks that were copied because a request had to write into one that others share (copy on write).",
   evictions: "Free blocks whose contents were replaced by new ones, the least recently used first. A prompt that begins like them must be computed again.",
   preemptions: "Requests that were stopped because the pool was full, so that earlier ones could continue. They resume automatically.",
