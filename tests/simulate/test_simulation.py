@@ -259,6 +259,24 @@ def test_it_plans_what_the_engine_plans() -> None:
     assert served == simulated
 
 
+def test_drafts_save_steps_by_their_acceptance() -> None:
+    """With few and with many requests, on a device that reads for longer than it multiplies."""
+    for count in (1, 16):
+        rows = poisson(count, 20, 60, None, 0)
+        found = []
+        for share in (None, 0.0, 0.8, 1.0):
+            options = {"num_blocks": 2000, "num_speculative_tokens": 3}
+            one = Simulation(TOY, SLOW, engine_config(**options), draft_acceptance=share)
+            found.append(one.run(rows))
+            one.scheduler.audit()
+        plain, wrong, mostly, right = found
+        assert [result.new_tokens for result in found] == [60 * count] * 4
+        assert plain.steps == wrong.steps > 1.4 * mostly.steps > 1.4 * right.steps
+        assert plain.seconds > mostly.seconds > right.seconds
+    with pytest.raises(ConfigError, match="draft_acceptance is 2"):
+        Simulation(TOY, SLOW, engine_config(num_blocks=20), draft_acceptance=2.0)
+
+
 def test_a_run_needs_a_number_of_blocks_and_a_host_for_swapping() -> None:
     for options, hosts, message in (
         ({}, 0, "num_blocks is unset"),

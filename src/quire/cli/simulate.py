@@ -53,6 +53,9 @@ def simulate(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or h200.")] = "cpu",
     host_blocks: Annotated[int | None, typer.Option(min=1, help="For swap. Default: as many as --blocks.")] = None,
+    draft_acceptance: Annotated[
+        float | None, typer.Option(help="Probability that a draft token is right. Default: no draft tokens.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and tokens. The same seed gives the same run.")] = 0,
     as_json: AsJson = False,
     **options: Any,
@@ -95,6 +98,7 @@ def simulate(
         num_host_blocks=host_blocks or (blocks if config.cache.preemption == "swap" else 0),
         seed=seed,
         hashed=as_json,
+        draft_acceptance=draft_acceptance,
     )
     start = time.perf_counter()
     with progress_bar("simulate", len(rows)) as advance:

@@ -29,6 +29,11 @@ def fake_token(request: Request, position: int) -> int:
     return (40_503 * request.schedule.ordinal + 30_011 * position) % NUM_FAKE_TOKENS
 
 
+def drawn_token(request: Request, position: int) -> int:
+    """Return the same; of tokens that are only named, always one token."""
+    return 0 if isinstance(request.tokens, NamedTokens) else fake_token(request, position)
+
+
 class Decoders:
     """The requests that get a token in every step and need nothing else. One counter counts the steps of all of them.
 

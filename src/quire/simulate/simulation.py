@@ -25,10 +25,12 @@ from quire.engine.cost import CostModel, Device, ModelCost
 from quire.engine.plan import Plan, StepOutput
 from quire.engine.policy import ORDERS
 from quire.engine.scheduler import Scheduler
+from quire.engine.speculation import NUM_GUESSES, Speculation
 from quire.engine.trace import TraceRow
-from quire.errors import BadValue, ConfigError, RequestError
+from quire.errors import BadValue, ConfigError, RequestError, check_number
 from quire.request import Event, FinishReason, Request, SamplingParams
-from quire.simulate.decoders import Decoders, fake_token
+from quire.simulate.decoders import Decoders, drawn_token
+from quire.simulate.drafter import SimulatedDrafter
 from quire.simulate.figures import Histogram, SimulationResult
 from quire.simulate.leap import Leap
 from quire.simulate.prompts import NamedTokens, named_prompt
@@ -86,12 +88,14 @@ class Simulation:
         sample_every: int = SAMPLE_EVERY,
         leaps: bool = True,
         cost: CostModel | None = None,
+        draft_acceptance: float | None = None,
     ) -> None:
         """num_host_blocks: room for swapped requests, for preemption="swap"; seed: of the prompts' tokens.
 
         hashed: compute the result's trace_hash. sample_every: steps between samples of the cache; 0: none.
         leaps: do not plan for requests that only decode; the result is the same.
         cost: the cost of steps; None: the time that the device needs to read and to multiply.
+        draft_acceptance: probability that a draft token is right; None: no drafts.
         Raises ConfigError if the config has no number of blocks or its sequences are too long.
         """
         cache, longest = config.cache, config.max_model_len or model.max_model_len
@@ -135,7 +139,12 @@ class Simulation:
         self.num_uncounted = 0  # blocks evicted for a step that never ended
         self._started: float | None = None  # when the first request arrived
         self.sample_every = sample_every
-        self.leaps = leaps
+        self.leaps = leaps and draft_acceptance is None
+        count = NUM_GUESSES if config.num_speculative_tokens is None else config.num_speculative_tokens
+        if draft_acceptance is not None and count:
+            check_number(ConfigError, "draft_acceptance", draft_acceptance, 0.0, 1.0)
+            drafter = SimulatedDrafter(draft_acceptance, seed)
+            self.scheduler.speculation = Speculation([drafter], count, self.clock)
         self.decoders = Decoders(self.scheduler)
         self._hash = blake2b(digest_size=16) if hashed else None
         self._params: dict[int, SamplingParams] = {}  # by max_tokens
@@ -248,7 +257,8 @@ class Simulation:
         self._scatter()
         plan = self.scheduler.plan()
         output = self.compute(plan)
-        return SimulatedStep(plan, output, self.cost.seconds(plan, len(output.tokens)))
+        drawn = len(output.tokens) + sum(map(len, output.tokens_after_drafts.values()))
+        return SimulatedStep(plan, output, self.cost.seconds(plan, drawn))
 
     def _begin_beside_decoders(self) -> SimulatedStep:
         decoders = self.decoders
@@ -284,15 +294,17 @@ class Simulation:
 
     def compute(self, plan: Plan) -> StepOutput:
         """Return a fake output: some token for each request that draws one, and empty hidden states."""
-        tokens = {}
+        tokens, after = {}, {}
         for item in plan.items:
             request, length = item.request, len(item.request.tokens)
             if item.samples:
-                tokens[request.id] = 0 if isinstance(request.tokens, NamedTokens) else fake_token(request, length)
+                tokens[request.id] = drawn_token(request, length)
+                if item.drafts:
+                    after[request.id] = [drawn_token(request, length + 1 + k) for k in range(len(item.drafts))]
         states: dict[str, NDArray[np.float32] | None] = {
             item.request.id: np.empty(0, np.float32) for item in plan.items if item.embeds
         }
-        return StepOutput(tokens, hidden_states=states)
+        return StepOutput(tokens, hidden_states=states, tokens_after_drafts=after)
 
     def _observe(self, step: SimulatedStep, events: Sequence[Event]) -> None:
         """Add the figures of a step."""
@@ -310,7 +322,7 @@ class Simulation:
                 latest[name] = now
                 if last is None:
                     self.ttft.add(now - arrivals.pop(name))
-                else:
+                elif last < now:  # tokens of one step count as one arrival
                     before[last] = before.get(last, 0) + 1
             if event.finish_reason is not None:
                 self.ended(event)
