@@ -136,12 +136,14 @@ class HeadDrafter:
         for i, (request, most) in enumerate(asked):
             count = 0 if self._failed else min(most, self._acceptance.cheap(request))
             last = self._slots_of(request, len(request.tokens) - 2, len(request.tokens) - 1) if count else None
-            if last is not None and self._is_kept(self._row_of[last]).all() and room(request, count):
+            if last is not None and self._is_kept(self._row_of[last]).all():
                 first = self._first_pending(request)
                 chosen.append(Chosen(i, request, count, first, len(request.tokens) - first))
         if chosen:
             self._idle = 0
             ready, before = self._caught_up(chosen)
+            has_room = [room(one.request, one.count) for one in ready]  # only now: others keep their blocks
+            ready, before = [one for one, has in zip(ready, has_room, strict=True) if has], before[has_room]
             made = self._drafts(ready, before).tolist() if ready else []
             for one, tokens in zip(ready, made, strict=True):
                 drafts[one.index] = tokens[: one.count]

@@ -102,13 +102,12 @@ class Speculation:
             for item in items
             if (wanted := min(allowed.get(item.request, 0), longest(item.request) - len(item.request.tokens) - 1)) > 0
         ]
-        if not asked:
+        if not asked or plan.copies:  # drafters run before the step, so they cannot read blocks that it copies first
             self._drafted_before = False
             return
 
         def room(request: Request, count: int) -> bool:
-            # Drafters run before the step, so they cannot read blocks that it copies first.
-            return manager.grow(request, len(request.tokens) + count, plan.copies) and not plan.copies
+            return manager.grow(request, len(request.tokens) + count, plan.copies)
 
         begin = self._clock()
         drafts = self.drafts(asked, room)
