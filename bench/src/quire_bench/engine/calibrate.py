@@ -100,7 +100,7 @@ PARTS = 3 + ROUNDS + len(ASKED)
 
 def _touch(llm: LLM) -> None:
     """Touch all memory of the cache: a step that is the first to use a page waits for the system."""
-    cache = llm.engine.runner.cache  # type: ignore[attr-defined]
+    cache = llm.engine.runner.cache
     for group in range(len(llm.decoder.config.groups)):
         for layer in cache.layers(group):
             for tensor in layer.tensors().values():

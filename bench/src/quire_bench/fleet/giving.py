@@ -27,7 +27,7 @@ class GivenBlocks:
     def __init__(self, replica: Replica, secret: str, llm: LLM) -> None:
         """llm: of the same model and options. Raises QuireError where the replica does not answer."""
         hello = json.loads(fetch(f"{replica.url}/fleet/model", None, {"Authorization": f"Bearer {secret}"}))["hello"]
-        size, widths = hello["block_size"], llm.engine.runner.cache.widths()  # type: ignore[attr-defined]
+        size, widths = hello["block_size"], llm.engine.runner.cache.widths()
         tokens = array("i", random.choices(range(FIRST_TOKEN, VOCABULARY), k=GIVEN * size + 1))
         body = request_body(Prompt(tokens.tolist(), 1), "completions", "", {"temperature": 0.0, "ignore_eos": True})
         completed(Server(replica.url), [body], [0.0])
