@@ -55,9 +55,12 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen3 next, bf16": ("Qwen3Next", torch.bfloat16, {"vocab_size": VOCABULARY, "mlp_only_layers": [1]}),
     "granite with states, bf16": ("GraniteMoeHybrid", torch.bfloat16, {"vocab_size": VOCABULARY}),
     "lfm2, fp32": ("Lfm2", torch.float32, {"vocab_size": VOCABULARY}),
+    "glm 5, sparse, bf16": (
+        "GlmMoeDsa", torch.bfloat16, {"vocab_size": VOCABULARY, "indexer_types": ["full", "shared", "full"]}
+    ),
 }  # fmt: skip
 # One of each kind of cache; with --long all of them. `tests.engine.differential` has them all, too.
-FEW = ("embedded", "gemma2, windows, fp32", "deepseek, int8 cache", "qwen3 next, bf16")
+FEW = ("embedded", "gemma2, windows, fp32", "deepseek, int8 cache", "qwen3 next, bf16", "glm 5, sparse, bf16")
 Bits = dict[str, list[tuple[int, float, tuple[tuple[int, float], ...]]]]
 
 

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # the layer that the head's is
     "Qwen3Next": (3, {}),
     "Glm4Moe": (2, {}),
     "DeepseekV3": (2, {"q_lora_rank": 24}),
+    "GlmMoeDsa": (1, {"indexer_types": ["full", "full", "shared"]}),  # the head has an indexer, the last layer none
 }
 
 

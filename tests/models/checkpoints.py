@@ -48,6 +48,8 @@ LATENT = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "first_k_dense_replace": 1,
 }  # fmt: skip
 DEEPSEEK = {key: value for key, value in TINY.items() if key != "head_dim"} | LATENT
+# With as many heads, no key has the score 0, and no two the same one.
+SPARSE = DEEPSEEK | {"q_lora_rank": 24, "index_n_heads": 16, "index_head_dim": 20, "index_topk": 9}
 GEMMA4 = TINY | {
     "num_hidden_layers": 6, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
     "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 9,
@@ -61,6 +63,8 @@ BASES |= {
     "Cohere2": SHORT,
     "DeepseekV2": DEEPSEEK,
     "DeepseekV3": DEEPSEEK,
+    "DeepseekV32": SPARSE,
+    "GlmMoeDsa": SPARSE,
     "Gemma4": GEMMA4,
 }
 LLAMA4 = TINY | {

@@ -178,6 +178,11 @@ def latent_sizes(draw: random.Random, family: Family) -> Config:
     }
 
 
+def sparse_sizes(draw: random.Random, family: Family) -> Config:
+    """With heads enough that no key has the score 0: transformers breaks ties in any order."""
+    return latent_sizes(draw, family) | {"q_lora_rank": draw.choice([7, 24]), "index_n_heads": draw.choice([12, 20])}
+
+
 def gpt_sizes(draw: random.Random, family: Family) -> Config:
     heads = family.even * draw.choice([1, 2, 3, 5, 6] if family.even == 1 else [1, 2])
     return {
@@ -293,6 +298,7 @@ ROUTED: dict[str, Choices] = {
     "norm_topk_prob": FLAG,
     "first_k_dense_replace": (0, 1, 2, 9),
 }
+INDEX: dict[str, Choices] = {"index_head_dim": (10, 16, 20), "index_topk": (1, 3, 8, 15, 2048)}
 DELTA: dict[str, Choices] = LLAMA | ATTENTION_BIAS | {
     "linear_num_value_heads": (1, 2, 3, 4, 6),
     "linear_num_key_heads": lambda draw, config: divisor(draw, config["linear_num_value_heads"]),
@@ -463,6 +469,21 @@ KINDS: dict[str, Family] = {
     ),
     "DeepseekV3": Family(
         latent_sizes, TIED | ATTENTION_BIAS | ROUTED, rope("default", "yarn"), head_dim=False, always=ROUTED
+    ),
+    "DeepseekV32": Family(
+        sparse_sizes,
+        TIED | ATTENTION_BIAS | ROUTED | INDEX | {"mlp_layer_types": of_layers("dense", "sparse")},
+        rope("default", "yarn"),
+        head_dim=False,
+        always=[*ROUTED, *INDEX],
+    ),
+    "GlmMoeDsa": Family(
+        sparse_sizes,
+        TIED | ATTENTION_BIAS | ROUTED | INDEX
+        | {"rms_norm_eps": EPS, "index_topk_freq": (1, 2, 3), "index_skip_topk_offset": (1, 2, 3)},
+        rope("default", "yarn"),
+        head_dim=False,
+        always=[*ROUTED, *INDEX],
     ),
     "Exaone4": Family(
         llama_sizes,

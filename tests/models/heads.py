@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-AFTER = ("Glm4Moe", "DeepseekV3")  # families whose head is the layer after the last one
+AFTER = ("Glm4Moe", "DeepseekV3", "GlmMoeDsa")  # families whose head is the layer after the last one
 
 
 def add_head(directory: Path, kind: str, layer: int, num_layers: int) -> None:

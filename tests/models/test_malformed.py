@@ -20,7 +20,7 @@ from quire.models.template import default_template
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import weight_files
 from quire.ops import load
-from tests.models.checkpoints import DEEPSEEK, GEMMA4, LLAMA4, MAMBA, QWEN3_MOE, SHORT, TINY, save
+from tests.models.checkpoints import DEEPSEEK, GEMMA4, LLAMA4, MAMBA, QWEN3_MOE, SHORT, SPARSE, TINY, save
 from tests.models.test_loading import change_config
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 16}
@@ -28,6 +28,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
 BASES = {
     "Bamba": MAMBA,
     "DeepseekV3": DEEPSEEK,
+    "DeepseekV32": SPARSE,
+    "GlmMoeDsa": SPARSE,
     "Exaone4": TINY,
     "Gemma3": TINY,
     "Gemma4": GEMMA4,
@@ -101,6 +103,17 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
             {"rope_parameters": YARN | {"mscale_all_dim": 1e38, "mscale": 1e39}},
             "mscale is 1e.39; it must be",
         ),
+        ("DeepseekV32", {"index_head_dim": 6}, "index_head_dim is 6; it must be at least qk_rope_head_dim, 8"),
+        ("DeepseekV32", {"q_lora_rank": None}, "q_lora_rank is null; it must be a size"),
+        ("DeepseekV32", {"index_topk": 0}, "index_topk is 0; it must be a positive integer"),
+        ("DeepseekV32", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True; .* serves False only"),
+        ("GlmMoeDsa", {"indexer_types": ["shared"] * 3}, "layer 0 takes the keys that an earlier layer chose"),
+        (
+            "GlmMoeDsa",
+            {"indexer_types": ["full"]},
+            "indexer_types is .*; it must be a list with full or shared for each",
+        ),
+        ("GlmMoeDsa", {"mlp_layer_types": ["x"] * 3}, "mlp_layer_types is .*; it must be a list with dense or sparse"),
         ("Exaone4", {"sliding_window_pattern": ""}, "sliding_window_pattern is ''; it must be a number, or letters"),
         ("Gemma3", {"rope_parameters": {"full_attention": 5}}, "full_attention is 5; it must be an object"),
         (

@@ -40,8 +40,9 @@ REFUSED = {("falcon, groups of heads, one norm", 4)}  # 3 KV heads
 # Between them these have all that ranks divide: heads of each kind of attention, channels, experts, tables, states.
 USUAL = (
     ("multi query, odd group", 4), ("bloom", 4), ("falcon, groups of heads, one norm", 4), ("phi3", 2), ("llama4", 4),
-    ("qwen3 moe, all experts", 2), ("gpt oss", 4), ("gemma4, v is k, no rows of layers", 4), ("deepseek v3", 4),
-    ("lfm2", 4), ("qwen3_5, one head of keys, other share", 4), ("granitemoehybrid, rope, multipliers", 4),
+    ("qwen3 moe, all experts", 2), ("gpt oss", 4), ("gemma4, v is k, no rows of layers", 4), ("lfm2", 4),
+    ("glm 5, shared indexers", 4), ("qwen3_5, one head of keys, other share", 4),
+    ("granitemoehybrid, rope, multipliers", 4),
 )  # fmt: skip
 
 

@@ -69,6 +69,12 @@ class Heads:
     num_kv_heads: int  # Hkv
     head_dim: int  # D
     latent: int | None = None  # V is that number of leading columns of K, not stored again; None: V is as wide as K
+    index_dim: int = 0  # numbers after those of K: the key of an indexer; only of a latent cache
+
+    @property
+    def numbers(self) -> int:
+        """The stored numbers of a token, without scales."""
+        return self.num_kv_heads * ((2 if self.latent is None else 1) * self.head_dim + self.index_dim)
 
 
 @dataclass(frozen=True)

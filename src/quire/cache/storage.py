@@ -34,10 +34,11 @@ class KVCache:
 
     A layer's memory is [N, 2, Hkv, B, D]: HND, with K and V of a block adjacent, so that copying or swapping a block of
     a layer moves one contiguous range. With integers, the scales [2, Hkv, B] follow them in the same range, aligned for
-    fp32. A latent cache is [N, Hkv, B, D], with the scales after it: its V are columns of K. A block of a layer that
-    keeps a state consists of the tensors of a record one after the other, each aligned to a cache line. No other module
-    depends on these layouts. On a CPU the memory is in huge pages if the system offers them, and its first blocks are
-    touched at the start, so that no step waits for page faults there.
+    fp32. A latent cache is [N, Hkv, B, D + Di], with the scales after it: its V are columns of K, and the Di numbers
+    after a token's K are the key of an indexer, if the layer has one. A block of a layer that keeps a state consists of
+    the tensors of a record one after the other, each aligned to a cache line. No other module depends on these layouts.
+    On a CPU the memory is in huge pages if the system offers them, and its first blocks are touched at the start, so
+    that no step waits for page faults there.
 
     On a GPU blocks are swapped on a separate stream, concurrently with the computation. Accessing a layer makes the
     current stream wait for that layer's blocks only.
@@ -293,9 +294,10 @@ def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 def _layer_bytes(block_size: int, heads: Heads, dtype: torch.dtype) -> int:
     """Return the bytes of one block of one layer."""
-    rows = heads.num_kv_heads * block_size
-    numbers = (2 if heads.latent is None else 1) * rows * heads.head_dim
-    return numbers * dtype.itemsize if dtype != torch.int8 else _scales_begin(numbers) + 2 * rows * SCALE.itemsize
+    numbers = block_size * heads.numbers
+    if dtype != torch.int8:
+        return numbers * dtype.itemsize
+    return _scales_begin(numbers) + 2 * heads.num_kv_heads * block_size * SCALE.itemsize
 
 
 def _scales_begin(numbers: int) -> int:
@@ -312,9 +314,10 @@ def _views(
     num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
     sizes = num_kv_heads, block_size, head_dim
     if heads.latent is not None:
-        numbers = math.prod(sizes)
-        k = memory[:, :numbers].unflatten(1, sizes)  # type: ignore[no-untyped-call]
-        v = k[..., : heads.latent]
+        rows = memory[:, : block_size * heads.numbers].unflatten(1, (num_kv_heads, block_size, -1))  # type: ignore[no-untyped-call]
+        numbers, k, v = block_size * heads.numbers, rows[..., :head_dim], rows[..., : heads.latent]
+        if heads.index_dim:
+            return PagedKV(k, v, index=rows[..., head_dim:])
     else:
         numbers = 2 * math.prod(sizes)
         k, v = memory[:, :numbers].unflatten(1, (2, *sizes)).unbind(1)  # type: ignore[no-untyped-call]

@@ -69,9 +69,7 @@ class ModelCost:
 
     def kv_bytes(self, group: CacheGroup) -> int:
         """Return the bytes of one token's K and V in the group's layers."""
-        heads = group.heads
-        stored = (2 if heads.latent is None else 1) * heads.num_kv_heads * heads.head_dim
-        return len(group.layers) * stored * self.number_bytes
+        return len(group.layers) * group.heads.numbers * self.number_bytes
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the KV cache of one sequence."""

@@ -363,6 +363,11 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
         for group in attention
     ]
     check_pieces(groups, block_size, cache_config.state_snapshot_interval)
+    if kv_dtype != model.dtype and any(group.heads.index_dim for group in attention):
+        raise Unsupported(
+            f"kv_cache_dtype is {cache_config.kv_cache_dtype!r}; this model's cache also has the keys of an "
+            "indexer, which are stored in the model's dtype, so it must be 'auto'"
+        )
     if cache_config.kv_cache_dtype != "auto":  # checked before memory is allocated; a plan would report it afterwards
         for spec in specs:
             check_supported(spec, backend.name, backend.limits)

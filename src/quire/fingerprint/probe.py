@@ -85,6 +85,8 @@ def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str
     }
     if model.quantisation is not None and config.quantization_activations == "int8":
         kinds["integer linear"] = _integer_linears
+    if case.group.heads.index_dim:
+        kinds["index"] = _index
     if isinstance(model.whole, DecoderConfig) and model.whole.experts:
         kinds["experts"] = _experts
     mixers = [layer.mixer for layer in model.whole.layers] if isinstance(model.whole, DecoderConfig) else []
@@ -260,6 +262,18 @@ def _attention(case: _Case) -> Iterator[Tensor]:
     yield backend.attention(q, kv, windowed)
     yield backend.attention(q, kv, windowed, softcap=30.0, sinks=by_head)
     yield backend.attention(q, kv, windowed, chunk=WINDOW)
+
+
+def _index(case: _Case) -> Iterator[Tensor]:
+    """Yield the scores of keys of an indexer."""
+    count, heads, dim = ROWS[-1], 12, case.group.heads.index_dim
+    keys, size = max(keys for _, keys in SEQUENCES), case.spec.block_size
+    blocks = -(-keys // size)
+    index = case.numbers(121, blocks, 1, size, dim, scale=2.0)
+    q, weights = case.numbers(122, count, heads, dim, scale=2.0), case.wide_numbers(123, count, heads)
+    tables = torch.arange(blocks, dtype=torch.int32).flip(0)[None]
+    sequences, counts = torch.zeros(count, dtype=torch.int64), torch.full((count,), keys)
+    yield case.backend.index_scores(q, weights, index, tables, sequences, counts)
 
 
 def _rope(case: _Case) -> Iterator[Tensor]:

@@ -84,6 +84,22 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """The indexer of sparse attention, which chooses the keys that each row attends to (DeepSeek-V3.2)."""
+
+    num_heads: int  # Hi
+    head_dim: int  # Di; the rotated dimensions come first
+    top_k: int  # keys that a row attends to
+    shared: bool = False  # the layer has no indexer: it takes the keys that the last layer with one chose
+    interleaved: bool = False  # in the checkpoint, rotated pairs are adjacent
+
+    @property
+    def q_size(self) -> int:
+        """Hi Di."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentConfig:
     """Multi-head latent attention: one latent row per token replaces the keys and values of all heads (DeepSeek-V2).
 
@@ -101,13 +117,28 @@ class LatentConfig:
     rope: Mapping[str, Any]
     bias: bool  # of the projections to q's row, to the latent, and to the output
     scale: float  # of q·k
+    index: IndexConfig | None = None  # None: a row attends to all keys before it
 
     window = None
+
+    def __post_init__(self) -> None:
+        if self.index is not None and self.q_rank is None:
+            raise ModelError("an indexer projects its queries from q's row, and q_lora_rank is null; it must be a size")
+        if self.index is not None and self.index.head_dim < self.rope_dim:
+            raise ModelError(
+                f"index_head_dim is {self.index.head_dim}; it must be at least qk_rope_head_dim, {self.rope_dim}"
+            )
+
+    @property
+    def own_index(self) -> IndexConfig | None:
+        """The layer's own indexer."""
+        return None if self.index is None or self.index.shared else self.index
 
     @property
     def heads(self) -> Heads:
         """The head counts and sizes that the cache needs."""
-        return Heads(self.num_heads, 1, self.latent + self.rope_dim, self.latent)
+        index_dim = 0 if self.own_index is None else self.own_index.head_dim
+        return Heads(self.num_heads, 1, self.latent + self.rope_dim, self.latent, index_dim)
 
     @property
     def q_size(self) -> int:
@@ -256,6 +287,9 @@ class DecoderConfig:
             raise ModelError(f"there are {count} experts in all layers together; it must be at most {MOST_EXPERTS}")
         if self.head_bias and self.tied_embeddings:
             raise ModelError("an output projection that is the embedding and has a bias is not served")
+        first = next((one.index for one in self.attention if isinstance(one, LatentConfig)), None)
+        if first is not None and first.shared:
+            raise ModelError("layer 0 takes the keys that an earlier layer chose; the first layer must have an indexer")
         if self.branches != "in turn" and not self.input_norms:
             raise ModelError("parallel branches without norms of their inputs are not served")
 
@@ -314,6 +348,9 @@ class DecoderConfig:
         dense = {mlp_width(layer.mlp.size) for layer in self.layers if isinstance(layer.mlp, MlpConfig)}
         dense |= {mlp_width(of.shared.size) + self.hidden_size for of in self.experts if of.shared is not None}
         experts = {of.per_token * (mlp_width(of.mlp.size) + 6 * self.hidden_size) for of in self.experts}
+        # Queries, their packed copy in fp32, and the places of the chosen keys: a few integers each.
+        indexers = [one.index for one in self.attention if isinstance(one, LatentConfig) and one.index is not None]
+        attention |= {3 * index.q_size + 16 * index.top_k for index in indexers}
         per_layer = 0 if self.per_layer is None else 3 * self.num_layers * self.per_layer.size + self.hidden_size
         return sum(attention) + sum(states) + sum(dense) + max(experts, default=0) + per_layer
 
@@ -411,6 +448,8 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
                 yield prefix + name, _whole(*shape)
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
+        if isinstance(layer.mixer, LatentConfig) and layer.mixer.own_index is not None:  # a LayerNorm in any model
+            yield f"{prefix}index_norm.bias", _whole(layer.mixer.own_index.head_dim)
         norms |= {prefix + name: size for name, size in _norms(config, layer).items()}
     if not config.first_norm:
         del norms["layers.0.input_norm"]
@@ -456,6 +495,8 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
         norms["latent_norm"] = mixer.latent
         if mixer.q_rank is not None:
             norms["q_norm"] = mixer.q_rank
+        if mixer.own_index is not None:
+            norms["index_norm"] = mixer.own_index.head_dim
     elif isinstance(mixer, AttentionConfig) and mixer.qk_norm in ("head", "all heads"):
         D, by_head = mixer.head_dim, mixer.qk_norm == "head"
         norms["q_norm"] = D if by_head else mixer.q_size
@@ -475,6 +516,10 @@ def _mixer_linears(mixer: AttentionConfig | LatentConfig | StateConfig, hidden_s
             yield _Linear("qkv", (rank or mixer.q_size, latent + mixer.rope_dim), hidden_size, mixer.bias)
             if rank is not None:
                 yield _Linear("q", (mixer.q_size,), rank, False)
+            if rank is not None and (index := mixer.own_index) is not None:
+                yield _Linear("index_q", (index.q_size,), rank, False)
+                yield _Linear("index_k", (index.head_dim,), hidden_size, False)
+                yield _Linear("index_weights", (index.num_heads,), hidden_size, False)
             yield _Linear("kv", (heads * (mixer.plain_dim + mixer.v_dim),), latent, False)
             yield _Linear("output", (hidden_size,), heads * mixer.v_dim, mixer.bias)
         case _:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from quire.cache.groups import plans_of_layers
-from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
+from quire.models.decoder_config import (
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    IndexConfig,
+    LatentConfig,
+    MlpConfig,
+)
 from quire.models.distances import Distances
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
@@ -47,12 +54,14 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
+    Select,
     StateSpace,
     Write,
 )
 from quire.ops.relative import Relative
 from quire.ops.weights.linear import Linear, Linears
 
+LATENT_EPS = 1e-6  # of the norms of q's row, the latent and an indexer's key, whatever rms_norm_eps is
 Table = tuple[Tensor, Tensor]  # cos and sin: fp32 [max_model_len, D_rot / 2] each
 
 
@@ -332,10 +341,12 @@ class _Writer:
         self.project(f"{name}qkv", hidden, qkv)
         q, latent, k_rope = self.columns(qkv, q_size, config.latent, rope)
         if config.q_rank is not None:
-            self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size))
+            self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size), eps=LATENT_EPS)
+            if config.own_index is not None:
+                self.select(index, config.own_index, hidden, row)
             q = self.buffer("q", config.q_size)
             self.project(f"{name}q", row, q)
-        self.normalize(f"{name}latent_norm", latent, latent)
+        self.normalize(f"{name}latent_norm", latent, latent, eps=LATENT_EPS)
         if (table := self.tables[index]) is not None:
             for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
                 self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
@@ -345,10 +356,22 @@ class _Writer:
         group, dim = self.group_of_layer[index], config.latent + rope
         self.write(Write(Place(qkv.buffer, latent.first, dim), latent, index, group, dim))
         mixed = self.buffer("attended", heads * config.latent)
-        self.write(Attend(wide_q, mixed, index, group, dim, config.scale, None, None))
+        selected = config.index is not None
+        self.write(Attend(wide_q, mixed, index, group, dim, config.scale, None, None, selected=selected))
         values = self.buffer("values", heads * config.v_dim)
         self.write(Project(mixed, to_value, values))
         return values
+
+    def select(self, index: int, config: IndexConfig, hidden: Place, row: Place) -> None:
+        """Write the indexer: its queries from q's normalised row, a key and a weight of each head from the input."""
+        name, q, k = f"layers.{index}.", self.buffer("index q", config.q_size), self.buffer("index k", config.head_dim)
+        self.project(f"{name}index_q", row, q)
+        self.project(f"{name}index_k", hidden, k)
+        self.normalize(f"{name}index_norm", k, k, eps=LATENT_EPS)
+        if (table := self.tables[index]) is not None:
+            self.write(Rotate(q, k, *table, config.head_dim))
+        weights = self.linears.head(matrix(self.weights[f"{name}index_weights.weight"]))
+        self.write(Select(q, k, hidden, weights, index, self.group_of_layer[index], config.top_k))
 
     def latent_heads(self, name: str, config: LatentConfig) -> tuple[Linear, Linear]:
         """Return the linears that project each head's query to the latent, and its attention output to its value."""
@@ -542,12 +565,20 @@ class _Writer:
         self.write(Gather(x, out, columns))
         return out
 
-    def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
+    def normalize(
+        self,
+        name: str,
+        x: Place,
+        out: Place,
+        heads: int = 1,
+        residual: Place | None = None,
+        eps: float | None = None,  # None: that of the model
+    ) -> None:
         """Write out = norm(x). With `residual`, add x to it first and normalise the sum."""
         weight, bias = tensor(self.weights[f"{name}.weight"]), self.bias(name)
         if self.config.norm == "layer" and bias is None:
             bias = torch.zeros_like(weight)  # a bias makes the operator a LayerNorm instead of an RMSNorm
-        self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
+        self.write(Normalize(x, out, weight, bias, self.config.norm_eps if eps is None else eps, residual, heads))
 
     def normalize_heads(self, name: str, x: Place, out: Place, heads: int) -> None:
         """Write out = x, normalised by heads, with the weight of that name if it exists."""

@@ -334,11 +334,14 @@ class Weights(Mapping[str, Weight]):
     def _rounding(self, name: str) -> Rounding | None:
         """Return how a weight is rounded at load; None: it is not rounded.
 
-        Routers and gates of shared experts are not rounded: they are small and affect the whole result.
+        Routers, gates of shared experts and an indexer's weights of heads are not: they are small and affect the whole
+        result.
         """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        kept = _is_needed_as_numbers(name) or any(part in name for part in (".router.", ".shared_gate."))
+        kept = _is_needed_as_numbers(name) or any(
+            part in name for part in (".router.", ".shared_gate.", ".index_weights.")
+        )
         return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:

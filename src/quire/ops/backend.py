@@ -13,6 +13,7 @@ from quire.errors import BadValue, Unsupported
 from quire.ops import in_graph
 from quire.ops.checks import metadata
 from quire.ops.checks.attention import check_attention, check_copy, check_sinks, check_states, check_write
+from quire.ops.checks.tensors import check_tensor
 from quire.ops.collectives import Communicator
 from quire.ops.decoder_operators import DecoderOperators
 from quire.ops.plan import AttentionPlan
@@ -37,6 +38,7 @@ class Backend(DecoderOperators, RecurrentOperators):
     name: str  # as in BACKENDS
     limits: Limits  # the cases that it serves
     plan_type: type[AttentionPlan] = AttentionPlan  # of the plans that its operators take
+    has_index = False  # True if it has `index_scores`, which sparse attention needs
     graphable = False  # True if its kernels read all step-dependent values from the plan's tensors on the device
 
     @property
@@ -318,6 +320,35 @@ class Backend(DecoderOperators, RecurrentOperators):
 
     @abstractmethod
     def _apply_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor: ...
+
+    def index_scores(
+        self,
+        q: Tensor,  # [R, Hi, Di]
+        weights: Tensor,  # fp32 [R, Hi]
+        index: Tensor,  # [N, 1, B, Di], `PagedKV.index`
+        tables: Tensor,  # int32 [S, M], host
+        sequences: Tensor,  # int64 [R], host: each row's sequence
+        counts: Tensor,  # int64 [R], host: the keys that it sees, from the first on
+    ) -> Tensor:
+        """Score the keys that each row sees, for sparse attention (DeepSeek-V3.2's lightning indexer).
+
+        Returns:
+            The sum over the heads of weights * max(0, q·k), fp32 [R, largest count]; -inf for keys that a row does not
+            see.
+
+        Raises:
+            Unsupported: if the backend has no indexer.
+        """
+        heads, dim = q.shape[1:]
+        check_tensor("q", q, (len(sequences), heads, dim), q.dtype, q.device)
+        check_tensor("weights", weights, (len(sequences), heads), torch.float32, q.device)
+        check_tensor("index", index, (index.shape[0], 1, index.shape[2], dim), index.dtype, q.device)
+        return self._index_scores(q, weights, index, tables, sequences, counts)
+
+    def _index_scores(
+        self, q: Tensor, weights: Tensor, index: Tensor, tables: Tensor, sequences: Tensor, counts: Tensor
+    ) -> Tensor:
+        raise Unsupported(f"backend {self.name!r} has no indexer")
 
     # ----------------------------------------------------------------------------------------------- the cache
 

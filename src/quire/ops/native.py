@@ -41,6 +41,7 @@ MANY_ROWS = 2**31 - 1  # a number for which rows are copied, if they are copied 
 NO_MEMORY = 1  # returned by plan_update
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INT8 = 3  # only of caches
+MOST_LANES = 16  # numbers of a vector
 
 
 class SpecParams(Structure):
@@ -96,6 +97,16 @@ class WriteParams(Structure):
         ("cache", CacheParams),
         *((name, c_void_p) for name in "k_new v_new".split()),
         *((name, c_int64) for name in "k_new_token k_new_head v_new_token v_new_head".split()),
+    ]
+
+
+class IndexParams(Structure):
+    """One call of index_scores: addresses, strides in elements, and sizes."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "q weights keys tables sequences counts room out".split()),
+        *((name, c_int64) for name in "key_block key_slot table_stride rows heads dim width block_size".split()),
+        ("dtype", c_int32),
     ]
 
 
@@ -343,6 +354,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "item_sizes": (None, (POINTER(SpecParams),)),
     "attention": (None, (_P, POINTER(AttentionParams))),
     "write_kv": (None, (_P, POINTER(WriteParams))),
+    "index_scores": (None, (POINTER(IndexParams),)),
     "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),
     "apply_sinks": (None, (_P, _P, _P, _P, _L, _L, _L, _I)),
     "rms_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I)),

@@ -149,6 +149,21 @@ class Attend(BaseOperator):
     softcap: float | None
     sinks: Tensor | None = None  # fp32 [Hq]
     chunk: int | None = None
+    selected: bool = False  # each row attends to the keys that the last `Select` chose, instead of all it sees
+
+
+@dataclass(frozen=True, eq=False)
+class Select(BaseOperator):
+    """Store the rows' index keys, and choose the keys that each row attends to: see `quire.ops.sparse`."""
+
+    kind = "select"
+    q: Place  # heads of the size of k
+    k: Place
+    x: Place
+    weights: Linear  # x to the fp32 weight of each head
+    layer: int
+    group: int  # cache group
+    top_k: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,6 +346,7 @@ Operator: TypeAlias = (
     | Rotate
     | Write
     | Attend
+    | Select
     | AttendWithin
     | Activate
     | Multiply
@@ -401,6 +417,8 @@ class Program:
                 yield from (part.linear for part in operator.parts)
             elif isinstance(operator, MixExperts):
                 yield from (operator.layer.router, *operator.layer.mlp_in, *operator.layer.mlp_out)
+            elif isinstance(operator, Select):
+                yield operator.weights
 
     @property
     def columns(self) -> Iterable[Columns]:

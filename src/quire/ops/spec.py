@@ -128,10 +128,12 @@ class PagedKV:
     v: torch.Tensor  # [N, Hkv, B, Dv]; of a latent cache the first numbers of k's rows, in the same memory
     k_scale: torch.Tensor | None = None  # fp32 [N, Hkv, B]
     v_scale: torch.Tensor | None = None  # fp32 [N, Hkv, B]
+    index: torch.Tensor | None = None  # [N, 1, B, Di]: keys of the indexer of sparse attention; None: it has none
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are not None, by name ("kv.k", ...)."""
         named = {"kv.k": self.k, "kv.v": self.v, "kv.k_scale": self.k_scale, "kv.v_scale": self.v_scale}
+        named["kv.index"] = self.index
         return {name: x for name, x in named.items() if x is not None}
 
 

@@ -1,4 +1,7 @@
-"""DeepSeek-V2, V3, R1: multi-head latent attention, and a mixture of experts with shared experts."""
+"""DeepSeek-V2, V3, V3.2, R1, GLM-5: multi-head latent attention, and a mixture of experts with shared experts.
+
+The attention of DeepSeek-V3.2 and GLM-5 is sparse: an indexer chooses the keys that a row attends to.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,24 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
+from quire.models.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    IndexConfig,
+    LatentConfig,
+    LayerConfig,
+    MlpConfig,
+)
 from quire.models.families import llama
 from quire.models.families.glm4_moe import EXPERTS, first_dense, sigmoid_experts
 from quire.models.families.llama import Sizes, read_sizes, whole_rope
-from quire.models.families.mtp import layer_after
+from quire.models.families.mtp import HeadFormat, layer_after
 from quire.models.hf_config import ConfigReader, architectures
 from quire.models.rope import extension, rope_type, yarn_magnitude
 from quire.models.weights import Sources
 
 NO_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.bias")  # q_proj has no bias, despite attention_bias
-V3 = "DeepseekV3ForCausalLM"
+V3, V32, GLM5 = "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
 V3_DEFAULTS = {
     "max_position_embeddings": 4096,
     "moe_intermediate_size": 2048,
@@ -31,16 +41,26 @@ V3_DEFAULTS = {
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
 }
+# The defaults of those with an indexer, which differ from those of V3.
+SPARSE_DEFAULTS = V3_DEFAULTS | {"max_position_embeddings": 163_840, "index_n_heads": 64, "q_lora_rank": 1536}
+GLM5_DEFAULTS = SPARSE_DEFAULTS | {
+    "max_position_embeddings": 202_752, "index_n_heads": 32, "q_lora_rank": 2048, "n_group": 1, "topk_group": 1,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+DEFAULTS = {V3: V3_DEFAULTS, V32: SPARSE_DEFAULTS, GLM5: GLM5_DEFAULTS}
+INDEXER = "self_attn.indexer"
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
-    third = V3 in architectures(raw)
-    config = ConfigReader({**(V3_DEFAULTS if third else {}), **raw}, "deepseek")
+    name = next((name for name in architectures(raw) if name in DEFAULTS), None)
+    third, sparse = name is not None, name in (V32, GLM5)
+    config = ConfigReader({**DEFAULTS.get(name or "", {}), **raw}, "deepseek")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
     config.only("mlp_bias", False)
-    config.only("rms_norm_eps", 1e-6)  # the latent's norm always uses this value
+    if not sparse:
+        config.only("rms_norm_eps", 1e-6)  # the latent's norm always uses this value
     for key in (
         "head_dim",
         "qk_head_dim",
@@ -57,6 +77,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     mixer = _attention(config, sizes, interleaved)
     experts = _v3_experts(config) if third else _v2_experts(config)
     layers = first_dense(config, mixer, sizes.inner, experts, 3 if third else 0, sizes.num_layers)
+    if sparse:
+        layers = _sparse(config, layers, name == GLM5)
     decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()
     return decoder
@@ -82,6 +104,47 @@ def _attention(config: ConfigReader, sizes: Sizes, interleaved: bool) -> LatentC
         bias=config.flag("attention_bias"),
         scale=scale,
     )
+
+
+def _sparse(config: ConfigReader, layers: tuple[LayerConfig, ...], glm: bool) -> tuple[LayerConfig, ...]:
+    """Return the layers with their indexers, and with the MLPs of `mlp_layer_types` if that is given."""
+    count = len(layers)
+    config.only("indexer_rope_interleave", glm)
+    if kinds := config.texts("layer_types"):
+        config.of_layers({"indexed_attention": None}, kinds, count)
+    index = IndexConfig(
+        num_heads=config.integer("index_n_heads"),
+        head_dim=config.integer("index_head_dim", 128),
+        top_k=config.integer("index_topk", 2048),
+        interleaved=glm,
+    )
+    shared = _shared(config, count) if glm else [False] * count
+    mlps = [layer.mlp for layer in layers]
+    if kinds := config.texts("mlp_layer_types"):
+        if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
+            raise config.error("mlp_layer_types", f"a list with dense or sparse for each of {count} layers", kinds)
+        experts = _v3_experts(config)
+        dense = MlpConfig(size=config.integer("intermediate_size"))
+        mlps = [dense if kind == "dense" else experts for kind in kinds]
+    return tuple(
+        LayerConfig(mixer=replace(layer.mixer, index=replace(index, shared=one)), mlp=mlp)
+        for layer, mlp, one in zip(layers, mlps, shared, strict=True)
+        if isinstance(layer.mixer, LatentConfig)
+    )
+
+
+def _shared(config: ConfigReader, count: int) -> list[bool]:
+    """Return for each layer of GLM-5 whether it takes the keys that an earlier layer chose."""
+    every, offset = max(1, config.count("index_topk_freq", 1)), config.count("index_skip_topk_offset", 2)
+    pattern, kinds = config.get("index_topk_pattern"), config.get("indexer_types")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [{"F": "full", "S": "shared"}.get(one, one) for one in pattern]
+    kinds = pattern if kinds is None else kinds
+    if kinds is None:
+        return [max(i - offset + 1, 0) % every != 0 for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in ("full", "shared") for kind in kinds):
+        raise config.error("indexer_types", f"a list with full or shared for each of {count} layers", kinds)
+    return [kind == "shared" for kind in kinds]
 
 
 def _v3_experts(config: ConfigReader) -> ExpertsConfig:
@@ -114,6 +177,8 @@ def _v2_experts(config: ConfigReader) -> ExpertsConfig:
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs, mixer = llama.weight_sources(config, names), config.layers[0].mixer
+    if isinstance(mixer, LatentConfig) and mixer.index is not None:
+        _check_indexer(mixer.index, names)
     has_row = isinstance(mixer, LatentConfig) and mixer.q_rank is not None
     layer = {
         "qkv": ("self_attn.q_a_proj" if has_row else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -121,10 +186,24 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
         "kv": ("self_attn.kv_b_proj",),
         "q_norm": ("self_attn.q_a_layernorm",),
         "latent_norm": ("self_attn.kv_a_layernorm",),
+        "index_q": (f"{INDEXER}.wq_b",),
+        "index_k": (f"{INDEXER}.wk",),
+        "index_norm": (f"{INDEXER}.k_norm",),
+        "index_weights": (f"{INDEXER}.weights_proj",),
     }
     adapt = partial(_adapt, config)
     layer = {**theirs.layer, **EXPERTS, **layer}
     return replace(theirs, layer=layer, ignored=llama.beyond(config), zeros=NO_BIAS, adapt=adapt)
+
+
+def _check_indexer(index: IndexConfig, names: frozenset[str]) -> None:
+    """Raise ModelError if a checkpoint has no indexer. names: of its tensors; none if they are not known yet."""
+    if names and not any(f"{INDEXER}." in name for name in names):
+        raise ModelError(
+            f"config.json asks for sparse attention (index_topk is {index.top_k}), and the checkpoint has no indexer; "
+            f"it must have {INDEXER}.wq_b, wk, k_norm and weights_proj in its layers, or, for dense "
+            f"attention, the architecture {V3}"
+        )
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
@@ -135,6 +214,12 @@ def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tenso
     if ".kv_a_proj_with_mqa." in part:
         latent, turned = tensor[: mixer.latent], tensor[mixer.latent :]
         return torch.cat([latent, turned[::2], turned[1::2]])
+    if f".{INDEXER}." in part:
+        if mixer.index is None or not mixer.index.interleaved or ".weights_proj." in part:
+            return tensor
+        heads = tensor.unflatten(0, (-1, mixer.index.head_dim))  # type: ignore[no-untyped-call]
+        turned, plain = heads[:, : mixer.rope_dim], heads[:, mixer.rope_dim :]
+        return torch.cat([turned[:, ::2], turned[:, 1::2], plain], 1).flatten(0, 1)
     if ".q_proj." in part or ".q_b_proj." in part:
         heads = tensor.unflatten(0, (mixer.num_heads, -1))  # type: ignore[no-untyped-call]
         plain, turned = heads[:, : mixer.plain_dim], heads[:, mixer.plain_dim :]
@@ -142,4 +227,13 @@ def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tenso
     return tensor
 
 
-draft_head = layer_after(weight_sources, _adapt)
+_draft_head = layer_after(weight_sources, _adapt)
+
+
+def draft_head(raw: Mapping[str, Any], config: DecoderConfig, names: frozenset[str]) -> HeadFormat | None:
+    """Return the head in the layer after the last one, which has an indexer even if the last one shares another's."""
+    last = config.layers[-1]
+    if isinstance(last.mixer, LatentConfig) and last.mixer.index is not None:
+        mixer = replace(last.mixer, index=replace(last.mixer.index, shared=False))
+        config = replace(config, layers=(*config.layers[:-1], replace(last, mixer=mixer)))
+    return _draft_head(raw, config, names)

@@ -121,6 +121,8 @@ def _refusal(name: str) -> str:
         return "it is of experts, whose rows are gathered by expert"
     if ".router." in name:
         return "it chooses experts"
+    if name.endswith(".index_weights.weight"):
+        return "it weights the heads of an indexer"
     if name.endswith(".kv.weight"):
         return "it is folded into the query and the output of a latent attention"
     return "it is no linear of a layer"

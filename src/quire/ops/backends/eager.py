@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quire.errors import Unsupported
 from quire.ops import program as op
 from quire.ops.backend import Backend
 from quire.ops.plan import AttentionPlan
@@ -17,6 +18,7 @@ from quire.ops.program import LayerCaches, Observer, Operator, Place, Plan, Prog
 from quire.ops.ragged import relative_attention, window_attention
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import RecurrentCache
+from quire.ops.sparse import Selection, select
 from quire.ops.spec import PagedKV
 from quire.ops.weights.lora import LoraRows
 
@@ -25,6 +27,11 @@ class EagerExecutor:
     """Runs a program by calls of a backend's operators, one call for each."""
 
     def __init__(self, backend: Backend, program: Program) -> None:
+        if not backend.has_index and any(isinstance(operator, op.Select) for operator in program.operators):
+            raise Unsupported(
+                f"backend {backend.name!r} has no sparse attention with an indexer; attention_backend must be "
+                "'cpu', 'reference' or 'gather'"
+            )
         self.observer: Observer | None = None
         self._backend, self.program = backend, program
         self._last_uses = program.last_uses()
@@ -79,6 +86,7 @@ class _Step:
     ) -> None:
         self.backend, self.program, self.positions, self.caches = backend, program, positions, caches
         self.plans, self.rows = plans, rows
+        self.selection: Selection | None = None  # of the last indexer; None: rows attend to all keys that they see
         self.lora_rows = None if lora_slots is None else LoraRows(lora_slots)
         self.values = {program.input.buffer: x}  # [T, width]
 
@@ -92,7 +100,7 @@ class _Step:
         x = self.at(place)
         return x.view(len(x), place.size // dim, dim)
 
-    def kv(self, operator: op.Write | op.Attend) -> tuple[PagedKV, AttentionPlan]:
+    def kv(self, operator: op.Write | op.Attend | op.Select) -> tuple[PagedKV, AttentionPlan]:
         """Return the cache and the plan of the layer's attention."""
         return cast(PagedKV, self.caches.layer(operator.layer)), cast(AttentionPlan, self.plans[operator.group])
 
@@ -120,6 +128,13 @@ class _Step:
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
             case op.Write(k=k, v=v, head_dim=dim):
                 backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), *self.kv(operator))
+            case op.Select(q=q, k=k, x=x, weights=weights, top_k=top_k):
+                kv, plan = self.kv(operator)
+                rows = self.heads(q, k.size), at(k), weights(at(x)).float()
+                self.selection = select(backend, *rows, cast(Tensor, kv.index), plan, top_k)
+            case op.Attend(selected=True) if self.selection is not None:
+                by_head = self.heads(operator.q, operator.head_dim)
+                self.put(operator.out, self.selection.attention(by_head, *self.kv(operator), operator.scale))
             case op.Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),

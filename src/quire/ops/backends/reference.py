@@ -23,6 +23,7 @@ from quire.ops.program import Executor, Program
 from quire.ops.recurrent import reference as reference_recurrent
 from quire.ops.recurrent.calls import GatedNorm
 from quire.ops.registry import load, unavailable
+from quire.ops.sparse import reference_scores
 from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores
 from quire.ops.swap import HostSwap, Swap
 from quire.ops.weights.linear import Linears
@@ -41,6 +42,8 @@ class ReferenceBackend(Backend):
         reproducible=False,
         case_budget=2_000,
     )
+
+    has_index = True
 
     def unavailable(self, device: str) -> str | None:
         """Return None for the CPU and for a GPU that torch supports, otherwise the reason."""
@@ -106,6 +109,8 @@ class ReferenceBackend(Backend):
         out.copy_(result)
         if lse is not None:
             lse.copy_(found)
+
+    _index_scores = staticmethod(reference_scores)
 
     def _merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (e^lse_a · out_a + e^lse_b · out_b) / (e^lse_a + e^lse_b). A state without keys has the LSE -inf."""

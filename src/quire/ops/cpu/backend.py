@@ -51,6 +51,7 @@ class CpuBackend(Backend):
         reproducible=True,
         case_budget=2_000,
     )
+    has_index = True
     device_type = "cpu"
     plan_type = CpuPlan
     recurrent_plan_type = recurrent.CpuRecurrentPlan
@@ -134,6 +135,27 @@ class CpuBackend(Backend):
         p.scale = plan.spec.default_scale if scale is None else scale
         p.softcap, p.chunk = softcap or 0.0, chunk or 0
         plan.library("attention", plan.view, byref(p))
+
+    def _index_scores(
+        self,
+        q: Tensor,  # [R, Hi, Di]
+        weights: Tensor,  # fp32 [R, Hi]
+        index: Tensor,  # [N, 1, B, Di]
+        tables: Tensor,  # int32 [S, M]
+        sequences: Tensor,  # int64 [R]
+        counts: Tensor,  # int64 [R]
+    ) -> Tensor:
+        rows, heads, dim = q.shape
+        dtype, q, weights, width = _dtype("q", q), q.contiguous(), weights.contiguous(), int(counts.max())
+        if index.dtype is not q.dtype:
+            raise Unsupported(f"index is {index.dtype} and q {q.dtype}; the cpu backend serves index keys of q's dtype")
+        room = torch.empty(rows, dim + 1, heads + native.MOST_LANES)
+        out = torch.empty(rows, width)
+        addresses = (x.data_ptr() for x in (q, weights, index, tables, sequences, counts, room, out))
+        block, _, slot, *_ = index.stride()
+        sizes = block, slot, tables.stride(0), rows, heads, dim, width, index.shape[2]
+        native.default()("index_scores", byref(native.IndexParams(*addresses, *sizes, dtype)))
+        return out
 
     def _merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         dtype = _dtype("out_a", out_a)

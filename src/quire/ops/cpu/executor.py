@@ -49,7 +49,8 @@ class NativeExecutor:
     @staticmethod
     def serves(program: Program) -> bool:
         """Return True if the library supports the program's dtype and exchanges, and all linears are packed for it."""
-        if program.dtype not in native.DTYPES or any(isinstance(step, op.AttendWithin) for step in program.operators):
+        composed = op.AttendWithin, op.Select
+        if program.dtype not in native.DTYPES or any(isinstance(step, composed) for step in program.operators):
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
             return False
@@ -137,8 +138,8 @@ class NativeExecutor:
                 )
                 self._cached[layer, group].append(attention)
                 return self._op(operator, attention, q, None, out, group=group)
-            case op.AttendWithin():
-                raise Unsupported("attention within a batch is composed of other operators: see `serves`")
+            case op.AttendWithin() | op.Select():
+                raise Unsupported(f"{operator.kind} is composed of other operators: see `serves`")
             case op.Activate(x=x, out=out, activation=activation):
                 return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
             case op.Multiply(x=x, out=out) | op.Add(x=x, out=out) | op.Copy(x=x, out=out):

@@ -39,6 +39,7 @@ class Cache:
         tensors = kv.tensors()
         self.separate = not (any(map(overlap.repeats, tensors.values())) or overlap.first_shared(tensors, {}))
         self.params = native.CacheParams()
+        tensors.pop("kv.index", None)  # no kernel of attention reads it
         for name, x in tensors.items():
             name = name.removeprefix("kv.")
             setattr(self.params, name, x.data_ptr())

@@ -2,6 +2,7 @@
 // (linear.cpp, linear_integers.cpp), and recurrent layers (recurrent.cpp).
 
 #include "ceilings.h"
+#include "index.h"
 #include "lora.h"
 #include "small.h"
 
@@ -153,6 +154,10 @@ ENTRY(top_k_softmax)(
         top_k_row(x + i * stride, dim, k, heaps + i * k, places + i * k);
         shares_row(x + i * stride, dim, places + i * k, k, shares + i * k);
     });
+}
+
+ENTRY(index_scores)(ParallelFor parallel_for, const IndexParams* p) {
+    with_element(p->dtype, [&](auto element) { index_rows<decltype(element)>(parallel_for, *p); });
 }
 
 // results: [threads], so that nothing is left out.

@@ -110,6 +110,20 @@ struct RoundParams {
     int32_t dtype, bits, threads;
 };
 
+// The indexer of sparse attention, see index.h. Strides in elements.
+struct IndexParams {
+    const void* q;             // [rows, heads, dim]
+    const float* weights;      // [rows, heads]
+    const void* keys;          // [N, 1, B, dim], of the dtype of q
+    const int32_t* tables;     // [S, table_stride]
+    const int64_t* sequences;  // [rows]: the table of each row
+    const int64_t* counts;     // [rows]: the keys that it sees
+    float* room;               // scratch: [rows, (dim + 1) * heads, rounded up to whole vectors]
+    float* out;                // [rows, width]; -inf for keys that a row does not see
+    int64_t key_block, key_slot, table_stride, rows, heads, dim, width, block_size;
+    int32_t dtype;
+};
+
 // -------------------------------------------------------------------------- recurrent layers, see recurrent.h
 
 struct RecurrentSizes {
