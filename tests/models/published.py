@@ -429,6 +429,11 @@ DEEPSEEK_V3: dict[str, Any] = {
     "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
                             "weight_block_size": [128, 128]},
 }  # fmt: skip
+DEEPSEEK_V32: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK_V3.items() if key not in ("auto_map", "aux_loss_alpha", "seq_aux")},
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "bos_token_id": 0, "eos_token_id": 1,
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+}  # fmt: skip
 DEEPSEEK_R1_QWEN = {**QWEN2_5_7B, "max_position_embeddings": 131072, "rope_theta": 10000, "use_mrope": False}
 GLM4: dict[str, Any] = {
     "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True, "attention_dropout": 0.0,
@@ -437,6 +442,20 @@ GLM4: dict[str, Any] = {
     "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
     "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 151552,
+}  # fmt: skip
+GLM5: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "attention_bias": False,
+    "attention_dropout": 0.0, "dtype": "bfloat16", "eos_token_id": [154820, 154827, 154829], "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "head_dim": 64, "hidden_size": 6144, "index_head_dim": 128,
+    "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True, "initializer_range": 0.02,
+    "intermediate_size": 12288, "kv_lora_rank": 512, "max_position_embeddings": 202752, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1, "pad_token_id": 154820, "pretraining_tp": 1, "q_lora_rank": 2048,
+    "qk_head_dim": 256, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+    "rope_interleave": True, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 256, "vocab_size": 154880,
 }  # fmt: skip
 GLM4_AIR: dict[str, Any] = {
     **GLM4, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "first_k_dense_replace": 1,
@@ -542,11 +561,12 @@ REPOSITORIES: dict[str, dict[str, dict[str, Any]]] = {
         "mistralai/Mixtral-8x7B-Instruct-v0.1": json.loads(MIXTRAL),
     },
     "DeepSeek": {
+        "deepseek-ai/DeepSeek-V3.2": DEEPSEEK_V32,
         "deepseek-ai/DeepSeek-V3": DEEPSEEK_V3,
         "deepseek-ai/DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": DEEPSEEK_R1_QWEN,
     },
-    "Z.ai": {"zai-org/GLM-4.5-Air": GLM4_AIR, "zai-org/GLM-4-9B-0414": GLM4},
+    "Z.ai": {"zai-org/GLM-5": GLM5, "zai-org/GLM-4.5-Air": GLM4_AIR, "zai-org/GLM-4-9B-0414": GLM4},
     "IBM": {
         "ibm-granite/granite-4.0-h-tiny": GRANITE_4_H,
         "ibm-granite/granite-4.0-h-micro": GRANITE_4_H_MICRO,

@@ -227,6 +227,14 @@ slows the rotation at all positions.
 `original_max_position_embeddings` with yarn. With llama3 and longrope `max_position_embeddings` is the limit.
 `quire info` shows it.
 
+The attention of DeepSeek-V3.2 and GLM-5 is sparse: an indexer scores the keys before each token, which attends to the
+`index_topk` best of them, ties to the lower position. Up to that number of tokens the result is dense attention's, to
+the bit. Layers of GLM-5 that share an earlier layer's choice are served, too. The indexer's key of each token is in the
+blocks of the KV cache, in the model's dtype, so `kv_cache_dtype` must be `auto`. The scores are in fp32: the Hadamard
+rotation and the FP8 of the original kernel are left out, as in transformers. Backends with an indexer are `cpu`,
+`reference` and `gather`: on a GPU, select one of the last two with `attention_backend`. GGUF files of these models are
+refused.
+
 `python -m tests.models.sweep` writes this page with transformers {release}; `quire models` prints the same.
 
 ## Published checkpoints

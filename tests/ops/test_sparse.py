@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.errors import BadShape, Unsupported
+from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.program import Place, Program, Select
 from quire.ops.sparse import Selection, select
 from quire.ops.weights.linear import Linears
@@ -180,6 +180,21 @@ def test_a_copied_block_has_its_index_keys(indexing: ops.Backend) -> None:
 def test_shapes_are_checked(indexing: ops.Backend) -> None:
     step = Step((1,), (8,), 0)
     assert step.kv.index is not None
-    given = step.weights[:, 1:], step.kv.index, step.tables, torch.zeros(1, dtype=torch.int64), torch.tensor([8])
-    with pytest.raises(BadShape, match=r"weights has shape \(1, 4\); expected \(1, 5\)"):
-        indexing.index_scores(step.index_q, *given)
+    given = {
+        "q": step.index_q, "weights": step.weights, "index": step.kv.index, "tables": step.tables,
+        "sequences": torch.zeros(1, dtype=torch.int64), "counts": torch.tensor([8]),
+    }  # fmt: skip
+    step.select(indexing, 8)
+    assert indexing.index_scores(**given).shape == (1, 8)
+    wrong: list[tuple[str, Tensor, type[Exception], str]] = [
+        ("weights", step.weights[:, 1:], BadShape, r"weights has shape \(1, 4\); expected \(1, 5\)"),
+        ("q", step.index_q[0], BadShape, r"q, index and tables have the shapes \(5, 20\)"),
+        ("index", step.kv.k[..., :INDEX].double(), BadDtype, "index has dtype torch.float64"),
+        ("tables", step.tables.long(), BadDtype, "tables has dtype torch.int64"),
+        ("tables", step.tables - step.num_blocks, BadValue, r"tables has blocks in .*; a visible one must be in 0..4"),
+        ("sequences", torch.ones(1, dtype=torch.int64), BadValue, r"sequences has values in 1..1; .* in 0..0"),
+        ("counts", torch.tensor([13]), BadValue, r"counts has values in 13..13; they must be in 0..12"),
+    ]
+    for name, value, error, match in wrong:
+        with pytest.raises(error, match=match):
+            indexing.index_scores(**given | {name: value})

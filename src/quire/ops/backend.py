@@ -12,8 +12,7 @@ from torch import Tensor
 from quire.errors import BadValue, Unsupported
 from quire.ops import in_graph
 from quire.ops.checks import metadata
-from quire.ops.checks.attention import check_attention, check_copy, check_sinks, check_states, check_write
-from quire.ops.checks.tensors import check_tensor
+from quire.ops.checks.attention import check_attention, check_copy, check_index, check_sinks, check_states, check_write
 from quire.ops.collectives import Communicator
 from quire.ops.decoder_operators import DecoderOperators
 from quire.ops.plan import AttentionPlan
@@ -339,10 +338,7 @@ class Backend(DecoderOperators, RecurrentOperators):
         Raises:
             Unsupported: if the backend has no indexer.
         """
-        heads, dim = q.shape[1:]
-        check_tensor("q", q, (len(sequences), heads, dim), q.dtype, q.device)
-        check_tensor("weights", weights, (len(sequences), heads), torch.float32, q.device)
-        check_tensor("index", index, (index.shape[0], 1, index.shape[2], dim), index.dtype, q.device)
+        check_index(q, weights, index, tables, sequences, counts)
         return self._index_scores(q, weights, index, tables, sequences, counts)
 
     def _index_scores(

@@ -4,7 +4,7 @@ The indexer has its own small key per token, stored next to the latent. The scor
 heads of weight * max(0, q·k), in fp32; positive factors that all scores of a row share are left out. A row attends to
 the k visible keys with the largest scores, ties to the lower position, or to all of them if they are k at most.
 
-Attention over chosen keys is ordinary attention in which each row is a sequence of its own, with blocks of one token.
+Attention over chosen keys is ordinary attention in which each row is a separate sequence, with blocks of one token.
 So its bits depend on the row's keys alone, and a row that chooses all of its keys has the bits of dense attention.
 """
 
@@ -106,7 +106,7 @@ def reference_scores(
 ) -> Tensor:
     """Compute `Backend.index_scores` in PyTorch, in fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.full((len(q), int(counts.max())), -torch.inf, dtype=wide, device=q.device)
+    scores = torch.full((len(q), int(counts.max()) if len(q) else 0), -torch.inf, dtype=wide, device=q.device)
     for i, (sequence, count) in enumerate(zip(sequences.tolist(), counts.tolist(), strict=True)):
         at = _slots(tables[sequence].long()[None], torch.arange(count)[None], index.shape[2])[0].to(index.device)
         keys = index[at // index.shape[2], 0, at % index.shape[2]].to(wide)  # [keys, Di]

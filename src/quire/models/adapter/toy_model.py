@@ -24,7 +24,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size(_per_layer_input)?", VOCAB),
     (r"max_position_embeddings", 2**20),  # limited because tables of angles have a row for each
     (
-        r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size)",
+        r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size|index_topk)",
         WINDOW,
     ),
     (r"embedding_size|hidden_size|d_model|n_embd|word_embed_proj_dim|dim_model|block_dim|conv_dim(_out)?", HIDDEN),

@@ -110,6 +110,8 @@ def _sparse(config: ConfigReader, layers: tuple[LayerConfig, ...], glm: bool) ->
     """Return the layers with their indexers, and with the MLPs of `mlp_layer_types` if that is given."""
     count = len(layers)
     config.only("indexer_rope_interleave", glm)
+    config.only("moe_router_dtype", "float32")
+    config.get("index_share_for_mtp_iteration")  # of draft heads
     if kinds := config.texts("layer_types"):
         config.of_layers({"indexed_attention": None}, kinds, count)
     index = IndexConfig(
@@ -231,9 +233,10 @@ _draft_head = layer_after(weight_sources, _adapt)
 
 
 def draft_head(raw: Mapping[str, Any], config: DecoderConfig, names: frozenset[str]) -> HeadFormat | None:
-    """Return the head in the layer after the last one, which has an indexer even if the last one shares another's."""
+    """Return the head in the layer after the last one. Without its own indexer, it attends to all keys."""
     last = config.layers[-1]
     if isinstance(last.mixer, LatentConfig) and last.mixer.index is not None:
-        mixer = replace(last.mixer, index=replace(last.mixer.index, shared=False))
+        own = f"model.layers.{config.num_layers}.{INDEXER}.wk.weight" in names
+        mixer = replace(last.mixer, index=replace(last.mixer.index, shared=False) if own else None)
         config = replace(config, layers=(*config.layers[:-1], replace(last, mixer=mixer)))
     return _draft_head(raw, config, names)

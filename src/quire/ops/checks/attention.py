@@ -88,6 +88,38 @@ def check_attention(
         )
 
 
+def check_index(
+    q: torch.Tensor,  # [R, Hi, Di]
+    weights: torch.Tensor,  # fp32 [R, Hi]
+    index: torch.Tensor,  # [N, 1, B, Di]
+    tables: torch.Tensor,  # int32 [S, M], host
+    sequences: torch.Tensor,  # int64 [R], host
+    counts: torch.Tensor,  # int64 [R], host
+) -> None:
+    """Check the arguments of index_scores."""
+    rows, host = len(sequences), torch.device("cpu")
+    if q.dim() != 3 or index.dim() != 4 or tables.dim() != 2:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, index, tables))
+        raise BadShape(f"q, index and tables have the shapes {shapes}; expected [R, Hi, Di], [N, 1, B, Di] and [S, M]")
+    check_float("q", q)
+    check_tensor("q", q, (rows, *q.shape[1:]), q.dtype, q.device)
+    check_tensor("weights", weights, (rows, q.shape[1]), torch.float32, q.device)
+    check_tensor("index", index, (index.shape[0], 1, index.shape[2], q.shape[2]), q.dtype, q.device)
+    check_tensor("tables", tables, tuple(tables.shape), torch.int32, host)
+    check_tensor("sequences", sequences, (rows,), torch.int64, host)
+    check_tensor("counts", counts, (rows,), torch.int64, host)
+    num_blocks, size, most = index.shape[0], index.shape[2], tables.shape[1]
+    for name, x, end in (("sequences", sequences, len(tables)), ("counts", counts, most * size + 1)):
+        if rows and not 0 <= int(x.min()) <= int(x.max()) < end:
+            raise BadValue(f"{name} has values in {int(x.min())}..{int(x.max())}; they must be in 0..{end - 1}")
+    longest = torch.zeros(len(tables), dtype=torch.int64).scatter_reduce(0, sequences, counts, "amax")
+    held = tables[torch.arange(most) * size < longest[:, None]]
+    if held.numel() and not 0 <= int(held.min()) <= int(held.max()) < num_blocks:
+        raise BadValue(
+            f"tables has blocks in {int(held.min())}..{int(held.max())}; a visible one must be in 0..{num_blocks - 1}"
+        )
+
+
 def check_slopes(slopes: torch.Tensor, num_heads: int, num_seqs: int, device: torch.device) -> None:
     """Check ALiBi's slopes: [Hq] or [S, Hq]."""
     shape = tuple(slopes.shape)

@@ -36,7 +36,7 @@ from quire.ops.program import Executor, Program
 from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence
 from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
-from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores
+from quire.ops.spec import MAX_HEAD_DIM, AttentionSpec, Limits, PagedKV, Scores
 from quire.ops.swap import HostSwap, Swap
 from quire.ops.weights.linear import Linears
 
@@ -146,9 +146,13 @@ class CpuBackend(Backend):
         counts: Tensor,  # int64 [R]
     ) -> Tensor:
         rows, heads, dim = q.shape
-        dtype, q, weights, width = _dtype("q", q), q.contiguous(), weights.contiguous(), int(counts.max())
-        if index.dtype is not q.dtype:
-            raise Unsupported(f"index is {index.dtype} and q {q.dtype}; the cpu backend serves index keys of q's dtype")
+        dtype, q, weights = _dtype("q", q), q.contiguous(), weights.contiguous()
+        width = int(counts.max()) if rows else 0
+        if dim > MAX_HEAD_DIM:
+            raise Unsupported(
+                f"q has heads of {dim} numbers; the cpu backend serves an indexer of up to {MAX_HEAD_DIM}"
+            )
+        sequences, counts = sequences.contiguous(), counts.contiguous()
         room = torch.empty(rows, dim + 1, heads + native.MOST_LANES)
         out = torch.empty(rows, width)
         addresses = (x.data_ptr() for x in (q, weights, index, tables, sequences, counts, room, out))
