@@ -198,7 +198,36 @@ def _error(made: Any, eager: Any) -> float:
     return worst / max(1.0, largest)
 
 
+# Names that readers look for, and their types.
+SOUGHT = {
+    "Qwen 3, 3.5, 3-Next, 3-VL": "qwen3 qwen3_moe qwen3_5 qwen3_5_moe qwen3_next qwen3_vl",
+    "Llama 3, 4": "llama llama4",
+    "Gemma 3, 3n, 4": "gemma3 gemma3n gemma4",
+    "gpt-oss": "gpt_oss",
+    "DeepSeek V3, R1": "deepseek_v3",
+    "DeepSeek V3.2": "deepseek_v32",
+    "DeepSeek V4": "deepseek_v4",
+    "GLM 4.5, 4.6": "glm4_moe",
+    "GLM 5": "glm_moe_dsa",
+    "Mistral, Ministral, Mixtral": "mistral mistral3 ministral3 mixtral",
+    "Phi 3, 4": "phi3 phimoe",
+    "Granite 4": "granitemoehybrid",
+    "LFM 2": "lfm2 lfm2_moe",
+    "MiniMax M2": "minimax_m2",
+    "MiniMax 01": "minimax",
+    "Kimi Linear": "kimi_linear",
+    "Nemotron-H": "nemotron_h",
+    "Falcon-H1": "falcon_h1",
+    "Jamba": "jamba",
+    "OLMo 3": "olmo3",
+    "SmolLM 3": "smollm3",
+}
+
 PAGE = """# Models
+
+| model | types in config.json | computed by |
+|---|---|---|
+{sought}
 
 `quire info --model NAME` shows which code computes a checkpoint, or why it is refused, and its requirements on
 this machine: parameters, memory, and the expected tokens a second. It downloads no weights.
@@ -279,6 +308,7 @@ def document(found: Sweep) -> str:
 
     return PAGE.format(
         release=found.transformers,
+        sought="\n".join(_sought(name, found) for name in SOUGHT),
         count=len(types),
         own=len(own),
         adapter=len(adapted),
@@ -293,6 +323,16 @@ def document(found: Sweep) -> str:
         refused_repositories=_refused(found.repositories),
         reasons="\n".join(f"| {row.name} | {_cell(row.reason)} |" for row in found.types if row.how == "refused"),
     )
+
+
+def _sought(name: str, found: Sweep) -> str:
+    """A line of the first table."""
+    rows = [row for row in found.types if row.name in SOUGHT[name].split()]
+    hows: dict[str, list[str]] = {}
+    for row in rows:
+        hows.setdefault(f"refused: {_cell(row.reason)}" if row.how == "refused" else row.how, []).append(row.name)
+    each = [how if len(hows) == 1 else f"{how} ({', '.join(names)})" for how, names in hows.items()]
+    return f"| {name} | {', '.join(row.name for row in rows)} | {'; '.join(each)} |"
 
 
 def _refused(repositories: Iterable[Repository]) -> str:

@@ -8,7 +8,7 @@ from quire.models import FAMILIES
 from quire.models.supported import HOW, read
 from tests.marks import quick
 from tests.models.published import REPOSITORIES
-from tests.models.sweep import DOCS, SIDED, TYPES, document, sweep, sweep_repository
+from tests.models.sweep import DOCS, SIDED, SOUGHT, TYPES, document, sweep, sweep_repository
 
 SHARDS = 48
 NAMES = sorted({*TYPES, *SIDED})
@@ -44,6 +44,10 @@ def test_all_are_listed() -> None:
     assert list(LISTED) == NAMES
     assert list(PUBLISHED) == [name for some in REPOSITORIES.values() for name in some]
     assert {found.how for found in LISTED.values()} <= set(HOW)
+
+
+def test_the_page_begins_with_names_of_types() -> None:
+    assert {name for types in SOUGHT.values() for name in types.split()} <= LISTED.keys()
 
 
 def test_enough_are_served() -> None:
