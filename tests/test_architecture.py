@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "router": {"errors", "config", "server", "fleet"},
     "simulate": {"errors", "request", "config", "cache", "models", "engine", "frontend", "fleet"},
     "terminal": {"errors", "request", "config", "sandbox", "frontend", "server"},
-    "cli": ENGINE | {"frontend", "server", "fleet", "router", "simulate", "terminal", "__init__"},
+    "diff": ENGINE | {"frontend"},
+    "cli": ENGINE | {"diff", "frontend", "server", "fleet", "router", "simulate", "terminal", "__init__"},
     "__init__": {"importing", "ops", "request", "config", "inputs", "engine", "frontend"},
     "__main__": {"cli"},
 }
@@ -73,8 +74,9 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_860,
-    "cli": 1_915,
+    "cli": 2_080,
     "engine": 6_925,
+    "diff": 1_110,
     "fingerprint": 660,
     "fleet": 5_825,
     "frontend": 5_155,

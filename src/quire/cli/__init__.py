@@ -23,6 +23,7 @@ from quire.cli.chat import chat
 from quire.cli.command import Command
 from quire.cli.config_file import Sourced, with_variables
 from quire.cli.convert import convert
+from quire.cli.diff import diff
 from quire.cli.embed import embed
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
@@ -111,6 +112,7 @@ def bench(context: typer.Context) -> None:
 
 app.command(cls=Sourced, short_help="Simulate the scheduler or a fleet under a load.")(simulate)
 app.command(cls=Command, short_help="Write a model with its weights rounded.")(convert)
+app.command(cls=Command, short_help="Find the first operator at which two runs differ.")(diff)
 app.add_typer(cache, name="cache", short_help="See or remove the KV blocks on a disk.")
 app.command(cls=Command, short_help="List published models, and how they are served.")(models)
 app.command(cls=Command, short_help="Show the features of this machine, or the needs of a model.")(info)

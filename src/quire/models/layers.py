@@ -90,7 +90,7 @@ def write_program(
     for index in range(config.num_layers):
         writer.write_seen(index)
         hidden = writer.layer(index, hidden)
-    return Program(dtype, writer.input, writer.end(hidden), writer.buffers, writer.operators)
+    return Program(dtype, writer.input, writer.end(hidden), writer.buffers, writer.operators, list(writer.names))
 
 
 def position_tables(config: DecoderConfig, max_model_len: int, device: torch.device) -> list[Table | None]:
@@ -129,6 +129,8 @@ class _Writer:
         self.shard = shard
         self.tables, self.alibi_slopes, self.device = tables, alibi_slopes, device
         self.operators: list[Operator] = []
+        self.names: dict[str, None] = {}  # of the operators: of its weight, else the layer and the kind
+        self.scope = ""  # the layer's, before a kind
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
@@ -215,7 +217,7 @@ class _Writer:
     def layer(self, index: int, hidden: Place) -> Place:
         """Write one layer. hidden: the input of its attention. Return the place of the next layer's."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
-        layer = config.layers[index]
+        layer, self.scope = config.layers[index], name
         mixed = self.mixed(index, layer.mixer, hidden)
         one_norm = config.branches == "parallel, one norm"
         if last:
@@ -542,7 +544,7 @@ class _Writer:
 
     def project(self, name: str, x: Place, out: Place) -> None:
         """Write out = linear(x), and its LoRA adapters if enabled."""
-        self.write(Project(x, self.linear(name), out))
+        self.write(Project(x, self.linear(name), out), name)
         if self.loras is not None:
             parts = len(self.config.weights[f"{name}.weight"].parts)
             self.write(AddLora(x, self.loras.made(name, x.size, out.size, parts), out))
@@ -578,7 +580,8 @@ class _Writer:
         weight, bias = tensor(self.weights[f"{name}.weight"]), self.bias(name)
         if self.config.norm == "layer" and bias is None:
             bias = torch.zeros_like(weight)  # a bias makes the operator a LayerNorm instead of an RMSNorm
-        self.write(Normalize(x, out, weight, bias, self.config.norm_eps if eps is None else eps, residual, heads))
+        epsilon = self.config.norm_eps if eps is None else eps
+        self.write(Normalize(x, out, weight, bias, epsilon, residual, heads), name)
 
     def normalize_heads(self, name: str, x: Place, out: Place, heads: int) -> None:
         """Write out = x, normalised by heads, with the weight of that name if it exists."""
@@ -592,6 +595,10 @@ class _Writer:
         weight = torch.ones(x.size // heads, dtype=torch.float32, device=self.device)
         self.write(Normalize(x, out, weight, None, self.config.norm_eps, None, heads))
 
-    def write(self, operator: Operator) -> None:
-        """Append an operator to the program."""
+    def write(self, operator: Operator, name: str | None = None) -> None:
+        """Append an operator to the program. name: of its weight; None: it is named for its layer and kind."""
+        name, number = name or f"{self.scope}{operator.kind}", 1
+        while (unique := f"{name}.{number}" if number > 1 else name) in self.names:
+            number += 1
+        self.names[unique] = None
         self.operators.append(operator)

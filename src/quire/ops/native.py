@@ -9,7 +9,9 @@ import ctypes
 import math
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +44,8 @@ NO_MEMORY = 1  # returned by plan_update
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INT8 = 3  # only of caches
 MOST_LANES = 16  # numbers of a vector
+NO_KERNELS = "none"  # instead of an instruction set
+_isa: ContextVar[str | None] = ContextVar("isa", default=None)  # of `default`; None: the best
 
 
 class SpecParams(Structure):
@@ -428,6 +432,8 @@ def library_path() -> Path:
 
 def unavailable() -> str | None:
     """Return the reason why the native kernels cannot run on this machine, or None if they can."""
+    if _isa.get() == NO_KERNELS:
+        return "this run uses no native kernels"
     path = library_path()
     if not path.exists():
         return f"the native library {path.name} was not built for this platform"
@@ -543,10 +549,33 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     )
 
 
-@cache
 def default() -> Library:
-    """Return the library with the best kernels for this machine, loaded once."""
-    return load()
+    """Return the library with the best kernels for this machine, or with those of `using`. Each is loaded once."""
+    return _loaded(_isa.get())
+
+
+_loaded = cache(load)
+
+
+@contextmanager
+def using(isa: str | None) -> Iterator[None]:
+    """Make `default` return the kernels of an instruction set, in this thread.
+
+    A model keeps the kernels with which it was loaded, so it must be loaded and run with the same ones.
+
+    Args:
+        isa: an instruction set. None: the best one. NO_KERNELS: none, as on a machine that has no native library.
+
+    Raises:
+        Unsupported: if its kernels cannot be used here.
+    """
+    if isa not in (None, NO_KERNELS):
+        _loaded(isa)
+    token = _isa.set(isa)
+    try:
+        yield
+    finally:
+        _isa.reset(token)
 
 
 @cache

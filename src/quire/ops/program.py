@@ -45,6 +45,7 @@ class BaseOperator:
 
     kind: ClassVar[str]
     changes_out: ClassVar[bool] = False
+    written: ClassVar[tuple[str, ...]] = ("out",)  # fields with places that it fills or changes
 
     @property
     def fills(self) -> list[Place]:
@@ -55,6 +56,12 @@ class BaseOperator:
     def reads(self) -> list[Place]:
         """Places that it reads or changes."""
         return [place for name, place in self._places() if name != "out" or self.changes_out]
+
+    @property
+    def results(self) -> dict[str, Place]:
+        """Places that it fills or changes, by the names of its fields, in the order in which they are computed."""
+        found = {name: getattr(self, name, None) for name in self.written}
+        return {name: place for name, place in found.items() if isinstance(place, Place) and place.size}
 
     def _places(self) -> Iterator[tuple[str, Place]]:
         for name, value in vars(self).items():
@@ -96,6 +103,7 @@ class Normalize(BaseOperator):
     """
 
     kind = "norm"
+    written = ("residual", "out")
     x: Place
     out: Place
     weight: Tensor  # [size / heads]
@@ -115,6 +123,7 @@ class Rotate(BaseOperator):
     """RoPE of q and k in place."""
 
     kind = "rope"
+    written = ("q", "k")
     q: Place
     k: Place
     cos: Tensor  # fp32 [P, D_rot / 2]
@@ -228,6 +237,7 @@ class Scale(BaseOperator):
     """x *= factor."""
 
     kind = "scale"
+    written = ("x",)
     x: Place
     factor: float
 
@@ -375,6 +385,7 @@ class Program:
     output: Place  # a whole buffer, returned to the caller
     buffers: Mapping[str, int]  # widths by name, input and output among them
     operators: Sequence[Operator] = field(default_factory=list)
+    names: Sequence[str] = ()  # of the operators, each different, for people; (): they have none
 
     def __post_init__(self) -> None:
         for place in (self.input, self.output):

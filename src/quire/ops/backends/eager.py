@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,16 @@ from quire.ops.spec import PagedKV
 from quire.ops.weights.lora import LoraRows
 
 
+class Hook(Protocol):
+    """Sees the buffers, [T, width] by name, before and after each operator, and may change or replace them."""
+
+    def before(self, index: int, values: dict[str, Tensor]) -> None:
+        """Called before operator `index` of the program."""
+
+    def after(self, index: int, values: dict[str, Tensor]) -> None:
+        """Called after operator `index` of the program."""
+
+
 class EagerExecutor:
     """Runs a program by calls of a backend's operators, one call for each."""
 
@@ -33,6 +43,7 @@ class EagerExecutor:
                 "'cpu', 'reference' or 'gather'"
             )
         self.observer: Observer | None = None
+        self.hook: Hook | None = None
         self._backend, self.program = backend, program
         self._last_uses = program.last_uses()
 
@@ -48,8 +59,12 @@ class EagerExecutor:
         """Run the program and return the output: [T, width], or [R, width]."""
         step = _Step(self._backend, self.program, x, positions, caches, plans, rows, lora_slots)
         run = step.run if self.observer is None else partial(_observed, step, self.observer)
-        for operator, done_with in zip(self.program.operators, self._last_uses, strict=True):
+        for index, (operator, done_with) in enumerate(zip(self.program.operators, self._last_uses, strict=True)):
+            if self.hook is not None:
+                self.hook.before(index, step.values)
             run(operator)
+            if self.hook is not None:
+                self.hook.after(index, step.values)
             for buffer in done_with:
                 del step.values[buffer]
         return step.values[self.program.output.buffer]
