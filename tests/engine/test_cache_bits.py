@@ -58,6 +58,10 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "glm 5, sparse, bf16": (
         "GlmMoeDsa", torch.bfloat16, {"vocab_size": VOCABULARY, "indexer_types": ["full", "shared", "full"]}
     ),
+    "falcon h1, bf16": ("FalconH1", torch.bfloat16, {"vocab_size": VOCABULARY}),
+    "nemotron h, fp32": ("NemotronH", torch.float32, {"vocab_size": VOCABULARY}),
+    "minimax, bf16": ("MiniMax", torch.bfloat16, {"vocab_size": VOCABULARY}),
+    "lfm3, bf16": ("Lfm3", torch.bfloat16, {"vocab_size": VOCABULARY}),
 }  # fmt: skip
 # One of each kind of cache; with --long all of them. `tests.engine.differential` has them all, too.
 FEW = ("embedded", "gemma2, windows, fp32", "deepseek, int8 cache", "qwen3 next, bf16", "glm 5, sparse, bf16")

@@ -108,6 +108,23 @@ BASES |= {
         "moe_intermediate_size": 36, "num_dense_layers": 1,
     },
 }  # fmt: skip
+BASES |= {
+    "Mamba2": {
+        "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 12, "n_groups": 2,
+        "state_size": 10,
+    },
+    "NemotronH": {key: value for key, value in TINY.items() if key != "num_hidden_layers"} | {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+        "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 10, "n_routed_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 36, "moe_shared_expert_intermediate_size": 40,
+    },
+    "MiniMax": MIXTRAL | {"num_hidden_layers": 4, "num_key_value_heads": 3, "block_size": 16},
+    "Lfm3": TINY | {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+        "sliding_window": 9,
+    },
+    "FalconH1": MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64},
+}  # fmt: skip
 CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",

@@ -31,7 +31,13 @@ from quire.engine.sampler import sample, token_logprobs
 from quire.fingerprint.fingerprint import DIGEST_SIZE
 from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
-from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
+from quire.models.state_config import (
+    ConvolutionConfig,
+    GatedDeltaConfig,
+    LightningConfig,
+    StateConfig,
+    StateSpaceConfig,
+)
 from quire.ops import AttentionPlan, AttentionSpec, Backend
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
@@ -309,6 +315,9 @@ def _state_kinds(mixer: StateConfig) -> dict[str, Callable[[_Case], Iterator[Ten
                 "state space": partial(_state_space, space.sizes, mixer.dt_limits),
                 "gated norm": partial(_gated_norms, space.out_size, heads),
             }
+        case LightningConfig():
+            lightning = replace(mixer, num_heads=2, slopes=mixer.slopes[:2])
+            return {"state space": partial(_state_space, lightning.sizes, (1.0, 1.0))}
         case ConvolutionConfig():
             return {"convolution": partial(_convolutions, replace(mixer, width=INPUTS).sizes)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from quire.cache.groups import AnyGroup, CacheGroup, Heads
 from quire.errors import ModelError
@@ -32,6 +32,7 @@ class AttentionConfig:
     bias: bool = False  # of the projection to q, k and v
     output_bias: bool = False
     gated: bool = False  # the attention output is multiplied by the sigmoid of a gate, which is projected with q
+    head_gated: bool = False  # each head of it is multiplied by the sigmoid of a number, which is projected after v
     # The normalisation of q and k before RoPE.
     qk_norm: Literal["head", "head, no weight", "all heads"] | None = None
     scale: float | None = None  # of q·k; None: 1 / sqrt(D)
@@ -44,6 +45,8 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_gated and (self.kv_of is not None or self.v_is_k):
+            raise ModelError("gates of heads are for layers that project q, k and v")
         if self.chunked and self.window is None:
             raise ModelError("attention in chunks needs their length")
         if self.temperature is not None and self.rope is not None:
@@ -71,11 +74,11 @@ class AttentionConfig:
 
     @property
     def projected(self) -> tuple[int, ...]:
-        """The output sizes of the projection: q, with its gate if gated, and k and v if the layer computes them."""
+        """The output sizes of the projection: q, with its gate if gated, k and v if the layer computes them, gates."""
         q = 2 * self.q_size if self.gated else self.q_size
         if self.kv_of is not None:
             return (q,)
-        return (q, *(self.kv_size,) * (1 if self.v_is_k else 2))
+        return (q, *(self.kv_size,) * (1 if self.v_is_k else 2), *(self.num_heads,) * self.head_gated)
 
     @property
     def kv_size(self) -> int:
@@ -146,6 +149,10 @@ class LatentConfig:
         return self.num_heads * (self.rope_dim + self.plain_dim)
 
 
+Attention = AttentionConfig | LatentConfig
+Mixer: TypeAlias = AttentionConfig | LatentConfig | StateConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class MlpConfig:
     """A layer's MLP."""
@@ -153,6 +160,7 @@ class MlpConfig:
     size: int  # I
     activation: Activation = Activation()  # noqa: RUF009  # frozen
     bias: bool = False
+    gate_scale: float = 1.0  # multiplies the gate before the activation
 
     @property
     def in_rows(self) -> tuple[int, ...]:
@@ -188,11 +196,16 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: a mixer of tokens, followed by an MLP or experts."""
+    """One layer: a mixer of tokens, followed by an MLP or experts. A layer may lack one of the two, with its norm."""
 
-    mixer: AttentionConfig | LatentConfig | StateConfig
-    mlp: MlpConfig | ExpertsConfig
+    mixer: Mixer | None
+    mlp: MlpConfig | ExpertsConfig | None
     experts: ExpertsConfig | None = None  # in addition to the MLP, with separate norms, also one for the router
+    norms: Literal["before", "after"] | None = None  # of its branches; None: as the decoder has them
+    joined: bool = False  # its mixer reads the same input as the mixer of the layer before it, which has no MLP
+    # Factors of the residual and of the branch where the mixer's result is added, and where the MLP's is.
+    mixer_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +319,7 @@ class DecoderConfig:
     @property
     def attention(self) -> list[AttentionConfig | LatentConfig]:
         """The attention of each layer that has one."""
-        return [layer.mixer for layer in self.layers if not isinstance(layer.mixer, StateConfig)]
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -317,7 +330,7 @@ class DecoderConfig:
     def ropes(self) -> tuple[Mapping[str, Any] | None, ...]:
         """The RoPE of each layer: [L]; None without RoPE or without attention."""
         mixers = [layer.mixer for layer in self.layers]
-        return tuple(None if isinstance(mixer, StateConfig) else mixer.rope for mixer in mixers)
+        return tuple(mixer.rope if isinstance(mixer, Attention) else None for mixer in mixers)
 
     @property
     def experts(self) -> list[ExpertsConfig]:
@@ -332,7 +345,7 @@ class DecoderConfig:
         if not self.causal:  # one layer's memory for the tokens of a step
             return (CacheGroup((0,), None, self.attention[0].heads, causal=False),)
         attention = [
-            None if isinstance(one, StateConfig) or shares_memory(one) else (one.heads, one.window) for one in mixers
+            (one.heads, one.window) if isinstance(one, Attention) and not shares_memory(one) else None for one in mixers
         ]
         states = [one.sizes if isinstance(one, StateConfig) else None for one in mixers]
         return (*cache_groups(attention), *state_groups(states))
@@ -367,7 +380,7 @@ class WeightShape(NamedTuple):
     parts: tuple[int, ...]
 
 
-def shares_memory(mixer: AttentionConfig | LatentConfig | StateConfig) -> bool:
+def shares_memory(mixer: Mixer | None) -> bool:
     """Return whether the layer reads the keys and values that another layer stores."""
     return isinstance(mixer, AttentionConfig) and mixer.kv_of is not None
 
@@ -465,8 +478,10 @@ def _whole(*shape: int) -> WeightShape:
 
 def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
     H = config.hidden_size
-    yield from _mixer_linears(layer.mixer, H)
-    yield from _mlp_linears(layer.mlp, H)
+    if layer.mixer is not None:
+        yield from _mixer_linears(layer.mixer, H)
+    if layer.mlp is not None:
+        yield from _mlp_linears(layer.mlp, H)
     if (relative := config.relative) is not None and not relative.shared and isinstance(layer.mixer, AttentionConfig):
         for name, wanted in (("distance_keys", relative.keys), ("distance_queries", relative.queries)):
             if wanted:
@@ -487,10 +502,12 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
         norms |= dict.fromkeys(names, config.hidden_size)
     if config.per_layer is not None:
         norms["per_layer_norm"] = config.hidden_size
-    if config.input_norms:
+    before = config.input_norms if layer.norms is None else layer.norms == "before"
+    after = config.branch_norms if layer.norms is None else layer.norms == "after"
+    if before and not layer.joined:
         norms["input_norm"] = config.hidden_size
-        if config.branches != "parallel, one norm":
-            norms["mlp_norm"] = config.hidden_size
+    if before and config.branches != "parallel, one norm" and None not in (mixer, layer.mlp):
+        norms["mlp_norm"] = config.hidden_size
     if isinstance(mixer, LatentConfig):
         norms["latent_norm"] = mixer.latent
         if mixer.q_rank is not None:
@@ -502,12 +519,14 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
         norms["q_norm"] = D if by_head else mixer.q_size
         if mixer.kv_of is None:
             norms["k_norm"] = D if by_head else mixer.kv_size
-    if config.branch_norms:
-        norms |= {"output_norm": config.hidden_size, "mlp_output_norm": config.hidden_size}
+    if after and layer.mixer is not None:
+        norms["output_norm"] = config.hidden_size
+    if after and layer.mlp is not None:
+        norms["mlp_output_norm"] = config.hidden_size
     return norms
 
 
-def _mixer_linears(mixer: AttentionConfig | LatentConfig | StateConfig, hidden_size: int) -> Iterator[_Linear]:
+def _mixer_linears(mixer: Mixer, hidden_size: int) -> Iterator[_Linear]:
     match mixer:
         case AttentionConfig():
             yield _Linear("qkv", mixer.projected, hidden_size, mixer.bias)

@@ -199,7 +199,7 @@ class ConfigReader:
         """Raise ModelError unless the key is missing, null, or one of these values."""
         value = self.get(key)
         if value is not None and value not in allowed:
-            served = ", ".join(map(repr, allowed))
+            served = ", ".join(map(repr, allowed)) or "null"
             raise ModelError(f"{self._place}: {key} is {shown(value)}; {self._reader} serves {served} only")
 
     def finish(self) -> None:

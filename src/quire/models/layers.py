@@ -20,6 +20,7 @@ from quire.models.decoder_config import (
     ExpertsConfig,
     IndexConfig,
     LatentConfig,
+    Mixer,
     MlpConfig,
 )
 from quire.models.distances import Distances
@@ -27,7 +28,13 @@ from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.models.rope import Temperature, rope_tables
 from quire.models.sharding import Shard
-from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
+from quire.models.state_config import (
+    ConvolutionConfig,
+    GatedDeltaConfig,
+    LightningConfig,
+    StateConfig,
+    StateSpaceConfig,
+)
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.collectives import Columns
@@ -62,6 +69,7 @@ from quire.ops.relative import Relative
 from quire.ops.weights.linear import Linear, Linears
 
 LATENT_EPS = 1e-6  # of the norms of q's row, the latent and an indexer's key, whatever rms_norm_eps is
+SILU = Activation("silu", gated=False)
 Table = tuple[Tensor, Tensor]  # cos and sin: fp32 [max_model_len, D_rot / 2] each
 
 
@@ -99,11 +107,9 @@ def position_tables(config: DecoderConfig, max_model_len: int, device: torch.dev
     return rope_tables(found, config.max_position_embeddings, max_model_len, device)
 
 
-def _positions(
-    mixer: AttentionConfig | LatentConfig | StateConfig,
-) -> tuple[Mapping[str, Any] | Temperature | None, int]:
+def _positions(mixer: Mixer | None) -> tuple[Mapping[str, Any] | Temperature | None, int]:
     """Return the position encoding of q and k, and the size of the head that it applies to."""
-    if isinstance(mixer, StateConfig):
+    if mixer is None or isinstance(mixer, StateConfig):
         return None, 0
     temperature = mixer.temperature if isinstance(mixer, AttentionConfig) else None
     return (mixer.rope if temperature is None else temperature), mixer.rope_dim
@@ -218,29 +224,38 @@ class _Writer:
         """Write one layer. hidden: the input of its attention. Return the place of the next layer's."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer, self.scope = config.layers[index], name
-        mixed = self.mixed(index, layer.mixer, hidden)
+        after = "final_norm" if last else f"layers.{index + 1}.input_norm"
         one_norm = config.branches == "parallel, one norm"
-        if last:
-            also = (hidden,) if one_norm else () if self.per_layer is None else (self.per_layer,)
-            self.write(Keep((mixed, self.residual, *also)))
-        mixed = self.gathered("all mixed", mixed, None if self.shard is None else self.shard.mixed(index))
-        output = "state_out" if isinstance(layer.mixer, StateConfig) else "output"
-        self.project_parted(f"{name}{output}", mixed, self.branch)
-        self.end_branch(f"{name}output_norm")
-        if config.branches == "in turn":
-            hidden = self.add_branch(f"{name}mlp_norm")
+        if layer.mixer is None:
+            if last:
+                self.write(Keep((self.residual,) if hidden == self.residual else (hidden, self.residual)))
         else:
-            if not one_norm:
-                hidden = self.normalized_residual(f"{name}mlp_norm")
-            self.write(Add(self.branch, self.residual))
+            mixed = self.mixed(index, layer.mixer, hidden)
+            if last:
+                also = (hidden,) if one_norm else () if self.per_layer is None else (self.per_layer,)
+                self.write(Keep((mixed, self.residual, *also)))
+            mixed = self.gathered("all mixed", mixed, None if self.shard is None else self.shard.mixed(index))
+            output = "state_out" if isinstance(layer.mixer, StateConfig) else "output"
+            self.project_parted(f"{name}{output}", mixed, self.branch)
+            self.end_branch(f"{name}output_norm", layer.mixer_scales)
+            if layer.mlp is None:
+                if last or not config.layers[index + 1].joined:
+                    return self.add_branch(after)
+                self.write(Add(self.branch, self.residual))
+                return hidden
+            if config.branches == "in turn":
+                hidden = self.add_branch(f"{name}mlp_norm")
+            else:
+                if not one_norm:
+                    hidden = self.normalized_residual(f"{name}mlp_norm")
+                self.write(Add(self.branch, self.residual))
         if isinstance(layer.mlp, ExpertsConfig):
             self.experts(name, hidden, layer.mlp, self.branch)
-        else:
+        elif layer.mlp is not None:
             self.mlp(name, hidden, layer.mlp, self.branch)
         if layer.experts is not None:
             self.add_experts(name, layer.experts)
-        self.end_branch(f"{name}mlp_output_norm")
-        after = "final_norm" if last else f"layers.{index + 1}.input_norm"
+        self.end_branch(f"{name}mlp_output_norm", layer.mlp_scales)
         if self.per_layer is None and not config.layer_scales:
             return self.add_branch(after)
         self.write(Add(self.branch, self.residual))
@@ -272,7 +287,7 @@ class _Writer:
         self.normalize(f"{name}per_layer_norm", self.branch, self.branch)
         self.write(Add(self.branch, self.residual))
 
-    def mixed(self, index: int, config: AttentionConfig | LatentConfig | StateConfig, hidden: Place) -> Place:
+    def mixed(self, index: int, config: Mixer, hidden: Place) -> Place:
         """Write a layer's mixer. Return the place of its result, before the output projection."""
         match config:
             case AttentionConfig():
@@ -285,6 +300,8 @@ class _Writer:
                 return self.state_space(index, config, hidden)
             case ConvolutionConfig():
                 return self.convolution(index, config, hidden)
+            case LightningConfig():
+                return self.lightning(index, config, hidden)
 
     def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Return the place of the result."""
@@ -299,6 +316,8 @@ class _Writer:
         if config.qk_norm is not None:
             packed, q = q, self.buffer("q", q_size)
             self.normalize_heads(f"{name}q_norm", packed, q, config.num_heads if by_head else 1)
+        if config.head_gated:
+            *parts, gates = parts
         if config.kv_of is None:
             k, v = parts[0], parts[-1]
             if config.qk_norm is not None:
@@ -324,6 +343,10 @@ class _Writer:
         self.write(Attend(q, attended, stored, group, D, *rule))
         if config.gated:
             self.write(Gate(gate, attended))
+        if config.head_gated:
+            places = (self.columns(x, *(size,) * config.num_heads) for x, size in ((gates, 1), (attended, D)))
+            for gate, head in zip(*places, strict=True):
+                self.write(Gate(gate, head))
         return attended
 
     def attention_within(self, index: int, config: AttentionConfig, qkv: tuple[Place, Place, Place]) -> Place:
@@ -403,12 +426,35 @@ class _Writer:
         projected = self.buffer("state_in", sum(config.in_rows))
         self.project_parted(f"{name}state_in", hidden, projected)
         gate, x, dt = self.columns(projected, *config.in_rows)
+        for place, factor in zip(self.columns(projected, *config.in_parts), config.in_scales, strict=False):
+            self.scale(place, factor)
         convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
         rate = -tensor(self.weights[f"{name}A_log"]).exp()
         skip, dt_bias = (tensor(self.weights[f"{name}{part}"]) for part in ("D", "dt_bias"))
         self.write(StateSpace(convolved, dt, recalled, rate, skip, dt_bias, config.dt_limits, index, group))
+        if config.norm_groups == 0:
+            self.write(Activate(gate, opened := self.buffer("opened", config.out_size), SILU))
+            self.write(Multiply(opened, recalled))
+            return recalled
         weight = tensor(self.weights[f"{name}gate_norm.weight"])
-        return self.gated_norm(recalled, gate, weight, config.norm_groups, "gate")
+        return self.gated_norm(recalled, gate, weight, config.norm_groups, config.first)
+
+    def lightning(self, index: int, config: LightningConfig, hidden: Place) -> Place:
+        """Project, activate, update and read the state, normalise, gate. Return the place of the result."""
+        name, group, H = f"layers.{index}.", self.group_of_layer[index], config.num_heads
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project_parted(f"{name}state_in", hidden, projected)
+        x, gate = self.columns(projected, 3 * config.out_size, config.out_size)
+        self.write(Activate(x, opened := self.buffer("opened", x.size), SILU))
+        recalled, normed = self.buffer("recalled", config.out_size), self.buffer("gated", config.out_size)
+        # Mamba-2's recurrence, whose dt the limits set to 1 for any projected number.
+        rate, zeros = -torch.tensor(config.slopes, device=self.device), torch.zeros(H, device=self.device)
+        dt, limits = Place(opened.buffer, 0, H), (1.0, 1.0)
+        self.write(StateSpace(opened, dt, recalled, rate, zeros, zeros, limits, index, group))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"])
+        self.write(Normalize(recalled, normed, weight, None, config.norm_eps, None, 1))
+        self.write(Gate(gate, normed))
+        return normed
 
     def convolution(self, index: int, config: ConvolutionConfig, hidden: Place) -> Place:
         """Project, gate, convolve, gate. Return the place of the result."""
@@ -439,6 +485,8 @@ class _Writer:
         size = config.size if columns is None else columns.own
         inner, activated = self.buffer("inner", len(config.in_rows) * size), self.buffer("activated", size)
         self.project(f"{name}mlp_in", hidden, inner)
+        if config.activation.gated:
+            self.scale(Place(inner.buffer, 0, size), config.gate_scale)
         self.write(Activate(inner, activated, config.activation))
         self.project_parted(f"{name}mlp_out", self.gathered("all activated", activated, columns), out)
 
@@ -480,12 +528,19 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------ norms and branches
 
-    def end_branch(self, norm: str) -> None:
-        """Normalise and scale the branch before it is added, if the family does."""
+    def end_branch(self, norm: str, scales: tuple[float, float]) -> None:
+        """Normalise the branch before it is added, and scale the residual and the branch, if the family does."""
         if self.has(norm):
             self.normalize(norm, self.branch, self.branch)
         if self.config.branch_scale is not None:
             self.write(Scale(self.branch, self.config.branch_scale))
+        self.scale(self.residual, scales[0])
+        self.scale(self.branch, scales[1])
+
+    def scale(self, x: Place, factor: float) -> None:
+        """Scale x in place, unless the factor is 1."""
+        if factor != 1.0:
+            self.write(Scale(x, factor))
 
     def normalized_residual(self, norm: str) -> Place:
         """Normalise the residual. Return the place of the result, or the residual if the family lacks this norm."""

@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentConfig, LayerConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentConfig, LayerConfig, Mixer
 from quire.models.quantisation.stacking import StackedWeight, Weight
-from quire.models.state_config import StateConfig
 from quire.ops.collectives import MOST_RANKS, Columns, Communicator, own_share, shares
 from quire.ops.weights.linear import LinearWeight
 
 TABLES = ("embedding", "per_layer_embedding")
-Mixer: TypeAlias = AttentionConfig | LatentConfig | StateConfig
 
 
 def check_shards(config: DecoderConfig, size: int) -> None:
@@ -43,7 +40,7 @@ def check_shards(config: DecoderConfig, size: int) -> None:
             raise ConfigError(f"{given}; it must be up to {kv_count}, the KV heads of layer {index}, or a multiple")
 
 
-def heads_of(mixer: Mixer) -> tuple[int, int] | None:
+def heads_of(mixer: Mixer | None) -> tuple[int, int] | None:
     """Return the numbers of query heads and KV heads that are split between ranks; None: they are replicated."""
     if isinstance(mixer, LatentConfig):
         return mixer.num_heads, mixer.num_heads  # all heads share a row of the cache, so any split will do
@@ -70,7 +67,7 @@ class Shard:
 
     def _layer(self, layer: LayerConfig) -> LayerConfig:
         mixer, heads = layer.mixer, heads_of(layer.mixer)
-        if heads is None or isinstance(mixer, StateConfig):
+        if heads is None or not isinstance(mixer, AttentionConfig | LatentConfig):
             return layer
         count = len(self.q_heads(*heads, self.exchange.rank))
         if isinstance(mixer, LatentConfig):
@@ -103,7 +100,7 @@ class Shard:
         """Return the split of the input of a layer's output projection. None: each rank computes all of it."""
         mixer = self.whole.layers[index].mixer
         heads = heads_of(mixer)
-        if heads is None or isinstance(mixer, StateConfig):
+        if heads is None or not isinstance(mixer, AttentionConfig | LatentConfig):
             return None
         dim = mixer.v_dim if isinstance(mixer, LatentConfig) else mixer.head_dim
         return Columns(
@@ -174,10 +171,11 @@ class ShardWeights(Mapping[str, Weight]):
         if part != "qkv":
             return None
         kv = shard.kv_heads(mixer.num_kv_heads, shard.exchange.rank)
-        parts = [(q, mixer.q_size), *([(q, mixer.q_size)] if mixer.gated else [])]
-        parts += [(kv, mixer.kv_size)] * (len(mixer.projected) - 1)
-        firsts = accumulate((size for _, size in parts), initial=0)
-        return [_moved(_wide(heads, D), first) for (heads, _), first in zip(parts, firsts, strict=False)]
+        parts = [(q, D, mixer.q_size), *([(q, D, mixer.q_size)] if mixer.gated else [])]
+        parts += [(kv, D, mixer.kv_size)] * (len(mixer.projected) - 1 - mixer.head_gated)
+        parts += [(q, 1, mixer.num_heads)] * mixer.head_gated
+        firsts = accumulate((size for *_, size in parts), initial=0)
+        return [_moved(_wide(heads, width), first) for (heads, width, _), first in zip(parts, firsts, strict=False)]
 
 
 def _wide(items: range, width: int) -> range:

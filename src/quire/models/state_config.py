@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.cache.groups import StateSizes
 from quire.errors import ModelError
@@ -75,11 +76,13 @@ class StateSpaceConfig:
     bias: bool  # of the projections
     conv_bias: bool
     dt_limits: tuple[float, float]
-    norm_groups: int  # parts of the result that are normalised separately
+    norm_groups: int  # parts of the result that are normalised separately; 0: it is not normalised
+    first: Literal["norm", "gate"] = "gate"  # the operation that is applied to the result first
+    in_scales: tuple[float, ...] = ()  # factors of `in_parts`
 
     def __post_init__(self) -> None:
         for name, count in (("groups", self.num_groups), ("parts of the norm", self.norm_groups)):
-            if self.num_heads % count:
+            if count and self.num_heads % count:
                 raise ModelError(f"{self.num_heads} heads of a state cannot form {count} {name} evenly")
 
     @property
@@ -109,6 +112,12 @@ class StateSpaceConfig:
         """The output sizes of the first projection: the gate of the result, the convolution's input, dt."""
         return (self.out_size, self.width, self.num_heads)
 
+    @property
+    def in_parts(self) -> tuple[int, ...]:
+        """The parts of the first projection's output: the gate, x, B, C, dt."""
+        keys = self.num_groups * self.state_dim
+        return (self.out_size, self.out_size, keys, keys, self.num_heads)
+
     def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of each weight that is not a linear's."""
         yield "conv.weight", (self.width, self.taps)
@@ -116,7 +125,8 @@ class StateSpaceConfig:
             yield "conv.bias", (self.width,)
         for name in ("A_log", "D", "dt_bias"):
             yield name, (self.num_heads,)
-        yield "gate_norm.weight", (self.out_size,)
+        if self.norm_groups:
+            yield "gate_norm.weight", (self.out_size,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,4 +160,36 @@ class ConvolutionConfig:
             yield "conv.bias", (self.width,)
 
 
-StateConfig = GatedDeltaConfig | StateSpaceConfig | ConvolutionConfig
+@dataclass(frozen=True, kw_only=True)
+class LightningConfig:
+    """Lightning attention (Qin et al. 2024): linear attention whose heads forget at constant rates."""
+
+    num_heads: int
+    head_dim: int
+    slopes: tuple[float, ...]  # [num_heads]: a state is multiplied by e^-slope for each token
+    norm_eps: float
+
+    bias = False  # of the projections
+
+    @property
+    def sizes(self) -> StateSizes:
+        """The sizes that the cache needs."""
+        heads, dim = self.num_heads, self.head_dim
+        return StateSizes(num_heads=heads, num_k_heads=heads, dim_k=dim, dim_v=dim)
+
+    @property
+    def out_size(self) -> int:
+        """The numbers per row that are read from the state."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_rows(self) -> tuple[int, ...]:
+        """The output sizes of the first projection: values, keys and queries; the gate of the result."""
+        return (3 * self.out_size, self.out_size)
+
+    def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and shape of each weight that is not a linear's."""
+        yield "gate_norm.weight", (self.out_size,)
+
+
+StateConfig = GatedDeltaConfig | StateSpaceConfig | ConvolutionConfig | LightningConfig

@@ -190,13 +190,14 @@ class Sources:
     # Our layer and part -> theirs, if these depend on the layer; None: use `layer`.
     parts: Callable[[int, str], tuple[str, ...] | None] | None = None
     zeros: re.Pattern[str] | None = None  # parts of a weight that are zero and never in a checkpoint
+    layers_of_one: int = 1  # our layers that one of theirs consists of
 
     def of(self, name: str) -> tuple[str, ...]:
         """Return the checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
         if name in self.ends:
             return (self.ends[name],)
         layer, part, expert, kind = _within_layer(name)
-        prefix = self.layer_prefix.format(layer)
+        prefix = self.layer_prefix.format(int(layer) // self.layers_of_one)
         if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
             return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
         own = None if self.parts is None else self.parts(int(layer), part)

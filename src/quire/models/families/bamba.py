@@ -60,11 +60,6 @@ def read_state_space(config: ConfigReader, hidden_size: int) -> StateSpaceConfig
     config.get("mamba_chunk_size")  # for a kernel
     if width % num_heads:
         raise ModelError(f"config.json: mamba_n_heads is {num_heads}, which does not divide the {width} inner channels")
-    limits = config.get("time_step_limit", [0.0, float("inf")])
-    if not isinstance(limits, list) or len(limits) != 2 or not all(_is_limit(x) for x in limits):
-        raise config.error("time_step_limit", "two numbers from 0 on", limits)
-    for key in ("time_step_min", "time_step_max", "time_step_floor"):
-        config.get(key)  # for the initial weights
     return StateSpaceConfig(
         num_heads=num_heads,
         num_groups=num_groups,
@@ -73,9 +68,19 @@ def read_state_space(config: ConfigReader, hidden_size: int) -> StateSpaceConfig
         taps=config.integer("mamba_d_conv", 4),
         bias=config.flag("mamba_proj_bias"),
         conv_bias=config.flag("mamba_conv_bias", True),
-        dt_limits=(float(limits[0]), float(limits[1])),
+        dt_limits=read_limits(config),
         norm_groups=num_groups,
     )
+
+
+def read_limits(config: ConfigReader) -> tuple[float, float]:
+    """Return the limits of dt."""
+    limits = config.get("time_step_limit", [0.0, float("inf")])
+    if not isinstance(limits, list) or len(limits) != 2 or not all(_is_limit(x) for x in limits):
+        raise config.error("time_step_limit", "two numbers from 0 on", limits)
+    for key in ("time_step_min", "time_step_max", "time_step_floor", "time_step_rank"):
+        config.get(key)  # for the initial weights
+    return float(limits[0]), float(limits[1])
 
 
 def _is_limit(value: object) -> bool:
@@ -90,4 +95,4 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 def adapted(name: str, part: str, tensor: Tensor) -> Tensor:
     """Convert a tensor to our layout: a convolution has one weight per channel and tap."""
-    return tensor.squeeze(1) if part.endswith("conv1d.weight") else tensor
+    return tensor.squeeze(1) if ".conv." in name and tensor.dim() == 3 else tensor

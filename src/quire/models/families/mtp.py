@@ -41,7 +41,7 @@ def own_tensors(weight_sources: WeightSources, adapt: Adapt | None = None) -> Re
         if layer is None or "mtp.fc.weight" not in names:
             return None
         size = raw.get("mtp_intermediate_size")
-        if size is not None:
+        if size is not None and layer.mlp is not None:
             layer = replace(layer, mlp=replace(layer.mlp, size=size))
         return _head(replace(config, layers=(layer,)), weight_sources, names, theirs, "mtp.", "mtp.layers.0.", adapt)
 
