@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.ops.recurrent.calls import Scan
 from quire.ops.recurrent.plan import RecurrentPlan, num_pieces
 from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
 
@@ -22,10 +23,12 @@ class Sizes:
     dim_v: int = 16
     taps: int = 4
     dtype: torch.dtype = torch.float32
+    rule: str = "delta"  # of these, whose name a scan's records depend on: "kda", "selective", "lru"
 
     @property
     def width(self) -> int:
-        return 2 * self.k_heads * self.dim_k + self.heads * self.dim_v
+        values = self.heads * self.dim_v
+        return values if self.rule in ("selective", "lru") else 2 * self.k_heads * self.dim_k + values
 
     def spec(self, device: str = "cpu", records: int = 64) -> RecurrentSpec:
         return RecurrentSpec(
@@ -35,6 +38,7 @@ class Sizes:
             dim_v=self.dim_v,
             width=self.width,
             taps=self.taps,
+            dim_decay={"kda": self.dim_k, "selective": self.dim_v, "lru": self.dim_v}.get(self.rule, 0),
             num_states=records,
             num_rows=records,
             dtype=self.dtype,
@@ -46,6 +50,9 @@ class Layer:
     """A convolution, then a recurrence of its results: a rule of "delta" or "ssd"."""
 
     def __init__(self, sizes: Sizes, rule: str, seed: int, device: str = "cpu") -> None:
+        if rule == "lru":
+            sizes = replace(sizes, k_heads=1, dim_k=1)
+        sizes = replace(sizes, rule=rule)
         self.sizes, self.rule, self.device = sizes, rule, device
         gen = torch.Generator().manual_seed(seed)
         wide = torch.promote_types(sizes.dtype, torch.float32)
@@ -56,10 +63,20 @@ class Layer:
         self.weight, self.bias = draw(sizes.width, sizes.taps), draw(sizes.width)
         self.decay_rate, self.dt_bias, self.skip = -draw(sizes.heads).exp(), draw(sizes.heads), draw(sizes.heads)
         self.dt_limits = (0.01, 2.0)
+        self.beta_scale, keys, values = 1.7, sizes.heads * sizes.dim_k, sizes.heads * sizes.dim_v
+        by_rule = {"kda": (self.decay_rate, draw(keys)), "lru": (None, draw(2, values))}
+        rate, bias = by_rule.get(rule, (None, draw(values)))
+        rate = -draw(sizes.heads, sizes.dim_k, sizes.dim_v).exp() if rate is None else rate
+        floor = -2.0 if rule == "kda" and sizes.heads % 3 else 0.0
+        skip = draw(values) if rule == "selective" else None
+        self.scan = Scan({"kda": "delta"}.get(rule, rule), rate, bias, skip, self.beta_scale, floor)
 
     @property
-    def gates_width(self) -> int:
-        return self.sizes.heads * (2 if self.rule == "delta" else 1)
+    def gates_widths(self) -> tuple[int, ...]:
+        """Of the gates, and of the side of a scan."""
+        heads, keys, values = self.sizes.heads, self.sizes.heads * self.sizes.dim_k, self.sizes.heads * self.sizes.dim_v
+        scans = {"kda": (keys, heads), "selective": (values, 2 * self.sizes.k_heads * self.sizes.dim_k)}
+        return (scans | {"lru": (values, values), "delta": (2 * heads,), "ssd": (heads,)})[self.rule]
 
     def inputs(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         """x [count, W] and gates [count, 2 * Hv] (delta) or dt [count, Hv], both with rows that lie apart."""
@@ -69,7 +86,7 @@ class Layer:
             home = torch.full((count, width + 3), torch.nan, dtype=self.sizes.dtype, device=self.device)[:, 2:-1]
             return home.copy_(torch.randn(count, width, generator=gen))
 
-        return draw(self.sizes.width), draw(self.gates_width)
+        return draw(self.sizes.width), draw(sum(self.gates_widths))
 
     def convolve(self, backend: ops.Backend, x: Tensor, cache: RecurrentCache, plan: RecurrentPlan) -> Tensor:
         return backend.convolve(x, self.weight, self.bias, "silu", cache, plan)
@@ -78,7 +95,9 @@ class Layer:
         self, backend: ops.Backend, x: Tensor, gates: Tensor, cache: RecurrentCache, plan: RecurrentPlan
     ) -> Tensor:
         if self.rule == "delta":
-            return backend.gated_delta(x, gates, self.decay_rate, self.dt_bias, cache, plan)
+            return backend.gated_delta(x, gates, self.decay_rate, self.dt_bias, cache, plan, self.beta_scale)
+        if self.rule != "ssd":
+            return backend.scan(x, *gates.split(self.gates_widths, 1), self.scan, cache, plan)
         weights = self.decay_rate, self.skip, self.dt_bias, self.dt_limits
         return backend.state_space(x, gates, *weights, cache, plan)
 
@@ -184,6 +203,8 @@ def exact_convolution(layer: Layer, x: Tensor) -> Tensor:
 def exact_recurrence(layer: Layer, x: Tensor, gates: Tensor) -> Tensor:
     """Of a whole sequence, from token to token: [n, Hv * Dv]."""
     sizes, x, gates = layer.sizes, _exact(x), _exact(gates)
+    if layer.rule not in ("delta", "ssd"):
+        return exact_scan(layer, x, *gates.split(layer.gates_widths, 1))
     count, key_width, value_width = len(x), sizes.k_heads * sizes.dim_k, sizes.heads * sizes.dim_v
     decay_rate, dt_bias = _exact(layer.decay_rate), _exact(layer.dt_bias)
     if layer.rule == "delta":
@@ -197,7 +218,7 @@ def exact_recurrence(layer: Layer, x: Tensor, gates: Tensor) -> Tensor:
         q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
         q = q / sizes.dim_k**0.5
         b, a = gates.chunk(2, 1)
-        beta, g = b.sigmoid(), decay_rate * torch.nn.functional.softplus(a + dt_bias)
+        beta, g = layer.beta_scale * b.sigmoid(), decay_rate * torch.nn.functional.softplus(a + dt_bias)
     else:
         beta = torch.nn.functional.softplus(gates + dt_bias).clamp(*layer.dt_limits)
         g = decay_rate * beta
@@ -210,6 +231,40 @@ def exact_recurrence(layer: Layer, x: Tensor, gates: Tensor) -> Tensor:
         out.append((state * q[t][..., None]).sum(1))
     o = torch.stack(out) if out else v
     return (o + _exact(layer.skip)[:, None] * v if layer.rule == "ssd" else o).flatten(1)
+
+
+def exact_scan(layer: Layer, x: Tensor, gates: Tensor, side: Tensor) -> Tensor:
+    """Of a whole sequence, from token to token: [n, Hv * Dv]."""
+    sizes, weights, count = layer.sizes, layer.scan, len(x)
+    heads, dim_k, dim_v, groups = sizes.heads, sizes.dim_k, sizes.dim_v, sizes.heads // sizes.k_heads
+    rate, bias = _exact(weights.rate), _exact(weights.bias)
+    softplus = torch.nn.functional.softplus
+    values = x[:, -heads * dim_v :].reshape(count, heads, dim_v)
+    keys = {"kda": x[:, : -heads * dim_v], "selective": side, "lru": x.new_ones(count, 2)}[layer.rule]
+    q, k = keys.reshape(count, 2, sizes.k_heads, dim_k).repeat_interleave(groups, 2).unbind(1)
+    if layer.rule == "kda":
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        q, raw = q / dim_k**0.5, (gates + bias).view(count, heads, dim_k, 1)
+        rates = rate[:, None, None]
+        g = weights.floor * (-rates * raw).sigmoid() if weights.floor else rates * softplus(raw)
+    else:
+        dt = softplus(gates + bias) if layer.rule == "selective" else (gates + bias[0]).sigmoid()
+        dt = dt.view(count, heads, 1, dim_v)
+        g = rate * dt
+    state, out = torch.zeros(heads, dim_k, dim_v, dtype=torch.float64), []
+    for t in range(count):
+        state = g[t].exp() * state
+        if layer.rule == "kda":
+            u = layer.beta_scale * side[t].sigmoid()[:, None] * (values[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        elif layer.rule == "selective":
+            u = dt[t, :, 0] * values[t]
+        else:
+            u = (side[t] + bias[1]).sigmoid().view(heads, dim_v) * values[t]
+            u = u * (1 - (2 * g[t, :, 0]).exp()).sqrt() if t else u
+        state = state + torch.einsum("hk,hv->hkv", k[t], u)
+        out.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    o = torch.stack(out) if out else values
+    return (o if weights.skip is None else o + _exact(weights.skip).view(heads, dim_v) * values).flatten(1)
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ class StateSizes:
     dim_v: int = 0  # Dv
     width: int = 0  # W; 0: it has no convolution
     taps: int = 1  # K
+    dim_decay: int = 0  # decays of a head; 0: one
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from quire.ops.compat.flash import attention_with_kvcache, update_and_gather, va
 from quire.ops.compat.vllm import choose_version, paged_attention, paged_attention_v1, paged_attention_v2
 from quire.ops.paged import paged_decode, paged_prefill
 from quire.ops.plan import AttentionPlan
+from quire.ops.recurrent.calls import Scan
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec
 from quire.ops.registry import BACKENDS, load, unavailable
@@ -42,6 +43,7 @@ __all__ = [
     "RecurrentCache",
     "RecurrentPlan",
     "RecurrentSpec",
+    "Scan",
     "append_token",
     "attention_with_kvcache",
     "cascade_attention",

@@ -179,7 +179,7 @@ class RecurrenceParams(Structure):
         ("cache", RecurrentRecords),
         *((name, c_void_p) for name in "decay_rate dt_bias skip x gates out".split()),
         *((name, c_int64) for name in "x_stride gates_stride out_stride".split()),
-        *((name, c_float) for name in "dt_low dt_high".split()),
+        *((name, c_float) for name in "dt_low dt_high scale".split()),
         ("threads", c_int32),
     ]
 
@@ -187,8 +187,9 @@ class RecurrenceParams(Structure):
 # The operators of a program, in the order of their numbers.
 OPS = (
     *"linear norm rope write attention activation multiply add copy".split(),
-    *"scale keep experts gate gated_norm convolution gated_delta state_space lora gather".split(),
+    *"scale keep experts gate gated_norm convolution gated_delta state_space lora gather scan".split(),
 )
+SCAN_RULES = ("delta", "selective", "lru")  # in the order of their numbers
 MAX_BUFFERS = 32
 MOST_RANKS = 8  # of a tensor-parallel group
 
@@ -197,6 +198,19 @@ class NativeColumns(Structure):
     """Columns of a buffer, starting with `first`; buffer -1: none."""
 
     _fields_ = [("buffer", c_int32), ("first", c_int32)]
+
+
+class ScanParams(Structure):
+    """One call of a recurrence whose decay differs between the elements of a state."""
+
+    _fields_ = [
+        ("cache", RecurrentRecords),
+        *((name, c_void_p) for name in "rate bias skip x gates side out".split()),
+        *((name, c_int64) for name in "x_stride gates_stride side_stride out_stride".split()),
+        *((name, c_float) for name in "scale floor".split()),
+        *((name, c_int32) for name in "rule threads".split()),
+        ("side_columns", NativeColumns),
+    ]
 
 
 class Op(Structure):
@@ -387,6 +401,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gated_norm": (None, (_P, _L, _P, _L, _P, _L, _L, POINTER(GatedNormParams), _I)),
     "convolve": (None, (POINTER(RecurrentStep), POINTER(ConvolutionParams), _I)),
     "recur": (None, (POINTER(RecurrentStep), POINTER(RecurrenceParams), _I)),
+    "scan": (None, (POINTER(RecurrentStep), POINTER(ScanParams), _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
     "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
     "top_k_softmax": (None, (_P, _L, _P, _P, _P, _L, _L, _L)),

@@ -19,6 +19,7 @@ from quire.ops.activation import Activation
 from quire.ops.collectives import Columns
 from quire.ops.experts import ExpertLayer
 from quire.ops.plan import AttentionPlan
+from quire.ops.recurrent.calls import Scan, ScanRule
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.relative import Relative
@@ -311,6 +312,31 @@ class GatedDelta(BaseOperator):
     dt_bias: Tensor  # fp32 [Hv]
     layer: int
     group: int  # state kind
+    beta_scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class ScanRows(BaseOperator):
+    """out = the result of a recurrence whose decay differs between the elements of a state, see `Backend.scan`."""
+
+    kind = "scan"
+    x: Place
+    gates: Place
+    side: Place
+    out: Place
+    rule: ScanRule
+    rate: Tensor  # fp32 [Hv], or [Hv, Dk, Dv]
+    bias: Tensor  # fp32 [Hv * Dk], [Hv * Dv] or [2, Hv * Dv]
+    skip: Tensor | None  # fp32 [Hv * Dv]
+    layer: int
+    group: int  # state kind
+    beta_scale: float = 1.0
+    floor: float = 0.0
+
+    @property
+    def scan(self) -> Scan:
+        """The arguments of the operator."""
+        return Scan(self.rule, self.rate, self.bias, self.skip, self.beta_scale, self.floor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,6 +396,7 @@ Operator: TypeAlias = (
     | Convolve
     | GatedDelta
     | StateSpace
+    | ScanRows
     | AddLora
     | Gather
 )

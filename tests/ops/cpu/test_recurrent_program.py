@@ -45,8 +45,8 @@ def make_caches(layer: Layer) -> Caches:
 def make_program(layer: Layer, index: int) -> Program:
     """Convolution, recurrence, gated norm, gate; what they take from the input stands side by side in it."""
     sizes, wide = layer.sizes, layer.sizes.heads * layer.sizes.dim_v
-    x, gates = Place("x", 0, sizes.width), Place("x", sizes.width, layer.gates_width)
-    z = Place("x", sizes.width + layer.gates_width, wide)
+    x, gates = Place("x", 0, sizes.width), Place("x", sizes.width, layer.gates_widths[0])
+    z = Place("x", sizes.width + layer.gates_widths[0], wide)
     buffers = {"x": z.first + wide, "convolved": sizes.width, "mixed": wide, "out": wide}
     convolved, mixed, out = (Place(name, 0, buffers[name]) for name in ("convolved", "mixed", "out"))
     if layer.rule == "delta":

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire import ops
-from quire.ops.triton import cache, linear, quantised, recurrent, sampling, small, states
+from quire.ops.triton import cache, linear, quantised, recurrent, sampling, scan, small, states
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
 from quire.ops.triton.packed import PackedWeight, has_sums
@@ -39,7 +39,7 @@ TARGETS = {
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16|integers \S+ (128x64|32x16)")  # whose instructions are of interest
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
-SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset", "dt_low", "dt_high")
+SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset", "dt_low", "dt_high", "beta_scale", "floor")
 UNALIGNED = (
     *SCALARS,
     "window",
@@ -295,6 +295,15 @@ def recurrence_kernels(step: dict[str, str]) -> Iterator[Kernel]:
         if name == "gated_delta":
             constants["skip"] = None
         yield Kernel(name, recurrent.recur_columns, pointers, constants, options)
+    pointers = dict.fromkeys(("rate", "bias", "skip", *records[:-1]), "fp32")
+    pointers |= dict.fromkeys(("x", "gates", "side", "out"), "bf16") | step | {"nonfinite": "i32"}
+    options = {"num_warps": scan.WARPS, "num_stages": 1, "enable_fp_fusion": False}
+    for rule, heads, k_heads, dim_k, dim_v in (
+        ("delta", 32, 32, 128, 128), ("selective", 128, 1, 16, 64), ("lru", 40, 1, 1, 64)
+    ):  # fmt: skip
+        constants = {"HEADS": heads, "K_HEADS": k_heads, "DIM_K": dim_k, "DIM_V": dim_v, "K_TILE": dim_k}
+        constants |= {"TILE": scan.COLUMNS, "RULE": rule} | ({} if rule == "selective" else {"skip": None})
+        yield Kernel(f"scan {rule}", scan.scan_columns, pointers, constants, options)
 
 
 def first_of_each(kernels: list[Kernel]) -> list[Kernel]:

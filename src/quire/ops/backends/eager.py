@@ -119,7 +119,9 @@ class _Step:
         """Return the cache and the plan of the layer's attention."""
         return cast(PagedKV, self.caches.layer(operator.layer)), cast(AttentionPlan, self.plans[operator.group])
 
-    def records(self, operator: op.Convolve | op.GatedDelta | op.StateSpace) -> tuple[RecurrentCache, RecurrentPlan]:
+    def records(
+        self, operator: op.Convolve | op.GatedDelta | op.StateSpace | op.ScanRows
+    ) -> tuple[RecurrentCache, RecurrentPlan]:
         """Return the records and the plan of the layer's state."""
         cache, plan = self.caches.layer(operator.layer), self.plans[operator.group]
         return cast(RecurrentCache, cache), cast(RecurrentPlan, plan)
@@ -197,9 +199,12 @@ class _Step:
             case op.Convolve(weight=weight, bias=bias, activation=activation):
                 convolved = backend.convolve(at(operator.x), weight, bias, activation, *self.records(operator))
                 self.put(operator.out, convolved)
-            case op.GatedDelta(decay_rate=rate, dt_bias=bias):
+            case op.GatedDelta(decay_rate=rate, dt_bias=bias, beta_scale=scale):
                 qkv, gates = at(operator.qkv), at(operator.gates)
-                self.put(operator.out, backend.gated_delta(qkv, gates, rate, bias, *self.records(operator)))
+                self.put(operator.out, backend.gated_delta(qkv, gates, rate, bias, *self.records(operator), scale))
+            case op.ScanRows(x=x, gates=gates, side=side):
+                inputs = at(x), at(gates), at(side)
+                self.put(operator.out, backend.scan(*inputs, operator.scan, *self.records(operator)))
             case op.StateSpace(decay_rate=rate, skip=skip, dt_bias=bias, dt_limits=limits):
                 xbc, dt, records = at(operator.xbc), at(operator.dt), self.records(operator)
                 self.put(operator.out, backend.state_space(xbc, dt, rate, skip, bias, limits, *records))

@@ -206,6 +206,7 @@ class ReferenceBackend(Backend):
 
     _convolve = staticmethod(reference_recurrent.convolve)
     _recur = staticmethod(reference_recurrent.recur)
+    _scan = staticmethod(reference_recurrent.scan)
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

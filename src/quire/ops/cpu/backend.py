@@ -33,7 +33,7 @@ from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.program import Executor, Program
-from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence
+from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence, Scan
 from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
 from quire.ops.spec import MAX_HEAD_DIM, AttentionSpec, Limits, PagedKV, Scores
@@ -295,6 +295,18 @@ class CpuBackend(Backend):
         plan: recurrent.CpuRecurrentPlan,
     ) -> Tensor:
         return recurrent.recur(recurrent.recurrence_params(recurrence), x, gates, cache, plan)
+
+    def _scan(
+        self,
+        x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv] or [T, Hv * Dv]
+        gates: Tensor,  # [T, Hv * Dk] or [T, Hv * Dv]
+        side: Tensor,  # [T, Hv], [T, 2 * Hk * Dk] or [T, Hv * Dv]
+        weights: Scan,
+        cache: RecurrentCache,
+        plan: recurrent.CpuRecurrentPlan,
+    ) -> Tensor:
+        held = weights._replace(rate=weights.rate.contiguous(), bias=weights.bias.contiguous())
+        return recurrent.scan(recurrent.scan_params(held), x, gates, side, cache, plan)
 
     def _gated_norm(self, x: Tensor, gate: Tensor, norm: GatedNorm) -> Tensor:
         dtype, weight, heads = _dtype("x", x), _fp32(norm.weight), norm.heads

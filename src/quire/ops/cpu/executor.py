@@ -37,8 +37,9 @@ from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec, check_cac
 from quire.ops.spec import AttentionSpec, PagedKV
 
 Described = TypeVar("Described", Operator, Choice)
+Cached = op.Write | op.Attend | op.Convolve | op.GatedDelta | op.StateSpace | op.ScanRows
 CachedParams: TypeAlias = (
-    native.WriteParams | native.AttentionParams | native.ConvolutionParams | native.RecurrenceParams
+    native.WriteParams | native.AttentionParams | native.ConvolutionParams | native.RecurrenceParams | native.ScanParams
 )
 HOST = torch.device("cpu")
 
@@ -105,7 +106,7 @@ class NativeExecutor:
         self._ops = (native.Op * len(ops))(*ops)
         self._sizes: dict[int, set[tuple[str, object]]] = {}  # of each group: required fields of its plan's spec
         for operator in program.operators:
-            if isinstance(operator, (op.Write, op.Attend, op.Convolve, op.GatedDelta, op.StateSpace)):
+            if isinstance(operator, Cached):
                 self._sizes.setdefault(operator.group, set()).update(
                     _sizes(operator).items(), [("dtype", program.dtype)]
                 )
@@ -166,11 +167,15 @@ class NativeExecutor:
                 convolution = Convolution(weight, operator.bias, operator.activation)
                 return self._recurrent(operator, recurrent.convolution_params(convolution), x, None, out)
             case op.GatedDelta(qkv=qkv, gates=gates, out=out):
-                delta = Recurrence(operator.decay_rate, operator.dt_bias)
+                delta = Recurrence(operator.decay_rate, operator.dt_bias, beta_scale=operator.beta_scale)
                 return self._recurrent(operator, recurrent.recurrence_params(delta), qkv, gates, out)
             case op.StateSpace(xbc=xbc, dt=dt, out=out, decay_rate=rate, dt_bias=bias):
                 space = Recurrence(rate, bias, operator.skip, operator.dt_limits)
                 return self._recurrent(operator, recurrent.recurrence_params(space), xbc, dt, out)
+            case op.ScanRows(x=x, gates=gates, side=side, out=out):
+                scan = recurrent.scan_params(operator.scan)
+                (scan.side_columns,) = self._columns(side)
+                return self._recurrent(operator, scan, x, gates, out)
             case op.Gather(x=x, columns=columns, out=out):
                 return self._op(operator, gather_params(columns), x, None, out)
             case op.AddLora(x=x, table=table, out=out):
@@ -190,8 +195,8 @@ class NativeExecutor:
 
     def _recurrent(
         self,
-        operator: op.Convolve | op.GatedDelta | op.StateSpace,
-        params: native.ConvolutionParams | native.RecurrenceParams,
+        operator: op.Convolve | op.GatedDelta | op.StateSpace | op.ScanRows,
+        params: native.ConvolutionParams | native.RecurrenceParams | native.ScanParams,
         x: Place,
         y: Place | None,
         out: Place,
@@ -368,7 +373,7 @@ def _parts(operator: Operator) -> Sequence[Operator]:
     return operator.parts if isinstance(operator, op.Project) else [operator]
 
 
-def _sizes(operator: op.Write | op.Attend | op.Convolve | op.GatedDelta | op.StateSpace) -> dict[str, int]:
+def _sizes(operator: Cached) -> dict[str, int]:
     """Return the fields that the spec of the operator's plan must have."""
     match operator:
         case op.Attend(q=q, out=out, head_dim=dim):
@@ -380,6 +385,12 @@ def _sizes(operator: op.Write | op.Attend | op.Convolve | op.GatedDelta | op.Sta
         case op.GatedDelta(qkv=x, out=out) | op.StateSpace(xbc=x, out=out):
             heads = len(operator.decay_rate)
             return {"num_heads": heads, "value_width": out.size, "key_width": (x.size - out.size) // 2}
+        case op.ScanRows(rule="delta", x=x, gates=gates, out=out, rate=rate):
+            keys, heads = (x.size - out.size) // 2, len(rate)
+            return {"num_heads": heads, "value_width": out.size, "key_width": keys, "dim_decay": gates.size // heads}
+        case op.ScanRows(out=out, rate=rate):
+            heads, dim_k, dim_v = rate.shape
+            return {"num_heads": heads, "value_width": out.size, "dim_k": dim_k, "dim_decay": dim_v}
 
 
 def _native_cache(plan: CpuPlan | CpuRecurrentPlan, cache: PagedKV | RecurrentCache) -> Structure:

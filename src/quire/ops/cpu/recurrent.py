@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import native
-from quire.ops.recurrent.calls import Convolution, Recurrence
+from quire.ops.recurrent.calls import Convolution, Recurrence, Scan
 from quire.ops.recurrent.plan import RecurrentPlan, RecurrentStep
 from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec
 
@@ -55,13 +55,27 @@ def convolution_params(convolution: Convolution) -> native.ConvolutionParams:
 
 def recurrence_params(recurrence: Recurrence) -> native.RecurrenceParams:
     """Return the parameters of a recurrence, without the cache and the rows."""
-    decay_rate, dt_bias, skip, (low, high) = recurrence
+    decay_rate, dt_bias, skip, (low, high), scale = recurrence
     return native.RecurrenceParams(
         decay_rate=decay_rate.data_ptr(),
         dt_bias=dt_bias.data_ptr(),
         skip=None if skip is None else skip.data_ptr(),
         dt_low=low,
         dt_high=high,
+        scale=scale,
+    )
+
+
+def scan_params(scan: Scan) -> native.ScanParams:
+    """Return the parameters of a scan, without the cache and the rows."""
+    rule, rate, bias, skip, scale, floor = scan
+    return native.ScanParams(
+        rate=rate.data_ptr(),
+        bias=bias.data_ptr(),
+        skip=None if skip is None else skip.data_ptr(),
+        scale=scale,
+        floor=floor,
+        rule=native.SCAN_RULES.index(rule),
     )
 
 
@@ -92,4 +106,22 @@ def recur(
     params.x, params.x_stride, params.out, params.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
     params.gates, params.gates_stride = gates.data_ptr(), gates.stride(0)
     native.default()("recur", byref(plan.step), byref(params), native.DTYPES[x.dtype])
+    return out
+
+
+def scan(
+    params: native.ScanParams,
+    x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv] or [T, Hv * Dv]
+    gates: Tensor,  # [T, Hv * Dk] or [T, Hv * Dv]
+    side: Tensor,  # [T, Hv], [T, 2 * Hk * Dk] or [T, Hv * Dv]
+    cache: RecurrentCache,
+    plan: CpuRecurrentPlan,
+) -> Tensor:
+    """Run a scan and return its result: [T, Hv * Dv]."""
+    out = torch.empty(len(x), plan.spec.value_width, dtype=x.dtype)
+    params.cache, params.threads = records(cache), torch.get_num_threads()
+    for name, rows in {"x": x, "gates": gates, "side": side, "out": out}.items():
+        setattr(params, name, rows.data_ptr())
+        setattr(params, f"{name}_stride", rows.stride(0))
+    native.default()("scan", byref(plan.step), byref(params), native.DTYPES[x.dtype])
     return out

@@ -20,6 +20,16 @@ G_t is the sum of the log-decays g_0 + … + g_t. All sums have one order (j asc
 float64), so a row has the same bits alone, in a prefill chunk, and with its whole prompt. The convolution's row p reads
 the inputs p − K + 1 .. p, where those before the sequence's start are zeros.
 
+A scan has a decay for each element of a state, which such sums of a piece cannot express. It goes from row to row:
+
+    S_t = e^{g_t} ⊙ S_{t-1} + k_t u_tᵀ,    o_t = S_tᵀ q_t
+
+    "delta" (KDA)           g_t depends on the element of the key, u_t = beta_t · (v_t − (e^{g_t} ⊙ S_{t-1})ᵀ k_t)
+    "selective" (Mamba-1)   g_t = rate · dt_t, where rate [Dk, Dv] is constant and dt_t [Dv], u_t = dt_t · v_t
+    "lru" (RG-LRU)          as that, Dk = 1, k_t = q_t = 1, u_t = sqrt(1 − e^{2 g_t}) · i_t · v_t, but u_0 = i_0 · v_0
+
+It starts at the last multiple of C tokens and adds the recorded rows after it, so a row has the same bits in every cut.
+
 With n tokens computed, a sequence keeps the state record of piece n // C (piece 0 needs no record). If n is not a
 multiple of C it also keeps the row record of that piece: the keys, updates, summed log-decays and convolution inputs of
 its rows. A state is written once, when a step reaches the end of a piece, and never changes. Rows may be overwritten,

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.errors import BadValue, Unsupported, check_number
 from quire.ops.checks.small import check_gate, check_gated_norm
 from quire.ops.checks.tensors import check_tensor
-from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence
+from quire.ops.recurrent.calls import Convolution, GatedNorm, Recurrence, Scan
 from quire.ops.recurrent.plan import RecurrentPlan, step_sizes
 from quire.ops.recurrent.records import RecurrentCache, RecurrentSpec, check_cache
 from quire.ops.spec import Limits
@@ -125,10 +125,11 @@ class RecurrentOperators(ABC):
         dt_bias: Tensor,  # fp32 [Hv]
         cache: RecurrentCache,  # the layer's records, written
         plan: RecurrentPlan,  # updated for this step
+        beta_scale: float = 1.0,
     ) -> Tensor:
         """Compute the gated delta rule (Yang et al. 2024). `quire.ops.recurrent` has the formulas.
 
-        g = decay_rate · softplus(a + dt_bias) and beta = sigmoid(b). Queries and keys are divided by
+        g = decay_rate · softplus(a + dt_bias) and beta = beta_scale · sigmoid(b). Queries and keys are divided by
         sqrt(Σx² + 1e-6), queries also by sqrt(Dk). Key head h belongs to the heads h·Hv/Hk .. (h + 1)·Hv/Hk - 1.
 
         Returns:
@@ -141,7 +142,9 @@ class RecurrentOperators(ABC):
             spec = _with_state(_checked(cache, plan))
             _check_rows(plan, qkv=(qkv, 2 * spec.key_width + spec.value_width), gates=(gates, 2 * spec.num_heads))
             _check_weights(spec, (spec.num_heads,), decay_rate=decay_rate, dt_bias=dt_bias)
-            return self._recur(qkv, gates, Recurrence(decay_rate, dt_bias), cache, plan)
+            check_number(BadValue, "beta_scale", beta_scale, 0.0)
+            recurrence = Recurrence(decay_rate, dt_bias, beta_scale=beta_scale)
+            return self._recur(qkv, gates, recurrence, cache, plan)
 
     def state_space(
         self,
@@ -177,6 +180,64 @@ class RecurrentOperators(ABC):
         x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]: qkv or xbc
         gates: Tensor,  # [T, 2 * Hv], or dt: [T, Hv]
         recurrence: Recurrence,  # without a skip: the gated delta rule
+        cache: RecurrentCache,
+        plan: Any,  # RecurrentPlan, of recurrent_plan_type; locked
+    ) -> Tensor: ...
+
+    def scan(
+        self,
+        x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]: queries, keys, values of "delta"; else [T, Hv * Dv]: values
+        gates: Tensor,  # [T, Hv * Dk] of "delta"; else [T, Hv * Dv]
+        side: Tensor,  # [T, Hv]: beta of "delta"; [T, 2 * Hk * Dk]: queries, keys of "selective"; [T, Hv * Dv] of "lru"
+        scan: Scan,  # the layer's weights
+        cache: RecurrentCache,  # the layer's records, written
+        plan: RecurrentPlan,  # updated for this step
+    ) -> Tensor:
+        """Compute a recurrence whose decay differs between the elements of a state. The package has the formulas.
+
+        "delta": KDA (Kimi Team 2025). g = rate · softplus(gates + bias), or floor · sigmoid(-rate · (gates + bias))
+        with a negative floor; beta = beta_scale · sigmoid(side). Queries and keys are normalised as in `gated_delta`.
+
+        "selective": Mamba-1 (Gu & Dao 2023). dt = softplus(gates + bias).
+
+        "lru": RG-LRU (De et al. 2024). dt = sigmoid(gates + bias[0]), i = sigmoid(side + bias[1]).
+
+        Returns:
+            o, plus skip · values if there is a skip: [T, Hv * Dv].
+
+        Raises:
+            BadValue: also for a spec without a state, or whose dim_decay is not Dk for "delta", else Dv.
+        """
+        with _plan(plan).lock:
+            spec = _with_state(_checked(cache, plan))
+            rule, rate, bias, skip, beta_scale, floor = scan
+            if rule not in ("delta", "selective", "lru"):
+                raise BadValue(f"the rule is {rule!r}; it must be 'delta', 'selective' or 'lru'")
+            delta, values = rule == "delta", spec.value_width
+            if spec.dim_decay != (spec.dim_k if delta else spec.dim_v):
+                wanted = f"dim_k, {spec.dim_k}" if delta else f"dim_v, {spec.dim_v}"
+                raise BadValue(f"the plan's spec has dim_decay {spec.dim_decay}; for {rule!r} it must be {wanted}")
+            if rule == "lru" and (spec.dim_k, spec.num_k_heads) != (1, 1):
+                found = f"dim_k {spec.dim_k} and num_k_heads {spec.num_k_heads}"
+                raise BadValue(f"the plan's spec has {found}; for 'lru' both must be 1")
+            widths = Scan.widths(rule, spec)
+            _check_rows(plan, x=(x, widths[0]), gates=(gates, widths[1]), side=(side, widths[2]))
+            heads, dim_k, dim_v = spec.num_heads, spec.dim_k, spec.dim_v
+            _check_weights(spec, (heads,) if delta else (heads, dim_k, dim_v), rate=rate)
+            _check_weights(spec, {"delta": (heads * dim_k,), "lru": (2, values)}.get(rule, (values,)), bias=bias)
+            _check_weights(spec, (values,), skip=skip)
+            check_number(BadValue, "beta_scale", beta_scale, 0.0)
+            if not -math.inf < floor <= 0.0:
+                raise BadValue(f"floor is {floor!r}; it must be a negative number, or 0 for none")
+            return self._scan(x, gates, side, scan, cache, plan)
+
+    @abstractmethod
+    def _scan(
+        self,
+        x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv] or [T, Hv * Dv]
+        gates: Tensor,  # [T, Hv * Dk] or [T, Hv * Dv]
+        side: Tensor,  # [T, Hv], [T, 2 * Hk * Dk] or [T, Hv * Dv]
+        weights: Scan,
         cache: RecurrentCache,
         plan: Any,  # RecurrentPlan, of recurrent_plan_type; locked
     ) -> Tensor: ...

@@ -32,6 +32,7 @@ class RecurrentSpec:
     dim_v: int  # Dv, 0..1024
     width: int  # W; 0: no convolution
     taps: int  # K, 1..C + 1
+    dim_decay: int = 0  # decays of a head: 0 (one for all of its state), Dk or Dv
     num_states: int  # Ns
     num_rows: int  # Nr
     dtype: torch.dtype  # of inputs and results; the records are fp32, except for the convolution's inputs
@@ -69,7 +70,7 @@ class RecurrentSpec:
         return {
             "keys": ((self.num_k_heads, PIECE, self.dim_k), self.state_dtype),
             "updates": ((self.num_heads, PIECE, self.dim_v), self.state_dtype),
-            "decays": ((self.num_heads, PIECE), self.state_dtype),
+            "decays": ((self.num_heads, PIECE, *(self.dim_decay,) * (self.dim_decay > 0)), self.state_dtype),
             "inputs": ((PIECE, self.width), self.dtype),
         }
 
@@ -101,7 +102,7 @@ class RecurrentCache:
     # Row records: the rows of a piece.
     keys: Tensor  # fp32 [Nr, Hk, C, Dk], normalised if the layer normalises them
     updates: Tensor  # fp32 [Nr, Hv, C, Dv]: u
-    decays: Tensor  # fp32 [Nr, Hv, C]: G
+    decays: Tensor  # fp32 [Nr, Hv, C]: G; or [Nr, Hv, C, dim_decay]: of a scan, e^g or dt
     inputs: Tensor  # dtype [Nr, C, W]: of the convolution
 
     @classmethod
@@ -157,6 +158,9 @@ def _check_spec(spec: RecurrentSpec) -> None:
             raise BadValue(f"spec.{name} is {value} with num_heads=0; without a state it must be 0")
     if spec.num_heads and spec.num_heads % spec.num_k_heads:
         raise BadValue(f"spec.num_heads is {spec.num_heads}, no multiple of spec.num_k_heads, {spec.num_k_heads}")
+    if spec.dim_decay not in (0, spec.dim_k, spec.dim_v):
+        wanted = f"0, dim_k ({spec.dim_k}) or dim_v ({spec.dim_v})"
+        raise BadValue(f"spec.dim_decay is {spec.dim_decay!r}; it must be {wanted}")
     if spec.dtype not in FLOATS:
         raise BadDtype(f"spec.dtype is {spec.dtype!r}; it must be one of {', '.join(map(str, FLOATS))}")
     try:

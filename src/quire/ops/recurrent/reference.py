@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops.recurrent.calls import Convolution, Recurrence
+from quire.ops.recurrent.calls import Convolution, Recurrence, Scan
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import PIECE, RecurrentCache
 
@@ -100,7 +100,7 @@ def recur(
 ) -> Tensor:
     """Implement `Backend.gated_delta` and `Backend.state_space`."""
     spec = plan.spec
-    decay_rate, dt_bias, skip, dt_limits = recurrence
+    decay_rate, dt_bias, skip, dt_limits, beta_scale = recurrence
     q, k, v = recurrence.parts(x.to(spec.state_dtype), spec)
     q, k = (part.reshape(len(x), spec.num_k_heads, spec.dim_k) for part in (q, k))
     v = v.reshape(len(x), spec.num_heads, spec.dim_v)
@@ -108,7 +108,7 @@ def recur(
     if skip is None:
         q, k = _normalised(q) * (1 / math.sqrt(spec.dim_k)), _normalised(k)
         b, a = gates.chunk(2, dim=1)
-        beta, decay = torch.sigmoid(b), decay_rate * F.softplus(a + dt_bias)
+        beta, decay = torch.sigmoid(b) * beta_scale, decay_rate * F.softplus(a + dt_bias)
         out = _recur(q, k, decay, lambda row, recalled: beta[row, :, None] * (v[row] - recalled), cache, plan)
     else:
         step = F.softplus(gates + dt_bias).clamp(*dt_limits)
@@ -203,3 +203,93 @@ class _Piece(NamedTuple):
         """Store row t in the records."""
         for rows, records in zip(self[1:], (cache.keys, cache.updates, cache.decays), strict=True):
             records[record, :, t] = rows[:, t]
+
+
+# -------------------------------------------------------------------------------------------------------- scans
+
+
+def scan(
+    x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv] or [T, Hv * Dv]
+    gates: Tensor,  # [T, Hv * Dk] or [T, Hv * Dv]
+    side: Tensor,  # [T, Hv], [T, 2 * Hk * Dk] or [T, Hv * Dv]
+    weights: Scan,
+    cache: RecurrentCache,
+    plan: RecurrentPlan,
+) -> Tensor:
+    """Implement `Backend.scan`."""
+    spec = plan.spec
+    out = torch.zeros(len(x), spec.num_heads, spec.dim_v, dtype=spec.state_dtype)
+    wide, gates, side = (one.to(spec.state_dtype) for one in (x, gates, side))
+    rows = _ScanRows(wide, gates, side, weights, plan)
+    for seq in sequences(plan):
+        index, slot = divmod(seq.first, PIECE)
+        state = cache.state[seq.states[0]].clone() if index else cache.state.new_zeros(cache.state.shape[1:])
+        for t in range(slot):  # rows that earlier steps computed
+            k, u, decay = (records[seq.records[0], :, t] for records in (cache.keys, cache.updates, cache.decays))
+            state = rows.faded(state, decay) + rows.outer(k, u)
+        for row, position in zip(range(seq.rows.start, seq.rows.stop), range(seq.first, seq.end), strict=True):
+            q, k, decay = rows.keys[row][0], rows.keys[row][1], rows.decays[row]
+            state = rows.faded(state, decay)
+            u = rows.update(row, position, state)
+            state = state + rows.outer(k, u)
+            out[row] = torch.einsum("hk,hkv->hv", rows.of_heads(q), state)
+            if not all(one.isfinite().all() for one in (k, u, decay)):
+                plan.nonfinite[row] = 1
+            j = position // PIECE - seq.first // PIECE
+            if seq.records[j] >= 0:
+                for records, one in zip((cache.keys, cache.updates, cache.decays), (k, u, decay), strict=True):
+                    records[seq.records[j], :, position % PIECE] = one
+            if (position + 1) % PIECE == 0 and seq.states[j + 1] >= 0:
+                cache.state[seq.states[j + 1]] = state
+    if weights.skip is not None:
+        out = out + weights.skip.view(spec.num_heads, spec.dim_v) * rows.values
+    return out.flatten(1).to(x.dtype)
+
+
+class _ScanRows:
+    """The queries, keys, decays and updates of a step's rows."""
+
+    def __init__(self, x: Tensor, gates: Tensor, side: Tensor, weights: Scan, plan: RecurrentPlan) -> None:
+        spec, (rule, rate, bias, _, scale, floor) = plan.spec, weights
+        count, heads, self.weights = len(x), spec.num_heads, weights
+        self.groups = heads // spec.num_k_heads
+        if rule == "delta":
+            keys, values = x[:, : 2 * spec.key_width], x[:, 2 * spec.key_width :]
+            keys = _normalised(keys.reshape(count, 2, spec.num_k_heads, spec.dim_k))
+            keys[:, 0] *= 1 / math.sqrt(spec.dim_k)
+            raw, rates = (gates + bias).view(count, heads, spec.dim_k), rate[:, None]
+            log = rates * F.softplus(raw) if floor == 0.0 else floor * torch.sigmoid(-rates * raw)
+            self.decays, self.beta = log.exp(), torch.sigmoid(side) * scale
+        elif rule == "selective":
+            keys, values = side.reshape(count, 2, spec.num_k_heads, spec.dim_k), x
+            self.decays = F.softplus(gates + bias).view(count, heads, spec.dim_v)
+        else:
+            keys, values = x.new_ones(count, 2, 1, 1), x
+            self.decays = torch.sigmoid(gates + bias[0]).view(count, heads, spec.dim_v)
+            self.inputs = torch.sigmoid(side + bias[1]).view(count, heads, spec.dim_v)
+        self.keys, self.values = keys, values.reshape(count, heads, spec.dim_v)
+
+    def of_heads(self, keys: Tensor) -> Tensor:
+        """Return the keys or queries of each head of the state: [Hv, Dk]."""
+        return keys.repeat_interleave(self.groups, 0)
+
+    def outer(self, k: Tensor, u: Tensor) -> Tensor:
+        """Return k uᵀ of each head: [Hv, Dk, Dv]."""
+        return self.of_heads(k)[:, :, None] * u[:, None]
+
+    def faded(self, state: Tensor, decay: Tensor) -> Tensor:
+        """Return the state after its decay, which is e^g [Hv, Dk], or dt [Hv, Dv]."""
+        if self.weights.rule == "delta":
+            return decay[:, :, None] * state
+        return torch.exp(self.weights.rate * decay[:, None]) * state
+
+    def update(self, row: int, position: int, faded: Tensor) -> Tensor:
+        """Return u: [Hv, Dv]."""
+        value = self.values[row]
+        if self.weights.rule == "delta":
+            recalled = torch.einsum("hk,hkv->hv", self.of_heads(self.keys[row][1]), faded)
+            return self.beta[row, :, None] * (value - recalled)
+        if self.weights.rule == "selective":
+            return self.decays[row] * value
+        u = self.inputs[row] * value
+        return u * torch.sqrt(-torch.expm1(2 * self.weights.rate[:, 0] * self.decays[row])) if position else u

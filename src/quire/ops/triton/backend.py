@@ -27,7 +27,7 @@ from quire.ops.side_stream import SideStream
 from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores
 from quire.ops.swap import HostSwap, Swap
 from quire.ops.triton import attention as kernels
-from quire.ops.triton import cache, recurrent, sampling, small, states
+from quire.ops.triton import cache, recurrent, sampling, scan, small, states
 from quire.ops.triton.launch import FLOATS, NAME, on_device_of
 from quire.ops.triton.linear import TiledLinears
 from quire.ops.triton.quantised import IntegerLinears
@@ -219,6 +219,7 @@ class TritonBackend(Backend):
     _gated_norm = staticmethod(small.gated_norm)
     _convolve = staticmethod(recurrent.convolve)
     _recur = staticmethod(recurrent.recur)
+    _scan = staticmethod(scan.scan)
     _logsumexp = staticmethod(sampling.logsumexp)
     _top_k = staticmethod(sampling.top_k)
     _top_k_softmax = staticmethod(sampling.top_k_softmax)

@@ -188,7 +188,7 @@ def _before(state, passed, record, state_record, slot, STATE: tl.constexpr):
 @triton.jit
 def recur_columns(
     q, k, v, gates, out, decay_rate, dt_bias, skip, state, keys, updates, decays, passed, nonfinite,
-    starts, lens, offsets, records, slots, dt_low, dt_high, scale,
+    starts, lens, offsets, records, slots, dt_low, dt_high, beta_scale, scale,
     x_token, gates_token, state_record, keys_record, updates_record, decays_record,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +234,7 @@ def recur_columns(
         # ---- the rows' log-decays, and their sums
         step = tl.load(gates + token * gates_token, mask=new, other=0.0).to(tl.float32)
         if DELTA:
-            beta = sigmoid(step)
+            beta = sigmoid(step) * beta_scale
             decay = tl.load(gates + token * gates_token + HEADS, mask=new, other=0.0).to(tl.float32)
             decay = rate * softplus(decay + offset)
         else:
@@ -334,7 +334,7 @@ def recur(
 ) -> Tensor:
     """Compute the gated delta rule or Mamba-2's recurrence: [T, Hv * Dv]."""
     spec = plan.spec
-    decay_rate, dt_bias, skip, dt_limits = recurrence
+    decay_rate, dt_bias, skip, dt_limits, beta_scale = recurrence
     q, k, v = recurrence.parts(x, spec)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel():
@@ -343,7 +343,7 @@ def recur(
         with on_device_of(out):
             recur_columns[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.dim_v, COLUMNS))](
                 q, k, v, gates, out, decay_rate, dt_bias, skip, *records, passed, plan.nonfinite,
-                *_step(plan), plan.slots, *dt_limits, 1 / math.sqrt(spec.dim_k),
+                *_step(plan), plan.slots, *dt_limits, beta_scale, 1 / math.sqrt(spec.dim_k),
                 v.stride(0), gates.stride(0), *(x.stride(0) for x in records),
                 spec.num_heads, spec.num_k_heads, spec.dim_k, spec.dim_v, COLUMNS,
                 num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,

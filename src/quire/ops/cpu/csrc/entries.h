@@ -11,6 +11,7 @@ ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionPara
 ENTRY(write_kv)(ParallelFor parallel_for, const Plan* plan, const WriteParams* params);
 ENTRY(convolve)(ParallelFor parallel_for, const RecurrentStep* step, const ConvolutionParams* params, int32_t dtype);  // recurrent.cpp
 ENTRY(recur)(ParallelFor parallel_for, const RecurrentStep* step, const RecurrenceParams* params, int32_t dtype);
+ENTRY(scan)(ParallelFor parallel_for, const RecurrentStep* step, const ScanParams* params, int32_t dtype);
 ENTRY(gate)(
     ParallelFor parallel_for, const void* gate, int64_t stride, void* x, int64_t x_stride, int64_t rows, const GateParams* p, int32_t dtype);
 ENTRY(gated_norm)(

@@ -173,20 +173,40 @@ struct RecurrenceParams {
     void* out;          // [T, Hv Dv]
     int64_t x_stride, gates_stride, out_stride;  // from row to row
     float dt_low, dt_high;
+    float scale;  // of beta
     int32_t threads;
 };
 
 // ------------------------------------------------------------------------------------------- programs, see program.h
 
-enum OpKind : int32_t {
-    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_ACTIVATION, OP_MULTIPLY, OP_ADD, OP_COPY, OP_SCALE, OP_KEEP, OP_EXPERTS,
-    OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE, OP_LORA, OP_GATHER
-};
-
 // Columns of a buffer, from `first` on.
 struct Columns {
     int32_t buffer;  // -1: none
     int32_t first;
+};
+
+enum ScanRule : int32_t { SCAN_DELTA, SCAN_SELECTIVE, SCAN_LRU };
+
+// A recurrence whose decay differs between the elements of a state, see scan.h.
+struct ScanParams {
+    RecurrentRecords cache;
+    const float* rate;  // [Hv], or [Hv, Dk, Dv]
+    const float* bias;  // of the gates: [Hv Dk], [Hv Dv], or with that of the side [2, Hv Dv]
+    const float* skip;  // [Hv Dv]; null: none
+    const void* x;      // [T, 2 Hk Dk + Hv Dv], or [T, Hv Dv]
+    const void* gates;  // [T, Hv Dk], or [T, Hv Dv]
+    const void* side;   // [T, Hv], [T, 2 Hk Dk], or [T, Hv Dv]
+    void* out;          // [T, Hv Dv]
+    int64_t x_stride, gates_stride, side_stride, out_stride;  // from row to row
+    float scale;  // of beta
+    float floor;  // the least log-decay, if negative; then it is a sigmoid
+    int32_t rule, threads;
+    Columns side_columns;  // in a program
+};
+
+enum OpKind : int32_t {
+    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_ACTIVATION, OP_MULTIPLY, OP_ADD, OP_COPY, OP_SCALE, OP_KEEP, OP_EXPERTS,
+    OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE, OP_LORA, OP_GATHER, OP_SCAN
 };
 
 struct Op {

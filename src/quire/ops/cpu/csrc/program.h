@@ -103,6 +103,14 @@ struct Program {
         QUIRE_NAME(recur, QUIRE_ISA)(parallel_for, step(op), &call, p.dtype);
     }
 
+    void run(const Op& op, const ScanParams& scan) const {
+        ScanParams call = scan;
+        call.x = at(op.x), call.x_stride = stride(op.x), call.gates = at(op.y), call.gates_stride = stride(op.y);
+        call.side = at(scan.side_columns), call.side_stride = stride(scan.side_columns);
+        call.out = at(op.out), call.out_stride = stride(op.out), call.threads = p.threads;
+        QUIRE_NAME(scan, QUIRE_ISA)(parallel_for, step(op), &call, p.dtype);
+    }
+
     void run(const Op& op, const LoraParams& lora) const {
         LoraParams call = lora;
         call.x = at(op.x), call.x_stride = stride(op.x), call.out = at(op.out), call.out_stride = stride(op.out);
@@ -148,6 +156,7 @@ struct Program {
             case OP_CONVOLUTION: run(op, *(const ConvolutionParams*)op.params); break;
             case OP_GATED_DELTA:
             case OP_STATE_SPACE: run(op, *(const RecurrenceParams*)op.params); break;
+            case OP_SCAN: run(op, *(const ScanParams*)op.params); break;
             case OP_GATHER: return run(op, *(const GatherParams*)op.params);
             case OP_LORA: run(op, *(const LoraParams*)op.params); break;
         }

@@ -2,6 +2,7 @@
 
 #include "entries.h"
 #include "recurrent.h"
+#include "scan.h"
 
 // x *= sigmoid(gate).
 ENTRY(gate)(
@@ -33,4 +34,10 @@ ENTRY(convolve)(ParallelFor parallel_for, const RecurrentStep* step, const Convo
 ENTRY(recur)(ParallelFor parallel_for, const RecurrentStep* step, const RecurrenceParams* params, int32_t dtype) {
     if (params->skip) recur<Rule::SPACE>(parallel_for, *step, *params, dtype);
     else recur<Rule::DELTA>(parallel_for, *step, *params, dtype);
+}
+
+ENTRY(scan)(ParallelFor parallel_for, const RecurrentStep* step, const ScanParams* params, int32_t dtype) {
+    if (params->rule == SCAN_DELTA) scan<SCAN_DELTA>(parallel_for, *step, *params, dtype);
+    else if (params->rule == SCAN_SELECTIVE) scan<SCAN_SELECTIVE>(parallel_for, *step, *params, dtype);
+    else scan<SCAN_LRU>(parallel_for, *step, *params, dtype);
 }

@@ -350,7 +350,7 @@ struct Recurrence {
                 delta = delta < p.dt_low ? splat(p.dt_low) : delta;
                 delta = delta > p.dt_high ? splat(p.dt_high) : delta;
             }
-            const V beta = DELTA ? sigmoid(b) : delta, decay = delta * rate;
+            const V beta = DELTA ? sigmoid(b) * p.scale : delta, decay = delta * rate;
             for (int i = 0; i < n; i++) {
                 const int t = begin + i;
                 betas[t] = beta[i];
