@@ -61,6 +61,14 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "falcon h1, bf16": ("FalconH1", torch.bfloat16, {"vocab_size": VOCABULARY}),
     "nemotron h, fp32": ("NemotronH", torch.float32, {"vocab_size": VOCABULARY}),
     "minimax, bf16": ("MiniMax", torch.bfloat16, {"vocab_size": VOCABULARY}),
+    "jamba, bf16": ("Jamba", torch.bfloat16, {"vocab_size": VOCABULARY}),
+    "kimi linear, fp32": ("KimiLinear", torch.float32, {"vocab_size": VOCABULARY}),
+    "recurrent gemma, bf16": (
+        "RecurrentGemma",
+        torch.bfloat16,
+        {"vocab_size": VOCABULARY, "attention_window_size": 64},
+    ),
+    "olmo hybrid, bf16": ("OlmoHybrid", torch.bfloat16, {"vocab_size": VOCABULARY}),
     "lfm3, bf16": ("Lfm3", torch.bfloat16, {"vocab_size": VOCABULARY}),
 }  # fmt: skip
 # One of each kind of cache; with --long all of them. `tests.engine.differential` has them all, too.

@@ -118,6 +118,23 @@ BASES |= {
         "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 10, "n_routed_experts": 6,
         "num_experts_per_tok": 3, "moe_intermediate_size": 36, "moe_shared_expert_intermediate_size": 40,
     },
+    "Mamba": {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "state_size": 10, "time_step_rank": 5},
+    "FalconMamba": {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "state_size": 10},
+    "Jamba": SHORT | {
+        "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 5,
+        "mamba_d_state": 6,
+    },
+    "OlmoHybrid": SHORT | {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_key_head_dim": 12,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    },
+    "KimiLinear": {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 8,
+        "linear_head_dim": 12, "linear_num_heads": 3,
+    },
+    "RecurrentGemma": SHORT | {
+        "num_hidden_layers": 4, "block_types": ["recurrent", "attention"], "lru_width": 72, "attention_window_size": 9,
+    },
     "MiniMax": MIXTRAL | {"num_hidden_layers": 4, "num_key_value_heads": 3, "block_size": 16},
     "Lfm3": TINY | {
         "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],

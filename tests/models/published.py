@@ -402,6 +402,19 @@ BAMBA: dict[str, Any] = {
     "num_key_value_heads": 8, "num_logits_to_keep": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 128256,
 }  # fmt: skip
+NEMOTRON_H: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "attention_bias": False,
+    "attention_dropout": 0.0, "attention_head_dim": 128, "bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4,
+    "eos_token_id": 2, "expand": 2, "hidden_dropout": 0.0, "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "initializer_range": 0.02,
+    "intermediate_size": 21504, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128, "mamba_proj_bias": False, "max_position_embeddings": 8192, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "n_groups": 8, "num_attention_heads": 32, "num_hidden_layers": 52,
+    "num_key_value_heads": 8, "num_logits_to_keep": 1, "pad_token_id": 0, "rescale_prenorm_residual": True,
+    "residual_in_fp32": False, "rms_norm_eps": 1e-05, "ssm_state_size": 128, "tie_word_embeddings": False,
+    "time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001,
+    "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True, "vocab_size": 131072,
+}  # fmt: skip
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False,
     "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
@@ -589,6 +602,7 @@ REPOSITORIES: dict[str, dict[str, dict[str, Any]]] = {
         "ByteDance-Seed/Seed-OSS-36B-Instruct": SEED_OSS,
         "CohereLabs/c4ai-command-r7b-12-2024": COMMAND_R7B,
         "EleutherAI/pythia-160m": json.loads(PYTHIA),
+        "nvidia/Nemotron-H-8B-Base-8K": NEMOTRON_H,
         "LGAI-EXAONE/EXAONE-4.0-1.2B": EXAONE_4,
         "tiiuae/falcon-7b": FALCON,
     },

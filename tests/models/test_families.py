@@ -283,6 +283,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon h1": ("FalconH1", {}),
+    "mamba": ("Mamba", {}),
+    "mamba, biases": ("Mamba", {"use_bias": True, "use_conv_bias": False, "expand": 3, "tie_word_embeddings": False}),
+    "falcon mamba": ("FalconMamba", {}),
+    "jamba": ("Jamba", {}),
+    "jamba, no experts": ("Jamba", {"num_experts": 1, "attn_layer_offset": 0, "mamba_proj_bias": True}),
+    "olmo hybrid": ("OlmoHybrid", {}),
+    "olmo hybrid, attention first, no positions": (
+        "OlmoHybrid",
+        {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "kimi linear": ("KimiLinear", {}),
+    "recurrent gemma": ("RecurrentGemma", {}),
     "minimax": ("MiniMax", {}),
     "minimax, factors": (
         "MiniMax",

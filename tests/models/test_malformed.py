@@ -20,6 +20,7 @@ from quire.models.template import default_template
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import weight_files
 from quire.ops import load
+from tests.models.checkpoints import BASES as GIVEN
 from tests.models.checkpoints import DEEPSEEK, GEMMA4, LLAMA4, MAMBA, QWEN3_MOE, SHORT, SPARSE, TINY, save
 from tests.models.test_loading import change_config
 
@@ -27,6 +28,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 4.0}
 BASES = {
     "Bamba": MAMBA,
+    **{kind: GIVEN[kind] for kind in ("FalconH1", "Jamba", "Mamba2", "NemotronH", "RecurrentGemma")},
+    "KimiLinear": {
+        key: value for key, value in GIVEN["KimiLinear"].items() if not key.startswith(("num_local_e", "num_experts"))
+    },
     "DeepseekV3": DEEPSEEK,
     "DeepseekV32": SPARSE,
     "GlmMoeDsa": SPARSE,
@@ -140,6 +145,31 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
         ),
         ("Qwen3Moe", {"mlp_only_layers": "0"}, "mlp_only_layers is '0'; it must be a list of layers' numbers"),
         ("Qwen3Moe", {"num_hidden_layers": 4096, "num_experts": 4096}, "16777216 experts .*; it must be at most"),
+        (
+            "NemotronH",
+            {"layers_block_type": ["mlp", "x"]},
+            r"layer_types is \['mlp', 'x'\]; it must be a list with mamba",
+        ),
+        (
+            "NemotronH",
+            {"layers_block_type": None, "hybrid_override_pattern": "MX"},
+            "it must be a letter of M . - E for",
+        ),
+        (
+            "NemotronH",
+            {"layers_block_type": None, "hybrid_override_pattern": "M-", "num_hidden_layers": 3},
+            "num_hidden_layers is 3; family 'nemotron_h' serves 2 only",
+        ),
+        ("NemotronH", {"moe_latent_size": 8}, "moe_latent_size is 8; it must be null"),
+        ("NemotronH", {"n_groups": 3}, "8 heads of a state cannot form 3 groups evenly"),
+        ("FalconH1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers is \[1.0\]; it must be 5 positive numbers"),
+        ("FalconH1", {"mamba_n_heads": 7}, "mamba_n_heads is 7, which does not divide the 64 inner channels"),
+        ("FalconH1", {"attention_bias": True, "attention_in_multiplier": 2.0}, "it must be 1.0 with attention_bias"),
+        ("Mamba2", {"num_heads": 7}, "num_heads is 7 and head_dim 12; their product must be .* 96"),
+        ("Jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms is False; .* serves True only"),
+        ("KimiLinear", {"mlp_layer_types": ["sparse"]}, r"mlp_layer_types is \['sparse'\]; it must be dense or sparse"),
+        ("KimiLinear", {"linear_attn_config": {"rank": 2}}, "linear_attn_config has keys .* not understand: rank=2"),
+        ("RecurrentGemma", {"lru_width": 70}, "6 heads cannot share 70 channels of a recurrent unit evenly"),
         ("SmolLM3", {"no_rope_layers": {}}, r"no_rope_layers is \{\}; it must be a list"),
     ],
 )

@@ -30,6 +30,7 @@ from tests.models.published import (
     LLAMA_4_SCOUT,
     MISTRAL,
     MIXTRAL,
+    NEMOTRON_H,
     NEOX_20B,
     OLMO2_1B,
     PHI3_MINI,
@@ -175,6 +176,12 @@ WITH_STATES = {
     "Granite 4 H Tiny": (GRANITE_4_H, SPACE, [5, 15, 25, 35], 512),
     "Granite 4 H Micro": (GRANITE_4_H_MICRO, replace(SPACE, num_heads=64), [5, 15, 25, 35], 8192),
     "Granite 4 H 1B": (GRANITE_4_H_1B, SPACE, [5, 15, 25, 35], 4096),
+    "Nemotron-H 8B": (
+        NEMOTRON_H,
+        replace(SPACE, num_heads=128, num_groups=8, norm_groups=8, dt_limits=(0.001, math.inf)),
+        [7, 18, 29, 40],
+        21504,
+    ),
     "Bamba 9B": (BAMBA, replace(SPACE, num_heads=128), [9, 18, 27], 14336),
 }
 
@@ -188,8 +195,9 @@ def test_layers_that_keep_a_state(
     decoder, dtype = read_config(tmp_path)
     mixers = [layer.mixer for layer in decoder.layers]
     assert [i for i, mixer in enumerate(mixers) if isinstance(mixer, AttentionConfig)] == attention
-    assert {mixer for i, mixer in enumerate(mixers) if i not in attention} == {state}
-    sizes = {layer.mlp.mlp.size if isinstance(layer.mlp, ExpertsConfig) else layer.mlp.size for layer in decoder.layers}
+    assert {mixer for i, mixer in enumerate(mixers) if i not in attention} - {None} == {state}
+    mlps = [layer.mlp for layer in decoder.layers if layer.mlp is not None]
+    sizes = {mlp.mlp.size if isinstance(mlp, ExpertsConfig) else mlp.size for mlp in mlps}
     assert sizes == {inner}
     assert dtype is BF16
 

@@ -34,7 +34,10 @@ from quire.models.model import Model
 from quire.models.state_config import (
     ConvolutionConfig,
     GatedDeltaConfig,
+    KeyDecayConfig,
     LightningConfig,
+    LinearUnitConfig,
+    SelectiveConfig,
     StateConfig,
     StateSpaceConfig,
 )
@@ -42,6 +45,7 @@ from quire.ops import AttentionPlan, AttentionSpec, Backend
 from quire.ops.activation import Activation
 from quire.ops.choice import Choice
 from quire.ops.experts import ExpertLayer
+from quire.ops.recurrent.calls import Scan, ScanRule
 from quire.ops.recurrent.plan import RecurrentPlan
 from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
 from quire.ops.weights.linear import Linear, Linears
@@ -318,6 +322,11 @@ def _state_kinds(mixer: StateConfig) -> dict[str, Callable[[_Case], Iterator[Ten
         case LightningConfig():
             lightning = replace(mixer, num_heads=2, slopes=mixer.slopes[:2])
             return {"state space": partial(_state_space, lightning.sizes, (1.0, 1.0))}
+        case KeyDecayConfig():
+            return _scan_kinds(replace(mixer, num_heads=2).sizes, "delta", mixer.floor)
+        case SelectiveConfig() | LinearUnitConfig():
+            few = replace(mixer.sizes, num_heads=2, width=2 * mixer.head_dim)
+            return _scan_kinds(few, "selective" if isinstance(mixer, SelectiveConfig) else "lru", 0.0)
         case ConvolutionConfig():
             return {"convolution": partial(_convolutions, replace(mixer, width=INPUTS).sizes)}
 
@@ -351,6 +360,25 @@ def _gated_delta(sizes: StateSizes, case: _Case) -> Iterator[Tensor]:
     for cache, plan in _state_steps(case, sizes):
         qkv, gates = (case.numbers(seed, plan.num_tokens, n, scale=4.0) for seed, n in ((110, width), (111, 2 * heads)))
         yield case.backend.gated_delta(qkv, gates, rate, dt_bias, cache, plan)
+
+
+def _scan_kinds(sizes: StateSizes, rule: ScanRule, floor: float) -> dict[str, Callable[[_Case], Iterator[Tensor]]]:
+    scans = partial(_scans, sizes, rule, floor)
+    return {"convolution": partial(_convolutions, sizes), f"scan, {rule}": scans}
+
+
+def _scans(sizes: StateSizes, rule: ScanRule, floor: float, case: _Case) -> Iterator[Tensor]:
+    heads, dim_k, values = sizes.num_heads, sizes.dim_k, sizes.num_heads * sizes.dim_v
+    shape = (heads,) if rule == "delta" else (heads, dim_k, sizes.dim_v)
+    bias_shape = {"delta": (heads * dim_k,), "selective": (values,), "lru": (2, values)}[rule]
+    rate, bias, skip = -case.wide_numbers(132, *shape).abs(), case.wide_numbers(133, *bias_shape), None
+    if rule == "selective":
+        skip = case.wide_numbers(134, values)
+    scan = Scan(rule, rate, bias, skip, floor=floor)
+    for cache, plan in _state_steps(case, sizes):
+        widths = Scan.widths(rule, plan.spec)
+        x, gates, side = (case.numbers(135 + i, plan.num_tokens, width, scale=4.0) for i, width in enumerate(widths))
+        yield case.backend.scan(x, gates, side, scan, cache, plan)
 
 
 def _state_space(sizes: StateSizes, dt_limits: tuple[float, float], case: _Case) -> Iterator[Tensor]:

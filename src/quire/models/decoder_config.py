@@ -12,7 +12,7 @@ from quire.errors import ModelError
 from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
 from quire.models.pooling_config import DenseConfig, Pooling
 from quire.models.rope import Temperature
-from quire.models.state_config import StateConfig
+from quire.models.state_config import GatedDeltaConfig, KeyDecayConfig, SelectiveConfig, StateConfig
 from quire.ops.activation import Activation
 
 MOST_EXPERTS = 2**16  # of all layers together, as each expert's weights have names
@@ -117,10 +117,11 @@ class LatentConfig:
     plain_dim: int  # dimensions of a head's key that are not rotated
     v_dim: int
     q_rank: int | None  # size of the normalised row from which q is projected; None: from the layer's input
-    rope: Mapping[str, Any]
+    rope: Mapping[str, Any] | None
     bias: bool  # of the projections to q's row, to the latent, and to the output
     scale: float  # of q·k
     index: IndexConfig | None = None  # None: a row attends to all keys before it
+    norm_eps: float | None = None  # of the latent's norm; None: that of the decoder
 
     window = None
 
@@ -458,7 +459,10 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
             yield f"{prefix}scale", _whole(1)
         if isinstance(layer.mixer, StateConfig):
             for name, shape in layer.mixer.vectors():
-                yield prefix + name, _whole(*shape)
+                parts = shape[:1]
+                if name == "conv.weight" and isinstance(layer.mixer, GatedDeltaConfig | KeyDecayConfig):
+                    parts = layer.mixer.conv_parts
+                yield prefix + name, WeightShape(shape, parts)
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         if isinstance(layer.mixer, LatentConfig) and layer.mixer.own_index is not None:  # a LayerNorm in any model
@@ -543,6 +547,8 @@ def _mixer_linears(mixer: Mixer, hidden_size: int) -> Iterator[_Linear]:
             yield _Linear("output", (hidden_size,), heads * mixer.v_dim, mixer.bias)
         case _:
             yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)
+            if isinstance(mixer, KeyDecayConfig | SelectiveConfig):
+                yield from (_Linear(name, (out,), size, False) for name, out, size in mixer.linears())
             yield _Linear("state_out", (hidden_size,), mixer.out_size, mixer.bias)
 
 

@@ -31,7 +31,10 @@ from quire.models.sharding import Shard
 from quire.models.state_config import (
     ConvolutionConfig,
     GatedDeltaConfig,
+    KeyDecayConfig,
     LightningConfig,
+    LinearUnitConfig,
+    SelectiveConfig,
     StateConfig,
     StateSpaceConfig,
 )
@@ -61,6 +64,7 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
+    ScanRows,
     Select,
     StateSpace,
     Write,
@@ -133,7 +137,7 @@ class _Writer:
     ) -> None:
         self.config, self.weights, self.linears, self.loras = config, weights, linears, loras
         self.shard = shard
-        self.tables, self.alibi_slopes, self.device = tables, alibi_slopes, device
+        self.tables, self.alibi_slopes, self.dtype, self.device = tables, alibi_slopes, dtype, device
         self.operators: list[Operator] = []
         self.names: dict[str, None] = {}  # of the operators: of its weight, else the layer and the kind
         self.scope = ""  # the layer's, before a kind
@@ -302,6 +306,12 @@ class _Writer:
                 return self.convolution(index, config, hidden)
             case LightningConfig():
                 return self.lightning(index, config, hidden)
+            case KeyDecayConfig():
+                return self.key_decay(index, config, hidden)
+            case SelectiveConfig():
+                return self.selective(index, config, hidden)
+            case LinearUnitConfig():
+                return self.linear_unit(index, config, hidden)
 
     def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Return the place of the result."""
@@ -371,7 +381,8 @@ class _Writer:
                 self.select(index, config.own_index, hidden, row)
             q = self.buffer("q", config.q_size)
             self.project(f"{name}q", row, q)
-        self.normalize(f"{name}latent_norm", latent, latent, eps=LATENT_EPS)
+        eps = LATENT_EPS if config.norm_eps is None else config.norm_eps
+        self.normalize(f"{name}latent_norm", latent, latent, eps=eps)
         if (table := self.tables[index]) is not None:
             for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
                 self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
@@ -416,9 +427,9 @@ class _Writer:
         x, gate, b_and_a = self.columns(projected, config.width, config.out_size, 2 * H)
         convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
         rate, dt_bias = -tensor(self.weights[f"{name}A_log"]).exp(), tensor(self.weights[f"{name}dt_bias"])
-        self.write(GatedDelta(convolved, b_and_a, recalled, rate, dt_bias, index, group))
+        self.write(GatedDelta(convolved, b_and_a, recalled, rate, dt_bias, index, group, config.beta_scale))
         weight = tensor(self.weights[f"{name}gate_norm.weight"]).repeat(H)  # the same for each head
-        return self.gated_norm(recalled, gate, weight, H, "norm")
+        return self.gated_norm(recalled, gate, weight, H, "norm", config.norm_eps)
 
     def state_space(self, index: int, config: StateSpaceConfig, hidden: Place) -> Place:
         """Project, convolve, update and read the state, normalise. Return the place of the result."""
@@ -456,6 +467,75 @@ class _Writer:
         self.write(Gate(gate, normed))
         return normed
 
+    def key_decay(self, index: int, config: KeyDecayConfig, hidden: Place) -> Place:
+        """Project, convolve, update and read the state, normalise, gate. Return the place of the result."""
+        name, H = f"layers.{index}.", config.num_heads
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project_parted(f"{name}state_in", hidden, projected)
+        *_, decays, gate, beta = self.columns(projected, *config.in_rows)
+        convolved = self.convolved(index, Place(projected.buffer, 0, 3 * config.out_size), "silu")
+        if config.rank is not None:
+            rows = decays, gate
+            decays, gate = (self.buffer(part, config.out_size) for part in ("decays", "opened"))
+            self.project(f"{name}state_decay", rows[0], decays)
+            self.project(f"{name}state_gate", rows[1], gate)
+        recalled, normed = self.buffer("recalled", config.out_size), self.buffer("gated", config.out_size)
+        rate, bias = -tensor(self.weights[f"{name}A_log"]).exp(), tensor(self.weights[f"{name}dt_bias"])
+        group = self.group_of_layer[index]
+        places = convolved, decays, beta, recalled
+        self.write(ScanRows(*places, "delta", rate, bias, None, index, group, floor=config.floor))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"])
+        self.write(Normalize(recalled, normed, weight, None, config.norm_eps, None, H))
+        self.write(Gate(gate, normed))
+        return normed
+
+    def selective(self, index: int, config: SelectiveConfig, hidden: Place) -> Place:
+        """Project, convolve, update and read the state, gate. Return the place of the result."""
+        name, size = f"layers.{index}.", config.width
+        projected, mixed = self.buffer("state_in", 2 * size), self.buffer("state_x", sum(config.x_parts))
+        self.project_parted(f"{name}state_in", hidden, projected)
+        x, gate = self.columns(projected, size, size)
+        convolved = self.convolved(index, x, "silu")
+        self.project(f"{name}state_x", convolved, mixed)
+        row, C, B = parts = self.columns(mixed, *config.x_parts)
+        for part, norm in zip(parts, ("dt_norm", "C_norm", "B_norm"), strict=True):
+            if config.norm_eps is not None:
+                ones = torch.ones(part.size, dtype=torch.float32, device=self.device)
+                weight = tensor(self.weights[f"{name}{norm}.weight"]) if config.norm_weights else ones
+                self.write(Normalize(part, part, weight, None, config.norm_eps))
+        dt, recalled, opened = (self.buffer(part, size) for part in ("decays", "recalled", "opened"))
+        self.project(f"{name}state_dt", row, dt)
+        rate = -tensor(self.weights[f"{name}A_log"]).exp()  # [W, N]
+        rate = rate.view(-1, config.head_dim, config.state_dim).transpose(1, 2).contiguous()
+        bias, skip = (tensor(self.weights[f"{name}{part}"]) for part in ("dt_bias", "D"))
+        places = convolved, dt, Place(mixed.buffer, C.first, C.size + B.size), recalled
+        self.write(ScanRows(*places, "selective", rate, bias, skip, index, self.group_of_layer[index]))
+        self.write(Activate(gate, opened, SILU))
+        self.write(Multiply(opened, recalled))
+        return recalled
+
+    def linear_unit(self, index: int, config: LinearUnitConfig, hidden: Place) -> Place:
+        """Project, convolve, compute the gates, update the state, gate. Return the place of the result."""
+        name, size = f"layers.{index}.", config.width
+        projected = self.buffer("state_in", 2 * size)
+        self.project_parted(f"{name}state_in", hidden, projected)
+        x, gate = self.columns(projected, size, size)
+        convolved = self.convolved(index, x, None)
+        gates = []
+        for part in ("decay", "input"):
+            weight = tensor(self.weights[f"{name}{part}_heads"]).transpose(1, 2).to(self.dtype)  # [heads, out, in]
+            gates.append(out := self.buffer(part, size))
+            self.write(Project(convolved, self.linears.heads(weight.contiguous()), out))
+        bias = torch.stack([tensor(self.weights[f"{name}{part}_bias"]).flatten() for part in ("decay", "input")])
+        rate = -8.0 * torch.nn.functional.softplus(tensor(self.weights[f"{name}A_log"]))
+        rate = rate.view(-1, 1, config.head_dim)
+        recalled, opened = self.buffer("recalled", size), self.buffer("opened", size)
+        places = convolved, gates[0], gates[1], recalled
+        self.write(ScanRows(*places, "lru", rate, bias, None, index, self.group_of_layer[index]))
+        self.write(Activate(gate, opened, config.activation))
+        self.write(Multiply(opened, recalled))
+        return recalled
+
     def convolution(self, index: int, config: ConvolutionConfig, hidden: Place) -> Place:
         """Project, gate, convolve, gate. Return the place of the result."""
         projected = self.buffer("state_in", sum(config.in_rows))
@@ -473,10 +553,18 @@ class _Writer:
         self.write(Convolve(x, out, weight, self.bias(name), activation, index, self.group_of_layer[index]))
         return out
 
-    def gated_norm(self, x: Place, gate: Place, weight: Tensor, heads: int, first: Literal["norm", "gate"]) -> Place:
+    def gated_norm(
+        self,
+        x: Place,
+        gate: Place,
+        weight: Tensor,
+        heads: int,
+        first: Literal["norm", "gate"],
+        eps: float | None = None,
+    ) -> Place:
         """Normalise x by heads, and multiply it by silu(gate) before or after that. Return the place of the result."""
         out = self.buffer("gated", x.size)
-        self.write(GatedNormalize(x, gate, out, weight, self.config.norm_eps, heads, first))
+        self.write(GatedNormalize(x, gate, out, weight, eps or self.config.norm_eps, heads, first))
         return out
 
     def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:

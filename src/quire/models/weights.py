@@ -36,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a weight that is not quantised
 EXACT = re.compile(
-    r"^classifier\.|^relative_bias|norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$"
+    r"^classifier\.|^relative_bias|norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias|(decay|input)_(heads|bias))$"
 )  # fp32, by our names
 TABLES = ("embedding", "per_layer_embedding")  # one row per token
 OWN_FILE = re.compile(r"[^/\\\0]+\.safetensors")  # a valid file name in an index
@@ -443,7 +443,15 @@ class Weights(Mapping[str, Weight]):
         return weight if order is None else weight.rows(order.argsort())
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
-        """Return the number of rows of each part of a weight."""
+        """Return the number of rows of each part of a weight. Raises ModelError if a convolution's have other sums."""
+        if name.endswith(".conv.weight") and len(parts) > 1:  # tools divide its channels differently
+            lengths, count = [len(self._checkpoint[part]) for part in parts], self._shapes[name][0]
+            if sum(lengths) == count:
+                return lengths
+            listed = " + ".join(map(str, lengths))
+            raise ModelError(
+                f"{self._checkpoint.path}: {', '.join(parts)} have {listed} channels; config.json asks for {count}"
+            )
         return list(self._parts[name] if len(parts) > 1 else self._shapes[name][:1])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

@@ -39,6 +39,7 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "kv_n_heads")
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 LISTED = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")  # indices of layers of one kind
+PATTERN = "hybrid_override_pattern"  # a letter for each layer
 TOKENS = re.compile(r"\w+_token_ids?")
 FACTORS = ("short_factor", "long_factor")  # of longrope, one per rotated pair
 
@@ -54,7 +55,8 @@ def shrink(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen_layers(raw: Mapping[str, Any], depth: int) -> list[int]:
-    lists = [value for value in raw.values() if isinstance(value, list) and len(value) == depth]
+    lists = [list(raw[PATTERN])] if isinstance(raw.get(PATTERN), str) else []
+    lists += [value for value in raw.values() if isinstance(value, list) and len(value) == depth]
     if own := raw.get("per_layer_config"):
         lists.append([own.get(layer, own.get(str(layer))) for layer in range(depth)])
     lists += [[layer in raw[key] for layer in range(depth)] for key in LISTED if isinstance(raw.get(key), list)]
@@ -90,6 +92,10 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         return [i for i, layer in enumerate(chosen) if layer in value]
     if isinstance(value, list) and depth and len(value) == depth:
         return [_small(key, value[layer], raw, 0, chosen) for layer in chosen]
+    if key == PATTERN and isinstance(value, str):
+        return "".join(value[layer] for layer in chosen)
+    if key == "attention_head_dim":  # of Nemotron-H, whose code has it under another name
+        return value
     if TOKENS.fullmatch(key):
         ids = value if isinstance(value, list) else [value]
         small = [token % VOCAB if isinstance(token, int) else token for token in ids]
@@ -102,8 +108,12 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         return sum(layer >= depth - value for layer in chosen)
     if key == "head_dim" and "qk_rope_head_dim" in raw:  # in DeepSeek-like models, head_dim is the rotated part
         return ROPE_DIM
-    if key == "mamba_n_heads":  # the heads must fill the mixer's width
-        return int(raw.get("mamba_expand", 2) * HIDDEN) // HEAD_DIM
+    if key == "mamba_d_head":
+        return HEAD_DIM
+    if key == "mamba_d_ssm":
+        return int(raw.get("mamba_expand", 2) * HIDDEN)
+    if key == "mamba_n_heads" or (key == "num_heads" and "expand" in raw):  # the heads must fill the mixer's width
+        return int(raw.get("mamba_expand", raw.get("expand", 2)) * HIDDEN) // HEAD_DIM
     if key in (*HEADS, *KV_HEADS) and any(raw.get(width, HIDDEN) < HIDDEN for width in WIDTHS):
         return value  # the heads divide a width that is not changed
     if key in HEADS:

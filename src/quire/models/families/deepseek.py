@@ -193,7 +193,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
         "index_norm": (f"{INDEXER}.k_norm",),
         "index_weights": (f"{INDEXER}.weights_proj",),
     }
-    adapt = partial(_adapt, config)
+    adapt = partial(adapted, config)
     layer = {**theirs.layer, **EXPERTS, **layer}
     return replace(theirs, layer=layer, ignored=llama.beyond(config), zeros=NO_BIAS, adapt=adapt)
 
@@ -208,7 +208,7 @@ def _check_indexer(index: IndexConfig, names: frozenset[str]) -> None:
         )
 
 
-def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
+def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
     """Reorder rows: the rotated part of a head comes first, in pairs (i, i + half) instead of (2 i, 2 i + 1)."""
     mixer = config.layers[int(name.split(".")[1])].mixer if name.startswith("layers.") else None
     if not isinstance(mixer, LatentConfig):
@@ -229,7 +229,7 @@ def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tenso
     return tensor
 
 
-_draft_head = layer_after(weight_sources, _adapt)
+_draft_head = layer_after(weight_sources, adapted)
 
 
 def draft_head(raw: Mapping[str, Any], config: DecoderConfig, names: frozenset[str]) -> HeadFormat | None:
