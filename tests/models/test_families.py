@@ -9,7 +9,7 @@ import torch
 from quire.errors import ConfigError
 from quire.models.families import codegen
 from tests.marks import spread
-from tests.models.checkpoints import engine, probed_logits, save
+from tests.models.checkpoints import assert_texts_do_not_depend, engine, probed_logits, save
 
 pytestmark = pytest.mark.slow
 
@@ -468,6 +468,14 @@ def test_preemption_does_not_change_the_tokens(tmp_path: Path) -> None:
     probe, cramped = probed_logits(engine(tmp_path, block_size=4, num_blocks=24), some, max_tokens=40)
     assert probe.preempted
     assert cramped == roomy
+
+
+@pytest.mark.parametrize("kind", ["KimiLinear", "Jamba", "RecurrentGemma", "Mamba2", "FalconH1"])
+def test_drafts_and_swaps_do_not_change_the_tokens(tmp_path: Path, kind: str) -> None:
+    """Rejected drafts are rows of a scan that the next step writes again."""
+    save(tmp_path, kind)
+    drafts = {"num_blocks": 200, "num_speculative_tokens": 4}
+    assert_texts_do_not_depend(tmp_path, {"num_speculative_tokens": 0}, drafts)
 
 
 def test_rows_of_codegen_move_as_a_bias_does(tmp_path: Path) -> None:
