@@ -124,7 +124,8 @@ def _heads(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[dict[st
         full["num_kv_heads"] = config.integer("num_global_key_value_heads")
     if not config.has("per_layer_config"):
         return [sizes.heads | (full if kind == "full_attention" else {}) for kind in kinds]
-    own = ConfigReader(config.mapping("per_layer_config"), "gemma4", place=PER_LAYER)
+    given = {re.sub(r"^0+(?=\d)", "", key): value for key, value in config.mapping("per_layer_config").items()}
+    own = ConfigReader(given, "gemma4", place=PER_LAYER)  # transformers pads indices with zeros
     heads = [_changed_heads(sizes, own.mapping(str(i)), f"{PER_LAYER}: {i}") for i in range(len(kinds))]
     own.finish()
     return heads
