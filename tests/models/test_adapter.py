@@ -135,7 +135,7 @@ def test_dynamic_rope_is_plain_up_to_max_position_embeddings(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("Mamba", {}, "it keeps a state in addition to keys and values"),
+        ("Rwkv", {}, "it keeps a state in addition to keys and values"),
         ("Reformer", {}, "does not let its attention be replaced; one sequence at a time, "),
         ("Bart", {}, "it is the decoder of an encoder-decoder model"),
         ("BigBird", {"is_decoder": True}, "its attention is sparse in long sequences; 'original_full' would be served"),
