@@ -121,7 +121,6 @@ class LatentConfig:
     bias: bool  # of the projections to q's row, to the latent, and to the output
     scale: float  # of q·k
     index: IndexConfig | None = None  # None: a row attends to all keys before it
-    norm_eps: float | None = None  # of the latent's norm; None: that of the decoder
 
     window = None
 

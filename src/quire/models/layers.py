@@ -381,8 +381,7 @@ class _Writer:
                 self.select(index, config.own_index, hidden, row)
             q = self.buffer("q", config.q_size)
             self.project(f"{name}q", row, q)
-        eps = LATENT_EPS if config.norm_eps is None else config.norm_eps
-        self.normalize(f"{name}latent_norm", latent, latent, eps=eps)
+        self.normalize(f"{name}latent_norm", latent, latent, eps=LATENT_EPS)
         if (table := self.tables[index]) is not None:
             for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
                 self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))

@@ -56,7 +56,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         rope=None,
         bias=config.flag("attention_bias"),
         scale=(plain_dim + rope_dim) ** -0.5,
-        norm_eps=1e-6,  # whatever rms_norm_eps is
     )
     own = ConfigReader(config.mapping("linear_attn_config"), "kimi_linear", place="config.json: linear_attn_config")
     state = KeyDecayConfig(
