@@ -20,6 +20,7 @@ NoneType = type(None)
 MAX_N = 16_384  # samples of one prompt; a limit, so that one request cannot exhaust the host's memory
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
+BACKGROUND_PRIORITY = MAX_PRIORITY + 1  # of a batch's requests: after all others, by every policy
 SMALLEST, LARGEST = 1e-6, 1e6  # limits of factors, both far inside the range of fp32
 MAX_BIAS = 100.0  # largest absolute bias of a logit, as in OpenAI's API
 MAX_TOP_K = 2**31 - 1

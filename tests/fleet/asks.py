@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from quire.fleet.work import seed_of
+from quire.frontend.requests import seed_of
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 BASES = (

@@ -20,7 +20,7 @@ TOKENS_PER_ARRIVAL = 8  # of a prompt; each eight let one more later arrival ove
 
 def first_come_first_served(request: Request) -> float:
     """Rank by arrival."""
-    return request.schedule.ordinal
+    return by_priority(request)  # which is 0, or that of the background
 
 
 def by_priority(request: Request) -> float:
@@ -30,7 +30,7 @@ def by_priority(request: Request) -> float:
 
 def shortest_prompt_first(request: Request) -> float:
     """Rank by the prompt's length, the shorter one first, then by arrival."""
-    return request.schedule.ordinal + request.num_prompt // TOKENS_PER_ARRIVAL
+    return by_priority(request) + request.num_prompt // TOKENS_PER_ARRIVAL
 
 
 BLIND_TO_PRIORITY = (first_come_first_served, shortest_prompt_first)

@@ -27,7 +27,7 @@ from quire.engine.prefetch import NAP
 from quire.engine.scheduler_state import SchedulerState
 from quire.engine.step_events import StepEvents
 from quire.errors import OutOfBlocks, RequestError
-from quire.request import Event, Request
+from quire.request import BACKGROUND_PRIORITY, Event, Request
 
 log = logging.getLogger("quire")
 
@@ -49,7 +49,7 @@ class Scheduler(SchedulerState):
 
     def check(self, request: Request) -> None:
         """Raise RequestError, with the numbers, if the request could never run here."""
-        if request.priority and self.order in BLIND_TO_PRIORITY:
+        if request.priority not in (0, BACKGROUND_PRIORITY) and self.order in BLIND_TO_PRIORITY:
             message = f"request {request.id} has priority {request.priority}"
             raise RequestError(f"{message}; only scheduling_policy='priority' uses it", "priority")
         check_size(

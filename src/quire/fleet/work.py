@@ -6,7 +6,6 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,8 @@ from quire.fleet.resume import NUM_CHECKED
 from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
 from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import Logprob, RequestOutput
-from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
+from quire.frontend.requests import seed_of
+from quire.request import FinishReason, PrefixReport, Request
 from quire.sandbox.grammar import Spec
 
 if TYPE_CHECKING:  # its packages are an extra
@@ -206,11 +206,6 @@ class Work:
         for one in self.output.outputs:
             if not one.finished:
                 one.finish_reason = reason.value
-
-
-def seed_of(name: str) -> int:
-    """Return the seed of a request without one: always the same for the same name."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8, person=b"quire seed").digest(), "little") & MAX_SEED
 
 
 def wire_digests(tokens: array[int], salt: str, lora: str | None, hello: Hello, secret: bytes) -> list[int]:

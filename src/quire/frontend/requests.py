@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TypeAlias
 
 from quire.engine.constraints import constraints_of
 from quire.errors import RequestError
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tokenizer import Tokenizer
-from quire.request import Constraints, Request, SampleGroup, SamplingParams
+from quire.request import MAX_SEED, Constraints, Request, SampleGroup, SamplingParams
 
 Made: TypeAlias = tuple[RequestOutput, list[Request]]  # a prompt's output, still empty, and the requests of its samples
 
@@ -43,6 +44,11 @@ def truncated(tokens: list[int], count: int | None, max_tokens: int | None, max_
     if count is None:
         return tokens
     return tokens[-(max(1, max_model_len - (max_tokens or 1)) if count == -1 else count) :]
+
+
+def seed_of(name: str) -> int:
+    """Return the seed of a request without one: always the same for the same name."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8, person=b"quire seed").digest(), "little") & MAX_SEED
 
 
 def make_requests(
