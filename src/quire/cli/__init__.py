@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from quire import __version__
+from quire.cli.batch import batch
 from quire.cli.cache import cache
 from quire.cli.chat import chat
 from quire.cli.command import Command
@@ -74,6 +75,7 @@ app.command("ls", cls=Command, short_help="The same as list.")(list_models)
 app.command("rm", cls=Command, short_help="Remove downloaded models.")(remove)
 app.command(cls=Sourced, short_help="Continue texts.")(generate)
 app.command(cls=Sourced, short_help="Embed lines: JSON lines, or an array.")(embed)
+app.command(cls=Sourced, short_help="Answer a file of requests; resumes if interrupted.")(batch)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
 app.command(cls=Command, short_help="Monitor a running server.")(top)
 app.command(cls=Command, short_help="List the models of a running server.")(ps)

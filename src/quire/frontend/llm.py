@@ -908,10 +908,10 @@ class LLM:
 
     def _finished(self, made: Sequence[Made], use_tqdm: bool) -> list[RequestOutput]:
         """Run prompts to completion. Return their outputs in the order of the prompts."""
-        with progress_bar("prompts", len(made)) if use_tqdm else nullcontext(lambda: None) as advance:
+        with progress_bar("prompts", len(made)) if use_tqdm else nullcontext(abs) as advance:
             for output in self._run(made, is_streamed=False):
                 if output.finished:
-                    advance()
+                    advance(1)
         return [output for output, _ in made]
 
     def _run(self, made: Sequence[Made], *, is_streamed: bool) -> Iterator[RequestOutput]:

@@ -65,6 +65,11 @@ class HttpConfig:
         group=ACCESS,
     )
     max_body_size: int = option(4 * 2**20, "Most bytes of a request's body.", lower=1024, upper=2**40)
+    data_dir: Path | None = option(
+        None,
+        "Directory for files and batches: serve /v1/files and /v1/batches. One server at a time can use it. "
+        "Default: these are not served.",
+    )
     max_logprobs: int = option(20, "Most candidates per position that a request may ask for.", lower=0, upper=1024)
     request_timeout: float | None = option(
         None, "Most seconds that a request may take. Default: no limit.", lower=0.001, upper=MAX_WAIT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from http import HTTPStatus
@@ -27,6 +27,7 @@ from quire.server.api.llama import tokenized
 from quire.server.api.routes import add_llama_routes, add_ollama_routes, add_routes
 from quire.server.api.service import FINGERPRINT_HEADER, Service
 from quire.server.api.start_page import start_page
+from quire.server.batch.uploads import MAX_FORM_SIZE
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
 from quire.server.http.api_error import ApiError, api_error, cut, internal_error, sandbox_failed, shown
 from quire.server.http.body import Bodies, BodyRoute
@@ -145,6 +146,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
         realm_paths=("/inspector",),
         fleet_secret=config.fleet_secret,
         admin_key=config.admin_api_key if isinstance(config, ServerConfig) else None,
+        max_file_size=0 if config.data_dir is None else MAX_FORM_SIZE,
     )
     tally = Tally()
     metrics.show_requests(tally)
@@ -157,14 +159,8 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
             allow_headers=["*"],
             expose_headers=[ID_HEADER, IGNORED_HEADER, FINGERPRINT_HEADER],
         )
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(ApiError, _failed)
-    app.add_exception_handler(RequestError, _failed)
-    app.add_exception_handler(SandboxFailed, _failed)
-    app.add_exception_handler(EngineAsleep, _failed)
-    app.add_exception_handler(EngineStopped, _failed)
-    app.add_exception_handler(Exception, _broken)
+    for kind, handler in HANDLERS:
+        app.add_exception_handler(kind, handler)
     _add_models(app, service)
     add_routes(app.router, service)
     add_llama_routes(app.router, service)
@@ -344,13 +340,31 @@ async def _invalid(request: HttpRequest, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     first = error.errors()[0]
-    place = [part for part in first["loc"] if part != "body"]
+    place = list(first["loc"][1:])  # without "body", "query" or "path"
     path = [part for part in place if not str(part).startswith("<")]  # see tag_of
     if first["type"] == "extra_forbidden":
         body = get_type_hints(request.scope["endpoint"])["body"]
         return _answer(request, ApiError(_unknown(body, path), param=_field_of(path)))
     message = _sentence(path, first, is_of_a_kind=path != place)
     return _answer(request, ApiError(message, param=_field_of(path)))
+
+
+HANDLERS: tuple[tuple[type[Exception], Callable[[HttpRequest, Exception], Awaitable[Response]]], ...] = (
+    (RequestValidationError, _invalid),
+    (HTTPException, _refused),
+    (ApiError, _failed),
+    (RequestError, _failed),
+    (SandboxFailed, _failed),
+    (EngineAsleep, _failed),
+    (EngineStopped, _failed),
+    (Exception, _broken),
+)
+
+
+async def answer_error(request: HttpRequest, error: Exception) -> Response:
+    """Return the answer for an error of a route."""
+    handler = next(handler for kind, handler in HANDLERS if isinstance(error, kind))
+    return await handler(request, error)
 
 
 def _field_of(path: Sequence[str | int]) -> str | None:

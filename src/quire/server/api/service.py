@@ -9,7 +9,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -21,11 +21,11 @@ from quire.errors import BadValue, RequestError
 from quire.frontend.jobs import GenerationJob, Job
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import RequestFactory, RequestOptions, TokenizedPrompt
-from quire.frontend.requests import Made
+from quire.frontend.requests import Made, seed_of
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.yes_no import is_named_reranker
 from quire.models.pooling_config import PoolingConfig
-from quire.request import MAX_SEED, Guide, Retention, SamplingParams
+from quire.request import BACKGROUND_PRIORITY, MAX_SEED, Guide, Retention, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Spec, num_trials
 from quire.sandbox.thinking import Thinking
@@ -57,6 +57,7 @@ MAX_GRAMMARS = 64  # of one client that wait to be compiled
 MAX_QUICK_GRAMMARS = 2  # threads that parse grammars and compile quick ones
 MAX_LONG_TEXTS = 2  # threads that tokenize long texts
 LONG_TEXT = 4096  # characters or tokens above which a text is tokenized on another thread
+LINE = "batch_line"  # name, in a request's state, of the digest of the line of a batch that it answers
 FINGERPRINT_HEADER = "X-System-Fingerprint"  # for protocols whose bodies have no field for it
 
 
@@ -348,7 +349,12 @@ class Service:
             self.traces.close()
 
     def identity(self, request: HttpRequest, kind: str) -> Identity:
-        """Return an unpredictable id for a request's answer, and the current time."""
+        """Return an unpredictable id for a request's answer, and the current time.
+
+        Those of a line of a batch depend on the line alone, so that a batch that is resumed has the same bytes.
+        """
+        if (digest := line_of(request)) is not None:
+            return Identity(f"{kind}-{digest}", 0)
         return Identity(new_name(kind), int(time.time()))
 
     def stream(self, request: HttpRequest, identity: Identity, prompts: Sequence[Made]) -> Stream:
@@ -378,7 +384,10 @@ class Service:
         def make() -> Iterator[Made]:
             options, constraints = self.options(request, body, retention), self.factory.constraints(params)
             for i, prompt in enumerate(prompts):
-                yield self.factory.generation(f"{name}-{i}", prompt, params, options, constraints, guide)
+                own, its = f"{name}-{i}", params
+                if params.seed is None and line_of(request) is not None:
+                    its = replace(params, seed=seed_of(own))
+                yield self.factory.generation(own, prompt, its, options, constraints, guide)
 
         size = sum(len(prompt.tokens) for prompt in prompts) + sum(map(len, params.bad_words or ()))
         made = await self.checked(request, make, size + len(params.allowed_tokens), params.n)
@@ -409,8 +418,14 @@ class Service:
     def options(
         self, request: HttpRequest, body: Sampling | Embedding, retention: Retention | None = None
     ) -> RequestOptions:
-        """Return the priority, salt, adapter and retention of a body's requests."""
-        return RequestOptions(body.priority or 0, self.salt(request, body), self.lora_of(body.model), retention)
+        """Return the options of a body's requests. Raises ApiError for a priority within a batch."""
+        priority = body.priority or 0
+        if line_of(request) is not None:
+            if priority:
+                message = f"priority is {priority}; all lines of a batch have the lowest, so leave it out"
+                raise ApiError(message, param="priority")
+            priority = BACKGROUND_PRIORITY
+        return RequestOptions(priority, self.salt(request, body), self.lora_of(body.model), retention)
 
     def salt(self, request: HttpRequest, body: Sampling | Embedding) -> str:
         """Return the salt that separates this client's blocks from those of others: its key and its cache_salt."""
@@ -427,6 +442,8 @@ class Service:
         await self.worker.submit(job)
         await self.wait(request, job)
         for output in job.outputs:
+            if line_of(request) is not None:
+                output.prefix_report = None  # depends on the requests before it, and answers of batches must not
             for sample in output.outputs:
                 if sample.error is not None:
                     raise request_failed(sample.error, grammar)
@@ -443,6 +460,11 @@ class Service:
 def _samples_field(body: Sampling) -> str:
     """Return the name of the field with the number of samples of a prompt."""
     return "n" if getattr(body, "best_of", None) is None else "best_of"
+
+
+def line_of(request: HttpRequest) -> str | None:
+    """Return the digest of the line of a batch that a request answers; None for a request of a client."""
+    return getattr(request.state, LINE, None)
 
 
 def _cancel(task: asyncio.Task[T]) -> None:

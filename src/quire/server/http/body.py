@@ -82,15 +82,25 @@ class Bodies:
         Web pages may send bodies of some other types to this server without asking it first (CORS). Browsers name the
         page in the header Origin, so a page that may not use this server needs the type on every route.
         """
-        given, origin = request.headers.get("content-type", ""), request.headers.get("origin")
+        given = request.headers.get("content-type", "")
         kind = given.partition(";")[0].strip().lower()
         if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
             return
-        is_of_a_page = origin is not None and self._origins.isdisjoint((origin, ANY))
-        if request.url.path.startswith(OLLAMA_PATHS) and not is_of_a_page:
+        if request.url.path.startswith(OLLAMA_PATHS) and not self._is_of_a_page(request):
             return
         found = f"Content-Type is {cut(given)}" if given else "there is no Content-Type"
         raise ApiError(f"{found}; it must be application/json")
+
+    def check_page(self, request: HttpRequest) -> None:
+        """Raise ApiError for a request of a page that may not use this server, on a route that takes other types."""
+        if self._is_of_a_page(request):
+            origin = cut(request.headers["origin"])
+            message = f"the page {origin} may not use this server; start it with --allowed-origins {origin} to let it"
+            raise ApiError(message, HTTPStatus.FORBIDDEN, code="origin_not_allowed")
+
+    def _is_of_a_page(self, request: HttpRequest) -> bool:
+        origin = request.headers.get("origin")
+        return origin is not None and self._origins.isdisjoint((origin, ANY))
 
     def _take(self, coming: _Coming, piece: bytes) -> None:
         """Store a piece of a body. If there is no room, drop other bodies, or this one."""

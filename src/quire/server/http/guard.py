@@ -22,14 +22,15 @@ FLEET_PATHS = "/fleet/"  # prefix of the routes for a fleet's gateways, which ha
 # Routes that replace weights and free memory, which have a separate key. Without one they do not exist.
 ADMIN_PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk")
 OPEN_PATHS = frozenset({"/health", "/ready"})  # paths that need no key and accept any host name
-KEY_STATE = "key"  # name of the request's key in its state
+CLIENT = "client"  # name of the client's identity in a request's state
 BODY_TIMEOUT = 60.0  # seconds for a body to arrive
+UPLOADS = "/v1/files"  # path of the route whose bodies are files
+UPLOAD_TIMEOUT = 3600.0  # seconds for a file to arrive
 
 
 def client_of(request: Request) -> str:
     """Return the identity of a request's client: a digest of its key, or an empty string without keys."""
-    key = getattr(request.state, KEY_STATE, None)
-    return "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
+    return getattr(request.state, CLIENT, "")
 
 
 class Guard:
@@ -44,10 +45,10 @@ class Guard:
         realm_paths: tuple[str, ...],
         fleet_secret: str | None = None,
         admin_key: str | None = None,
+        max_file_size: int = 0,
     ) -> None:
         """Wrap an application. hosts: see `hosts_to_check`. fleet_secret: the only key of the routes below /fleet/.
-
-        admin_key: the only key of ADMIN_PATHS.
+        admin_key: the only key of ADMIN_PATHS. max_file_size: most bytes of an uploaded file; 0: no uploads.
 
         realm_paths: a browser that requests / or a path below one of these without a key asks its user for a password.
         """
@@ -57,6 +58,7 @@ class Guard:
         self._admin_keys = [] if admin_key is None else [admin_key.encode()]
         self._hosts = hosts
         self._max_body_size = max_body_size
+        self._max_file_size = max_file_size
         self._realm_paths = realm_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,12 +67,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        refusal = self._check_host(scope) or self._check_key(scope) or self._check_length(headers)
+        limit, seconds = self._max_body_size, BODY_TIMEOUT
+        if scope["path"] == UPLOADS and self._max_file_size:
+            limit, seconds = self._max_file_size, UPLOAD_TIMEOUT
+        refusal = self._check_host(scope) or self._check_key(scope) or _check_length(headers, limit)
         if refusal is not None:
             note_refusal(scope, refusal)
             await JsonBody(refusal.body_for(scope["path"]), refusal.status, refusal.headers)(scope, receive, send)
             return
-        await self._app(scope, _Bounded(receive, self._max_body_size), send)
+        await self._app(scope, _Bounded(receive, limit, seconds), send)
 
     def _check_host(self, scope: Scope) -> ApiError | None:
         if self._hosts is None or scope["path"] in OPEN_PATHS:
@@ -105,7 +110,7 @@ class Guard:
         # Every key is compared, each in constant time, so that the time taken reveals nothing about the keys.
         found = [key for key in keys if hmac.compare_digest(key, shown)]
         if found:
-            scope.setdefault("state", {})[KEY_STATE] = found[0].decode()
+            scope.setdefault("state", {})[CLIENT] = blake2b(found[0], digest_size=16).hexdigest()
             return None
         message = 'send "Authorization: Bearer KEY" with a key of this server'
         is_page = scope["path"] == "/" or scope["path"].startswith(self._realm_paths)
@@ -117,19 +122,19 @@ class Guard:
             headers={"WWW-Authenticate": f'{challenge} realm="quire"'},
         )
 
-    def _check_length(self, headers: dict[bytes, bytes]) -> ApiError | None:
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._max_body_size:
-            return _too_large(self._max_body_size)
-        return None
+
+def _check_length(headers: dict[bytes, bytes], limit: int) -> ApiError | None:
+    length = headers.get(b"content-length", b"0")
+    return _too_large(limit) if length.isdigit() and int(length[:20]) > limit else None
 
 
 class _Bounded:
     """A `receive` that aborts a body that becomes too large or too late."""
 
-    def __init__(self, receive: Receive, limit: int) -> None:
+    def __init__(self, receive: Receive, limit: int, seconds: float) -> None:
         self._receive = receive
         self._limit = limit
+        self._seconds = seconds
         self._left = limit
         self._end: float | None = None
         self._is_complete = False
@@ -139,12 +144,12 @@ class _Bounded:
             return await self._receive()
         now = asyncio.get_running_loop().time()
         if self._end is None:
-            self._end = now + BODY_TIMEOUT
+            self._end = now + self._seconds
         try:
             message = await asyncio.wait_for(self._receive(), self._end - now)
         except asyncio.TimeoutError:
             raise HTTPException(
-                HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {BODY_TIMEOUT:g} s"
+                HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {self._seconds:g} s"
             ) from None
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
