@@ -44,6 +44,7 @@ from quire.sandbox.grammar import Spec
 from quire.server.api.app import build_app
 from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity, ServedModel, Service
+from quire.server.batch.routes import routers as batch_routers
 from quire.server.http.api_error import ApiError
 from quire.server.http.guard import client_of
 from quire.server.run import (
@@ -180,7 +181,7 @@ class Gateway:
 
     def app(self) -> FastAPI:
         """Return the ASGI application."""
-        return build_app(self.service, self.metrics, [self.watch.router()])
+        return build_app(self.service, self.metrics, [self.watch.router(), *batch_routers(self.service)])
 
 
 class GatewayServer(Listening):

@@ -45,6 +45,7 @@ from quire.server.api.app import build_app
 from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.pull import Puller
 from quire.server.api.service import ServedModel, Service
+from quire.server.batch.routes import routers as batch_routers
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
 from quire.server.observability import inspector
 from quire.server.observability.inspector import Inspector
@@ -155,7 +156,7 @@ class ServerParts:
 
     def app(self) -> FastAPI:
         """Return the application that serves the model."""
-        routers = [inspector.router(self.inspector, self.worker.llm)]
+        routers = [inspector.router(self.inspector, self.worker.llm), *batch_routers(self.service)]
         if self.member is not None:
             routers.append(self.member.router())
         if self.allows_lora_loading:

@@ -73,6 +73,8 @@ def document_of(app: FastAPI, service: Service) -> dict[str, Any]:
             paths[path]["post"]["responses"]["200"]["content"][stream.media_type] = _content_of(stream)
     named = {"type": "string", "enum": list(service.model.names)}
     for operation in (one for operations in paths.values() for one in operations.values() if "requestBody" in one):
+        if "application/json" not in operation["requestBody"]["content"]:  # a form
+            continue
         body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         if "model" in schemas[body]["properties"]:
             schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}, {"const": ""}]}
