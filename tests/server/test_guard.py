@@ -19,7 +19,7 @@ from quire.server.http import body as body_module
 from quire.server.http import connection
 from quire.server.http.api_error import ApiError
 from quire.server.http.body import Bodies
-from quire.server.http.guard import KEY_STATE
+from quire.server.http.guard import CLIENT
 from quire.server.http.hosts import hosts_to_check
 from quire.server.protocol.tokens import DetokenizeRequest
 from quire.server.server_config import ServerConfig
@@ -186,7 +186,7 @@ class Sender:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         scope: dict[str, Any] = {"type": "http", "headers": [(b"content-type", b"application/json")], "state": {}}
         if key is not None:
-            scope["state"][KEY_STATE] = key
+            scope["state"][CLIENT] = key
         self.task = asyncio.create_task(bodies.parse(HttpRequest(scope, self.pieces.get), DetokenizeRequest))
 
     async def send(self, piece: bytes, more: bool = True) -> None:

@@ -221,7 +221,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
         llm.engine.scheduler.pace = PrefillBudget(cost.seconds_a_prompt_token)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
     worker = LocalEngineClient(AsyncLLM.of(llm), Clocks(metrics, traces), cost, *limits)
-    worker.llm.observers.append(lambda step: watched.observe(step.events))
+    worker.llm.observers.append(watched.observe_step)
     engine = llm.engine
     model = ServedModel(
         names=names,

@@ -31,6 +31,7 @@ async def _answer(parts: ServerParts, source: Path, results: Results) -> None:
     def width() -> int:
         return 2 * service.worker.num_slots()[0]  # so that a line waits for each that ends
 
+    parts.worker.llm.observers.remove(parts.inspector.observe_step)  # there is no page to watch it
     service.worker.start()
     try:
         answerer = Answerer(service)

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.errors import EngineStopped
+from quire.frontend.jobs import EngineStep
 from quire.request import Event
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
@@ -78,6 +79,10 @@ class Inspector:
     def has_news(self) -> bool:
         """True if there are unreported events. Any thread may read it."""
         return len(self._log) > 0
+
+    def observe_step(self, step: EngineStep) -> None:
+        """Log the events of an engine's step."""
+        self.observe(step.events)
 
     def observe(self, events: Sequence[Event]) -> None:
         """Log the events of a step, and send a record to the watchers if it is time."""
