@@ -63,9 +63,9 @@ def once(commands: list[tuple[str, str]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(forks: Spawner) -> Iterator[Process]:
+def server(forks: Spawner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """What `quire serve` starts, at a port of its own."""
-    with running(forks) as found:
+    with running(forks, "--data-dir", str(tmp_path_factory.mktemp("data"))) as found:
         yield found
 
 
@@ -125,6 +125,9 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
     if "kv-blocks" in arguments:
         path = str(request.getfixturevalue("kv_blocks"))
         arguments = [path if word == "kv-blocks" else word for word in arguments]
+    if arguments[0] == "batch":  # where its results may be
+        monkeypatch.chdir(request.getfixturevalue("tmp_path"))
+        arguments[1] = str(ROOT / arguments[1])
     if arguments[0] == "serve":
         with running(request.getfixturevalue("forks"), *arguments[1:]) as process:
             assert process.url

@@ -66,7 +66,7 @@ class Batches:
                 self._begin(_Open(owner, batch))
 
     async def stop(self) -> None:
-        """Stop. What is left continues at the next start."""
+        """Stop. Those that have not ended continue at the next start."""
         tasks = [one.task for one in self._open.values() if one.task is not None]
         for task in tasks:
             task.cancel()

@@ -33,7 +33,7 @@ class Output:
         self.path = path
         self.position = 0  # bytes of the results before the next one
         self.number = 1  # line of the next result
-        self.next_id: str | None = None  # of the next result that was written earlier; None: there is none
+        self.next_id: str | None = None  # of the next result that was written earlier; None: nothing follows
         self.next_is_error = False
         self._next = b""
         self._reader: BinaryIO | None = None
@@ -153,7 +153,7 @@ class Results:
         return done
 
     def _skip(self, name: str, *, counted: bool = False) -> bool:
-        """Advance the output whose next result has this id. Return False if there is none."""
+        """Advance the output whose next result has this id. Return False if no output has it."""
         for output in self._outputs:
             if output.next_id == name:
                 self.num_errors += counted and output.next_is_error
@@ -180,7 +180,7 @@ class Results:
             output.sync()
 
     def close(self, *, drop_empty_errors: bool = False) -> None:
-        """Close the files. drop_empty_errors: remove the file of errors if there are none."""
+        """Close the files. drop_empty_errors: remove the file of errors if it is empty."""
         if drop_empty_errors and self._errors is not self._answers and self._errors.is_file and self._errors.is_empty:
             with suppress(OSError):
                 self._errors.path.unlink()

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches, in OpenAI's format. A client sees the files and batches of its own key."""
+"""/v1/files and /v1/batches, in OpenAI's format. A client sees those of its key."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class BatchRun:
         self._room.set()
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        """Yield the lines of the source, each as soon as it is complete."""
+        """Yield the lines of the source, each once all of it has come."""
         rest = b""
         read = getattr(self._source, "read1", self._source.read)
         while chunk := await asyncio.to_thread(read, CHUNK):

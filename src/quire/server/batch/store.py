@@ -73,7 +73,7 @@ class Store:
             raise OSError(errno.EIO, str(error), str(self._path)) from error
 
     def get(self, owner: str, kind: str, name: str) -> Any:
-        """Return an owner's object; None if there is none."""
+        """Return an owner's object; None if it is unknown."""
         found = self._database.execute(
             "SELECT value FROM objects WHERE id = ? AND kind = ? AND owner = ?", (name, kind, owner)
         ).fetchone()
