@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -138,7 +139,9 @@ def vllm_arguments() -> str:
 @cache
 def served() -> tuple[dict[str, Any], str]:
     """Start a server of the embedded model. Return its OpenAPI document, and its metrics after one answer."""
+    data = tempfile.TemporaryDirectory()
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-blocks", "64", "--fleet-secret", "s"]
+    command += ["--data-dir", data.name]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert server.stdout is not None
@@ -157,6 +160,7 @@ def served() -> tuple[dict[str, Any], str]:
     finally:
         server.terminate()
         server.wait(30)
+        data.cleanup()
 
 
 def http() -> str:
@@ -167,8 +171,13 @@ def http() -> str:
         for method, route in methods.items():
             lines.append(f"## {method.upper()} {path}\n\n{route.get('description') or route['summary']}\n")
             if body := route.get("requestBody"):
-                name = _type(body["content"]["application/json"]["schema"])
-                lines.append(f"Takes {name}.\n")
+                for kind, content in body["content"].items():
+                    fields = "`, `".join(content["schema"].get("properties", ()))
+                    lines.append(
+                        f"Takes a form ({kind}) with `{fields}`.\n"
+                        if fields
+                        else f"Takes {_type(content['schema'])}.\n"
+                    )
             for status, answer in route["responses"].items():
                 kinds = [_type(one["schema"]) for one in answer.get("content", {}).values() if "schema" in one]
                 streams = " Streams events." if "text/event-stream" in answer.get("content", {}) else ""

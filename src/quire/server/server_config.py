@@ -146,6 +146,8 @@ class HttpConfig:
                     f"allowed_origins has {origin!r}; give origins without a path, such as 'https://chat.example.org', "
                     f"or '*' for any"
                 )
+        if self.data_dir is not None and self.data_dir.exists() and not self.data_dir.is_dir():
+            raise ConfigError(f"data_dir is {str(self.data_dir)!r}, which is a file; give a directory")
         self.template_kwargs()
         self.tls  # noqa: B018 - a wrong file must not cost the time to load a model
         endpoint = self.otlp_traces_endpoint

@@ -27,9 +27,11 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/s
 URLS = MappingProxyType(
     {path: route for route in ROUTES if route.path in ENDPOINTS for path in (route.path, *route.other_paths)}
 )
+# Statuses of an answer that another try may not get.
+PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 FULL = frozenset({"queue_full", "busy", "no_replica", "draining", "engine_stuck", "engine_stopped"})
 PAUSES = (0.05, 2.0)  # seconds before a line is tried again while the engine has no room: the first one, the longest
-MOST_TRIES = 5  # of a line that the server cannot answer now for another reason, such as a failed sandbox
+MOST_TRIES = 5  # of a line that the server cannot answer now for another reason, such as its time limit
 
 
 class Answerer:
@@ -66,7 +68,7 @@ class Answerer:
         while True:
             status, body = await self._answer(line)
             tries += 1
-            if status not in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            if status not in PASSING:
                 return line.answered(status, body)
             if json.loads(body)["error"]["code"] not in FULL and tries == MOST_TRIES:
                 return line.answered(status, body)

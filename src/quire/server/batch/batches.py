@@ -16,7 +16,7 @@ from quire.server.api.service import Service
 from quire.server.batch.answering import Answerer
 from quire.server.batch.results import NotThisBatch, Results
 from quire.server.batch.runner import BatchRun, prepared
-from quire.server.batch.store import BATCH, FILE, Store, result_files
+from quire.server.batch.store import BATCH, FILE, OPEN, Store, result_files
 from quire.server.http.api_error import ApiError, shown
 from quire.server.protocol.batches import Batch, BatchError, BatchRequest, File
 
@@ -24,7 +24,6 @@ log = logging.getLogger("quire.server")
 
 WINDOW = re.compile(r"(\d+)([smhd])")
 SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-OPEN = ("validating", "in_progress", "cancelling")  # states of a batch that has not ended
 AGAIN = 10.0  # seconds after which a batch whose files cannot be written, such as on a full disk, is tried again
 
 
@@ -170,7 +169,9 @@ class Batches:
                 )
                 await asyncio.sleep(AGAIN)
             except Exception as error:
-                log.error("%s stopped; it continues when the server is started again", one.batch["id"], exc_info=error)
+                cause = None if isinstance(error, ApiError) else error  # an ApiError: the engine has been stopped
+                message = "%s stopped: %s; it continues when the server is started again"
+                log.error(message, one.batch["id"], error, exc_info=cause)
                 return
         del self._open[one.batch["id"]]
 

@@ -51,6 +51,7 @@ def _router(batches: Batches) -> APIRouter:
 
     @routes.post("/v1/files", response_model=None, responses=answer(File, "The file"), openapi_extra=FORM)
     async def create_file(request: HttpRequest) -> Response:
+        """Upload a file of requests."""
         request.app.state.bodies.check_page(request)
         name = f"file-{uuid.uuid4().hex}"
         with _writing():
@@ -69,41 +70,49 @@ def _router(batches: Batches) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         purpose: str | None = None,
     ) -> Response:
+        """List files, the last one first unless `order` is asc."""
         found = store.listed(client_of(request), FILE, after, limit + 1, oldest_first=order == "asc", purpose=purpose)
         return JsonBody(_page(found[:limit], len(found) > limit))
 
     @routes.get("/v1/files/{file_id}", response_model=None, responses=answer(File, "The file"))
     async def get_file(request: HttpRequest, file_id: str) -> Response:
+        """Show a file."""
         return JsonBody(batches.file(client_of(request), file_id))
 
     @routes.get("/v1/files/{file_id}/content", response_class=Response, responses=CONTENT)
     async def get_content(request: HttpRequest, file_id: str) -> Response:
+        """Read a file."""
         found = batches.file(client_of(request), file_id)
         return FileResponse(store.content(file_id), media_type="application/octet-stream", filename=found["filename"])
 
     @routes.delete("/v1/files/{file_id}", response_model=None, responses=answer(DeletedFile, "It is deleted"))
     async def delete_file(request: HttpRequest, file_id: str) -> Response:
+        """Delete a file."""
         with _writing():
             batches.delete(client_of(request), file_id)
         return JsonBody(DeletedFile(id=file_id, object="file", deleted=True))
 
     @routes.post("/v1/batches", response_model=None, responses=answer(protocol.Batch, "The batch"))
     async def create_batch(request: HttpRequest, body: BatchRequest) -> Response:
+        """Begin a batch."""
         with _writing():
             return JsonBody(batches.create(client_of(request), body))
 
     @routes.get("/v1/batches", response_model=None, responses=answer(protocol.Batches, "A page of batches"))
     async def list_batches(request: HttpRequest, after: str | None = None, limit: Limit = 20) -> Response:
+        """List batches, the last one first."""
         owner = client_of(request)
         found = store.listed(owner, BATCH, after, limit + 1)
         return JsonBody(_page([batches.get(owner, one["id"]) for one in found[:limit]], len(found) > limit))
 
     @routes.get("/v1/batches/{batch_id}", response_model=None, responses=answer(protocol.Batch, "The batch"))
     async def get_batch(request: HttpRequest, batch_id: str) -> Response:
+        """Show a batch, with the numbers of its lines so far."""
         return JsonBody(batches.get(client_of(request), batch_id))
 
     @routes.post("/v1/batches/{batch_id}/cancel", response_model=None, responses=answer(protocol.Batch, "The batch"))
     async def cancel_batch(request: HttpRequest, batch_id: str) -> Response:
+        """Cancel a batch. Its answers so far are kept."""
         with _writing():
             return JsonBody(batches.cancel(client_of(request), batch_id))
 

@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 VERSION = 1  # of the tables
 TABLE = "CREATE TABLE objects (number INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, kind TEXT, value TEXT)"
 FILE, BATCH = "file", "batch"  # the kinds of objects
+OPEN = ("validating", "in_progress", "cancelling")  # states of a batch that has not ended
 
 
 class Store:
@@ -74,6 +75,8 @@ class Store:
 
     def get(self, owner: str, kind: str, name: str) -> Any:
         """Return an owner's object; None if it is unknown."""
+        if not name.isascii():  # no id is, and a text may have half of a character
+            return None
         found = self._database.execute(
             "SELECT value FROM objects WHERE id = ? AND kind = ? AND owner = ?", (name, kind, owner)
         ).fetchone()
@@ -114,9 +117,9 @@ class Store:
         return [(owner, json.loads(value)) for owner, value in found]
 
     def _drop_strays(self) -> None:
-        """Remove contents that no object has: of an upload, or of a deletion, that was interrupted."""
+        """Remove contents that no object has: of an upload or a deletion that was interrupted."""
         known = {name for (name,) in self._database.execute("SELECT id FROM objects")}
-        known |= {name for _, batch in self.batches() for name in result_files(batch["id"])}
+        known |= {name for _, one in self.batches() if one["status"] in OPEN for name in result_files(one["id"])}
         for path in self._contents.iterdir():
             if path.name not in known:
                 path.unlink()

@@ -58,7 +58,7 @@ def _read(whole: Path, boundary: bytes, target: Path) -> Form:
                 headers = BytesHeaderParser().parsebytes(data[start + len(mark) + 2 : begin + 2])
                 name = str(headers.get_param("name", "", "content-disposition"))
                 if name == "file":
-                    filename = headers.get_filename() or "file"
+                    filename = (headers.get_filename() or "file").encode(errors="replace").decode()
                     _copy(data, begin + 4, end, target)
                 else:
                     fields[name] = data[begin + 4 : min(end, begin + 4 + MAX_FIELD)].decode(errors="replace")
