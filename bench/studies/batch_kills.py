@@ -4,8 +4,8 @@
 
 The file has chats, completions, embeddings, scores and lines that fail, most of them drawn without a seed. Each process
 is killed by SIGKILL while it loads, or when its results have a random size, and started again with the same arguments;
-once it ends by itself, the results are compared and the next round begins. Prints a table; the status is 1 if a line
-was lost, doubled or different.
+once it ends by itself, the results are compared and the next round begins. Prints the sums after each round; the status
+is 1 if a line was lost, doubled or different.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from quire.progress import progress_bar
 
 LOADING = 0.2  # share of kills that come in the first seconds, most of them while the model is loaded
 FIRST = 4.0  # of these seconds
+NAMES = ("rounds", "kills", "lost", "doubled", "different")
 
 
 def main(
@@ -47,8 +48,7 @@ def main(
                 found["kills"] += 1
                 advance(1)
             compare(found, results(whole), results(out))
-    for name in ("rounds", "kills", "lost", "doubled", "different"):
-        print(f"{name:10s} {found[name]:6d}")
+            print(", ".join(f"{found[name]} {name}" for name in NAMES), flush=True)
     raise typer.Exit(1 if found["lost"] or found["doubled"] or found["different"] else 0)
 
 
