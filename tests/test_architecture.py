@@ -87,7 +87,7 @@ MOST_LINES = {
     "ray": 420,
     "router": 570,
     "sandbox": 1_275,
-    "server": 18_460,
+    "server": 18_435,
     "lora": 50,
     "simulate": 4_240,
     "terminal": 1_260,

@@ -139,7 +139,8 @@ def test_cancelled_and_expired(batching: Serving) -> None:
     assert batch.status == "expired"
     found = results(client, batch)
     answered, failed = ([json.loads(line) for line in part.splitlines()] for part in found)
-    assert answers.splitlines()[:count] == found[0].splitlines()[:count]
+    both = min(count, len(answered))
+    assert answers.splitlines()[:both] == found[0].splitlines()[:both]
     assert sorted(int(one["custom_id"][1:]) for one in answered + failed) == [*range(40)]
     assert failed
     assert {one["error"]["code"] for one in failed} == {"batch_expired"}

@@ -29,7 +29,7 @@ URLS = MappingProxyType(
 )
 # Statuses of an answer that another try may not get.
 PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-FULL = frozenset({"queue_full", "busy", "no_replica", "draining", "engine_stuck", "engine_stopped"})
+FULL = frozenset({"asleep", "queue_full", "busy", "no_replica", "draining", "engine_stuck", "engine_stopped"})
 PAUSES = (0.05, 2.0)  # seconds before a line is tried again while the engine has no room: the first one, the longest
 MOST_TRIES = 5  # of a line that the server cannot answer now for another reason, such as its time limit
 
