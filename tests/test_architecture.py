@@ -74,12 +74,12 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_860,
-    "cli": 2_080,
+    "cli": 2_155,
     "engine": 6_925,
     "diff": 1_110,
     "fingerprint": 700,
     "fleet": 5_825,
-    "frontend": 5_170,
+    "frontend": 5_295,
     "integrations": 745,
     "models": 15_240,
     "ops": 23_745,
@@ -87,11 +87,11 @@ MOST_LINES = {
     "ray": 420,
     "router": 570,
     "sandbox": 1_275,
-    "server": 18_530,
+    "server": 18_540,
     "lora": 50,
     "simulate": 4_240,
     "terminal": 1_260,
-    "modules": 1_740,  # those that are in no package
+    "modules": 1_785,  # those that are in no package
 }
 
 
