@@ -73,16 +73,16 @@ SHAPED = (
 # smaller; raise one only for a feature that is worth it. A directory `vendor` has unchanged files of others, which are
 # maintained there, so their lines do not count.
 MOST_LINES = {
-    "cache": 3_860,
+    "cache": 3_905,
     "cli": 2_155,
     "engine": 6_925,
     "diff": 1_110,
-    "fingerprint": 700,
+    "fingerprint": 715,
     "fleet": 5_825,
     "frontend": 5_295,
     "integrations": 745,
-    "models": 15_240,
-    "ops": 23_745,
+    "models": 15_685,
+    "ops": 24_140,
     "parallel": 520,
     "ray": 420,
     "router": 570,

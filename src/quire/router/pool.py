@@ -70,9 +70,9 @@ class ModelPool:
         """Create a pool without a loaded model.
 
         start: starts the server of a model and returns when it listens; called on a thread, with a function for the
-        exit status of a server that ends by itself. Raises QuireError if it does not start. max_loaded: 0 is no limit.
-        idle_timeout: seconds without a request until a model is unloaded; 0: never. stop_timeout: seconds that a
-        server gets to end.
+        exit status of a server that ends without `stop`. Raises QuireError if it does not start. max_loaded: 0 is no
+        limit. idle_timeout: seconds without a request until a model is unloaded; 0: never. stop_timeout: seconds that
+        a server gets to end.
         """
         self.entries = {name: Entry(name) for name in names}
         self._start = start
@@ -182,7 +182,7 @@ class ModelPool:
             self._notify()
 
     def _ended(self, entry: Entry, status: int) -> None:
-        """Note a server that ended by itself: its open requests fail, and the next one starts it again."""
+        """Note a server that ended without `stop`: its open requests fail, and the next one starts it again."""
         if entry.process is not None and entry.state in (State.LOADED, State.LEAVING):
             log.error("the server of model %s ended with status %d", entry.name, status)
             entry.process, entry.state = None, State.UNLOADED
