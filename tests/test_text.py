@@ -182,6 +182,8 @@ def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:
 class FakeEngine:
     """Takes note of the requests that a stop string ended."""
 
+    weights_version = "0"
+
     def __init__(self) -> None:
         self.ended: list[str] = []
 

@@ -70,6 +70,8 @@ SUITE = (
         "src/quire/fingerprint/*",
         "src/quire/cache/*",
         "src/quire/cli/*",
+        "src/quire/diff/*",
+        "src/quire/router/*",
         "src/quire/engine/*",
         "src/quire/integrations/*",
     ),

@@ -77,6 +77,7 @@ OUT: dict[str, dict[str, Any]] = {
     "swap_space": {"preemption": "swap", "swap_space": "16MiB"},
     "kv_disk": {"kv_disk": mkdtemp()},
     "kv_disk_space": {"kv_disk": mkdtemp(), "kv_disk_space": "1MiB"},
+    "prompt_cache_share": {"prompt_cache_share": 0.25},
 }
 
 

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from tests.models.checkpoints import BASES
+
 LONGEST = 128  # max_position_embeddings
 FLAG = (False, True)
 EPS = (1e-6, 1e-5, 1e-3, 0.1)
@@ -331,6 +333,28 @@ def shared_layers(draw: random.Random, config: Config) -> int:
     return draw.choice([n for n in range(len(kinds)) if set(kinds[len(kinds) - n :]) <= set(kinds[: len(kinds) - n])])
 
 
+def of_base(kind: str) -> Callable[[random.Random, Family], Config]:
+    """The sizes of `checkpoints`, of a family with states."""
+    return lambda draw, family: BASES[kind] | {"vocab_size": draw.choice([40, 61, 97, 130])}
+
+
+def kimi_sizes(draw: random.Random, family: Family) -> Config:
+    """With the published names of the experts' counts."""
+    config = of_base("KimiLinear")(draw, family)
+    names = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
+    return {names.get(key, key): value for key, value in config.items()}
+
+
+MAMBA: dict[str, Choices] = {
+    "layer_norm_epsilon": EPS,
+    "use_bias": FLAG,
+    "use_conv_bias": FLAG,
+    "conv_kernel": (2, 3, 4),
+    "state_size": (4, 10, 16),
+}
+SCANS: dict[str, Choices] = MAMBA | {"expand": (1, 2, 3)}
+
+
 KINDS: dict[str, Family] = {
     "Llama": Family(llama_sizes, LLAMA | BIASES | {"sliding_window": WINDOWS}, rope()),
     "Mistral": Family(llama_sizes, LLAMA | {"sliding_window": (None, *WINDOWS)}, rope()),
@@ -571,6 +595,65 @@ KINDS: dict[str, Family] = {
             "ffn_hidden_size": (17, 80), "activation": ("gelu", "gelu_new"),
         },
         rope(),
+        head_dim=False,
+    ),
+    "Mamba": Family(of_base("Mamba"), SCANS | {"time_step_rank": (3, 5)}, head_dim=False),
+    "FalconMamba": Family(of_base("FalconMamba"), SCANS | {"mixer_rms_eps": EPS}, head_dim=False),
+    "Mamba2": Family(of_base("Mamba2"), MAMBA | {"n_groups": (1, 2, 4, 8)}, head_dim=False),
+    "Jamba": Family(
+        of_base("Jamba"),
+        LLAMA | {
+            "mamba_d_conv": (2, 3, 4), "mamba_d_state": (4, 10), "mamba_expand": (1, 2, 3), "mamba_conv_bias": FLAG,
+            "mamba_proj_bias": FLAG, "num_experts": (2, 5),
+        },
+        head_dim=False,
+    ),
+    "NemotronH": Family(
+        of_base("NemotronH"),
+        {
+            "layer_norm_epsilon": EPS, "ssm_state_size": (4, 16), "conv_kernel": (2, 4), "n_groups": (1, 2, 4),
+            "use_conv_bias": FLAG, "num_experts_per_tok": (1, 2, 3), "routed_scaling_factor": (0.5, 2.5),
+        },
+        head_dim=False,
+    ),
+    "FalconH1": Family(
+        of_base("FalconH1"),
+        LLAMA | BIASES | dict.fromkeys(("ssm_out_multiplier", "key_multiplier"), MULTIPLIERS)
+        | {"mamba_conv_bias": FLAG, "mamba_d_conv": (2, 4), "mamba_rms_norm": FLAG},
+        head_dim=False,
+    ),
+    "KimiLinear": Family(
+        kimi_sizes,
+        {
+            "rms_norm_eps": EPS, "layer_types": of_layers("linear_attention", "full_attention"),
+            "first_k_dense_replace": (0, 1, 2),
+        },
+        head_dim=False,
+    ),
+    "OlmoHybrid": Family(
+        of_base("OlmoHybrid"),
+        LLAMA | {
+            "linear_value_head_dim": (6, 12, 20), "linear_conv_kernel_dim": (2, 4), "linear_allow_neg_eigval": FLAG,
+        },
+        head_dim=False,
+    ),
+    "RecurrentGemma": Family(
+        of_base("RecurrentGemma"),
+        {
+            "rms_norm_eps": EPS, "conv1d_width": (2, 4), "logits_soft_cap": (3.0, 30.0),
+            "attention_window_size": WINDOWS[2:],
+        },
+        head_dim=False,
+    ),
+    "MiniMax": Family(
+        of_base("MiniMax"),
+        LLAMA | LOCAL_SPARSE | {"layer_types": of_layers("linear_attention", "full_attention")},
+        head_dim=False,
+        always=LOCAL_SPARSE,
+    ),
+    "Lfm3": Family(
+        of_base("Lfm3"),
+        {"norm_eps": EPS, "conv_L_cache": (2, 3, 5), "sliding_window": WINDOWS},
         head_dim=False,
     ),
 }  # fmt: skip

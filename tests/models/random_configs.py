@@ -53,6 +53,9 @@ BOOKKEEPING = {
 }  # fmt: skip
 
 
+OTHER_NAMES = ("KimiLinear",)  # transformers' modules have other names than the published tensors, as adapters do
+
+
 def config_class(kind: str) -> Any:
     """Transformers' own."""
     return getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))
@@ -92,7 +95,8 @@ def drawn(seed: int, kind: str | None = None) -> Case:
         "model_impl": draw.choice(["auto", "quire"]),
     }
     lengths = tuple(draw.choice([5, 6, 7, 9, 12, 17, 18, 31, 40]) for _ in range(draw.randint(1, 3)))
-    return Case(kind, config, draw.random() < 0.5, seed, lengths, options, draw.random() < 0.1)
+    is_saved, is_adapted = draw.random() < 0.5, draw.random() < 0.1
+    return Case(kind, config, is_saved, seed, lengths, options, is_adapted and kind not in OTHER_NAMES)
 
 
 @torch.no_grad()

@@ -304,8 +304,8 @@ class TestRefused:
         save(tmp_path)
 
     def test_unknown_architecture(self, tmp_path: Path) -> None:
-        change_config(tmp_path, architectures=["MambaForCausalLM"])
-        refused(tmp_path, "MambaForCausalLM, for which there is no decoder here")
+        change_config(tmp_path, architectures=["RwkvForCausalLM"])
+        refused(tmp_path, "RwkvForCausalLM, for which there is no decoder here")
 
     def test_cross_encoder(self, tmp_path: Path) -> None:
         change_config(tmp_path, architectures=["LlamaForTokenClassification"])

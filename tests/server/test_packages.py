@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "protocol": {"protocol", "http"},
     "observability": {"observability", "http"},
     "tools": {"tools"},
+    "batch": {"batch", "api", "protocol", "http", "run", "server_config"},
     "api": {"api", "observability", "protocol", "tools", "http", "server_config"},
 }
 

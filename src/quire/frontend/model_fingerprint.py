@@ -22,7 +22,7 @@ to give the same fingerprint. Or it is left out, since no token, logprob or dige
           generation_config                      a gateway sends all of a request's sampling with it
           seed                                   for requests without one; a gateway gives one to each
           num_blocks, kv_cache_memory, enable_prefix_caching, preemption, swap_space, state_snapshot_interval,
-          kv_disk, kv_disk_space
+          kv_disk, kv_disk_space, prompt_cache_share
                                                  blocks that are kept, moved or recomputed, with the same bits
 """
 

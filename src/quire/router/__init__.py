@@ -2,3 +2,7 @@
 
 `pool` decides which models are in memory; `app` forwards requests to them.
 """
+
+from quire.errors import check_installed
+
+check_installed("quire.router", "aiohttp", "httptools", "starlette", "uvicorn")

@@ -40,6 +40,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader({**DEFAULTS, **raw, "max_position_embeddings": named}, "kimi_linear")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
+    config.only("tie_word_embeddings", False)  # transformers ties nothing
     config.only("q_lora_rank")
     config.only("mla_use_nope", True)
     config.only("num_nextn_predict_layers", 0)

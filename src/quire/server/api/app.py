@@ -27,11 +27,10 @@ from quire.server.api.llama import tokenized
 from quire.server.api.routes import add_llama_routes, add_ollama_routes, add_routes
 from quire.server.api.service import FINGERPRINT_HEADER, Service
 from quire.server.api.start_page import start_page
-from quire.server.batch.uploads import MAX_FORM_SIZE
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
 from quire.server.http.api_error import ApiError, api_error, cut, internal_error, sandbox_failed, shown
 from quire.server.http.body import Bodies, BodyRoute
-from quire.server.http.guard import Guard
+from quire.server.http.guard import MAX_FORM_SIZE, Guard
 from quire.server.http.hosts import hosts_to_check
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.answers import Model, Models, Version

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from starlette.requests import Request as HttpRequest
 
 from quire.server.http.api_error import ApiError, cut
+from quire.server.http.guard import MAX_FILE_SIZE
 
-MAX_FILE_SIZE = 200 * 2**20  # bytes, OpenAI's limit for the input of a batch
-MAX_FORM_SIZE = MAX_FILE_SIZE + 2**16  # with the fields around the file
 MAX_FIELD = 1024  # bytes of a field that is no file
 
 
