@@ -23,7 +23,7 @@ class Machine:
         self.most = 0
         self.started: list[str] = []
         self.on_end: dict[str, Callable[[int], None]] = {}
-        self.fails = False
+        self.fails = self.ends = False
         self.lock = threading.Lock()
         self.now = 0.0
 
@@ -36,6 +36,9 @@ class Machine:
             self.started.append(name)
             self.most = max(self.most, len(self.running))
         self.on_end[name] = on_end
+        if self.ends:
+            self.running.remove(name)
+            on_end(3)
         return Server(self, name)
 
 
@@ -142,6 +145,28 @@ def test_the_model_that_was_idle_longest_leaves_and_idle_ones_after_their_time()
     assert run(test, most=2).most == 2
 
 
+def test_a_closed_pool_loads_nothing_for_those_that_wait() -> None:
+    async def test(pool: ModelPool, machine: Machine) -> None:
+        gone = asyncio.Event()
+
+        async def hold(_: Entry) -> None:
+            await gone.wait()
+
+        first = asyncio.create_task(ask(pool, "a", hold))
+        while machine.started != ["a"]:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(ask(pool, "b"))
+        await asyncio.sleep(0.01)
+        await pool.close()
+        with pytest.raises(ApiError, match="the router is stopping"):
+            await waiting
+        gone.set()
+        await first
+        assert machine.started == ["a"]
+
+    run(test)
+
+
 def test_failures_reach_the_requests_that_wait_and_the_next_one_tries_again() -> None:
     async def test(pool: ModelPool, machine: Machine) -> None:
         machine.fails = True
@@ -156,6 +181,9 @@ def test_failures_reach_the_requests_that_wait_and_the_next_one_tries_again() ->
             await asyncio.sleep(0.001)
         await ask(pool, "a")
         assert machine.started == ["a", "a"]
+        machine.ends = True
+        with pytest.raises(ApiError, match="model b cannot be loaded: its server ended with status 3"):
+            await ask(pool, "b")
         with pytest.raises(ApiError, match="there is no model 'd'; the models of this router are a, b, c"):
             pool.entry("d")
 

@@ -18,6 +18,7 @@ from quire.cli import app
 from quire.errors import ConfigError
 from quire.router.app import Router
 from quire.router.config import RouterConfig, read_models
+from quire.server.http.guard import identity_of
 from quire.server.run import Listening, settings
 from tests.server.serving import Serving, serving
 
@@ -37,6 +38,9 @@ class Started:
 class Address(Serving):
     """The address of a router."""
 
+    own: Router
+    models: dict[str, Serving]
+
     def __init__(self, port: int) -> None:
         self.host, self.port, self.headers = "127.0.0.1", port, {"Authorization": "Bearer key"}
 
@@ -45,10 +49,12 @@ class Address(Serving):
 def router() -> Iterator[Address]:
     with ExitStack() as stack:
         models = {name: {"model": f"./{name}"} for name in ("one", "two")}
-        own = Router(models, RouterConfig(port=0, api_key=("key",), max_loaded=1, ollama=True, drain_grace=0.0), 1)
+        own = Router(
+            models, RouterConfig(port=0, api_key=("key", "other"), max_loaded=1, ollama=True, drain_grace=0.0), 1
+        )
+        keys = tuple(own._key_of(identity_of(key)) for key in (b"key", b"other"))
         servers = {
-            name: stack.enter_context(serving(served_model_name=(name,), api_key=(own._secret,), ollama=True))
-            for name in models
+            name: stack.enter_context(serving(served_model_name=(name,), api_key=keys, ollama=True)) for name in models
         }
 
         def start(name: str, on_end: Callable[[int], None]) -> Started:
@@ -60,7 +66,9 @@ def router() -> Iterator[Address]:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         assert ready.wait(60)
-        yield Address(listening.getsockname()[1])
+        here = Address(listening.getsockname()[1])
+        here.own, here.models = own, servers
+        yield here
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
@@ -94,6 +102,35 @@ def test_requests_reach_the_model_that_they_name(router: Address) -> None:
     while loaded(router)["one"] != "unloaded":
         assert time.monotonic() < deadline
     assert router.post("/models/load", model="one").json()["status"] == {"value": "loaded"}
+
+
+def test_clients_are_kept_apart_and_missed(router: Address) -> None:
+    """Clients of two keys share no cached block, and a client that leaves does not compute on."""
+    body = {"model": "one", "prompt": [*range(5, 69)], "max_tokens": 1}
+    cached = []
+    for key in ("key", "other", "key"):
+        answer = router.ask("POST", "/v1/completions", body, {"Authorization": f"Bearer {key}"})
+        cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[1] == 0 < cached[2]
+    with socket.create_connection((router.host, router.port)) as client:
+        sent = json.dumps({"model": "one", "prompt": "x", "max_tokens": 900, "ignore_eos": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+        client.sendall(head.encode() + sent)
+        entry, deadline = router.own.pool.entry("one"), time.monotonic() + 30
+        while entry.num_open == 0 or router.models["one"].is_idle():
+            assert time.monotonic() < deadline
+    while entry.num_open or not router.models["one"].is_idle():
+        assert time.monotonic() < deadline
+
+
+def test_other_sites_load_nothing(router: Address) -> None:
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        for method, path in (("POST", "/models/load"), ("POST", "/models/unload"), ("GET", "/x?model=two")):
+            answer = router.ask(method, path, {"model": "two"} if method == "POST" else None, headers)
+            assert (answer.status, answer.error()["code"]) == (403, "origin_not_allowed")
+    same = {"Origin": f"http://{router.host}:{router.port}", "Sec-Fetch-Site": "same-origin"}
+    assert router.ask("POST", "/models/load", {"model": "one"}, same).status == 200
 
 
 def test_wrong_requests_are_errors(router: Address) -> None:
@@ -133,6 +170,8 @@ def test_a_wrong_file_is_an_error(tmp_path: Path) -> None:
     shown = read_models(path, ["model", "max_model_len", "quantization"])
     assert shown["chat"] == {"model": "qwen3:0.6b", "max_model_len": 8192}
     assert set(shown) == {"chat", "coder", "search"}
+    with pytest.raises(ConfigError, match="data_dir is a directory of one server"):
+        RouterConfig(data_dir=tmp_path)
     with pytest.raises(ConfigError, match="fleet_secret is of a fleet"):
         RouterConfig(fleet_secret="x")
     assert RouterConfig(reasoning_parser="qwen3", port=1).shared() == {"reasoning_parser": "qwen3"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import secrets
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from starlette.applications import Starlette
@@ -26,11 +28,11 @@ from starlette.types import Receive, Scope, Send
 from quire.fleet.process import ServerProcess
 from quire.router.config import RouterConfig
 from quire.router.pool import Entry, ModelPool, State
-from quire.server.http.access import ID_HEADER, Access, Tally, note_refusal
+from quire.server.http.access import CLIENT_GONE, ID_HEADER, Access, Tally, note_refusal
 from quire.server.http.api_error import ApiError, cut
-from quire.server.http.guard import Guard
+from quire.server.http.guard import Guard, client_of, identity_of
 from quire.server.http.hosts import hosts_to_check
-from quire.server.http.sse import JsonBody
+from quire.server.http.sse import JsonBody, noticing_disconnect
 from quire.server.run import Listening, address_of, allow_connections, listen, run_until_stopped, settings
 
 log = logging.getLogger("quire.router")
@@ -57,7 +59,7 @@ class Router:
         self.ready_asked = -float("inf")
         self._models = models
         self._num_threads = num_threads
-        self._secret = secrets.token_hex(16)  # other users of this machine must not reach a model past the router
+        self._secret = secrets.token_bytes(16)  # other users of this machine must not reach a model past the router
         self._created = int(time.time())
         self.pool = ModelPool(
             models,
@@ -85,8 +87,13 @@ class Router:
 
     def _start(self, name: str, on_end: Callable[[int], None]) -> ServerProcess:
         options = self.config.shared() | dict(self._models[name])
-        options |= {"host": "127.0.0.1", "port": 0, "api_key": [self._secret], "served_model_name": [name]}
+        keys = [self._key_of(identity_of(key.encode())) for key in self.config.keys] or [self._key_of("")]
+        options |= {"host": "127.0.0.1", "port": 0, "api_key": keys, "served_model_name": [name]}
         return ServerProcess(options, self._num_threads, on_end)
+
+    def _key_of(self, client: str) -> str:
+        """Return the key with which a client's requests reach the models, which keep clients apart by it."""
+        return hmac.new(self._secret, client.encode(), "sha256").hexdigest()
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -155,6 +162,7 @@ class Router:
 
     async def _load(self, request: Request) -> Response:
         """Load a model before its first request."""
+        self._check_page(request)
         entry = self._named(request, await request.body())
         await self.pool.acquire(entry)
         self.pool.release(entry)
@@ -162,6 +170,7 @@ class Router:
 
     async def _unload(self, request: Request) -> Response:
         """Unload a model when its open requests have ended."""
+        self._check_page(request)
         entry = self._named(request, await request.body())
         self.pool.unload(entry)
         return JsonBody(self._model(entry))
@@ -205,14 +214,41 @@ class Router:
             raise ApiError(f"name one of the models {names} in {where}", param="model")
         return self.pool.entry(name)
 
+    def _check_page(self, request: Request) -> None:
+        """Raise ApiError for a request of another site's page, which must not load or unload models."""
+        origin, allowed = request.headers.get("origin"), self.config.allowed_origins
+        if "*" in allowed or origin in allowed:
+            return
+        own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+        if not own or (origin is None and request.headers.get("sec-fetch-site") == "cross-site"):
+            who = "a page of another site" if origin is None else f"the page {cut(origin)}"
+            message = f"{who} may not use this router; start it with --allowed-origins ORIGIN to let it"
+            raise ApiError(message, HTTPStatus.FORBIDDEN, code="origin_not_allowed")
+
     async def _forward(self, request: Request) -> Response:
         """Send a request to its model's server, and return the answer as it arrives."""
+        self._check_page(request)
         body = await request.body()
         entry = self._named(request, body)
+        answering = asyncio.ensure_future(self._ask(request, body, entry))
+
+        def leave() -> None:
+            answering.cancel()
+
+        try:
+            async with noticing_disconnect(request.receive, leave):
+                return await answering
+        except asyncio.CancelledError:
+            if not answering.cancelled():
+                raise
+            raise ApiError("the client has gone", CLIENT_GONE) from None
+
+    async def _ask(self, request: Request, body: bytes, entry: Entry) -> Response:
         await self.pool.acquire(entry)
         try:
             headers = [(name, value) for name, value in request.headers.items() if name not in NOT_SENT]
-            headers += [("authorization", f"Bearer {self._secret}"), (ID_HEADER, request.state.request_id)]
+            headers += [("authorization", f"Bearer {self._key_of(client_of(request))}")]
+            headers += [(ID_HEADER, request.state.request_id)]
             path = request.scope["raw_path"].decode("ascii", "replace")
             query = request.scope["query_string"].decode("ascii", "replace")
             url = f"{entry.url}{path}{'?' * bool(query)}{query}"

@@ -39,6 +39,8 @@ class RouterConfig(HttpConfig):
         super().__post_init__()
         if self.fleet_secret is not None:
             raise ConfigError("fleet_secret is of a fleet, whose replicas have the same model; a router has none")
+        if self.data_dir is not None:
+            raise ConfigError("data_dir is a directory of one server; give each model its own in the file of models")
 
     def shared(self) -> dict[str, Any]:
         """Return the options that are passed to each model's server, where they are not the default."""

@@ -11,7 +11,7 @@ from enum import Enum
 from http import HTTPStatus
 from typing import Protocol
 
-from quire.errors import QuireError
+from quire.errors import ModelError, QuireError
 from quire.server.http.api_error import ApiError, shown
 
 log = logging.getLogger("quire.router")
@@ -82,6 +82,7 @@ class ModelPool:
         self._clock = clock
         self._lacking: list[Entry] = []  # models that wait for room, in order
         self._changed = asyncio.Event()
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def entry(self, name: str) -> Entry:
@@ -101,6 +102,8 @@ class ModelPool:
         entry.num_waiting += 1
         try:
             while entry.state is not State.LOADED:
+                if self._is_closed:
+                    raise ApiError("the router is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="stopping")
                 if entry.loading is not None:
                     await asyncio.shield(entry.loading)
                 elif entry.state is State.UNLOADED and self._has_room(entry):
@@ -134,7 +137,9 @@ class ModelPool:
                 self.unload(entry)
 
     async def close(self) -> None:
-        """End all servers."""
+        """End all servers. Requests that wait for a model fail."""
+        self._is_closed = True
+        self._notify()
         for entry in self.entries.values():
             entry.num_open = 0
             if entry.loading is not None:
@@ -160,13 +165,17 @@ class ModelPool:
         return False
 
     async def _load(self, entry: Entry) -> None:
-        loop = asyncio.get_running_loop()
+        loop, statuses = asyncio.get_running_loop(), list[int]()
 
         def on_end(status: int) -> None:
+            statuses.append(status)
             loop.call_soon_threadsafe(self._ended, entry, status)
 
         try:
             entry.process = await asyncio.to_thread(self._start, entry.name, on_end)
+            if statuses:  # it listened, and ended before this line
+                entry.process = None
+                raise ModelError(f"its server ended with status {statuses[0]}")
         except QuireError as error:
             entry.state = State.UNLOADED
             message = f"model {entry.name} cannot be loaded: {error}"

@@ -30,6 +30,11 @@ UPLOADS = "/v1/files"  # path of the route whose bodies are files
 UPLOAD_TIMEOUT = 3600.0  # seconds for a file to arrive
 
 
+def identity_of(key: bytes) -> str:
+    """Return the identity of the clients that have this key."""
+    return blake2b(key, digest_size=16).hexdigest()
+
+
 def client_of(request: Request) -> str:
     """Return the identity of a request's client: a digest of its key, or an empty string without keys."""
     return getattr(request.state, CLIENT, "")
@@ -112,7 +117,7 @@ class Guard:
         # Every key is compared, each in constant time, so that the time taken reveals nothing about the keys.
         found = [key for key in keys if hmac.compare_digest(key, shown)]
         if found:
-            scope.setdefault("state", {})[CLIENT] = blake2b(found[0], digest_size=16).hexdigest()
+            scope.setdefault("state", {})[CLIENT] = identity_of(found[0])
             return None
         message = 'send "Authorization: Bearer KEY" with a key of this server'
         is_page = scope["path"] == "/" or scope["path"].startswith(self._realm_paths)
