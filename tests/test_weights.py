@@ -305,6 +305,24 @@ def test_sleep_frees_memory_and_loses_nothing(tmp_path: Path) -> None:
         assert begun == expected[0][: len(begun)]
 
 
+@pytest.mark.parametrize("source", ["head", "model"])
+def test_drafts_sleep_and_wake_with_the_model(tmp_path: Path, source: str) -> None:
+    of_model = {"draft_model": str(EMBEDDED)} if source == "model" else {}
+    with LLM(**SMALL | {"draft": source} | of_model, kv_disk=str(tmp_path), kv_disk_space="10MiB") as llm:
+        [prompt] = bits(llm, PROMPTS[1], GREEDY)
+        speculation = llm.engine.scheduler.speculation
+        assert speculation is not None
+        for level in (1, 2, 1):
+            drafted = speculation.drafted[source]
+            llm.sleep(level)
+            gc.collect()
+            assert not any(drafter.manager.indexes[0].by_block for drafter in llm.engine._model_drafters())
+            assert not any(drafter.runner.cache._memory for drafter in llm.engine._model_drafters())
+            llm.wake_up()
+            assert bits(llm, PROMPTS[1], GREEDY) == [prompt]
+            assert speculation.drafted[source] > drafted
+
+
 def test_weights_in_memory_alone_are_given_again_before_waking(new: Path) -> None:
     with LLM(**SMALL) as llm:
         llm.update_weights(changed(2), "2")

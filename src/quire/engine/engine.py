@@ -227,6 +227,12 @@ class Engine:
         if self.scheduler.prefetch is not None:
             self.scheduler.prefetch.reset()
         self.scheduler.manager.reset_prefix_cache()
+        for drafter in self._model_drafters():
+            drafter.reset()
+
+    def _model_drafters(self) -> list[ModelDrafter]:
+        found = [] if self.scheduler.speculation is None else self.scheduler.speculation.drafters
+        return [one for one in found if isinstance(one, ModelDrafter)]
 
     def check_replacement(self, model: Model) -> None:
         """Raise ModelError unless the engine's cache suits a model."""
@@ -241,7 +247,7 @@ class Engine:
         """
         self.scheduler.restart_all()
         for request in self.scheduler.requests.values():
-            if not request.num_generated:  # else all logprobs of its prompt are reported
+            if request.next_prompt_logprob < request.num_prompt - 1:  # else all logprobs of its prompt are reported
                 request.schedule.num_prompt_logprobs = 0
         # No other replacement has this text, even one of the same version in another process with the same disk.
         self.scheduler.manager.lookup.weights = f"\0{version}\0{secrets.token_hex(8)}"
@@ -264,12 +270,16 @@ class Engine:
         manager.reset_prefix_cache(keeps_disk=True)
         self.runner.use(cast(Model, _Dropped()) if model is None else model)
         self.runner.cache.free()
+        for drafter in self._model_drafters():
+            drafter.sleep()
         self.is_asleep = True
 
     @deferred_interrupts()
     def wake_up(self, model: Model) -> None:
         """Allocate the memory of the blocks, and compute again. model: that of `sleep`, or the same one loaded."""
         self.runner.cache.allocate()
+        for drafter in self._model_drafters():
+            drafter.wake_up()
         self.runner.use(model)
         self.is_asleep = False
 
@@ -528,7 +538,7 @@ def _model_drafter(
     The cache has room for a few sequences of full length, if those fit into a part of the free memory, and not for
     more than the model's. Raises ConfigError if they do not fit.
     """
-    own = replace(config, cache=replace(config.cache, kv_cache_dtype="auto", kv_disk=None))
+    own = replace(config, cache=replace(config.cache, kv_cache_dtype="auto", kv_disk=None, kv_disk_space=None))
     groups, size = groups_of(draft), config.cache.block_size
     each = bytes_per_block(groups, size, draft.dtype)
     a_sequence = -(-draft.max_model_len // size)

@@ -52,19 +52,20 @@ class HeadDrafter:
     def __init__(self, head: Head, cache: KVCache, plans: Sequence[Plan], block_size: int) -> None:
         """plans: of the runner; one of each cache group of model and head."""
         self._cache, self._plans, self._block_size = cache, plans, block_size
+        first = plans[head.plans[0]]
+        self._max_tokens = first.max_tokens
+        self._num_slots = int(getattr(first.spec, "num_blocks", 0)) * block_size
         self.use(head)
 
     def use(self, head: Head) -> None:
         """Draft with this head from now on, without the rows that were computed so far."""
         self.head = head
-        spec, self._max_tokens = self._plans[head.plans[0]].spec, self._plans[head.plans[0]].max_tokens
         self._hidden = torch.empty(0)  # [STEPS_KEPT * max_tokens, W], a ring
         self._num_rows = 0  # that the model has computed so far
         # By slot in the head's first group: the number of the row that the model computed last, and whether the head
         # has yet to compute it.
-        num_slots = int(getattr(spec, "num_blocks", 0)) * self._block_size
-        self._row_of = np.full(num_slots, LOST, np.int64)
-        self._pending = np.zeros(num_slots, np.bool_)
+        self._row_of = np.full(self._num_slots, LOST, np.int64)
+        self._pending = np.zeros(self._num_slots, np.bool_)
         # The number of tokens up to which nothing is pending, in these blocks.
         self._done: WeakKeyDictionary[Request, tuple[list[array[int]], int]] = WeakKeyDictionary()
         self._idle = 0  # steps since the last draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.cache.manager import BlockManager
 from quire.engine.flatten import Buffers, flatten
@@ -81,6 +81,20 @@ class ModelDrafter:
         """Record the numbers of a request's last draft tokens, and of those that were accepted."""
         self._acceptance.judge(request, num_drafts, num_right)
 
+    def reset(self) -> None:
+        """Drop all blocks: tokens are computed again when they are drafted for."""
+        self._release(*self._shadows)
+        self.manager.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Free the memory of the blocks until `wake_up`. The draft model's weights stay."""
+        self.reset()
+        self.runner.cache.free()
+
+    def wake_up(self) -> None:
+        """Allocate the memory of the blocks."""
+        self.runner.cache.allocate()
+
     def _begin(self, chosen: Sequence[Chosen], plan: Plan) -> None:
         """Compute the tokens that requests lack, and draw the first draft token of those that then have all."""
         left, begun = len(self._buffers.token_ids), []
@@ -130,7 +144,8 @@ class ModelDrafter:
         shadow = self._shadows.pop(request, None)
         if shadow is None:
             own = Request(request.id, array("i"), request.num_prompt, GREEDY, cache_salt=request.cache_salt)
-            own.schedule = request.schedule  # its place in the order is part of the salt without a prefix cache
+            # Its place in the order is part of the salt without a prefix cache. The guide's mask is of one token alone.
+            own.schedule = replace(request.schedule, allowed=None)
             shadow = Shadow(own)
         own, new = shadow.own, request.tokens[len(shadow.own.tokens) :]
         self._shadows[request] = shadow

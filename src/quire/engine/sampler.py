@@ -218,7 +218,8 @@ def _draw_from_few(
 ) -> None:
     """Draw from few logits with numpy, which takes half of torch's time for them. The tokens are the same."""
     drawn = slice(None) if drawing.all() else np.flatnonzero(drawing)
-    relative = (logits.numpy()[drawn] - best.numpy()[drawn]).astype(np.float64)
+    with np.errstate(over="ignore"):  # -inf is right
+        relative = (logits.numpy()[drawn] - best.numpy()[drawn]).astype(np.float64)
     relative /= rows.temperature.numpy()[drawn, None]
     weights = torch.from_numpy(relative).exp_()
     tokens.numpy()[drawn] = _invert_few(weights, rows.uniforms.numpy()[drawn])

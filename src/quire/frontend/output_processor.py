@@ -105,7 +105,8 @@ class OutputProcessor:
             if versions[-1][0] == count:
                 versions.pop()
             versions.append((count, version))
-            if sample.request.prompt_logprobs is not None and not sample.source.num_generated:
+            unfinished = sample.source.next_prompt_logprob < sample.source.num_prompt - 1
+            if sample.request.prompt_logprobs is not None and unfinished:
                 sample.request.prompt_logprobs = [None]
 
     def _process_drawn(self, drawn: Drawn) -> Iterator[tuple[Event, RequestOutput]]:

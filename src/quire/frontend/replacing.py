@@ -92,10 +92,12 @@ def sleep(llm: Parts, level: int) -> None:
     _check_single(llm)
     if level == 2 and not is_dropped(llm):
         _check_no_adapters(llm)
+    drops = level == 2 or is_dropped(llm)
+    llm.engine.sleep(None if drops else llm.decoder)
+    if drops and not is_dropped(llm):
         llm.decoder = cast(Model, DroppedModel())
         if isinstance(llm.files, ReplacedFiles) and not llm.files.is_on_disk:
             llm.files = ReplacedFiles(llm.files.path, ())
-    llm.engine.sleep(None if is_dropped(llm) else llm.decoder)
     _give_back(llm)
 
 
