@@ -74,24 +74,24 @@ SHAPED = (
 # maintained there, so their lines do not count.
 MOST_LINES = {
     "cache": 3_905,
-    "cli": 2_155,
+    "cli": 2_200,
     "engine": 6_930,
     "diff": 1_110,
     "fingerprint": 715,
     "fleet": 5_825,
-    "frontend": 5_295,
+    "frontend": 5_855,
     "integrations": 745,
     "models": 15_685,
     "ops": 24_140,
     "parallel": 520,
     "ray": 420,
     "router": 620,
-    "sandbox": 1_275,
+    "sandbox": 1_280,
     "server": 18_560,
     "lora": 50,
     "simulate": 4_240,
     "terminal": 1_260,
-    "modules": 1_785,  # those that are in no package
+    "modules": 1_795,  # those that are in no package
 }
 
 

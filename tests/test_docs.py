@@ -100,6 +100,15 @@ def kv_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def receipts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The receipts.jsonl that documents speak of; there are receipts in it."""
+    path = tmp_path_factory.mktemp("receipts") / "receipts.jsonl"
+    with LLM(num_blocks=50, receipts=path) as llm:
+        llm.generate(["import "] * 3, SamplingParams(max_tokens=2))
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", once(COMMANDS))
 def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +137,9 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
     if arguments[0] == "batch":  # where its results may be
         monkeypatch.chdir(request.getfixturevalue("tmp_path"))
         arguments[1] = str(ROOT / arguments[1])
+    if "receipts.jsonl" in arguments:
+        path = str(request.getfixturevalue("receipts"))
+        arguments = [path if word == "receipts.jsonl" else word for word in arguments]
     if arguments[0] == "serve":
         with running(request.getfixturevalue("forks"), *arguments[1:]) as process:
             assert process.url

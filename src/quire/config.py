@@ -296,6 +296,11 @@ class EngineConfig:
     reproducible: bool = option(
         False, "On a GPU, compute the same bits for a request in every batch, as a CPU always does."
     )
+    receipts: str | None = option(
+        None,
+        "File to which a receipt of each answer is appended, for `quire verify`. Default: none. It reveals prompts.",
+        group=LOGS,
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     @property
@@ -311,6 +316,8 @@ class EngineConfig:
             raise ConfigError(f"draft is {self.draft!r}, and draft_model {self.draft_model!r}; leave one of them out")
         if self.draft_model is None and self.draft == "model":
             raise ConfigError("draft is 'model'; draft_model must name the model, and is missing")
+        if self.receipts is not None and not (isinstance(self.receipts, str) and self.receipts):
+            raise ConfigError(f"receipts is {self.receipts!r}; it must be the path of a file")
 
 
 class Accepted(NamedTuple):
@@ -484,8 +491,9 @@ def engine_config(**options: Any) -> EngineConfig:
     if "dtype" in options:  # torch.bfloat16 is the same as "bfloat16"
         dtype = str(options["dtype"]).removeprefix("torch.")
         options["dtype"] = {"half": "float16", "float": "float32"}.get(dtype, dtype)
-    if isinstance(options.get("kv_disk"), os.PathLike):
-        options["kv_disk"] = os.fspath(options["kv_disk"])
+    for name in ("kv_disk", "receipts"):
+        if isinstance(options.get(name), os.PathLike):
+            options[name] = os.fspath(options[name])
     options = _without_foreign(options, known)
     close = {name: difflib.get_close_matches(name, FOREIGN, n=1, cutoff=0.8) for name in options}
     meant = {name: f"did you mean {found[0]!r}?" for name, found in close.items() if found}

@@ -54,6 +54,7 @@ OUT: dict[str, dict[str, Any]] = {
     "model": {"model": str(EMBEDDED)},
     "device": {"device": "cpu"},
     "tensor_parallel_size": {"tensor_parallel_size": 2},
+    "receipts": {"receipts": "/dev/null"},
     "generation_config": {"generation_config": "none"},
     "prefetch": {"prefetch": "t0:2560:t1"},
     "reproducible": {"reproducible": True},

@@ -38,6 +38,7 @@ from quire.cli.router import router
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
 from quire.cli.top import top
+from quire.cli.verify import verify
 from quire.cli.vllm_flags import PastedFlags
 
 MEASURING = "quire_bench"  # a separate distribution that imports Quire; only this module knows its name
@@ -74,6 +75,7 @@ app.command("list", cls=Command, short_help="List the models that were downloade
 app.command("ls", cls=Command, short_help="The same as list.")(list_models)
 app.command("rm", cls=Command, short_help="Remove downloaded models.")(remove)
 app.command(cls=Sourced, short_help="Continue texts.")(generate)
+app.command(cls=Command, short_help="Compute the answers of receipts again.")(verify)
 app.command(cls=Sourced, short_help="Embed lines: JSON lines, or an array.")(embed)
 app.command(cls=Sourced, short_help="Answer a file of requests; resumes if interrupted.")(batch)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)

@@ -12,7 +12,7 @@ import typer
 from quire.cli.options import ENGINE, OF_MANY, fail, with_options
 
 
-@with_options(*ENGINE, without=OF_MANY)
+@with_options(*ENGINE, without=(*OF_MANY, "receipts"))
 def embed(
     files: Annotated[list[Path] | None, typer.Argument(help="Files of lines. Default: stdin.")] = None,
     out: Annotated[

@@ -37,9 +37,11 @@ from quire.frontend.embedding import (
 )
 from quire.frontend.loglikelihood import LoglikelihoodOutput, check_pair, encode_pair, loglikelihood_output
 from quire.frontend.metric_values import Metric, read_families
+from quire.frontend.model_fingerprint import receipts_fingerprint
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput, beam_sequences
 from quire.frontend.pooled import Call, Pooled
+from quire.frontend.receipts import Receipts
 from quire.frontend.replacing import load_dropped, load_new, sleep, use_new, wake_up
 from quire.frontend.request_factory import (
     Messages,
@@ -112,6 +114,8 @@ class LLM:
             options["enable_lora"] = True
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
+        # First: a wrong path must not cost the time to load a model.
+        self.receipts: Receipts | None = None if self.config.receipts is None else Receipts(self.config.receipts)
         self.files: Files = files_of(locate(self.config.model, self.config.gguf_file))
         self.text_files: Files = self._find_text_files()
         # Fields of SamplingParams for requests without any.
@@ -128,7 +132,9 @@ class LLM:
         self._load()
         attach_disk(self.engine, self.decoder, self.files, self.backend, self.config)
         self.num_replacements = 0  # of the weights
-        self.processor = OutputProcessor(self.engine, self.tokenizer)
+        self.processor = OutputProcessor(self.engine, self.tokenizer, self.receipts)
+        if self.receipts is not None:
+            self.receipts.fingerprint = receipts_fingerprint(self)
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
         self.factory.asks = self.engine.pooling.writes and is_named_reranker(self.config.model or "")
         for name, directory in (lora or {}).items():
@@ -234,6 +240,8 @@ class LLM:
                 cast(LeadingRunner, self.engine.runner).end()
             self.group.close()
         self.engine.close()
+        if self.receipts is not None:
+            self.receipts.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
         for name in ("engine", "decoder", "backend", "processor", "factory", "_metrics", "_clocks"):

@@ -20,6 +20,7 @@ to give the same fingerprint. Or it is left out, since no token, logprob or dige
           enforce_eager                          whether a GPU captures the same kernels as graphs
           enable_lora, max_loras, max_lora_rank  limits of further adapters
           generation_config                      a gateway sends all of a request's sampling with it
+          receipts                               where they are written
           seed                                   for requests without one; a gateway gives one to each
           num_blocks, kv_cache_memory, enable_prefix_caching, preemption, swap_space, state_snapshot_interval,
           kv_disk, kv_disk_space, prompt_cache_share
@@ -32,23 +33,47 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Protocol
 
 import torch
 
-from quire.engine.engine import FIRST_VERSION
+from quire.config import EngineConfig
+from quire.engine.engine import FIRST_VERSION, Engine
 from quire.errors import ConfigError, QuireError
 from quire.fingerprint.components import NONE, bits_parts, check_batch_invariant, library_version, named_parts
 from quire.fingerprint.fingerprint import Fingerprint, short_digest
 from quire.fingerprint.weights import weights_digest
-from quire.frontend.llm import LLM
+from quire.frontend.tokenizer import Tokenizer
 from quire.models.files import Files
+from quire.models.model import Model
+from quire.ops import Backend
 
 log = logging.getLogger("quire")
 
+NOT_IN_RECEIPTS = ("adapters", "block_size", "cache salt", "pooling", "weights version")
 LIBRARIES = ("tokenizers", "llguidance")  # they tokenize texts and constrain the next token
 
 
-def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
+class Loaded(Protocol):
+    """The parts of an `LLM` that its fingerprint depends on."""
+
+    config: EngineConfig
+    files: Files
+    text_files: Files
+    backend: Backend
+    decoder: Model
+    engine: Engine
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the current weights."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, if the model has one."""
+
+
+def replica_fingerprint(llm: Loaded, template: str | None) -> Fingerprint:
     """Return the fingerprint of a loaded model. Takes less than a second.
 
     Only a part of the weights is read, see `weights_digest`. The engine is not used, so it may be running.
@@ -64,7 +89,7 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
     )
 
 
-def system_fingerprint(llm: LLM, template: str | None, loras: Mapping[str, str]) -> Fingerprint | None:
+def system_fingerprint(llm: Loaded, template: str | None, loras: Mapping[str, str]) -> Fingerprint | None:
     """Return the fingerprint for the `system_fingerprint` of answers. If it is unknown, log that and return None.
 
     It is that of `replica_fingerprint`. A model that is not batch-invariant has none of these; then nothing is probed,
@@ -111,23 +136,41 @@ def _adapters_part(loras: Mapping[str, str]) -> dict[str, str]:
     return {"adapters": short_digest(json.dumps(loras, sort_keys=True).encode())}
 
 
-def _text_parts(llm: LLM, template: str | None) -> dict[str, str]:
+def _text_parts(llm: Loaded, template: str | None) -> dict[str, str]:
     """Return the parts for texts, vectors, libraries and new weights. Raises ConfigError for an unknown version."""
     return {
         **_version_part(llm.weights_version),
         "tokenizer": NONE if llm.tokenizer is None else short_digest(llm.tokenizer.json().encode()),
-        "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
+        "template": template_digest(template),
         "pooling": short_digest(json.dumps(asdict(llm.decoder.pooler.config), sort_keys=True).encode()),
         "end tokens": short_digest(repr(sorted(llm.decoder.eos_token_ids)).encode()),
         **{library: library_version(library) for library in LIBRARIES},
     }
 
 
+def receipts_fingerprint(llm: Loaded) -> Fingerprint:
+    """Return the fingerprint for receipts. Raises the errors of `replica_fingerprint`.
+
+    Parts that cannot change a token or logprob are left out, and the adapters, of which the request names its own. The
+    version and the instruction set are parts in addition, to explain differences.
+    """
+    template = llm.text_files.template()
+    whole = replica_fingerprint(llm, None if template is None else template[1])
+    parts = {name: value for name, value in whole.parts.items() if name not in NOT_IN_RECEIPTS}
+    added = {"quire": library_version("quire"), "instruction set": llm.backend.instruction_set or NONE}
+    return Fingerprint(parts | added)
+
+
+def template_digest(template: str | None) -> str:
+    """Return the digest of a chat template's source."""
+    return NONE if template is None else short_digest(template.encode(errors="surrogatepass"))
+
+
 def _device_name(device: str) -> str:
     return device if device == "cpu" else torch.cuda.get_device_name(device)
 
 
-def lora_digests(llm: LLM) -> dict[str, str]:
+def lora_digests(llm: Loaded) -> dict[str, str]:
     """Return the digests of the adapters' weights, by name. No other thread may load an adapter meanwhile."""
     loras = llm.engine.loras
     return {} if loras is None else {name: lora.digest for name, lora in loras.by_name.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import cast
 from quire.engine.engine import Engine
 from quire.engine.step_events import Drawn, StepEvents
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput, candidates
+from quire.frontend.receipts import Receipts
 from quire.frontend.tokenizer import Detokenizer, Tokenizer
 from quire.request import (
     Event,
@@ -35,6 +37,7 @@ class _Sample:
     detokenizer: Detokenizer | None
     ended: deque[RequestOutput]
     is_quiet: bool  # nothing but its tokens is needed before it ends
+    logprobs: array[float] | None  # of its tokens, for its receipt; None: it gets none
     text: str = ""  # the full text; callers see the part in which no stop string can have begun
     searched: int = 0  # length of that part
     decoded: int = 0  # tokens whose text is in it, or held back by the detokenizer
@@ -43,9 +46,10 @@ class _Sample:
 class OutputProcessor:
     """Queues requests in an engine and converts their events into outputs with text. Stop strings end requests."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, receipts: Receipts | None = None) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._receipts = receipts
         self._samples: dict[str, _Sample] = {}
         self._decoded: dict[int, str] = {}  # the text of each token that was a candidate, at most the vocabulary
 
@@ -68,6 +72,9 @@ class OutputProcessor:
             if self._tokenizer and request.task is Task.GENERATE and sampling.detokenize
             else None
         )
+        has_receipt = self._receipts is not None and request.task is Task.GENERATE
+        if has_receipt and sampling.logprobs is None:  # computed for the receipt alone: the caller sees none
+            request.sampling = replace(sampling, logprobs=0)
         self._engine.add(request)
         sample.seed = request.seed
         sample.weights_versions = [(len(sample.token_ids), self._engine.weights_version)]
@@ -78,7 +85,8 @@ class OutputProcessor:
         if sampling.prompt_logprobs is not None and request.sample_index == 0:
             output.prompt_logprobs = [None]
         is_quiet = not is_streamed and not sampling.stop_strings
-        place = _Sample(request, output, sample, sampling, detokenizer, ended, is_quiet)
+        logprobs = array("f") if has_receipt else None
+        place = _Sample(request, output, sample, sampling, detokenizer, ended, is_quiet, logprobs)
         self._samples[request.id] = place
         if request.num_generated or request.to_check:
             _restore(place)
@@ -146,12 +154,22 @@ class OutputProcessor:
         if (metrics := sample.request.metrics) is not None:
             metrics.num_draft_tokens += sample.source.schedule.num_drafted
             metrics.num_accepted_tokens += sample.source.schedule.num_accepted
+        self._give_receipt(sample)
         if sample.request.finished:
             if (metrics := sample.request.metrics) is not None:
                 metrics.last_token_ts = time.monotonic()
                 metrics.num_generation_tokens = sum(len(one.token_ids) for one in sample.request.outputs)
             sample.ended.append(sample.request)
         return event._replace(finish_reason=FinishReason(sample.output.finish_reason), error=sample.output.error)
+
+    def _give_receipt(self, sample: _Sample) -> None:
+        """Write the receipt of a sample that has ended."""
+        if self._receipts is None or sample.logprobs is None:
+            return
+        try:
+            self._receipts.write(sample.source, sample.output, sample.request.prompt_token_ids, sample.logprobs)
+        except Exception:  # the answer does not depend on it
+            log.exception("request %s has no receipt", sample.source.id)
 
     def _process_event(self, sample: _Sample, event: Event) -> None:
         output = sample.output
@@ -165,6 +183,8 @@ class OutputProcessor:
             if not output.token_ids and (metrics := sample.request.metrics) is not None:
                 metrics.first_token_ts = metrics.first_token_ts or time.monotonic()
             output.token_ids.append(event.token)
+            if event.logprobs is not None and sample.logprobs is not None:
+                sample.logprobs.append(event.logprobs.logprob)
             if event.logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(candidates(event.logprobs, self._decode))
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs.logprob

@@ -14,7 +14,10 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, EngineAsleep, ModelError
+from quire.fingerprint.fingerprint import Fingerprint
+from quire.fingerprint.weights import weights_digest
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.receipts import Receipts
 from quire.models import load_model, load_replaced
 from quire.models.files import Files
 from quire.models.model import Model
@@ -36,6 +39,7 @@ class Parts(Protocol):
     engine: Engine
     processor: OutputProcessor
     num_replacements: int
+    receipts: Receipts | None
 
 
 class Loaded(NamedTuple):
@@ -77,10 +81,13 @@ def use_new(llm: Parts, loaded: Loaded) -> str:
         raise ConfigError("the weights were replaced or dropped by another call meanwhile; replace them again")
     number = llm.num_replacements + 1
     version = loaded.version or str(number + (str(number) == llm.engine.weights_version))
+    digest = None if llm.receipts is None else weights_digest(loaded.files)
     llm.engine.replace_weights(loaded.model, version)
     llm.processor.replace_weights(version)
     llm.decoder, llm.files = loaded.model, loaded.files
     llm.num_replacements += 1
+    if llm.receipts is not None and digest is not None:
+        llm.receipts.fingerprint = Fingerprint({**llm.receipts.fingerprint.parts, "weights": digest})
     _give_back(llm)
     return version
 

@@ -148,7 +148,7 @@ class Grammars:
         if spec.kind == "thinking":
             thinking, after = spec.reasoning()
             inner = None if after is None else self.compile_if_quick(after)
-            return None if after is not None and inner is None else self._thinking(thinking, inner)
+            return None if after is not None and inner is None else self._thinking(spec, thinking, inner)
         if spec != JSON_OBJECT:
             known = self._recall(_digest(spec.grammar()))
             if known is None or known.seconds > QUICK:
@@ -162,11 +162,11 @@ class Grammars:
         """
         if spec.kind == "thinking":
             thinking, after = spec.reasoning()
-            return self._thinking(thinking, None if after is None else self.compile(after))
+            return self._thinking(spec, thinking, None if after is None else self.compile(after))
         grammar = spec.grammar()
         tools = self._made_tools()
         if spec == JSON_OBJECT:
-            return GrammarGuide(spec.kind, make_matcher(tools.tokenizer, grammar), tools.drawable)
+            return GrammarGuide(spec, make_matcher(tools.tokenizer, grammar), tools.drawable)
         digest = _digest(grammar)
         known = self._recall(digest) or _Known(self._tried(spec.kind, grammar, tools), math.inf)
         if known.reason:
@@ -176,11 +176,13 @@ class Grammars:
         begin = time.perf_counter()
         matcher = make_matcher(tools.tokenizer, grammar)
         self._remember(digest, known._replace(seconds=min(known.seconds, time.perf_counter() - begin)))
-        return GrammarGuide(spec.kind, matcher, tools.drawable)
+        return GrammarGuide(spec, matcher, tools.drawable)
 
-    def _thinking(self, thinking: Thinking, inner: AnyGuide | None) -> ThinkingGuide:
+    def _thinking(self, spec: Spec, thinking: Thinking, inner: AnyGuide | None) -> ThinkingGuide:
         tools = self._made_tools()
-        return ThinkingGuide(thinking, inner, tools.drawable, self._eos_tokens, tools.tokenizer.decode_bytes)
+        guide = ThinkingGuide(thinking, inner, tools.drawable, self._eos_tokens, tools.tokenizer.decode_bytes)
+        guide.source = (spec.kind, spec.text)
+        return guide
 
     def close(self) -> None:
         """End the processes in which grammars are tried."""
@@ -280,9 +282,10 @@ class _Budget:
 class GrammarGuide:
     """A `Guide`: the state of one request in a grammar."""
 
-    def __init__(self, kind: str, matcher: LLMatcher, drawable: NDArray[np.int32]) -> None:
+    def __init__(self, spec: Spec, matcher: LLMatcher, drawable: NDArray[np.int32]) -> None:
         """Raises RequestError if no text can follow the grammar."""
-        self._kind = kind
+        self.source = (spec.kind, spec.text)
+        self._kind = spec.kind
         self._matcher = matcher
         self._drawable = drawable
         self._budget = _Budget()

@@ -52,6 +52,7 @@ class ThinkingGuide:
         bytes_of: returns the bytes of tokens. An end of several tokens may be tokenized differently, so bytes are
         compared.
         """
+        self.source = ("", "")  # kind and text of its Spec; set by Grammars
         self._thinking = thinking
         self._inner = inner
         self._any = drawable

@@ -34,7 +34,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.clocks import Clocks
 from quire.frontend.llm import LLM
 from quire.frontend.metrics import Metrics
-from quire.frontend.model_fingerprint import lora_digests, system_fingerprint
+from quire.frontend.model_fingerprint import lora_digests, system_fingerprint, template_digest
 from quire.frontend.startup_summary import chosen
 from quire.models.files import GENERATION
 from quire.parallel.launch import is_follower
@@ -213,6 +213,9 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
         options = {**options, "enable_lora": True}
     llm = LLM(lora=loras, **options)
     template = ChatTemplate.find(llm.text_files, config.chat_template)
+    if llm.receipts is not None and template is not None:
+        parts = {**llm.receipts.fingerprint.parts, "template": template_digest(template.source)}
+        llm.receipts.fingerprint = Fingerprint(parts)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.keys)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
