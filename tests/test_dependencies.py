@@ -23,7 +23,7 @@ DEV = lowest.requirements("dev")
 MEASURING = lowest.requirements("all", lowest.MEASURING)
 # Where one is missing, an error says so: the module, and what is to be installed.
 OPTIONAL = {"msgspec": "msgspec", "opentelemetry": "opentelemetry-sdk", "triton": "triton", "zmq": "pyzmq"}
-EXTRAS = {"matplotlib", "ray"}  # each is the extra of that name
+EXTRAS = {"lm_eval": "eval", "matplotlib": "matplotlib", "ray": "ray"}  # the extra that brings each
 COMPARED = {"gguf", "llama_cpp", "mistralrs", "openvino", "openvino_genai", "vllm"}  # each in an environment of its own
 CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 ROW = re.compile(r"^\| `([^`]+)` \| ([^ |]+) \| ([^|]+) \| (\d{4}-\d{2}-\d{2}) \|$", re.MULTILINE)
@@ -104,7 +104,8 @@ def test_all_that_is_imported_is_a_dependency(package: str, listed: list[Require
             names = {canonicalize_name(name) for name in distributions[module]}
             assert names & declared, f"{path.relative_to(ROOT)} imports {module}, which pyproject.toml does not list"
     assert {each.name for each in DEV} >= set(OPTIONAL.values())
-    assert all(re.search(rf'^{name} = \["{name}\W', lowest.PRODUCT.read_text(), re.MULTILINE) for name in EXTRAS)
+    product = lowest.PRODUCT.read_text()
+    assert all(re.search(rf'^{extra} = \["{name}\W', product, re.MULTILINE) for name, extra in EXTRAS.items())
 
 
 @pytest.mark.parametrize("extra", ["events", "traces"])

@@ -77,9 +77,9 @@ def versions(binaries: Path) -> list[str]:
     return [line for line in listed.splitlines() if line.startswith(("lm_eval==", "guidellm==", "torch=="))]
 
 
-def run(command: list[str | Path], made: Path) -> None:
+def run(command: list[str | Path], made: Path, **environment: str) -> None:
     """Run a client without access to any hub. Raises Failed with the end of its output."""
-    nowhere = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(made / "home")}
+    nowhere = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(made / "home"), **environment}
     done = subprocess.run(command, cwd=ROOT, env=os.environ | nowhere, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Failed(f"status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
@@ -97,20 +97,40 @@ def task(
     """Return a check of a task that uses completions. lm_eval tokenizes texts and sends token ids."""
     options = ["--model", "local-completions", "--batch_size", str(batch_size)]
     arguments = f"/v1/completions,max_length={MAX_LENGTH},tokenizer_backend={tokenizer}"
-    return lambda binaries, url, made, llm: compare(evaluate(binaries, made, name, options, url + arguments), llm)
+    return lambda binaries, url, made, llm: compare(asked(binaries, made, name, options, url + arguments), llm)
 
 
 def chat_task(name: str, compare: Callable[[list[dict[str, Any]], LLM], str]) -> Check:
     """Return a check of a task that uses chats."""
     options = ["--model", "local-chat-completions", "--apply_chat_template"]
     arguments = "/v1/chat/completions"
-    return lambda binaries, url, made, llm: compare(evaluate(binaries, made, name, options, url + arguments), llm)
+    return lambda binaries, url, made, llm: compare(asked(binaries, made, name, options, url + arguments), llm)
 
 
-def evaluate(binaries: Path, made: Path, name: str, options: list[str], arguments: str) -> list[dict[str, Any]]:
+def named_task(name: str, compare: Callable[[list[dict[str, Any]], LLM], str]) -> Check:
+    """Return a check of a task with the model quire, in this environment with the packages of the clients."""
+
+    def check(binaries: Path, _: str, made: Path, llm: LLM) -> str:
+        [packages] = binaries.parent.glob("lib/python*/site-packages")
+        arguments = f"num_blocks=256,max_model_len={MAX_LENGTH - 1},add_bos_token=False"
+        program: list[str | Path] = [sys.executable, "-m", "quire.integrations.lm_eval", "run", "--model", "quire"]
+        return compare(evaluate(program, made, name, arguments, PYTHONPATH=str(packages)), llm)
+
+    return check
+
+
+def asked(binaries: Path, made: Path, name: str, options: list[str], arguments: str) -> list[dict[str, Any]]:
+    """Run a task with a server. Return its samples."""
+    model = f"model={MODEL},num_concurrent=4,base_url={arguments}"
+    return evaluate([binaries / "lm_eval", "run", *options], made, name, model)
+
+
+def evaluate(
+    program: list[str | Path], made: Path, name: str, arguments: str, **environment: str
+) -> list[dict[str, Any]]:
     """Run a task. Return its samples in lm_eval's format."""
-    run([binaries / "lm_eval", "run", *options, "--model_args", f"model={MODEL},num_concurrent=4,base_url={arguments}",
-         "--tasks", name, "--include_path", TASKS, "--output_path", made / "out", "--log_samples"], made)  # fmt: skip
+    run([*program, "--model_args", arguments, "--tasks", name, "--include_path", TASKS,
+         "--output_path", made / "out", "--log_samples"], made, **environment)  # fmt: skip
     [path] = (made / "out").rglob(f"samples_{name}_*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -267,6 +287,9 @@ CHECKS: dict[str, Check] = {
     "lm_eval, the server's tokenizer": task("quire_choice", compare_choices, tokenizer="remote"),
     "lm_eval rolling, the same": task("quire_rolling", compare_rolling, tokenizer="remote"),
     "lm_eval chat generate_until": chat_task("quire_generate", compare_chats),
+    "lm_eval by name, multiple_choice": named_task("quire_choice", compare_choices),
+    "lm_eval by name, rolling": named_task("quire_rolling", compare_rolling),
+    "lm_eval by name, generate_until": named_task("quire_generate", compare_texts),
     "guidellm completions": load("/v1/completions", "kind=concurrent,streams=4"),
     "guidellm chat completions": load("/v1/chat/completions", "kind=poisson,rate=20"),
 }
