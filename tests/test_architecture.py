@@ -87,7 +87,7 @@ MOST_LINES = {
     "ray": 420,
     "router": 620,
     "sandbox": 1_280,
-    "server": 18_560,
+    "server": 18_610,
     "lora": 50,
     "simulate": 4_240,
     "terminal": 1_260,

@@ -242,6 +242,48 @@ def test_a_full_disk(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None
     assert results(client, batch)[0].count(b"\n") == 6
 
 
+def test_files_that_cannot_be_made(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch waits for them; one that is cancelled or has expired ends with the results it has."""
+    client = client_of(batching, "two")
+    opened, written, parts = os.open, os.write, []
+
+    def full(path: Any, *given: Any, **named: Any) -> int:
+        if "file-output-" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return opened(path, *given, **named)
+
+    def in_part(fd: int, data: Any) -> int:
+        if "file-output-" not in os.readlink(f"/proc/self/fd/{fd}"):
+            return written(fd, data)
+        parts.append(written(fd, data[: max(1, 900 - os.fstat(fd).st_size)]))
+        if os.fstat(fd).st_size >= 900:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return parts[-1]
+
+    monkeypatch.setattr(batches, "AGAIN", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        waiting, cancelled = (begun(client, completions(3)) for _ in range(2))
+        expired = begun(client, completions(3), completion_window="1s")
+        assert client.batches.cancel(cancelled.id).status == "cancelling"
+        cancelled, expired = ended(client, cancelled), ended(client, expired)
+        assert (cancelled.status, expired.status) == ("cancelled", "expired")
+        assert cancelled.output_file_id is expired.output_file_id is None
+        assert client.batches.retrieve(waiting.id).status == "validating"
+    assert ended(client, waiting).status == "completed"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", in_part)
+        slow(batching, 0.05)
+        batch = begun(client, completions(20), completion_window="1s")
+        batch = ended(client, batch)
+        slow(batching, 0.0)
+    assert batch.status == "expired"
+    assert parts
+    assert batch.request_counts is not None
+    assert results(client, batch)[0].count(b"\n") == batch.request_counts.completed
+    until(batching.is_idle)
+
+
 def test_a_data_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file cannot be used: Not a directory"):

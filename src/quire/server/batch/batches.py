@@ -12,6 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from quire.errors import ConfigError
 from quire.server.api.service import Service
 from quire.server.batch.answering import Answerer
 from quire.server.batch.results import NotThisBatch, Results
@@ -154,26 +155,36 @@ class Batches:
         return max(1, self._service.worker.num_slots()[0] * 3 // 4 // max(1, len(self._open)))
 
     async def _work(self, one: _Open) -> None:
-        """Answer a batch to its end. While its files cannot be written it waits."""
+        """Answer a batch to its end. While its files cannot be written it waits, unless it has no more to answer."""
         while True:
             try:
                 await self._answer(one)
                 break
-            except OSError as error:
-                log.warning(
-                    "%s waits %g s, since %s cannot be written: %s",
-                    one.batch["id"],
-                    AGAIN,
-                    error.filename,
-                    error.strerror,
-                )
-                await asyncio.sleep(AGAIN)
             except Exception as error:
+                cause = error.__cause__ if isinstance(error, ConfigError) else error  # of a file that cannot be made
+                if isinstance(cause, OSError):
+                    if self._is_over(one):
+                        break
+                    message = "%s waits %g s, since %s cannot be written: %s"
+                    log.warning(message, one.batch["id"], AGAIN, cause.filename, cause.strerror)
+                    await asyncio.sleep(AGAIN)
+                    continue
                 cause = None if isinstance(error, ApiError) else error  # an ApiError: the engine has been stopped
                 message = "%s stopped: %s; it continues when the server is started again"
                 log.error(message, one.batch["id"], error, exc_info=cause)
                 return
         del self._open[one.batch["id"]]
+
+    def _is_over(self, one: _Open) -> bool:
+        """End a batch that is cancelled or has expired, with the results it has. Return False for others."""
+        one.has_expired = one.has_expired or time.time() >= one.batch["expires_at"]
+        try:
+            if one.has_expired or one.batch["status"] == "cancelling":
+                self._end(one)
+                return True
+        except OSError as error:
+            log.warning("%s has ended, but %s cannot be written: %s", one.batch["id"], error.filename, error.strerror)
+        return False
 
     async def _answer(self, one: _Open) -> None:
         """Answer the lines that have no result yet, and store the end. Raises OSError, and ApiError (503)."""
@@ -201,8 +212,10 @@ class Batches:
                         await one.run.run()
                     finally:
                         timer.cancel()
-            self._end(one, answers, errors)
+            self._end(one)
         finally:
+            if one.run is not None:
+                one.batch = one.shown()
             one.run = one.results = None
             results.close(drop_empty_errors=True)
 
@@ -213,25 +226,26 @@ class Batches:
             message = f"it was not answered within the completion_window, which was {window}"
             one.run.expire(ApiError(message, HTTPStatus.GATEWAY_TIMEOUT, code="batch_expired"))
 
-    def _end(self, one: _Open, answers: Path, errors: Path) -> None:
+    def _end(self, one: _Open) -> None:
         """Store the end of a batch and its files, at once. Raises OSError."""
         now = int(time.time())
+        paths = (self.store.content(name) for name in result_files(one.batch["id"]))
         files = [
-            _file(path.name, f"{one.batch['id']}_{kind}.jsonl", path.stat().st_size, "batch_output", now)
-            for path, kind in ((answers, "output"), (errors, "error"))
+            _file(path.name, f"{one.batch['id']}_{kind}.jsonl", _size(path), "batch_output", now)
+            for path, kind in zip(paths, ("output", "error"), strict=True)
         ]
         made: list[Any] = [one_file for one_file in files if one_file["bytes"]]
         ids = [one_file["id"] if one_file["bytes"] else None for one_file in files]
         batch: Batch = {**one.shown(), "output_file_id": ids[0], "error_file_id": ids[1]}
-        if not one.total:
+        if batch["status"] == "cancelling":
+            batch["status"], batch["cancelled_at"] = "cancelled", now
+        elif one.has_expired:
+            batch["status"], batch["expired_at"] = "expired", now
+        elif not one.total:
             batch["status"], batch["failed_at"] = "failed", now
             message = f"the file {batch['input_file_id']} has no line; each line must be a request"
             reason: BatchError = {"code": "empty_file", "message": message, "param": "input_file_id", "line": None}
             batch["errors"] = {"object": "list", "data": [reason]}
-        elif batch["status"] == "cancelling":
-            batch["status"], batch["cancelled_at"] = "cancelled", now
-        elif one.has_expired:
-            batch["status"], batch["expired_at"] = "expired", now
         else:
             batch["status"], batch["finalizing_at"], batch["completed_at"] = "completed", now, now
         self.store.put(one.owner, *made, batch)
@@ -243,6 +257,10 @@ class Batches:
         found = _file(name, filename, size, "batch", int(time.time()))
         self.store.put(owner, found)
         return found
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _file(name: str, filename: str, size: int, purpose: Any, now: int) -> File:

@@ -75,14 +75,18 @@ class Output:
             os.lseek(self.fd, position, os.SEEK_SET)
 
     def write(self, data: bytes) -> None:
-        """Append bytes. Raises OSError."""
+        """Append bytes, all or none. Raises OSError."""
         if self.path == STANDARD:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
             return
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.fd, view) :]
+        start, view = os.lseek(self.fd, 0, os.SEEK_CUR) if self.is_file else 0, memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self.fd, view) :]
+        except OSError:
+            self.cut(start)
+            raise
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk. Raises OSError."""
