@@ -184,6 +184,8 @@ def test_wrong_requests(batching: Serving) -> None:
 
     part = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
     file, end = part % (b"file", b'; filename="a"', b"{}"), b"--b--\r\n"
+    contents = batching.service.config.data_dir / "files"
+    before = sorted(contents.iterdir())
     assert told("POST", "/v1/files", b"{}", headers | {"Content-Type": "application/json"}) == (
         400, "Content-Type is application/json; a file is sent as multipart/form-data with a boundary",
     )  # fmt: skip
@@ -191,6 +193,7 @@ def test_wrong_requests(batching: Serving) -> None:
         (b"", "the form is empty; it must have the fields file and purpose"),
         (b"--b\r\n", "the form ends in the middle of a part; send all of it"),
         (file[:-4], "the form ends in the middle of a part; send all of it"),
+        (file + file[:-4], "the form ends in the middle of a part; send all of it"),
         (part % (b"purpose", b"", b"batch") + end, "file is missing; the form must have a field of that name"),
         (file + end, "purpose is missing; files are inputs of batches here, so it must be 'batch'"),
         (file + part % (b"purpose", b"", b"evals") + end, "purpose is 'evals'; files are inputs of batches here, so it "
@@ -199,6 +202,7 @@ def test_wrong_requests(batching: Serving) -> None:
          "'expires_after[seconds]' is no field of an upload here; it has file and purpose"),
     ):  # fmt: skip
         assert told("POST", "/v1/files", body, form) == (400, message)
+    assert sorted(contents.iterdir()) == before
     status, message = told("POST", "/v1/files", file + end, form | {"Origin": "https://evil.example"})
     assert (status, message[:46]) == (403, "the page https://evil.example may not use this")
     status, message = told("POST", "/v1/files", None, form | {"Content-Length": str(300 * 2**20)})

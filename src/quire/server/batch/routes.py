@@ -54,11 +54,10 @@ def _router(batches: Batches) -> APIRouter:
         """Upload a file of requests."""
         request.app.state.bodies.check_page(request)
         name = f"file-{uuid.uuid4().hex}"
-        with _writing():
+        with _writing(), _kept(store.content(name)):
             form = await uploads.receive(request, store.content(name))
             purpose = form.fields.get("purpose")
             if purpose != "batch" or form.fields.keys() - {"purpose"}:
-                store.content(name).unlink()
                 raise _refused(form, purpose)
             return JsonBody(batches.add_file(client_of(request), name, form.filename))
 
@@ -127,6 +126,16 @@ def _writing() -> Iterator[None]:
     except OSError as error:
         message = f"the data directory cannot be written: {error.strerror}"
         raise ApiError(message, HTTPStatus.INSUFFICIENT_STORAGE, code="disk_full") from error
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    """Keep a file only if the upload of it succeeds."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _refused(form: uploads.Form, purpose: str | None) -> ApiError:
