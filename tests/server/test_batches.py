@@ -223,6 +223,19 @@ def test_wrong_requests(batching: Serving) -> None:
     assert error.message == f"the file {batch.input_file_id} has no line; each line must be a request"
 
 
+def test_an_input_whose_content_is_gone(batching: Serving) -> None:
+    client = client_of(batching, "one")
+    file = client.files.create(file=("in.jsonl", b"\n".join(completions(3))), purpose="batch")
+    (batching.service.config.data_dir / "files" / file.id).unlink()
+    batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+    batch = ended(client, batch)
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert batch.errors is not None
+    [error] = batch.errors.data or ()
+    message = f"the content of the file {file.id} is missing on the server; upload it again"
+    assert (error.code, error.message) == ("file_missing", message)
+
+
 def test_a_full_disk(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload is refused; a batch waits until there is room."""
     client = client_of(batching, "two")

@@ -163,7 +163,7 @@ class Batches:
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, ConfigError) else error  # of a file that cannot be made
                 if isinstance(cause, OSError):
-                    if self._is_over(one):
+                    if self._is_over(one, cause):
                         break
                     message = "%s waits %g s, since %s cannot be written: %s"
                     log.warning(message, one.batch["id"], AGAIN, cause.filename, cause.strerror)
@@ -175,12 +175,15 @@ class Batches:
                 return
         del self._open[one.batch["id"]]
 
-    def _is_over(self, one: _Open) -> bool:
-        """End a batch that is cancelled or has expired, with the results it has. Return False for others."""
+    def _is_over(self, one: _Open, error: OSError) -> bool:
+        """End a batch that is cancelled, has expired or lacks its input, with its results. Return False for others."""
         one.has_expired = one.has_expired or time.time() >= one.batch["expires_at"]
+        lacks_input = (
+            isinstance(error, FileNotFoundError) and not self.store.content(one.batch["input_file_id"]).exists()
+        )
         try:
-            if one.has_expired or one.batch["status"] == "cancelling":
-                self._end(one)
+            if one.has_expired or one.batch["status"] == "cancelling" or lacks_input:
+                self._end(one, lacks_input=lacks_input)
                 return True
         except OSError as error:
             log.warning("%s has ended, but %s cannot be written: %s", one.batch["id"], error.filename, error.strerror)
@@ -226,7 +229,7 @@ class Batches:
             message = f"it was not answered within the completion_window, which was {window}"
             one.run.expire(ApiError(message, HTTPStatus.GATEWAY_TIMEOUT, code="batch_expired"))
 
-    def _end(self, one: _Open) -> None:
+    def _end(self, one: _Open, *, lacks_input: bool = False) -> None:
         """Store the end of a batch and its files, at once. Raises OSError."""
         now = int(time.time())
         paths = (self.store.content(name) for name in result_files(one.batch["id"]))
@@ -241,10 +244,13 @@ class Batches:
             batch["status"], batch["cancelled_at"] = "cancelled", now
         elif one.has_expired:
             batch["status"], batch["expired_at"] = "expired", now
-        elif not one.total:
+        elif lacks_input or not one.total:
             batch["status"], batch["failed_at"] = "failed", now
             message = f"the file {batch['input_file_id']} has no line; each line must be a request"
-            reason: BatchError = {"code": "empty_file", "message": message, "param": "input_file_id", "line": None}
+            if lacks_input:
+                message = f"the content of the file {batch['input_file_id']} is missing on the server; upload it again"
+            code = "file_missing" if lacks_input else "empty_file"
+            reason: BatchError = {"code": code, "message": message, "param": "input_file_id", "line": None}
             batch["errors"] = {"object": "list", "data": [reason]}
         else:
             batch["status"], batch["finalizing_at"], batch["completed_at"] = "completed", now, now
