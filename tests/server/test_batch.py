@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import random
@@ -194,6 +195,29 @@ def test_results_of_others_are_left_alone(server: Serving, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="is written by another batch"):
         Results(path, path)
     held.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tool_call_parser", "hermes"),
+        ("reasoning_parser", "qwen3"),
+        ("reranker", "similarity"),
+        ("max_logprobs", 3),
+        ("max_body_size", 2048),
+        ("unknown_fields", "refuse"),
+    ],
+)
+def test_results_of_other_options_are_told(
+    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    lines = [request(0, "/v1/embeddings", input="a", dimensions=1)]
+    answered(server, lines, tmp_path)
+    config = server.service.config
+    assert getattr(config, name) != value
+    monkeypatch.setattr(server.service, "config", dataclasses.replace(config, **{name: value}))
+    with pytest.raises(NotThisBatch, match="the model or its options were others"):
+        answered(server, lines, tmp_path)
 
 
 def test_a_full_disk_is_told_and_continued(server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,15 @@ URLS = MappingProxyType(
 # Statuses of an answer that another try may not get.
 PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 FULL = frozenset({"asleep", "queue_full", "busy", "no_replica", "draining", "engine_stuck", "engine_stopped"})
+ANSWERS = (  # options that change answers, but are no part of the fingerprint
+    "default_chat_template_kwargs",
+    "tool_call_parser",
+    "reasoning_parser",
+    "reranker",
+    "max_logprobs",
+    "max_body_size",
+    "unknown_fields",
+)
 PAUSES = (0.05, 2.0)  # seconds before a line is tried again while the engine has no room: the first one, the longest
 MOST_TRIES = 5  # of a line that the server cannot answer now for another reason, such as its time limit
 
@@ -50,7 +59,7 @@ class Answerer:
         outside = (
             await service.worker.fingerprint(),
             service.model.names[0],
-            service.config.default_chat_template_kwargs,
+            *(getattr(service.config, name) for name in ANSWERS),
             sorted(service.model.default_sampling.items()),
         )
         system = blake2b(dumps(outside), digest_size=16).hexdigest()
