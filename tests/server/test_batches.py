@@ -20,8 +20,9 @@ from quire.server.batch import batches, store
 from quire.server.batch.results import Output
 from quire.server.batch.store import Store
 from tests.fleet.gateways import Slowed, fronting, replicas, until
-from tests.server.batches import mixed, request
+from tests.server.batches import mixed, on, request
 from tests.server.serving import Serving, serving
+from tests.test_weights import changed, saved
 
 pytestmark = pytest.mark.slow
 COMPLETIONS = "/v1/completions"
@@ -172,6 +173,26 @@ def test_a_stopped_server_continues(tmp_path: Path) -> None:
         assert batch.status == "completed"
         assert results(client, batch) == results(client, again)
         assert results(client, batch)[0].count(b"\n") == 40
+
+
+def test_replaced_weights(tmp_path: Path) -> None:
+    """A batch begins again, so that all its results are of the new ones."""
+
+    def slowly(service: Any) -> None:
+        engine = service.worker.engine
+        use, engine.runner = engine.runner.use, Slowed(engine.runner)
+        engine.runner.seconds, engine.runner.use = 0.02, use
+
+    lines, weights = completions(40), saved(tmp_path / "new", changed(1))
+    with serving({"async_scheduling": False}, slowly, data_dir=tmp_path / "data") as server:
+        client = client_of(server)
+        batch = begun(client, lines)
+        when(client, batch, lambda found: found.request_counts is not None and found.request_counts.completed > 3)
+        assert on(server, server.service.worker.update_weights(weights, "new")) == "new"
+        batch = ended(client, batch)
+        assert batch.status == "completed"
+        assert results(client, batch)[0].count(b"\n") == 40
+        assert results(client, batch) == results(client, ended(client, begun(client, lines)))
 
 
 def test_wrong_requests(batching: Serving) -> None:

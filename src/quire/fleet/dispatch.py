@@ -80,6 +80,7 @@ class Dispatcher:
             self.jobs.close(job, engine_stopped(why))
 
     is_sleeping = False  # its replicas do not
+    num_updates = 0  # of its replicas, it is not known
 
     async def fingerprint(self, weights_version: str | None = None) -> str | None:  # noqa: ARG002
         """Return the fingerprint of the replica whose tokenizer the gateway uses."""

@@ -21,6 +21,10 @@ class EngineClient(Protocol):
         """Stop, and fail the pending jobs."""
 
     @property
+    def num_updates(self) -> int:
+        """The number of times that the weights were replaced."""
+
+    @property
     def is_sleeping(self) -> bool:
         """True if no request is accepted before the engine is woken up."""
 

@@ -49,6 +49,7 @@ class LocalEngineClient:
         self._stuck_after = stuck_after
         self._timeout = request_timeout
         self._num_samples = 0  # of the open jobs
+        self.num_updates = 0
         llm.engine.listen(clocks.hear)
         llm.observers.append(clocks.observe)
 
@@ -75,6 +76,7 @@ class LocalEngineClient:
         await self.fingerprint()  # that of the old weights
         llm, old = self.llm.llm, self.llm.llm.weights_version
         found = await self.llm.update_weights(directory, version)
+        self.num_updates += 1
         self._old_identified, self._old_version = self._identified, old
         change = partial(with_weights, files=llm.files, version=found)
         self._identified = asyncio.create_task(_changed(self._identified, change))

@@ -16,6 +16,7 @@ from quire.server.api.app import answer_error
 from quire.server.api.routes import ROUTES
 from quire.server.api.service import LINE, Service
 from quire.server.batch.lines import Line, LineParser, Result
+from quire.server.batch.results import NotThisBatch
 from quire.server.http.access import ID
 from quire.server.http.api_error import ApiError
 from quire.server.http.body import model_of
@@ -50,12 +51,14 @@ class Answerer:
         """Create it. client: the identity of the batch's owner, which separates its blocks from those of others."""
         self.service = service
         self._client = client
+        self._num_updates = 0  # of the weights, when its results began
         self._settle = UnknownFields(service.config.unknown_fields).settle
         self._kinds = {path: get_type_hints(route.function)["body"] for path, route in URLS.items()}
 
     async def parser(self, endpoint: str | None = None) -> LineParser:
         """Return a parser of a batch's lines. endpoint: the only route that they may use; None: any."""
         service = self.service
+        self._num_updates = service.worker.num_updates
         outside = (
             await service.worker.fingerprint(),
             service.model.names[0],
@@ -64,6 +67,11 @@ class Answerer:
         )
         system = blake2b(dumps(outside), digest_size=16).hexdigest()
         return LineParser(system, URLS, endpoint, service.config.max_body_size)
+
+    def check_weights(self) -> None:
+        """Raise NotThisBatch if the weights were replaced since the parser was made."""
+        if self.service.worker.num_updates != self._num_updates:
+            raise NotThisBatch("the weights were replaced, and all results of a batch are to be of one system")
 
     async def result(self, line: Line) -> Result:
         """Return the result of a line. While the engine has no room, the line waits.

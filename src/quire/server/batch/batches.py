@@ -158,8 +158,13 @@ class Batches:
         """Answer a batch to its end. While its files cannot be written it waits, unless it has no more to answer."""
         while True:
             try:
-                await self._answer(one)
-                break
+                try:
+                    await self._answer(one)
+                    break
+                except NotThisBatch:  # of other weights, another model or version: all results are to be of one system
+                    for name in result_files(one.batch["id"]):
+                        self.store.content(name).unlink(missing_ok=True)
+                    continue
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, ConfigError) else error  # of a file that cannot be made
                 if isinstance(cause, OSError):
@@ -190,20 +195,13 @@ class Batches:
         return False
 
     async def _answer(self, one: _Open) -> None:
-        """Answer the lines that have no result yet, and store the end. Raises OSError, and ApiError (503)."""
+        """Answer the lines without a result, and store the end. Raises OSError, NotThisBatch, and ApiError (503)."""
         answers, errors = (self.store.content(name) for name in result_files(one.batch["id"]))
         one.results = results = Results(answers, errors)
         answerer = Answerer(self._service, one.owner)
         try:
             with self.store.content(one.batch["input_file_id"]).open("rb") as lines:
-                try:
-                    parser, one.total = await prepared(answerer, lines, results, one.batch["endpoint"])
-                except NotThisBatch:  # of another model or version: all results are to be of one system
-                    results.close()
-                    for path in (answers, errors):
-                        path.unlink()
-                    one.results = results = Results(answers, errors)
-                    parser, one.total = await prepared(answerer, lines, results, one.batch["endpoint"])
+                parser, one.total = await prepared(answerer, lines, results, one.batch["endpoint"])
                 if one.total and one.batch["status"] != "cancelling":
                     one.batch = {**one.batch, "status": "in_progress"}
                     one.batch["in_progress_at"] = one.batch["in_progress_at"] or int(time.time())

@@ -55,7 +55,11 @@ class BatchRun:
         self._refusal: ApiError | None = None  # the result of all lines that have none yet, once set
 
     async def run(self) -> None:
-        """Answer all lines. Raises OSError if a file cannot be read or written, ApiError if the engine has stopped."""
+        """Answer all lines.
+
+        Raises OSError if a file cannot be read or written, ApiError if the engine has stopped, and NotThisBatch if the
+        weights were replaced.
+        """
         self._reading = asyncio.create_task(self._read())
         self._reading.add_done_callback(lambda _: self._came.set())
         synced = time.monotonic()
@@ -63,6 +67,7 @@ class BatchRun:
             while await self._has_next():
                 await asyncio.wait([self._pending[0][1]])
                 results = [*self._ended_ones()]
+                self._answerer.check_weights()
                 self._results.write(results)
                 self._written(len(results))
                 self._room.set()
