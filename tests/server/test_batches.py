@@ -330,7 +330,9 @@ def test_a_data_directory_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be used: quire.sqlite: file is not a database"):
         Store(tmp_path)
     (tmp_path / "quire.sqlite").unlink()
-    Store(tmp_path).close()
+    Store(tmp_path / "a" / "data").close()
+    made = (tmp_path / "a" / "data", tmp_path / "a" / "data" / "files")
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o700, 0o700]
     held = Store(tmp_path)
     held._database.execute(f"PRAGMA user_version = {store.VERSION + 1}")
     held.close()

@@ -26,7 +26,9 @@ class Store:
         """Open a data directory, or make it. Raises ConfigError if it cannot be used, or another server uses it."""
         self._contents = directory / "files"
         try:
-            self._contents.mkdir(parents=True, exist_ok=True)
+            if not directory.exists():
+                directory.mkdir(0o700, parents=True, exist_ok=True)
+            self._contents.mkdir(0o700, exist_ok=True)  # they are of clients: no other user is to read them
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"data_dir {directory} cannot be used: {error.strerror}") from error
