@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,20 @@ def test_an_input_whose_content_is_gone(batching: Serving) -> None:
     [error] = batch.errors.data or ()
     message = f"the content of the file {file.id} is missing on the server; upload it again"
     assert (error.code, error.message) == ("file_missing", message)
+
+
+def test_an_upload_holds_up_nothing(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are answered while a file is written to the disk."""
+    client, sync, answers = client_of(batching, "one"), os.fsync, []
+
+    def asking(fd: int) -> None:
+        with suppress(OSError):
+            answers.append(urllib.request.urlopen(f"{batching.url}/health", timeout=5).status)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", asking)
+    client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    assert answers == [200]
 
 
 def test_a_full_disk(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

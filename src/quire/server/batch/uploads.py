@@ -6,11 +6,13 @@ import mmap
 import os
 from email.message import Message
 from email.parser import BytesHeaderParser
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 
+from quire.server.batch.runner import uninterrupted
 from quire.server.http.api_error import ApiError, cut
 from quire.server.http.guard import MAX_FILE_SIZE
 
@@ -37,7 +39,7 @@ async def receive(request: HttpRequest, target: Path) -> Form:
         with whole.open("wb") as file:
             async for chunk in request.stream():
                 file.write(chunk)
-        return _read(whole, boundary.encode("latin-1", "replace"), target)
+        return await uninterrupted(partial(_read, whole, boundary.encode("latin-1", "replace"), target))
     finally:
         whole.unlink(missing_ok=True)
 
