@@ -42,7 +42,7 @@ class Slowed:
 
 
 def slowed(service: Service) -> None:
-    service.worker.engine.runner = Slowed(service.worker.engine.runner)
+    service.engine_client.engine.runner = Slowed(service.engine_client.engine.runner)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def replica_of(server: Serving) -> Replica:
 
 def slow(server: Serving, seconds: float) -> None:
     """Let each step of a replica take so long at least."""
-    server.service.worker.engine.runner.seconds = seconds
+    server.service.engine_client.engine.runner.seconds = seconds
 
 
 def slow_all(servers: list[Serving], seconds: float) -> None:

@@ -249,7 +249,7 @@ def test_the_other_routes_answer_as_a_plain_server_does(two: list[Serving], flee
     assert answers[0] == answers[1]
     settings = fleet.get("/props").json()
     assert settings == two[0].get("/props").json() | {"total_slots": settings["total_slots"]}
-    assert settings["total_slots"] == sum(one.service.worker.engine.scheduler.max_num_seqs for one in two)
+    assert settings["total_slots"] == sum(one.service.engine_client.engine.scheduler.max_num_seqs for one in two)
     assert [one["id"] for one in fleet.get("/slots").json()] == list(range(settings["total_slots"]))
 
 
@@ -293,7 +293,7 @@ def until_one_serves(servers: list[Serving]) -> Serving:
     """The replica that has begun to generate."""
 
     def serving_one() -> Serving | None:
-        return next((each for each in servers if each.service.worker.num_samples), None)
+        return next((each for each in servers if each.service.engine_client.num_samples), None)
 
     until(lambda: serving_one() is not None)
     found = serving_one()
@@ -320,7 +320,7 @@ def test_tenants_share_no_blocks(two: list[Serving]) -> None:
 
 def test_a_replica_keeps_what_a_client_of_the_gateway_asks_to_keep(two: list[Serving], fleet: Front) -> None:
     def kept() -> list[tuple[str, bool]]:
-        managers = [one.service.worker.engine.scheduler.manager for one in two]
+        managers = [one.service.engine_client.engine.scheduler.manager for one in two]
         return [
             (owner.key, until - manager.now > 80_000)
             for manager in managers
@@ -339,7 +339,7 @@ def test_equal_prompts_at_once_cost_one_prefill() -> None:
     with serving(options, fleet_secret=SECRET) as one, serving(options, fleet_secret=SECRET) as other:
         for each in (one, other):
             say_rates(each, 1e-2)
-            each.service.worker.engine.scheduler.prefetch.sources.clear()  # it is not read from the other one either
+            each.service.engine_client.engine.scheduler.prefetch.sources.clear()  # nor from the other one
         with fronting(one.url, other.url) as fleet:
             num_prompt = fleet.post("/tokenize", prompt=prompt).json()["count"]
             with ThreadPoolExecutor(32) as pool:
@@ -372,7 +372,7 @@ def test_a_replica_that_looks_stuck_for_a_beat_keeps_its_sessions(
 
     with fronting(two[0].url) as fleet:
         *_, session = replica_of(two[0])._sessions.values()  # the last one that began
-        monkeypatch.setattr(two[0].service.worker, "check_health", check_health)
+        monkeypatch.setattr(two[0].service.engine_client, "check_health", check_health)
         until(lambda: value(fleet, "quire:fleet_lost_total", replica=two[0].url) == 1)
     assert (gone[:4], session._gone) == ([False] * 4, True)
 
@@ -798,7 +798,7 @@ def test_calls_that_are_refused_leave_nothing(two: list[Serving], monkeypatch: p
         async def refuse(job: Any) -> None:
             raise ApiError("not this one")
 
-        monkeypatch.setattr(two[0].service.worker, "submit", refuse)
+        monkeypatch.setattr(two[0].service.engine_client, "submit", refuse)
         assert fleet.ask("POST", COMPLETIONS, BODY).status == 400
     assert not replica_of(two[0])._reporter.uncached
 
@@ -809,7 +809,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
     """Its answer to the call comes after the state that says so."""
     body = BODY | {"max_tokens": 60}
     expected = text_of(two[0].ask("POST", COMPLETIONS, body))
-    first, worker = two[0], two[0].service.worker
+    first, worker = two[0], two[0].service.engine_client
     submit, go_on = worker.submit, threading.Event()
 
     async def late(job: Any) -> None:
@@ -821,7 +821,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
         dispatch = fleet.gateway.fleet
         monkeypatch.setattr(worker, "submit", late)
         monkeypatch.setattr(dispatch, "frames", lambda link, frames: None)  # as if they came later, too
-        monkeypatch.setattr(first.service.worker.engine.runner, "seconds", 0.1)
+        monkeypatch.setattr(first.service.engine_client.engine.runner, "seconds", 0.1)
         asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
         until(lambda: worker.num_samples == 1)
         drain(first)

@@ -29,7 +29,7 @@ BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1, "ign
 def two() -> Iterator[list[Serving]]:
     with replicas(2) as found:
         for server in found:  # so that a read that takes long on a machine with other work is waited for
-            server.service.worker.engine.scheduler.prefetch.seconds_a_token = 1.0
+            server.service.engine_client.engine.scheduler.prefetch.seconds_a_token = 1.0
         yield found
 
 
@@ -86,7 +86,7 @@ def test_a_stream_of_a_replica_that_drains_goes_on_with_its_blocks(two: list[Ser
         found: list[Any] = []
         asking = threading.Thread(target=lambda: found.append(front.post("/v1/completions", **body).json()["choices"]))
         asking.start()
-        until(lambda: left.service.worker.engine.scheduler.running)
+        until(lambda: left.service.engine_client.engine.scheduler.running)
         drain(left)
         asking.join(60)
         assert found == [wanted]
@@ -102,8 +102,10 @@ def test_a_holder_that_is_gone_costs_no_answer(two: list[Serving]) -> None:
         wanted = answer(front)
         left = at(two, who_knows(front))
         [other] = [server for server in two if server is not left]
-        left.on_engine(left.service.worker.engine.scheduler.manager.listeners.clear)  # it reports nothing any more
-        left.on_engine(left.service.worker.engine.reset_prefix_cache)
+        left.on_engine(
+            left.service.engine_client.engine.scheduler.manager.listeners.clear
+        )  # it reports nothing any more
+        left.on_engine(left.service.engine_client.engine.reset_prefix_cache)
         drain(left)
         assert answer(front) == wanted
         assert value(other, "quire:kv_peer_hits_total") == 0

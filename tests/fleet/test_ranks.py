@@ -37,7 +37,7 @@ def test_streams_go_on_elsewhere_when_a_rank_dies() -> None:
     ):
         assert replica_of(several).fingerprint == replica_of(alone).fingerprint
         asked = [pool.submit(ask, fleet, seed) for seed in range(6)]
-        worker, group = several.service.worker, several.service.worker.llm.llm.group
+        worker, group = several.service.engine_client, several.service.engine_client.llm.llm.group
         assert group is not None
         until(lambda: worker.engine.has_work)
         group.processes[0].kill()

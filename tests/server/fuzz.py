@@ -241,7 +241,7 @@ def fuzz(server: Serving, count: int, max_examples: int = 100, phases: tuple[str
             attack(server, report, *targets[seed % 2], seed, max_examples, now)
             seed += 1
     settle(server, are_gone=False)
-    worker = server.service.worker
+    worker = server.service.engine_client
     llm = worker.llm
     if not server.is_idle():
         report.wrong["blocks or requests are left"] += 1

@@ -116,17 +116,17 @@ class Serving:
     def on_engine(self, function: Callable[[], Any]) -> Any:
         """What a function returns on the engine's thread."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(self.service.worker.llm.call(function), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(self.service.engine_client.llm.call(function), self.loop).result(60)
 
     def is_idle(self) -> bool:
         """Whether every request has ended, every block is back, and the books are right."""
 
         def look() -> bool:
-            scheduler = self.service.worker.engine.scheduler
+            scheduler = self.service.engine_client.engine.scheduler
             scheduler.audit()
             return not scheduler.has_work and all(pool.num_used == 0 for pool in scheduler.manager.pools)
 
-        return bool(self.on_engine(look)) and self.service.worker.num_samples == 0
+        return bool(self.on_engine(look)) and self.service.engine_client.num_samples == 0
 
 
 _fingerprints: dict[str, Fingerprint | None] = {}
@@ -149,7 +149,7 @@ def serving(
     own = ServerConfig(port=0, **{"shutdown_timeout": 2.0} | config)
     parts = build_parts(SMALL | (options or {}), own, Replica)
     service, inspector = parts.service, parts.inspector
-    service.worker.identify = partial(_identified, repr((options, own)), service.worker.identify)
+    service.engine_client.identify = partial(_identified, repr((options, own)), service.engine_client.identify)
     prepare(service)
     app = parts.app()
     here = Serving(service, parts.metrics, inspector, parts.publisher)

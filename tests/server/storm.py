@@ -150,7 +150,7 @@ def storm(server: Serving, count: int, seed: int) -> Report:
     ]
     if not server.is_idle():
         leaked.append("blocks or requests")
-    worker = server.service.worker
+    worker = server.service.engine_client
     if worker.llm._generations or worker.llm._searches or not worker.clocks.is_empty:
         leaked.append("entries of the worker")
     return Report(count, completed, leaked)

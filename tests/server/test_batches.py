@@ -37,7 +37,7 @@ def client_of(server: Any, key: str = "none") -> OpenAI:
 @pytest.fixture(scope="module")
 def batching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     def slowly(service: Any) -> None:
-        service.worker.engine.runner = Slowed(service.worker.engine.runner)
+        service.engine_client.engine.runner = Slowed(service.engine_client.engine.runner)
 
     directory = tmp_path_factory.mktemp("data")
     with serving({"async_scheduling": False}, slowly, data_dir=directory, api_key=("one", "two")) as running:
@@ -73,7 +73,7 @@ def completions(count: int) -> list[bytes]:
 
 
 def slow(server: Serving, seconds: float) -> None:
-    server.service.worker.engine.runner.seconds = seconds
+    server.service.engine_client.engine.runner.seconds = seconds
 
 
 def test_a_batch(batching: Serving) -> None:
@@ -154,8 +154,8 @@ def test_a_stopped_server_continues(tmp_path: Path) -> None:
     """With the bytes of a batch that was not interrupted; a directory has one server at a time."""
 
     def slowly(service: Any) -> None:
-        service.worker.engine.runner = Slowed(service.worker.engine.runner)
-        service.worker.engine.runner.seconds = 0.02
+        service.engine_client.engine.runner = Slowed(service.engine_client.engine.runner)
+        service.engine_client.engine.runner.seconds = 0.02
 
     options, lines = {"async_scheduling": False}, completions(40)
     with serving(options, slowly, data_dir=tmp_path) as server:
@@ -181,7 +181,7 @@ def test_replaced_weights(tmp_path: Path) -> None:
     """A batch begins again, so that all its results are of the new ones."""
 
     def slowly(service: Any) -> None:
-        engine = service.worker.engine
+        engine = service.engine_client.engine
         use, engine.runner = engine.runner.use, Slowed(engine.runner)
         engine.runner.seconds, engine.runner.use = 0.02, use
 
@@ -190,7 +190,7 @@ def test_replaced_weights(tmp_path: Path) -> None:
         client = client_of(server)
         batch = begun(client, lines)
         when(client, batch, lambda found: found.request_counts is not None and found.request_counts.completed > 3)
-        assert on(server, server.service.worker.update_weights(weights, "new")) == "new"
+        assert on(server, server.service.engine_client.update_weights(weights, "new")) == "new"
         batch = ended(client, batch)
         assert batch.status == "completed"
         assert results(client, batch)[0].count(b"\n") == 40

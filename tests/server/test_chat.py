@@ -252,7 +252,7 @@ def test_a_client_with_the_servers_tokenizer_writes_the_same_prompts(server: Ser
     """What lm_eval's remote tokenizer does with the three routes."""
     info = server.get("/tokenizer_info").json()
     [end] = server.post("/tokenize", prompt=info["eos_token"], add_special_tokens=False).json()["tokens"]
-    assert end in server.service.worker.engine.eos_token_ids
+    assert end in server.service.engine_client.engine.eos_token_ids
     template = ImmutableSandboxedEnvironment().from_string(info["chat_template"])
     text = template.render(messages=MESSAGES, add_generation_prompt=True, bos_token=info["bos_token"])
     assert text == rendered(server)

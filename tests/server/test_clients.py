@@ -196,7 +196,7 @@ def test_a_stream_that_waits_for_a_step_sends_comments(path: str) -> None:
         ASKED if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
     )
     with serving(sse_keep_alive=0.05) as server:
-        server.loop.call_soon_threadsafe(server.service.worker.llm._inbox.put, lambda: hold.wait(30))  # type: ignore[union-attr]
+        server.loop.call_soon_threadsafe(server.service.engine_client.llm._inbox.put, lambda: hold.wait(30))  # type: ignore[union-attr]
         connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
         connection.request("POST", path, json.dumps(body | {"stream": True}), {"Content-Type": "application/json"})
         answer = connection.getresponse()

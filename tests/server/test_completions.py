@@ -296,7 +296,7 @@ def test_a_stream_that_is_cut_off_ends_in_an_error_alone(path: str) -> None:
     jobs: list[Any] = []
     may_step = threading.Semaphore(5)
     with serving({}, hook, request_timeout=600.0) as server:
-        worker = server.service.worker
+        worker = server.service.engine_client
         submit = worker.llm.submit
         worker.llm.submit = lambda job, *rest: (jobs.append(job), submit(job, *rest))  # type: ignore[method-assign]
         runner(server).before = lambda batch: may_step.acquire(timeout=60)

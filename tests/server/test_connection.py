@@ -357,7 +357,7 @@ def test_a_client_that_hangs_up_with_a_request_in_line_is_noticed(later: bool) -
         client.socket.close()
         until(lambda: not server.server.server_state.connections)  # type: ignore[union-attr]
         gate.set()
-        until(lambda: server.service.worker.num_samples == 0)
+        until(lambda: server.service.engine_client.num_samples == 0)
         assert runner(server).num_steps < 300
         assert server.is_idle()
 
@@ -604,10 +604,10 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         state = server.server.server_state  # type: ignore[union-attr]
         busy = [Raw(server, ask) for _ in range(2)]
         idle = Raw(server)
-        until(lambda: server.service.worker.num_samples == 2 and len(state.connections) == 3)
+        until(lambda: server.service.engine_client.num_samples == 2 and len(state.connections) == 3)
         busy.append(Raw(server, ask))
         assert idle.is_closed()
-        until(lambda: server.service.worker.num_samples == 3)
+        until(lambda: server.service.engine_client.num_samples == 3)
         with Raw(server) as late:
             answer = late.answer()
             assert (answer.status, answer.error()["code"]) == (503, "too_many_connections")

@@ -201,7 +201,7 @@ def test_as_many_inputs_as_there_is_room_for() -> None:
 
 def stuck(server: Serving) -> threading.Event:
     """The engine's next step waits for what is returned."""
-    gate, runner = threading.Event(), server.service.worker.engine.runner
+    gate, runner = threading.Event(), server.service.engine_client.engine.runner
     run = runner.run
 
     def waiting(batch: Any) -> Any:
@@ -236,7 +236,7 @@ def test_deadlines_and_clients_that_go() -> None:
 
 def test_a_failing_step_is_an_error() -> None:
     with serving() as server:
-        runner = server.service.worker.engine.runner
+        runner = server.service.engine_client.engine.runner
         run, runner.run = runner.run, lambda batch: 1 / 0  # type: ignore[method-assign]
         answer = server.post(PATH, input=["a", "b"])
         assert (answer.status, answer.error()["code"]) == (500, "engine_error")
@@ -267,4 +267,4 @@ def test_keys_separate_and_metrics_count() -> None:
         assert happened.num_generated_tokens == 0
         assert happened.num_prompt_tokens == 3 * count - cached[-1]
         assert not happened.requests
-        assert server.service.worker.clocks.is_empty
+        assert server.service.engine_client.clocks.is_empty

@@ -153,7 +153,7 @@ def test_large_bodies_that_are_being_answered_keep_out_no_others() -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + JSON + b"Content-Length: 4096\r\n\r\n"
         for _ in range(2 * body_module.MAX_HELD_BODIES):
             clients.enter_context(Raw(server, head + large))
-        until(lambda: server.service.worker.num_samples == 2 * body_module.MAX_HELD_BODIES)
+        until(lambda: server.service.engine_client.num_samples == 2 * body_module.MAX_HELD_BODIES)
         assert server.post("/tokenize", prompt="a" * 3000).status == 200
 
 
@@ -277,7 +277,7 @@ def test_what_is_of_no_consequence_is_not_held_while_the_answer_is_made() -> Non
         del say, bodies
         kind = {"Content-Type": "application/json"}
         answers = [pool.submit(server.ask, "POST", path, body, kind) for path, body in sent]
-        until(lambda: server.service.worker.num_samples == 3)
+        until(lambda: server.service.engine_client.num_samples == 3)
         gc.collect()
         dicts = [one for one in gc.get_objects() if type(one) is dict]
         assert not any(type(text) is str and text == mark for one in dicts for text in (*one, *one.values()))
@@ -294,7 +294,7 @@ def test_requests_that_never_end_do_not_take_all_connections(monkeypatch: pytest
         runner(server).before = lambda batch: gate.wait(20) and None
         state = server.server.server_state  # type: ignore[union-attr]
         waiting = Client(server, **COMPLETION)
-        until(lambda: server.service.worker.num_samples == 1)
+        until(lambda: server.service.engine_client.num_samples == 1)
         head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + JSON + b"Content-Length: 100\r\n\r\n{"
         slow = []
         for count in (1, 2, 3):

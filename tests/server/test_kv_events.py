@@ -214,7 +214,7 @@ def cached(server: Serving) -> dict[int | None, dict[bytes | int, list[int]]]:
     """The engine's own index, as `Index` has it."""
 
     def look() -> dict[int | None, dict[bytes | int, list[int]]]:
-        return of_manager(server.service.worker.engine.scheduler.manager)
+        return of_manager(server.service.engine_client.engine.scheduler.manager)
 
     return server.on_engine(look)
 
@@ -266,7 +266,7 @@ def test_a_subscriber_knows_what_the_engine_has() -> None:
         assert index.blocks == cached(server)
         assert len(index.known) > FEW_BLOCKS["num_blocks"] >= len(index.blocks[0]) > 0  # so some were evicted
 
-        server.on_engine(server.service.worker.engine.reset_prefix_cache)
+        server.on_engine(server.service.engine_client.engine.reset_prefix_cache)
         ask(prompt=TEXTS[3])
         ask(prompt=TEXTS[3], cache_salt="mine")
         follow(router, index, end, num_batches(server, publisher))
@@ -284,7 +284,7 @@ def test_the_bytes_are_those_of_vllm() -> None:
         topic, number, payload = router.sub.recv_multipart()
         assert (topic, number) == (b"kv@host@model", bytes(7) + bytes([first]))
         found = msgspec.msgpack.decode(payload)
-        manager = server.service.worker.engine.scheduler.manager
+        manager = server.service.engine_client.engine.scheduler.manager
         hashes = [int.from_bytes(each.digest[8:], "big") for each in manager.indexes[0].by_block.values()]
         assert isinstance(found[0], float)
         assert found[1:] == [

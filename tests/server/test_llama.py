@@ -185,7 +185,7 @@ def test_prompts_settings_and_slots(speaking: Serving, server: Serving) -> None:
     prompt = ask(speaking, TEMPLATE, messages=messages, chat_template_kwargs={"enable_thinking": False}, stream=True)
     assert prompt == {"prompt": template.render(messages, True, None, {"enable_thinking": False, "mood": "calm"})}
     found = speaking.get("/props").json()
-    settings, total = found["default_generation_settings"], speaking.service.worker.engine.scheduler.max_num_seqs
+    settings, total = found["default_generation_settings"], speaking.service.engine_client.engine.scheduler.max_num_seqs
     assert (settings["n_ctx"], found["total_slots"]) == (1024, total)
     assert (settings["params"]["n_predict"], settings["params"]["top_p"], settings["params"]["typical_p"]) == (-1, 1, 1)
     assert (found["model_path"], found["model_alias"]) == ("quire-embedded", "quire-embedded")
@@ -195,7 +195,7 @@ def test_prompts_settings_and_slots(speaking: Serving, server: Serving) -> None:
     assert server.get("/slots").json() == [
         {"id": i, "id_task": -1, "n_ctx": 1024, "is_processing": False} for i in range(total)
     ]
-    worker = server.service.worker
+    worker = server.service.engine_client
     worker._num_samples, before = 3, worker._num_samples
     try:
         assert [one["is_processing"] for one in server.get("/slots").json()] == [True] * 3 + [False] * (total - 3)

@@ -256,7 +256,7 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
 
 
 def test_the_first_token_that_is_none_is_named(server: Serving) -> None:
-    size = server.service.worker.engine.vocab_size
+    size = server.service.engine_client.engine.vocab_size
     for count in (20, 900):
         tokens = [5] * count
         tokens[-3:] = [size - 1, size, size + 7]
@@ -338,7 +338,7 @@ def test_numbers_at_the_edge_are_served(server: Serving) -> None:
 
 
 def test_tokens_are_the_models(server: Serving) -> None:
-    size = server.service.worker.engine.vocab_size
+    size = server.service.engine_client.engine.vocab_size
     none = [size, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, -1, -size, True, 1.0, 1.5, "1", None, [1], 10**300]
     for token in none:
         for path, field in ((COMPLETIONS, "prompt"), (COMPLETIONS, "stop_token_ids"), (CHAT, "stop_token_ids"),
@@ -383,7 +383,7 @@ def test_the_queue_is_bounded_for_every_kind_of_request() -> None:
         runner(server).before = lambda batch: gate.wait(20) and None
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(server.post, COMPLETIONS, prompt="a", max_tokens=1)
-            until(lambda: server.service.worker.num_samples == 1)
+            until(lambda: server.service.engine_client.num_samples == 1)
             kinds: tuple[tuple[str, dict[str, Any]], ...] = (
                 (COMPLETIONS, {"prompt": "a", "n": 2}),
                 (COMPLETIONS, {"prompt": "a", "best_of": 2}),
@@ -538,7 +538,7 @@ def test_no_salt_reaches_another_keys_blocks() -> None:
             return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
         assert cached("one", cache_salt="mine") == 0
-        forget = server.service.worker.engine.scheduler.manager.reset_prefix_cache
+        forget = server.service.engine_client.engine.scheduler.manager.reset_prefix_cache
         for guess in ("mine", ":mine", "one:mine", "one", None, "\x00mine"):
             assert cached("two", cache_salt=guess) == 0, guess
             server.on_engine(forget)

@@ -45,11 +45,11 @@ class Hooked:
 
 
 def hook(service: Service) -> None:
-    service.worker.engine.runner = Hooked(service.worker.engine.runner)
+    service.engine_client.engine.runner = Hooked(service.engine_client.engine.runner)
 
 
 def runner(server: Serving) -> Hooked:
-    found = server.service.worker.engine.runner
+    found = server.service.engine_client.engine.runner
     assert isinstance(found, Hooked)
     return found
 
@@ -93,18 +93,18 @@ class Client:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_is_forgotten_within_two_steps(hooked: Serving, stream: bool) -> None:
     noticed: list[int] = []
-    old = hooked.service.worker.abort
+    old = hooked.service.engine_client.abort
 
     def abort(job: Any) -> None:
         noticed.append(runner(hooked).num_steps)
         old(job)
 
-    hooked.service.worker.abort = abort  # type: ignore[method-assign]
+    hooked.service.engine_client.abort = abort  # type: ignore[method-assign]
     client = Client(hooked, **ENDLESS, stream=stream)
     until(lambda: runner(hooked).num_steps > 3)
     client.hang_up()
     until(lambda: bool(noticed))
-    until(lambda: hooked.service.worker.num_samples == 0)
+    until(lambda: hooked.service.engine_client.num_samples == 0)
     assert runner(hooked).num_steps <= noticed[0] + 2
     assert hooked.is_idle()
 
@@ -127,7 +127,7 @@ def test_a_full_queue_turns_clients_away_and_takes_them_again() -> None:
         gate = threading.Event()
         runner(server).before = lambda batch: gate.wait(30) and None
         clients = [Client(server, **ENDLESS, stream=True) for _ in range(3)]
-        until(lambda: server.service.worker.num_samples == 3)
+        until(lambda: server.service.engine_client.num_samples == 3)
         refused = server.post("/v1/completions", **ENDLESS)
         assert refused.status == 429
         assert int(refused.headers["retry-after"]) >= 1
@@ -137,7 +137,7 @@ def test_a_full_queue_turns_clients_away_and_takes_them_again() -> None:
         gate.set()
         for client in clients:
             client.hang_up()
-        until(lambda: server.service.worker.num_samples == 0)
+        until(lambda: server.service.engine_client.num_samples == 0)
         assert server.post("/v1/completions", prompt="a", max_tokens=1).status == 200
 
 
@@ -262,7 +262,7 @@ def test_who_waits_while_a_step_fails_goes_on() -> None:
         runner(server).before = fail_first
         with ThreadPoolExecutor(5) as pool:
             asked = [pool.submit(server.post, "/v1/completions", prompt=f"x{i} =", max_tokens=9) for i in range(5)]
-            until(lambda: server.service.worker.num_samples == 5)
+            until(lambda: server.service.engine_client.num_samples == 5)
             gate.set()
             statuses = sorted(a.result().status for a in asked)
         assert statuses[0] == 200
@@ -289,7 +289,7 @@ def test_a_stuck_engine_is_told_of_and_forgiven(hooked: Serving, monkeypatch: py
 def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """How long it may take follows from its own size, by the cost model of a machine that is slow in this test."""
     monkeypatch.setattr(local_engine_client, "STUCK_AFTER", 0.01)
-    gate, now, its = threading.Event(), time.monotonic(), hooked.service.worker
+    gate, now, its = threading.Event(), time.monotonic(), hooked.service.engine_client
     slow = Device("slow", 1e30, 2e6, 1e30)  # by far the most of it takes its linears: 2 operations a parameter and row
     its._cost = CostModel(replace(its._cost.model, layer_params=10**6, head_params=0, groups=()), slow, 16)
     runner(hooked).before = lambda batch: gate.wait(30) and None
@@ -315,7 +315,7 @@ def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.Mon
 
 def test_how_long_a_step_may_take_can_be_told() -> None:
     with serving({}, hook, stuck_after=50) as server:
-        gate, its = threading.Event(), server.service.worker
+        gate, its = threading.Event(), server.service.engine_client
         runner(server).before = lambda batch: gate.wait(30) and None
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=1)
@@ -353,7 +353,7 @@ def test_who_waits_for_blocks_gets_them_and_who_never_could_is_told() -> None:
             ]
             counts = [a.result().json()["usage"]["completion_tokens"] for a in asked]
         assert counts == [120] * 8
-        assert server.service.worker.engine.scheduler.num_preemptions > 0
+        assert server.service.engine_client.engine.scheduler.num_preemptions > 0
         assert server.is_idle()
     with serving({"num_blocks": 8, "max_model_len": 512}) as server:
         refused = server.post("/v1/completions", prompt="a", max_tokens=300)
@@ -362,7 +362,7 @@ def test_who_waits_for_blocks_gets_them_and_who_never_could_is_told() -> None:
 
 
 def test_a_tokenizer_that_fails_ends_one_request(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = hooked.service.worker.llm._processor
+    processor = hooked.service.engine_client.llm._processor
     old = processor._process_event
 
     def fail(sample: Any, event: Any) -> None:
@@ -398,7 +398,7 @@ def test_who_is_not_done_when_the_server_must_end_is_told_so() -> None:
         with ThreadPoolExecutor(3) as pool:
             plain = pool.submit(server.post, "/v1/completions", **ENDLESS)
             streamed = pool.submit(server.post, "/v1/completions", **ENDLESS, stream=True)
-            until(lambda: server.service.worker.num_samples == 2)
+            until(lambda: server.service.engine_client.num_samples == 2)
             assert server.server is not None
             server.server.should_exit = True
             assert plain.result().status == 503
@@ -413,7 +413,7 @@ def test_a_deadline_is_kept_even_by_an_engine_that_is_stuck() -> None:
         assert server.post("/v1/completions", **ENDLESS).status == 504
         assert server.post("/v1/completions", **ENDLESS, stream=True).events()[-1]["error"]["code"] == "deadline"
         assert server.post("/v1/completions", prompt="a", use_beam_search=True, n=2).status == 504
-        assert server.service.worker.num_samples == 4  # the engine has them still
+        assert server.service.engine_client.num_samples == 4  # the engine has them still
         gate.set()
         until(server.is_idle)
 

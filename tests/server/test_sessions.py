@@ -42,7 +42,7 @@ def pass_time(server: Serving, seconds: float) -> None:
     """Move the clock of the engine."""
 
     def move() -> None:
-        scheduler = server.service.worker.engine.scheduler
+        scheduler = server.service.engine_client.engine.scheduler
         clock = scheduler.clock
         scheduler.clock = lambda: clock() + seconds
 
@@ -91,7 +91,7 @@ def test_sessions_of_agents_are_found_again_after_eviction_and_a_restart(tmp_pat
     before, sent, found = [0] * len(talks), 0, 0
     for part in range(2):
         with serving(options) as server:
-            manager = server.service.worker.engine.scheduler.manager
+            manager = server.service.engine_client.engine.scheduler.manager
             for turn in range(5 * part, 5 * part + 5):
                 for i, talk in enumerate(talks):
                     talk.append({"role": "user", "content": f"result {i}{turn}: " + "def f(x): return x\n" * 9})

@@ -76,14 +76,14 @@ def test_streams_are_those_of_a_server_that_does_not_guess(
     """Text, logprobs and usage, the last bit of each; and whole answers too."""
     streams = []
     for here in (plain, guessing):
-        here.on_engine(here.service.worker.engine.reset_prefix_cache)
+        here.on_engine(here.service.engine_client.engine.reset_prefix_cache)
         streams.append(here.post(path, **asked(path, fields), stream=True, stream_options=USAGE).events())
     slow, guessed = streams
     assert joined(guessed) == joined(slow)
     assert guessed[-1]["usage"] == slow[-1]["usage"]
     assert guessed[-1]["choices"] == []
     for here in (plain, guessing):
-        here.on_engine(here.service.worker.engine.reset_prefix_cache)
+        here.on_engine(here.service.engine_client.engine.reset_prefix_cache)
     wholes = [here.post(path, **asked(path, fields)).json() for here in (plain, guessing)]
     assert wholes[0]["choices"] == wholes[1]["choices"]
     assert wholes[0]["usage"] == wholes[1]["usage"] == guessed[-1]["usage"]

@@ -48,7 +48,9 @@ def server() -> Iterator[Serving]:
 def right(server: Serving) -> str:
     service = server.service
     template = service.model.template
-    found = model_fingerprint.replica_fingerprint(service.worker.llm.llm, None if template is None else template.source)
+    found = model_fingerprint.replica_fingerprint(
+        service.engine_client.llm.llm, None if template is None else template.source
+    )
     return f"fp_{found.digest[:10]}"
 
 
@@ -97,7 +99,7 @@ def test_an_answer_waits_for_it_and_a_server_does_not() -> None:
     known, found = Event(), Fingerprint({"a": "b"})
 
     def slow(service: Any) -> None:
-        service.worker.identify = lambda: found if known.wait() else None
+        service.engine_client.identify = lambda: found if known.wait() else None
 
     with serving(prepare=slow) as server:
         assert server.get("/ready").status == 200
@@ -138,7 +140,7 @@ def test_it_covers_the_adapters_that_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_is_null_where_it_is_not_known() -> None:
     def unknown(service: Any) -> None:
-        service.worker.identify = lambda: None
+        service.engine_client.identify = lambda: None
 
     with serving(prepare=unknown, ollama=True) as server:
         found = posted(server, "/v1/completions", ROUTES["/v1/completions"]).json()

@@ -48,7 +48,7 @@ def test_streams_and_answers_are_the_same_text(server: Serving, regex: str) -> N
 
 @pytest.mark.slow
 def test_any_tokens_at_all_are_a_text(server: Serving) -> None:
-    size = server.service.worker.engine.vocab_size
+    size = server.service.engine_client.engine.vocab_size
     for start in range(0, size, 256):
         tokens = list(range(start, min(start + 256, size)))
         assert isinstance(server.post("/detokenize", tokens=tokens).json()["prompt"], str)

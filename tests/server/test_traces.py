@@ -199,7 +199,7 @@ def test_an_engine_that_fails_is_an_error() -> None:
         def run(batch: Any) -> Any:
             raise RuntimeError("a step failed")
 
-        service.worker.engine.runner.run = run
+        service.engine_client.engine.runner.run = run
 
     patch = pytest.MonkeyPatch()
     patch.setattr(Traces, "to", classmethod(lambda cls, endpoint, *names: cls(kept, *names)))

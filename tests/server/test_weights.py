@@ -73,7 +73,7 @@ def test_weights_are_replaced(served: Serving, tmp_path: Path) -> None:
     }
     text, name = completed(served)
     assert (text, name != old[1]) == (expected, True)
-    llm = served.service.worker.llm.llm
+    llm = served.service.engine_client.llm.llm
     template = served.service.model.template
     assert name == f"fp_{replica_fingerprint(llm, None if template is None else template.source).digest[:10]}"
     again = {"model_path": str(EMBEDDED), "weight_version": "step-1"}

@@ -57,13 +57,15 @@ M = TypeVar("M")
 class Replica:
     """Serves gateways. Only the event loop may call its methods, except those in the engine thread's section."""
 
-    def __init__(self, llm: LLM, worker: LocalEngineClient, service: Service, metrics: Metrics, secret: str) -> None:
+    def __init__(
+        self, llm: LLM, engine_client: LocalEngineClient, service: Service, metrics: Metrics, secret: str
+    ) -> None:
         """secret: the one that gateways must send. Raises ConfigError for a model that is not batch-invariant."""
         template = service.model.template
         self.fingerprint = replica_fingerprint(llm, None if template is None else template.source)
         self.incarnation = secrets.token_hex(8)
         self._llm = llm
-        self._worker = worker
+        self._engine_client = engine_client
         self._service = service
         self._secret = secret.encode()
         self._sessions: dict[str, Session] = {}
@@ -81,7 +83,7 @@ class Replica:
         self._leading = self._manager.lookup.leading_group
         self._peers, self._block_server = self._share_blocks(metrics)
         llm.engine.listen(self._hear)
-        worker.llm.observers.append(self._observe)
+        engine_client.llm.observers.append(self._observe)
         metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
         metrics.show_gauge("fleet_calls", "Calls of gateways that have not ended.", self._num_calls)
         metrics.show_counter("resumed_requests", "Requests that had begun elsewhere.", lambda: self._num_resumed)
@@ -138,7 +140,7 @@ class Replica:
         return JsonBody({"hello": asdict(self._hello("")), "files": found})
 
     async def _open(self, _: HttpRequest) -> Response:
-        self._worker.check_health()
+        self._engine_client.check_health()
         self._loop = asyncio.get_running_loop()
         if self._beats is None:
             self._beats = self._loop.create_task(self._beat())
@@ -146,30 +148,31 @@ class Replica:
                 self._peers.start()
         session = Session(secrets.token_hex(8), self._hello)
         session.draining, session.closing = self.draining, self._closing
-        await self._worker.llm.call(partial(self._subscribe, session))
+        await self._engine_client.llm.call(partial(self._subscribe, session))
         return EventStream(self._lines(session), session.close)
 
     async def _generate(self, request: HttpRequest) -> Response:
         session, call = await self._called(request, Call)
         self._check_open()
-        self._worker.check_room(call.sampling.n if call.sample is None else 1)  # before the cost of compiling a grammar
+        # Before the cost of compiling a grammar.
+        self._engine_client.check_room(call.sampling.n if call.sample is None else 1)
         prompts = await self._made(call)
         self._check_open()  # again: making the requests may have taken long
         uncached = {} if call.uncached is None else {one.id: call.uncached for _, found in prompts for one in found}
         flow = Flow(session, call.flow, prompts, partial(self._reporter.uncached.update, uncached))
         self._num_resumed += bool(call.delivered)
         with self._under(call.trace):
-            await self._worker.submit(flow)
+            await self._engine_client.submit(flow)
         session.flows[call.flow] = flow
         if session.name not in self._sessions:  # the session has ended meanwhile
-            self._worker.abort(flow)
+            self._engine_client.abort(flow)
         return Response()
 
     async def _abort(self, request: HttpRequest) -> Response:
         session, found = await self._message(request)
         flow = session.flows.pop(found.get("flow", -1), None)
         if flow is not None:
-            self._worker.abort(flow)
+            self._engine_client.abort(flow)
         return Response()
 
     async def _search(self, request: HttpRequest) -> Response:
@@ -182,9 +185,9 @@ class Replica:
             length_penalty=call.length_penalty,
             logprobs=call.logprobs,
         )
-        job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt, call.lora)
+        job = self._engine_client.search(self._unique(call.name), call.prompt, params, call.salt, call.lora)
         with self._under(call.trace):
-            await self._worker.submit(job)
+            await self._engine_client.submit(job)
         await self._service.wait(request, job)
         found = [
             [list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason, positions(one.logprobs)]
@@ -204,7 +207,7 @@ class Replica:
             stored = cached if disk is None else lookup.match(one, disk.reader.held(one)).num_blocks * size
             return {"cached": cached, "stored": max(cached, stored)}
 
-        return JsonBody(await self._worker.llm.call(look))
+        return JsonBody(await self._engine_client.llm.call(look))
 
     async def _blocks(self, request: HttpRequest) -> Response:
         """Send blocks to another replica."""
@@ -215,7 +218,7 @@ class Replica:
 
     async def _report(self, _: HttpRequest) -> Response:
         """Report the state, and the tokens computed and decoded since the start, for autoscaling."""
-        found = asdict(await self._worker.llm.call(self._state))
+        found = asdict(await self._engine_client.llm.call(self._state))
         report = self._reporter
         return JsonBody(found | {"prompt_tokens": report.prompt_tokens, "decoded_tokens": report.decoded_tokens})
 
@@ -318,7 +321,7 @@ class Replica:
             pooling=asdict(model.pooling),
             root=model.root,
             default_sampling=dict(model.default_sampling),
-            max_samples=self._worker.max_samples,
+            max_samples=self._engine_client.max_samples,
             block_size=self._manager.block_size,
             salt=self._manager.lookup.salt,
             has_windows=self._manager.frees_early,
@@ -338,7 +341,7 @@ class Replica:
         while self._sessions or not self._closing:
             await asyncio.sleep(BEAT)
             try:
-                self._worker.check_health()
+                self._engine_client.check_health()
                 num_stuck = 0
             except ApiError as error:  # a stuck engine must not seem alive because the event loop is
                 num_stuck += 1
@@ -355,7 +358,7 @@ class Replica:
         session.close()
         if self._sessions.pop(session.name, None) is not None:
             for flow in session.flows.values():
-                self._worker.abort(flow)
+                self._engine_client.abort(flow)
 
     def _num_calls(self) -> int:
         return sum(len(session.flows) for session in list(self._sessions.values()))

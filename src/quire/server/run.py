@@ -145,7 +145,7 @@ class ServerParts:
     """A loaded model and the parts of its server."""
 
     llm: LLM
-    worker: LocalEngineClient
+    engine_client: LocalEngineClient
     service: Service
     metrics: Metrics
     inspector: Inspector
@@ -156,18 +156,18 @@ class ServerParts:
 
     def app(self) -> FastAPI:
         """Return the application that serves the model."""
-        routers = [inspector.router(self.inspector, self.worker.llm), *batch_routers(self.service)]
+        routers = [inspector.router(self.inspector, self.engine_client.llm), *batch_routers(self.service)]
         if self.member is not None:
             routers.append(self.member.router())
         if self.allows_lora_loading:
-            routers.append(lora.router(self.worker, self.service.model))
+            routers.append(lora.router(self.engine_client, self.service.model))
         if isinstance(self.service.config, ServerConfig) and self.service.config.admin_api_key is not None:
-            routers.append(weights.router(self.worker, self.service))
+            routers.append(weights.router(self.engine_client, self.service))
         return build_app(self.service, self.metrics, routers)
 
 
 def build_parts(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFleet | None = None) -> ServerParts:
-    """Load a model and build the parts of its server. The worker is not started."""
+    """Load a model and build the parts of its server. The engine client is not started."""
     if config.fleet_secret and join_fleet is None:
         raise ConfigError("fleet_secret is set, but this server was started without an interface for gateways")
     publisher = open_publisher(options, config)  # first: a wrong option must not cost the time to load a model
@@ -179,7 +179,7 @@ def build_parts(options: Mapping[str, Any], config: ServerConfig, join_fleet: Jo
     except BaseException:
         publisher.close()
         raise
-    parts.worker.llm.observers.append(publisher.observe)
+    parts.engine_client.llm.observers.append(publisher.observe)
     parts.publisher = publisher
     return parts
 
@@ -223,8 +223,8 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
     if llm.config.device == "cpu" and llm.config.max_num_batched_tokens is None:
         llm.engine.scheduler.pace = PrefillBudget(cost.seconds_a_prompt_token)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
-    worker = LocalEngineClient(AsyncLLM.of(llm), Clocks(metrics, traces), cost, *limits)
-    worker.llm.observers.append(watched.observe_step)
+    engine_client = LocalEngineClient(AsyncLLM.of(llm), Clocks(metrics, traces), cost, *limits)
+    engine_client.llm.observers.append(watched.observe_step)
     engine = llm.engine
     model = ServedModel(
         names=names,
@@ -241,13 +241,13 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
         pooling=engine.pooling,
         loras=loras,
     )
-    service = Service(model, worker, config, traces, Puller() if config.allow_pull else None)
+    service = Service(model, engine_client, config, traces, Puller() if config.allow_pull else None)
     member = None
     if config.fleet_secret and join_fleet is not None:
-        member = join_fleet(llm, worker, service, metrics, config.fleet_secret)
-    worker.identify = _identify(llm, None if template is None else template.source, member)
+        member = join_fleet(llm, engine_client, service, metrics, config.fleet_secret)
+    engine_client.identify = _identify(llm, None if template is None else template.source, member)
     statistics = Statistics(llm.engine, metrics) if config.log_stats else None
-    return ServerParts(llm, worker, service, metrics, watched, member, config.allow_lora_loading, statistics)
+    return ServerParts(llm, engine_client, service, metrics, watched, member, config.allow_lora_loading, statistics)
 
 
 def _identify(llm: LLM, template: str | None, member: FleetMember | None) -> Callable[[], Fingerprint | None]:
@@ -378,7 +378,7 @@ class Server(Listening):
         self.engine_failed = False
         self._reports: asyncio.Task[None] | None = None
         self._parts = parts
-        parts.worker.llm.on_failure = self._fail
+        parts.engine_client.llm.on_failure = self._fail
 
     def drain(self) -> None:
         """Begin to drain: /ready answers 503, and a fleet's gateways move their requests to other replicas."""
@@ -402,7 +402,7 @@ class Server(Listening):
         """Finish the running requests, then stop. Requests that take too long end with an error."""
         parts = self._parts
         parts.inspector.close()
-        end_all = partial(parts.worker.llm.end_all, "the server is stopping")
+        end_all = partial(parts.engine_client.llm.end_all, "the server is stopping")
         timer = asyncio.get_running_loop().call_later(parts.service.config.shutdown_timeout, end_all)
         if parts.member is not None:
             parts.member.close()
@@ -504,11 +504,11 @@ def _sampling(parts: ServerParts) -> str:
 
 
 def _limits(parts: ServerParts) -> str:
-    scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
+    scheduler, keys = parts.engine_client.engine.scheduler, parts.service.config.keys
     who = f"{len(keys)} API key{'' if len(keys) == 1 else 's'}" if keys else "no API key required"
     pace, most = scheduler.pace, scheduler.max_num_batched_tokens
     shorter = "" if pace is None else f" (while others decode {min(most, pace.most(1)):,}, or at most {LONGEST_STEP} s)"
     return (
         f"{scheduler.max_num_seqs} sequences at a time, {most:,} tokens a step{shorter}, "
-        f"{parts.worker.max_samples - scheduler.max_num_seqs:,} queued; {who}"
+        f"{parts.engine_client.max_samples - scheduler.max_num_seqs:,} queued; {who}"
     )

@@ -113,9 +113,9 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
+        service.engine_client.start()
         yield
-        await service.worker.stop()
+        await service.engine_client.stop()
         service.close()
 
     config = service.config
@@ -252,7 +252,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """Answer 200 while the engine can serve; 503 with the reason if it has stopped or needs a restart."""
-        service.worker.check_alive()
+        service.engine_client.check_alive()
         return Response()
 
     @app.get("/ready", response_class=Response)

@@ -54,7 +54,7 @@ class Beams:
         if option := next(asked, body.grammar_field()):
             raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
         service = self._service
-        service.worker.check_room(len(self.outputs) * self._width)
+        service.engine_client.check_room(len(self.outputs) * self._width)
         service.note_outputs(request, self.outputs)
         whose = service.salt(request, body), service.lora_of(body.model)
         for output in self.outputs:
@@ -67,11 +67,11 @@ class Beams:
                 length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
                 logprobs=logprobs,
             )
-            make = partial(service.worker.search, output.request_id, tokens, params, *whose)
+            make = partial(service.engine_client.search, output.request_id, tokens, params, *whose)
             self._jobs.append(await service.run_tokenization(request, len(tokens), make, self._width))
         try:
             for job in self._jobs:
-                await service.worker.submit(job)
+                await service.engine_client.submit(job)
         except BaseException:
             self.abort()
             raise
@@ -79,7 +79,7 @@ class Beams:
     def abort(self) -> None:
         """Abort the searches."""
         for job in self._jobs:
-            self._service.worker.abort(job)
+            self._service.engine_client.abort(job)
 
     async def ended(self, request: HttpRequest) -> list[RequestOutput]:
         """Wait for all searches, and return their outputs. They are aborted if the client disconnects.

@@ -84,7 +84,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         job = await turn.stream()
         head["system_fingerprint"] = turn.system_fingerprint
         events = _Events(service, body, head, job, reading)
-        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
+        return StreamedAnswer(service.engine_client, job, events, service.config.sse_keep_alive)
     output = await turn.run()
     head["system_fingerprint"] = turn.system_fingerprint
     size = num_logprobs([output]) + sum(len(sample.text) for sample in output.outputs)

@@ -87,10 +87,10 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     made = await service.requests(request, body, name, prompts, params, await service.guide(request, body))
     if body.stream:
         job = service.stream(request, identity, made)
-        await service.worker.submit(job)
+        await service.engine_client.submit(job)
         head["system_fingerprint"] = await service.system_fingerprint(job.outputs)
         events, size = _Events(body, head, writer, job), num_prompt_logprobs(prompts, params)
-        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive, size)
+        return StreamedAnswer(service.engine_client, job, events, service.config.sse_keep_alive, size)
     outputs = await service.run(request, GenerationJob(made), body.grammar_field())
     head["system_fingerprint"] = await service.system_fingerprint(outputs)
     return await offload_if_large(num_logprobs(outputs), partial(answer, outputs))

@@ -66,7 +66,7 @@ async def hidden_states(
     Raises ApiError if one fails.
     """
     prompts = (_prompt(service, f"{field} {i}", field, given, body) for i, given in enumerate(inputs))
-    service.worker.check_room(len(inputs), field)
+    service.engine_client.check_room(len(inputs), field)
     return await pooled(service, request, body, prompts, sum(map(len, inputs)))
 
 

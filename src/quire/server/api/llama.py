@@ -113,7 +113,7 @@ def properties(service: Service) -> Properties:
     defaults = SamplingParams(**{"max_tokens": None, **model.default_sampling})
     return {
         "default_generation_settings": {"n_ctx": model.max_model_len, "params": _settings(defaults, LlamaRequest())},
-        "total_slots": service.worker.num_slots()[0],
+        "total_slots": service.engine_client.num_slots()[0],
         "model_alias": model.names[0],
         "model_path": model.root,
         "chat_template": "" if model.template is None else model.template.source,
@@ -121,13 +121,13 @@ def properties(service: Service) -> Properties:
         "eos_token": special["eos_token"] or "",
         "modalities": {"vision": False, "audio": False},
         "build_info": f"quire {__version__}",
-        "is_sleeping": service.worker.is_sleeping,
+        "is_sleeping": service.engine_client.is_sleeping,
     }
 
 
 def slots(service: Service, *, fails_if_full: bool) -> list[Slot]:
     """Return the answer of /slots. Raises ApiError (503) if none is free and `fails_if_full` is set."""
-    total, num_running = service.worker.num_slots()
+    total, num_running = service.engine_client.num_slots()
     if fails_if_full and num_running >= total:
         message = f"all {total} slots are in use; further requests wait"
         raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, code="no_slot")
@@ -161,10 +161,10 @@ async def _answer(
         request, identity, await service.requests(request, asked, identity.name, [prompt], params, guide)
     )
     writer = _Writer(service, body, params, prompt, job, began)
-    await service.worker.submit(job)
-    answer: Response = StreamedAnswer(service.worker, job, writer, service.config.sse_keep_alive)
+    await service.engine_client.submit(job)
+    answer: Response = StreamedAnswer(service.engine_client, job, writer, service.config.sse_keep_alive)
     if not body.stream:
-        async with noticing_disconnect(request.receive, partial(service.worker.abort, job)):
+        async with noticing_disconnect(request.receive, partial(service.engine_client.abort, job)):
             while deltas := await job.deltas():
                 writer.events(deltas)
         if (error := writer.error or job.error) is not None:

@@ -24,9 +24,9 @@ from quire.server.protocol.lora import LoadLoraRequest, UnloadLoraRequest
 T = TypeVar("T")
 
 
-def router(worker: LocalEngineClient, model: ServedModel) -> APIRouter:
+def router(engine_client: LocalEngineClient, model: ServedModel) -> APIRouter:
     """Return POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, with vLLM's bodies and answers."""
-    routes, llm = APIRouter(route_class=BodyRoute), worker.llm
+    routes, llm = APIRouter(route_class=BodyRoute), engine_client.llm
 
     @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadLoraRequest) -> Response:
@@ -43,7 +43,9 @@ def router(worker: LocalEngineClient, model: ServedModel) -> APIRouter:
         except (ModelError, ConfigError) as error:
             raise ApiError(str(error), param="lora_path") from error
         try:
-            lora = await _change(worker, partial(llm.engine.load_lora, name, prepared, replace=body.load_inplace))
+            lora = await _change(
+                engine_client, partial(llm.engine.load_lora, name, prepared, replace=body.load_inplace)
+            )
         except ConfigError as error:
             raise ApiError(str(error), param="lora_name") from error
         model.loras[name] = str(lora.directory)
@@ -53,7 +55,7 @@ def router(worker: LocalEngineClient, model: ServedModel) -> APIRouter:
     async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
         """Unload an adapter. Running requests still finish with it."""
         try:
-            await _change(worker, partial(llm.engine.unload_lora, body.lora_name))
+            await _change(engine_client, partial(llm.engine.unload_lora, body.lora_name))
         except RequestError as error:
             raise ApiError(str(error), HTTPStatus.NOT_FOUND, param="lora_name", code="model_not_found") from error
         model.loras.pop(body.lora_name, None)
@@ -62,12 +64,12 @@ def router(worker: LocalEngineClient, model: ServedModel) -> APIRouter:
     return routes
 
 
-async def _change(worker: LocalEngineClient, function: Callable[[], T]) -> T:
+async def _change(engine_client: LocalEngineClient, function: Callable[[], T]) -> T:
     """Change the adapters on the engine's thread, and update the fingerprint of later answers."""
 
     def run() -> tuple[T, dict[str, str]]:
-        return function(), lora_digests(worker.llm.llm)
+        return function(), lora_digests(engine_client.llm.llm)
 
-    found, digests = await worker.llm.call(run)
-    worker.use_adapters(digests)
+    found, digests = await engine_client.llm.call(run)
+    engine_client.use_adapters(digests)
     return found

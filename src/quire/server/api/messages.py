@@ -44,7 +44,7 @@ async def messages(service: Service, request: HttpRequest, body: MessagesRequest
     if chat.stream:
         job = await turn.stream()
         events = BlockEvents(turn, job, _Script(turn))
-        streamed = StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
+        streamed = StreamedAnswer(service.engine_client, job, events, service.config.sse_keep_alive)
         return with_fingerprint(streamed, turn.system_fingerprint)
     blocks, ending = await read_whole(turn)
     whole = _message(turn, [_content(block) for block in blocks], _reason(ending), _usage(ending))

@@ -106,7 +106,7 @@ async def _answer(
     if asked.stream:
         job = await turn.stream()
         # Lines of JSON allow no comments, so none keep the stream alive.
-        lines = LinesAnswer(service.worker, job, BlockEvents(turn, job, script), keep_alive=0)
+        lines = LinesAnswer(service.engine_client, job, BlockEvents(turn, job, script), keep_alive=0)
         return with_fingerprint(lines, turn.system_fingerprint)
     blocks, ending = await read_whole(turn)
     texts = {kind: "".join(one.text for one in blocks if one.kind is kind) for kind in Kind}

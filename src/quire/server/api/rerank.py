@@ -108,7 +108,7 @@ async def _read_together(
     if not body.add_special_tokens:
         message = "this model needs the special tokens between two texts; leave it out"
         raise ApiError(message, param="add_special_tokens")
-    service.worker.check_room(len(pairs), field)
+    service.engine_client.check_room(len(pairs), field)
 
     def encode() -> list[TokenizedPrompt]:
         return [service.factory.tokenize_pair(*pair, body.truncate_prompt_tokens) for pair in pairs]
@@ -136,7 +136,7 @@ async def _by_answers(
     if not body.add_special_tokens:
         message = "the question of this model needs the special tokens of its training; leave it out"
         raise ApiError(message, param="add_special_tokens")
-    service.worker.check_room(len(pairs), field)
+    service.engine_client.check_room(len(pairs), field)
     tokens = [_answer_token(service, answer) for answer in ANSWERS]
     instruction = body.instruction or INSTRUCTION
     questions = [QUESTION.format(instruction, *pair) for pair in pairs]

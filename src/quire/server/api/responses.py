@@ -40,7 +40,7 @@ async def respond(service: Service, request: HttpRequest, body: ResponsesRequest
     if chat.stream:
         job = await turn.stream()
         events = BlockEvents(turn, job, _Script(_Writer(turn, body)))
-        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
+        return StreamedAnswer(service.engine_client, job, events, service.config.sse_keep_alive)
     found = await read_whole(turn)
     return JsonBody(_Writer(turn, body).ended(*found))
 

@@ -92,7 +92,7 @@ class Service:
     """A model, the client of its engine, and the server's resources for requests."""
 
     model: ServedModel
-    worker: EngineClient
+    engine_client: EngineClient
     config: HttpConfig
     traces: Traces | None = None
     puller: Puller | None = None  # None: clients may not download models
@@ -152,8 +152,10 @@ class Service:
         """
         if any(output.is_mixed for output in outputs):
             return None
-        found = {output.fingerprint or await self.worker.fingerprint(output.weights_version) for output in outputs}
-        found = found or {await self.worker.fingerprint()}
+        found = {
+            output.fingerprint or await self.engine_client.fingerprint(output.weights_version) for output in outputs
+        }
+        found = found or {await self.engine_client.fingerprint()}
         digest = found.pop() if len(found) == 1 else None
         return None if digest is None else f"fp_{digest[:FINGERPRINT_SIZE]}"
 
@@ -162,7 +164,7 @@ class Service:
         self.ready_asked = time.monotonic()
         if self.draining:
             raise ApiError("the server is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
-        self.worker.check_health()
+        self.engine_client.check_health()
 
     def says_yes_or_no(self) -> bool:
         """Return whether pairs of texts are scored by the model's yes or no, not by the cosine of embeddings."""
@@ -373,7 +375,7 @@ class Service:
     ) -> list[Made]:
         """Return an output and the requests of its samples for each prompt. Raises ApiError if there is no room."""
         # Checked before the requests are created, since there can be very many.
-        self.worker.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else _samples_field(body))
+        self.engine_client.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else _samples_field(body))
         if (count := num_prompt_logprobs(prompts, params)) > MAX_LOGPROBS:
             message = (
                 f"the request asks for {count} logprobs of its prompts; this server gives {MAX_LOGPROBS} at a "
@@ -409,7 +411,7 @@ class Service:
         def make_all() -> list[Made]:
             found = []
             for made in make():
-                self.worker.check(made[1][0])  # its siblings are alike
+                self.engine_client.check(made[1][0])  # its siblings are alike
                 found.append(made)
             return found
 
@@ -439,7 +441,7 @@ class Service:
     async def run(self, request: HttpRequest, job: GenerationJob, grammar: str | None = None) -> list[RequestOutput]:
         """Run a job to its end. Raises the error that it ended with. grammar: the field with a grammar."""
         self.note_outputs(request, job.outputs)
-        await self.worker.submit(job)
+        await self.engine_client.submit(job)
         await self.wait(request, job)
         for output in job.outputs:
             if line_of(request) is not None:
@@ -451,7 +453,7 @@ class Service:
 
     async def wait(self, request: HttpRequest, job: Job) -> None:
         """Wait for the end of a job, and abort it if the client disconnects. Raises the error that it ended with."""
-        async with noticing_disconnect(request.receive, lambda: self.worker.abort(job)):
+        async with noticing_disconnect(request.receive, lambda: self.engine_client.abort(job)):
             await job.ended.wait()
         if job.error is not None:
             raise api_error(job.error)

@@ -40,13 +40,13 @@ class StreamedAnswer(EventStream):
     """The answer of a stream."""
 
     def __init__(
-        self, worker: EngineClient, job: Stream, writer: EventWriter, keep_alive: float, size: int = 0
+        self, engine_client: EngineClient, job: Stream, writer: EventWriter, keep_alive: float, size: int = 0
     ) -> None:
-        """Create it. worker: the host to which the job was submitted. keep_alive: see EventStream.
+        """Create it. engine_client: the host to which the job was submitted. keep_alive: see EventStream.
 
         size: the number of logprobs that the first deltas may have.
         """
-        super().__init__(_parts(job, writer, size), partial(worker.abort, job), keep_alive)
+        super().__init__(_parts(job, writer, size), partial(engine_client.abort, job), keep_alive)
         self._job = job
         self._writer = writer
         self._size = size

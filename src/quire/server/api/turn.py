@@ -80,7 +80,7 @@ class Turn:
     async def stream(self) -> Stream:
         """Submit a job that reports deltas, and return it."""
         job = self.service.stream(self.request, self.identity, await self._requests())
-        await self.service.worker.submit(job)
+        await self.service.engine_client.submit(job)
         self.system_fingerprint = await self.service.system_fingerprint(job.outputs)
         return job
 

@@ -22,7 +22,7 @@ from quire.server.protocol.weights import ReplacedWeights, Sleeping, UpdateWeigh
 SLEEP, WAKE_UP, IS_SLEEPING, UPDATE = ADMIN_PATHS
 
 
-def router(worker: LocalEngineClient, service: Service) -> APIRouter:
+def router(engine_client: LocalEngineClient, service: Service) -> APIRouter:
     """Return the routes of ADMIN_PATHS: vLLM's of sleep, and SGLang's of weights in a directory."""
     routes = APIRouter(route_class=BodyRoute)
 
@@ -30,7 +30,7 @@ def router(worker: LocalEngineClient, service: Service) -> APIRouter:
     async def update_weights(body: UpdateWeightsRequest) -> Response:
         """Replace the weights between two steps. Running requests continue with the new ones."""
         try:
-            version = await worker.update_weights(Path(body.model_path), body.weight_version)
+            version = await engine_client.update_weights(Path(body.model_path), body.weight_version)
         except ModelError as error:
             raise ApiError(str(error), param="model_path") from error
         except ConfigError as error:
@@ -46,9 +46,9 @@ def router(worker: LocalEngineClient, service: Service) -> APIRouter:
     @routes.post(SLEEP, response_class=Response)
     async def sleep(level: Annotated[int, Query()] = 1) -> Response:
         """Free the memory of the KV cache, at level 2 that of the weights as well. Running requests wait."""
-        await worker.fingerprint()  # it is found with the weights
+        await engine_client.fingerprint()  # it is found with the weights
         try:
-            await worker.llm.sleep(level)
+            await engine_client.llm.sleep(level)
         except ConfigError as error:
             raise ApiError(str(error), param="level") from error
         return Response()
@@ -57,13 +57,13 @@ def router(worker: LocalEngineClient, service: Service) -> APIRouter:
     async def wake_up() -> Response:
         """End the sleep. Weights that it dropped are read from their files."""
         try:
-            await worker.llm.wake_up()
+            await engine_client.llm.wake_up()
         except ModelError as error:
             raise ApiError(str(error), HTTPStatus.CONFLICT) from error
         return Response()
 
     @routes.get(IS_SLEEPING, response_model=None, responses=answer(Sleeping, "Whether the model sleeps"))
     async def is_sleeping() -> Sleeping:
-        return {"is_sleeping": worker.is_sleeping}
+        return {"is_sleeping": engine_client.is_sleeping}
 
     return routes

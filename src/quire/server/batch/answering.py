@@ -58,9 +58,9 @@ class Answerer:
     async def parser(self, endpoint: str | None = None) -> LineParser:
         """Return a parser of a batch's lines. endpoint: the only route that they may use; None: any."""
         service = self.service
-        self._num_updates = service.worker.num_updates
+        self._num_updates = service.engine_client.num_updates
         outside = (
-            await service.worker.fingerprint(),
+            await service.engine_client.fingerprint(),
             service.model.names[0],
             *(getattr(service.config, name) for name in ANSWERS),
             sorted(service.model.default_sampling.items()),
@@ -70,7 +70,7 @@ class Answerer:
 
     def check_weights(self) -> None:
         """Raise NotThisBatch if the weights were replaced since the parser was made."""
-        if self.service.worker.num_updates != self._num_updates:
+        if self.service.engine_client.num_updates != self._num_updates:
             raise NotThisBatch("the weights were replaced, and all results of a batch are to be of one system")
 
     async def result(self, line: Line) -> Result:
@@ -89,7 +89,7 @@ class Answerer:
                 return line.answered(status, body)
             if json.loads(body)["error"]["code"] not in FULL and tries == MOST_TRIES:
                 return line.answered(status, body)
-            self.service.worker.check_alive()
+            self.service.engine_client.check_alive()
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 

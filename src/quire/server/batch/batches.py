@@ -152,7 +152,7 @@ class Batches:
 
     def _width(self) -> int:
         """Return the most lines of a batch that are answered at a time. A quarter of the slots is for live requests."""
-        return max(1, self._service.worker.num_slots()[0] * 3 // 4 // max(1, len(self._open)))
+        return max(1, self._service.engine_client.num_slots()[0] * 3 // 4 // max(1, len(self._open)))
 
     async def _work(self, one: _Open) -> None:
         """Answer a batch to its end. While its files cannot be written it waits, unless it has no more to answer."""

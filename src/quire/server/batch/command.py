@@ -29,10 +29,10 @@ async def _answer(parts: ServerParts, source: Path, results: Results) -> None:
     service = parts.service
 
     def width() -> int:
-        return 2 * service.worker.num_slots()[0]  # so that a line waits for each that ends
+        return 2 * service.engine_client.num_slots()[0]  # so that a line waits for each that ends
 
-    parts.worker.llm.observers.remove(parts.inspector.observe_step)  # there is no page to watch it
-    service.worker.start()
+    parts.engine_client.llm.observers.remove(parts.inspector.observe_step)  # there is no page to watch it
+    service.engine_client.start()
     try:
         answerer = Answerer(service)
         with _opened(source, results) as lines:
@@ -43,10 +43,10 @@ async def _answer(parts: ServerParts, source: Path, results: Results) -> None:
                 parser = await answerer.parser()
             with progress_bar("Answering lines", total, results.count, "lines") as advance:
                 await BatchRun(
-                    answerer, lines, parser, results, lambda: 2 * service.worker.num_slots()[0], advance
+                    answerer, lines, parser, results, lambda: 2 * service.engine_client.num_slots()[0], advance
                 ).run()
     finally:
-        await service.worker.stop()
+        await service.engine_client.stop()
         service.close()
         parts.llm.engine.close()
 
