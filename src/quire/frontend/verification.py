@@ -11,9 +11,12 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.errors import ConfigError, QuireError, RequestError, check_installed
+
+check_installed("quire.frontend.verification", "pydantic")
+
 from pydantic import BaseModel, Field, ValidationError
 
-from quire.errors import ConfigError, QuireError, RequestError
 from quire.fingerprint.fingerprint import DIGEST, Fingerprint
 from quire.frontend.llm import LLM
 from quire.frontend.model_fingerprint import receipts_fingerprint
