@@ -201,7 +201,7 @@ def test_wrong_requests(batching: Serving) -> None:
     client, headers = client_of(batching, "one"), {"Authorization": "Bearer one"}
     form = {"Content-Type": "multipart/form-data; boundary=b"} | headers
 
-    def told(method: str, path: str, body: Any, given: dict[str, str]) -> tuple[int, str]:
+    def error_of(method: str, path: str, body: Any, given: dict[str, str]) -> tuple[int, str]:
         answer = batching.ask(method, path, body, given)
         return answer.status, answer.error()["message"]
 
@@ -209,7 +209,7 @@ def test_wrong_requests(batching: Serving) -> None:
     file, end = part % (b"file", b'; filename="a"', b"{}"), b"--b--\r\n"
     contents = batching.service.config.data_dir / "files"
     before = sorted(contents.iterdir())
-    assert told("POST", "/v1/files", b"{}", headers | {"Content-Type": "application/json"}) == (
+    assert error_of("POST", "/v1/files", b"{}", headers | {"Content-Type": "application/json"}) == (
         400, "Content-Type is application/json; a file is sent as multipart/form-data with a boundary",
     )  # fmt: skip
     for body, message in (
@@ -224,11 +224,11 @@ def test_wrong_requests(batching: Serving) -> None:
         (file + part % (b"purpose", b"", b"batch") + part % (b"expires_after[seconds]", b"", b"3600") + end,
          "'expires_after[seconds]' is no field of an upload here; it has file and purpose"),
     ):  # fmt: skip
-        assert told("POST", "/v1/files", body, form) == (400, message)
+        assert error_of("POST", "/v1/files", body, form) == (400, message)
     assert sorted(contents.iterdir()) == before
-    status, message = told("POST", "/v1/files", file + end, form | {"Origin": "https://evil.example"})
+    status, message = error_of("POST", "/v1/files", file + end, form | {"Origin": "https://evil.example"})
     assert (status, message[:46]) == (403, "the page https://evil.example may not use this")
-    status, message = told("POST", "/v1/files", None, form | {"Content-Length": str(300 * 2**20)})
+    status, message = error_of("POST", "/v1/files", None, form | {"Content-Length": str(300 * 2**20)})
     assert status == 413
     for given, message in (
         ({"endpoint": "/v1/models"}, "endpoint is '/v1/models'; it must be '/v1/chat/completions', '/v1/completions', "
@@ -237,8 +237,8 @@ def test_wrong_requests(batching: Serving) -> None:
         ({"input_file_id": "file-none"}, "there is no file 'file-none' of this key here"),
     ):  # fmt: skip
         body = {"input_file_id": "a", "endpoint": COMPLETIONS} | given
-        assert told("POST", "/v1/batches", body, headers)[1].startswith(message)
-    assert told("GET", "/v1/files?limit=0", None, headers) == (400, "limit is '0'; it must be at least 1")
+        assert error_of("POST", "/v1/batches", body, headers)[1].startswith(message)
+    assert error_of("GET", "/v1/files?limit=0", None, headers) == (400, "limit is '0'; it must be at least 1")
     batch = ended(client, begun(client, [b"", b" "]))
     assert batch.status == "failed"
     assert batch.errors is not None
