@@ -259,6 +259,25 @@ def test_an_input_whose_content_is_gone(batching: Serving) -> None:
     assert (error.code, error.message) == ("file_missing", message)
 
 
+def test_a_key_has_a_limit_of_open_batches(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST_OPEN", 1)
+    one, two = (client_of(batching, key).with_options(max_retries=0) for key in ("one", "two"))
+    files = [
+        client.files.create(file=("in.jsonl", b"\n".join(completions(40))), purpose="batch") for client in (one, two)
+    ]
+
+    def begin(client: openai.OpenAI, file: str) -> Any:
+        return client.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
+
+    first = begin(one, files[0].id)
+    with pytest.raises(openai.RateLimitError, match="1 batches of this key have not ended, the most at a time"):
+        begin(one, files[0].id)
+    other = begin(two, files[1].id)  # of another key
+    assert ended(one, first).status == ended(two, other).status == "completed"
+    again = begin(one, files[0].id)
+    assert ended(one, again).status == "completed"
+
+
 def test_an_upload_holds_up_nothing(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are answered while a file is written to the disk."""
     client, sync, answers = client_of(batching, "one"), os.fsync, []

@@ -25,6 +25,7 @@ log = logging.getLogger("quire.server")
 
 WINDOW = re.compile(r"(\d+)([smhd])")
 SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+MOST_OPEN = 32  # batches of a key at a time; each holds three open files, and answers at least one line
 AGAIN = 10.0  # seconds after which a batch whose files cannot be written, such as on a full disk, is tried again
 
 
@@ -74,8 +75,11 @@ class Batches:
         self.store.close()
 
     def create(self, owner: str, body: BatchRequest) -> Batch:
-        """Create a batch and begin with it. Raises ApiError for an unknown file, and OSError."""
+        """Create a batch and begin with it. Raises ApiError for an unknown file or too many batches, and OSError."""
         self.file(owner, body.input_file_id, "input_file_id")
+        if sum(one.owner == owner for one in self._open.values()) >= MOST_OPEN:
+            message = f"{MOST_OPEN} batches of this key have not ended, the most at a time; wait for one, or cancel it"
+            raise ApiError(message, HTTPStatus.TOO_MANY_REQUESTS, code="too_many_batches")
         count, unit = WINDOW.fullmatch(body.completion_window).groups()  # type: ignore[union-attr]
         now = int(time.time())
         batch: Batch = {
