@@ -228,7 +228,9 @@ class EngineConfig:
         group=MODEL,
     )
     device: str = option("cpu", "Device to run on: cpu, cuda or cuda:N.")
-    tensor_parallel_size: int = option(1, "Number of processes that the model is divided among, on CPUs.", lower=1)
+    tensor_parallel_size: int = option(
+        1, "Number of processes that the model is divided among, on CPUs or GPUs.", lower=1
+    )
     attention_backend: str = option(
         "auto", "Attention backend: auto, or a name from `quire info`.", aliases=("--attention",)
     )
@@ -262,8 +264,10 @@ class EngineConfig:
         "Plan a step while the one before is computed. Default: on, if the device computes without the host.",
         group=SCHEDULING,
     )
-    enforce_eager: bool = option(
-        False, "Capture no CUDA graphs: a GPU's engine starts some seconds sooner, and its steps take longer."
+    enforce_eager: bool | None = option(
+        None,
+        "Capture no CUDA graphs: a GPU's engine starts some seconds sooner, and its steps take longer. Default: off; "
+        "on with a tensor_parallel_size above 1.",
     )
     draft: str = option(
         "auto",

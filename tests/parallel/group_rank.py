@@ -1,6 +1,7 @@
 """A rank of a group that a launcher has started: python -m tests.parallel.group_rank [WHAT]. Rank 0 prints an answer.
 
-apart: the ranks cannot open the same memory, as on several hosts. load, step: rank 1 fails there. weights: it has
+apart: the ranks cannot open the same memory, as on several hosts. device: they exchange as GPUs do, whose library is
+gloo's twin of NCCL here. load, step: rank 1 fails there. weights: it has
 others than rank 0. Rank 0 ends once there is a file at $UNTIL, if that is set: the ranks meet in it, and a fork ends
 faster than others can read why.
 """
@@ -11,12 +12,14 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
 from quire.engine.ranks import FollowingRunner
 from quire.errors import ModelError
 from quire.parallel import group, worker
@@ -31,6 +34,14 @@ def _apart(descriptor: int, size: int) -> torch.Tensor:
     raise FileNotFoundError
 
 
+def _as_gpus_do() -> None:
+    group.devices.identity = lambda device: f"{device} of rank {os.environ['RANK']}"
+    torch.cuda.set_device = lambda device: None
+    group.DeviceCommunicator = partial(group.DeviceCommunicator, kind="gloo")  # type: ignore[misc]
+    exchange = group.ProcessGroup._device_exchange
+    group.ProcessGroup._host_exchange = lambda self, _, here: exchange(self, EngineConfig(), here)  # type: ignore
+
+
 def _fail(*_: object) -> NoReturn:
     raise ModelError("this rank is broken")
 
@@ -39,6 +50,8 @@ def main() -> None:
     what = sys.argv[1] if len(sys.argv) > 1 else ""
     if what == "apart":
         group.mapped = _apart
+    if what == "device":
+        _as_gpus_do()
     if what == "load" and os.environ["RANK"] == "1":
         worker.follower = _fail
     if what == "weights" and os.environ["RANK"] == "1":

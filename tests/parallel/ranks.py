@@ -11,7 +11,7 @@ import torch
 
 from quire.config import engine_config
 from quire.engine.engine import Engine, build_engine
-from quire.engine.ranks import LeadingRunner
+from quire.engine.ranks import end
 from quire.models import load_model
 from quire.models.files import files_of
 from quire.ops import load
@@ -43,10 +43,8 @@ def on_ranks(directory: Path, size: int, use: Callable[[Engine], T], **options: 
         thread.start()
     try:
         engine = build_engine(load_model(directory, config, backend, exchanges[0]), backend, config)
-        runner = engine.runner
         found = use(engine)
-        assert isinstance(runner, LeadingRunner)
-        runner.end()
+        end(exchanges[0])
     except BaseException:
         exchanges[0].lose(0)
         raise

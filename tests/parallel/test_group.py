@@ -114,7 +114,14 @@ def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "exchange"), [of_long_runs([], "MemoryExchange"), (["apart"], "TorchCommunicator")])
+@pytest.mark.parametrize(
+    ("words", "exchange"),
+    [
+        of_long_runs([], "MemoryExchange"),
+        (["apart"], "TorchCommunicator"),
+        (["device"], "DeviceCommunicator"),
+    ],
+)
 def test_processes_of_a_launcher(ranks: Ranks, words: list[str], exchange: str, wanted: list[Any]) -> None:
     first, second = ranks(*words)
     assert first.wait(120) == 0, first.said()

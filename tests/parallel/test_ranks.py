@@ -13,7 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from quire.engine import engine as engine_module
 from quire.engine.engine import Engine
+from quire.engine.graphs import bucket_sizes
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
 from quire.models import EMBEDDED, read_config
@@ -23,8 +25,10 @@ from quire.models.sharding import Shard, check_shards
 from quire.ops import native
 from quire.ops.collectives import Communicator, SharedEmbedding, own_share, shares
 from quire.ops.weights.linear import PlainEmbedding
+from quire.parallel import worker
 from quire.request import Request, SamplingParams
 from tests.engine.test_cache_bits import asked, bits
+from tests.engine.test_graphs import Twin
 from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import save
 from tests.models.gguf import test_models as gguf
@@ -149,6 +153,29 @@ def test_what_the_engine_does(options: dict[str, Any]) -> None:
 
     common = {"num_blocks": 200, "block_size": 4, "max_num_batched_tokens": 64} | options
     assert on_ranks(EMBEDDED, 2, run, **common) == on_ranks(EMBEDDED, 1, run, **common)
+
+
+def test_steps_that_all_ranks_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, with the exchanges in the graphs, whose twins are called again."""
+    twins: list[Twin] = []
+
+    def twin(_: torch.device) -> Twin:
+        twins.append(Twin())
+        return twins[-1]
+
+    def run(engine: Engine) -> Any:
+        return bits(engine, [request for members in asked(12) for request in members])
+
+    common = {"num_blocks": 200, "block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    wanted = on_ranks(EMBEDDED, 1, run, **common)
+    for module in (engine_module, worker):
+        monkeypatch.setattr(module, "uses_graphs", lambda *_: True)
+    monkeypatch.setattr(engine_module, "CudaCapture", twin)
+    assert on_ranks(EMBEDDED, 2, run, **common) == wanted
+    first, second = twins
+    assert first.captures == second.captures == len(bucket_sizes(8))
+    assert first.replays == second.replays
+    assert sum(first.replays.values()) > 10
 
 
 def test_a_number_that_is_not_finite_is_seen_whichever_rank_computes_it(tmp_path: Path) -> None:

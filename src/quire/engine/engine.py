@@ -382,14 +382,13 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
         for spec in specs:
             check_supported(spec, backend.name, backend.limits)
     each = bytes_per_block(groups, block_size, kv_dtype), *bytes_of_states(groups, model.dtype)
-    ranks = 1 if model.exchange is None else model.exchange.size_here  # ranks that share this machine's memory
+    ranks = 1 if model.exchange is None else model.exchange.size_here  # ranks that share this device's memory
     sizes = BlockBytes(*(ranks * size for size in each))
     growth = config.most_tokens
     a_sequence = max((group.most(model.max_model_len, growth, block_size) for group in attention), default=0)
     device = torch.device(config.device)
-    # A queued step consists of kernels alone, and of attention layers: graphs have no tables of states.
-    is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
-    loop = _loop(config, is_queued)
+    # The ranks of a group get a step's tokens from this one's host.
+    loop = _loop(config, is_queued(model, backend, config) and model.exchange is None)
     reserve = ranks * working_memory(decoder, model.dtype.itemsize, config.most_tokens)
     if model.loras is not None:
         reserve += config.most_tokens * model.loras.row_bytes
@@ -452,9 +451,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
     scheduler.speculation = _speculation(config, backend, model, eager, drafter)
     limits = runner_limits(model, config)
     buffers = Buffers(groups, block_size, *limits)
-    if is_queued and not config.enforce_eager:
-        runner = graphs = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(device))
-        graphs.capture_all(flatten(Plan(), buffers))
+    if uses_graphs(model, backend, config):
+        runner = captured(eager, config, buffers)
     seed, loras = config.seed, model.loras
     return Engine(
         scheduler,
@@ -467,6 +465,41 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
         loras,
         pooling=model.pooler.config,
     )
+
+
+def is_queued(model: Model, backend: Backend, config: EngineConfig) -> bool:
+    """Return True if the device computes a step without the host once it is queued.
+
+    Such a step consists of kernels alone, and of attention layers: graphs have no tables of states.
+    """
+    on_gpu = torch.device(config.device).type == "cuda"
+    return on_gpu and backend.graphable and model.capturable and not has_states(groups_of(model))
+
+
+def uses_graphs(model: Model, backend: Backend, config: EngineConfig) -> bool:
+    """Return True if steps are replayed from graphs. Those of a group are if the config asks for it.
+
+    Raises ConfigError if a graph cannot repeat the exchanges of its ranks.
+    """
+    if not is_queued(model, backend, config):
+        return False
+    if model.exchange is None:
+        return not config.enforce_eager
+    if config.enforce_eager is False and getattr(model.exchange, "device", None) is None:
+        raise ConfigError(
+            "enforce_eager is False; ranks that share a GPU exchange numbers through the host, which a graph cannot "
+            "repeat: leave it out"
+        )
+    return config.enforce_eager is False
+
+
+def captured(eager: Runner, config: EngineConfig, buffers: Buffers | None = None) -> GraphRunner:
+    """Return the runner that replays the steps of an eager one, with all of its graphs. buffers: of its batches."""
+    limits = runner_limits(eager.model, config)
+    graphs = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(eager.device))
+    own = Buffers(groups_of(eager.model), config.cache.block_size, *limits) if buffers is None else buffers
+    graphs.capture_all(flatten(Plan(), own))
+    return graphs
 
 
 def encoder_config(config: EngineConfig, model: Model) -> EngineConfig:

@@ -124,15 +124,23 @@ class GraphRunner:
             bucket = self._prepared(batch)
             if bucket is None:
                 return self.runner.launch(batch)
-            self.runner.move(batch)
-            self.runner.cache.settle()  # a graph does not wait for events outside of it
-            if bucket.replay is None and bucket.size < self.sizes[-1]:
-                self._capture_padding(self.sizes[-1], batch)
-            if bucket.replay is None and self._can_capture:
-                self._capture_bucket(bucket, batch)
-            if bucket.replay is None:
-                return self.runner.compute(batch)
-            return self.runner.finish(batch, bucket.replay()[: len(batch.token_ids)], bucket.plans)
+            try:
+                return self._replayed(bucket, batch)
+            except BaseException:
+                self.runner.abandon()
+                raise
+
+    def _replayed(self, bucket: Bucket, batch: Batch) -> Launched:
+        """Launch a step from its bucket's graph, or eagerly if it has no graph."""
+        self.runner.move(batch)
+        self.runner.cache.settle()  # a graph does not wait for events outside of it
+        if bucket.replay is None and bucket.size < self.sizes[-1]:
+            self._capture_padding(self.sizes[-1], batch)
+        if bucket.replay is None and self._can_capture:
+            self._capture_bucket(bucket, batch)
+        if bucket.replay is None:
+            return self.runner.compute(batch)
+        return self.runner.finish(batch, bucket.replay()[: len(batch.token_ids)], bucket.plans)
 
     def _prepared(self, batch: Batch) -> Bucket | None:
         """Return the bucket for a batch, with plans updated and inputs filled; None if the batch has to run eagerly."""
@@ -145,6 +153,8 @@ class GraphRunner:
         try:
             self._update(bucket, batch, count)
         except Unsupported:  # more work than a plan of this size has room for
+            if self.runner.in_group:
+                raise
             return None
         inputs = staging(2 * bucket.size, torch.int64, self.runner.device).view(2, bucket.size).zero_()
         inputs[0, :count], inputs[1, :count] = batch.token_ids, batch.positions
@@ -204,7 +214,12 @@ class GraphRunner:
             log.info("captured a graph for %d sequences in %.2f s", bucket.size, perf_counter() - began)
 
     def _give_up(self, size: int) -> None:
-        """Stop capturing. Called in an except block."""
+        """Stop capturing. Called in an except block.
+
+        In a group it raises: ranks that replay exchange numbers of other sizes than those that do not.
+        """
+        if self.runner.in_group:
+            raise  # noqa: PLE0704
         log.warning("no graph for %d sequences, nor any further one: such steps run eagerly", size, exc_info=True)
         self._can_capture = False
         self._buckets.pop(size, None)

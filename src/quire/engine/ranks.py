@@ -13,6 +13,7 @@ from typing import cast
 from torch import Tensor
 
 from quire.cache.storage import KVCache
+from quire.engine.graphs import GraphRunner
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.plan_codec import pack_batch, unpack
 from quire.engine.runner import MAX_LOGIT_ROWS, Reader, Runner
@@ -28,6 +29,8 @@ END = b""  # sent instead of a step
 
 class _RankRunner(Runner):
     """The code that all ranks share."""
+
+    in_group = True
 
     def __init__(
         self,
@@ -55,29 +58,57 @@ class LeadingRunner(_RankRunner):
     def launch(self, batch: Batch) -> Launched:
         """Launch a step on all ranks, see `Runner.launch`."""
         try:
-            self.exchange.send(pack_batch(batch))
             return super().launch(batch)
         except BaseException:
-            self.exchange.lose(0)
+            self.abandon()
             raise
+
+    def move(self, batch: Batch) -> None:
+        """Send the batch to the other ranks, then see `Runner.move`: it is the first part of every step."""
+        self.exchange.send(pack_batch(batch))
+        super().move(batch)
+
+    def finish(self, batch: Batch, hidden: Tensor, plans: Sequence[Plan], kept: Tensor | None = None) -> Launched:
+        """See `Runner.finish`. On a GPU the loss of a rank is known only when the step has ended."""
+        launched = super().finish(batch, hidden, plans, kept)
+
+        def found() -> StepOutput:
+            output = launched()
+            if self.exchange.lost is not None:
+                raise self.exchange.loss()
+            return output
+
+        return found
+
+    def abandon(self) -> None:
+        """End the group."""
+        self.exchange.lose(0)
 
     def is_lost(self) -> bool:
         """Return whether the group can no longer compute anything."""
-        return self.exchange.lost is not None
+        return self.exchange.lost is not None or super().is_lost()
 
     def end(self) -> None:
         """Make the other ranks end normally."""
-        if self.exchange.lost is None:
-            self.exchange.send(END)
+        end(self.exchange)
+
+
+def end(exchange: Communicator) -> None:
+    """Make the other ranks end normally. Only rank 0 may call this."""
+    if exchange.lost is None:
+        exchange.send(END)
 
 
 class FollowingRunner(_RankRunner):
     """The runner of any other rank. It computes the logits of its shard of the vocabulary, and draws no token."""
 
+    graphs: GraphRunner | None = None  # that replays this runner's steps, if rank 0 has one
+
     def follow(self) -> None:
         """Compute the steps of rank 0 until it ends."""
+        runner = self if self.graphs is None else self.graphs
         while message := self.exchange.receive():
-            self.run(unpack(message))
+            runner.run(unpack(message))
 
     def _sample(self, _: Batch, hidden: Tensor) -> Reader:
         return self._logits(hidden)

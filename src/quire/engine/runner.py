@@ -36,6 +36,8 @@ class Runner:
     the next step before that: drawn tokens also stay on the device, where the next step reads them.
     """
 
+    in_group = False  # True: other processes compute the same step, and must queue the same exchanges
+
     def __init__(
         self,
         model: Model,
@@ -92,6 +94,9 @@ class Runner:
             except Exception:
                 return True
         return False
+
+    def abandon(self) -> None:
+        """Give up a step that has failed midway. Other steps do not depend on it here."""
 
     def move(self, batch: Batch) -> None:
         """Swap blocks out, swap blocks in, and copy blocks."""

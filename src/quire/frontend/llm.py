@@ -22,7 +22,7 @@ from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
-from quire.engine.ranks import LeadingRunner
+from quire.engine.ranks import end
 from quire.errors import ConfigError, GroupLost, QuireError, RequestError, Unsupported
 from quire.frontend.chat_tokenizer import ChatTokenizer, find_chat_tokenizer
 from quire.frontend.disk_cache import attach_disk, check_disk
@@ -113,7 +113,9 @@ class LLM:
         if lora:
             options["enable_lora"] = True
         config = engine_config(model=model, **options)
-        self.config: EngineConfig = replace(config, device=check_device(config.device))
+        device = check_device(config.device)
+        # Each rank of a group gets its own GPU later.
+        self.config: EngineConfig = config if config.tensor_parallel_size > 1 else replace(config, device=device)
         # First: a wrong path must not cost the time to load a model.
         self.receipts: Receipts | None = None if self.config.receipts is None else Receipts(self.config.receipts)
         self.files: Files = files_of(locate(self.config.model, self.config.gguf_file))
@@ -166,6 +168,7 @@ class LLM:
                 follow(group, self.files, config, self.backend)
                 raise SystemExit(0)
             weakref.finalize(self, group.close)
+            config = self.config = group.placed(config)
         try:
             self.decoder: Model = load_model(self.files, config, self.backend, exchange)
             draft = load_draft_model(draft_files, config, self.backend)
@@ -237,7 +240,7 @@ class LLM:
         self.factory.close()
         if self.group is not None:
             with suppress(GroupLost):
-                cast(LeadingRunner, self.engine.runner).end()
+                end(self.group.exchange)
             self.group.close()
         self.engine.close()
         if self.receipts is not None:

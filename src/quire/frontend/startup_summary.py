@@ -7,7 +7,7 @@ import torch
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
 from quire.frontend.llm import LLM
-from quire.ops.collectives import TorchCommunicator
+from quire.ops.collectives import DeviceCommunicator, TorchCommunicator
 
 
 def chosen(llm: LLM) -> dict[str, str]:
@@ -33,7 +33,10 @@ def _backend(llm: LLM) -> str:
 def _threads(llm: LLM) -> str:
     if llm.group is None:
         return str(torch.get_num_threads())
-    way = "gloo" if isinstance(llm.group.exchange, TorchCommunicator) else "shared memory"
+    exchange = llm.group.exchange
+    way = "gloo" if isinstance(exchange, TorchCommunicator) else "shared memory"
+    if isinstance(exchange, DeviceCommunicator) and exchange.device is not None:
+        way = "NCCL"
     return f"{torch.get_num_threads()} in each of {llm.group.size} processes, which exchange numbers through {way}"
 
 

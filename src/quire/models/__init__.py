@@ -371,8 +371,7 @@ def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None
         "its layers are transformers' own": isinstance(choice, Adapted),
         "it is an encoder or a classifier": isinstance(choice, Own)
         and (not choice.config.causal or bool(choice.config.classifier)),
-        f"device is {config.device!r}": config.device != "cpu",
-        f"attention_backend is {backend.name!r}": backend.name != "cpu",
+        f"attention_backend is {backend.name!r}": backend.name != ("cpu" if config.device == "cpu" else "triton"),
         "enable_lora is True": config.enable_lora,
         "draft is 'head'": config.draft == "head",
         f"draft_model is {config.draft_model!r}": config.draft_model is not None,
@@ -382,7 +381,8 @@ def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None
         if holds:
             raise ConfigError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, and {why}; several processes compute Quire's "
-                "own decoders with the backend 'cpu', without LoRA adapters, a draft head or model, and kv_disk"
+                "own decoders with the backend 'cpu', or 'triton' on GPUs, without LoRA adapters, a draft head or "
+                "model, and kv_disk"
             )
     if isinstance(choice, Own):
         check_shards(choice.config, config.tensor_parallel_size)

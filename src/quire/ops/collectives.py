@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -37,12 +38,12 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    size_here: int  # ranks on this host, which share its memory
+    size_here: int  # ranks that share this one's memory: those on this host, or on this GPU
     reason: Callable[[], str | None]  # returns why the group was lost, if a rank has reported it
 
     def gather(
         self,
-        x: Tensor,  # [...], of the same shape and dtype on all ranks, on the CPU
+        x: Tensor,  # [...], of the same shape and dtype on all ranks, on the CPU or the rank's device
     ) -> Tensor:
         """Return the tensors of all ranks, in rank order: [ranks, ...]."""
 
@@ -89,7 +90,9 @@ class TorchCommunicator:
         self.reason: Callable[[], str | None] = lambda: None
         self._store, self._has_left = store, False
         if distributed.is_initialized():
-            raise ConfigError("torch.distributed is used in this process already; ranks between hosts need it")
+            raise ConfigError(
+                "torch.distributed is used in this process already; ranks between hosts, and on GPUs, need it"
+            )
         own = PrefixStore("exchange", store)
         distributed.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=NEVER)
 
@@ -192,6 +195,45 @@ class TorchCommunicator:
             raise self.loss() from error
 
 
+class DeviceCommunicator(TorchCommunicator):
+    """Collectives of ranks that compute on GPUs. Messages, and tensors on the CPU, are sent by gloo.
+
+    A GPU's tensors are sent by NCCL on the current stream, so that a captured graph repeats the exchange. Ranks that
+    share a GPU, which NCCL refuses, send them by gloo through the host's memory.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, size_here: int, device: torch.device | None, kind: str = "nccl"
+    ) -> None:
+        """Join the group. device: this rank's own GPU, or None if several ranks share one. kind: the library for it."""
+        super().__init__(store, rank, size, size_here)
+        self.device, self._group = device, None
+        if device is not None:
+            gpu = device if device.type == "cuda" else None
+            self._group = distributed.new_group(backend=kind, timeout=NEVER, device_id=gpu)
+
+    def gather(
+        self,
+        x: Tensor,  # [...], of the same shape and dtype on all ranks
+    ) -> Tensor:
+        """Return the tensors of all ranks, in rank order: [ranks, ...]."""
+        if x.device != self.device:
+            return super().gather(x.cpu()).to(x.device)
+        if self.lost is not None:
+            raise self.loss()
+        found = x.new_empty(self.size, *x.shape)
+        if x.numel():
+            raw, own = (one.view(-1).view(torch.uint8) for one in (found, x.contiguous()))  # NCCL lacks some dtypes
+            distributed.all_gather_into_tensor(raw, own, group=self._group)
+        return found
+
+    def watch(self, *, ends: bool) -> None:
+        """Send heartbeats to the other ranks and check theirs, until the group ends."""
+        super().watch(ends=ends)
+        if self.lost is not None and self._group is not None:
+            self._group.abort()  # else the GPU would wait for the lost rank for ever
+
+
 def loss(exchange: Communicator) -> GroupLost:
     """Return the error to raise when a group is lost."""
     if (reason := exchange.reason()) is not None:
@@ -256,11 +298,17 @@ class SharedEmbedding:
         token_ids: Tensor,  # int64 [T]
     ) -> Tensor:
         """Return the rows, in separate memory: [T, H]."""
-        exchange, firsts = self.rows.exchange, torch.tensor([0, *accumulate(self.rows.sizes)][:-1])
+        exchange, firsts = self.rows.exchange, _firsts(self.rows.sizes, token_ids.device)
         owners = torch.bucketize(token_ids, firsts, right=True) - 1
         own = owners == exchange.rank
         found = exchange.gather(self.part((token_ids - firsts[exchange.rank]) * own))
-        return found.flatten(0, 1)[owners * len(token_ids) + torch.arange(len(token_ids))]
+        return found.flatten(0, 1)[owners * len(token_ids) + torch.arange(len(token_ids), device=token_ids.device)]
+
+
+@cache
+def _firsts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the first row of each rank, which a captured graph cannot copy to the device: int64 [ranks]."""
+    return torch.tensor([0, *accumulate(sizes)][:-1], device=device)
 
 
 def own_share(count: int, rank: int, size: int) -> range:

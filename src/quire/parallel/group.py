@@ -1,7 +1,8 @@
 """A tensor-parallel group: processes that compute one model together, each a shard of it.
 
 Rank 0 is the process that was asked for a model. It starts the others itself, unless a launcher has started them all.
-On one host they communicate through shared memory, between hosts through torch.distributed (gloo).
+CPUs of one host communicate through shared memory, those of several hosts through torch.distributed (gloo), and GPUs
+through NCCL.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -29,8 +31,8 @@ from torch.distributed.rendezvous import rendezvous
 from quire.config import EngineConfig
 from quire.errors import ConfigError, GroupLost
 from quire.ops import Backend
-from quire.ops.collectives import Communicator, TorchCommunicator
-from quire.parallel import launch
+from quire.ops.collectives import Communicator, DeviceCommunicator, TorchCommunicator
+from quire.parallel import devices, launch
 from quire.parallel.cores import Binding, by_place
 
 JOIN_WITHIN = 120.0  # s from the first process's start to the last one's
@@ -57,6 +59,7 @@ class ProcessGroup:
         self.processes, self._directory, self._launched = processes, directory, launched
         self.on_lost: Callable[[], None] = lambda: None  # called once, on a separate thread, when a rank is lost
         self._exchange: Communicator | None = None
+        self._device: str | None = None  # this rank's GPU
         self._pid = os.getpid()  # a fork of this process is not a rank
         self._before = self._taken = Binding.now()
 
@@ -80,15 +83,30 @@ class ProcessGroup:
             self._taken = self._taken._replace(threads=launch.threads(len(by_place(self._taken.cpus))))
         self._taken.take()
         hosts = [json.loads(place)[0] for place in places]
-        memory = self._shared_memory(backend.exchange_bytes(self.size))
-        if memory is None:
-            exchange: Communicator = TorchCommunicator(self.store, self.rank, self.size, hosts.count(hosts[self.rank]))
-        else:
-            exchange = backend.exchange(memory, self.rank, self.size)
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        exchange = self._device_exchange(config, here) if config.device != "cpu" else self._host_exchange(backend, here)
         exchange.reason = self._failure
         self._exchange = exchange
         threading.Thread(target=self._watch, args=(exchange,), name="quire-ranks", daemon=True).start()
         self.said("formed", "")  # from here on the death of a rank is detected
+
+    def placed(self, config: EngineConfig) -> EngineConfig:
+        """Return the config with this rank's device."""
+        return config if self._device is None else replace(config, device=self._device)
+
+    def _host_exchange(self, backend: Backend, here: Sequence[int]) -> Communicator:
+        memory = self._shared_memory(backend.exchange_bytes(self.size))
+        if memory is None:
+            return TorchCommunicator(self.store, self.rank, self.size, len(here))
+        return backend.exchange(memory, self.rank, self.size)
+
+    def _device_exchange(self, config: EngineConfig, here: Sequence[int]) -> Communicator:
+        self._device = device = devices.device_of(config.device, here.index(self.rank))
+        if self.rank > 0:
+            torch.cuda.set_device(device)
+        own = devices.have_own(config, self.said("device", devices.identity(device)))
+        sharing, gpu = (1, torch.device(device)) if own else (len(here), None)
+        return DeviceCommunicator(self.store, self.rank, self.size, sharing, gpu)
 
     def agree(self, what: str, own: Mapping[str, str], seconds: float) -> None:
         """Raise ConfigError unless all ranks have the same values. `what`: a name for them that was not used before."""
@@ -98,7 +116,7 @@ class ProcessGroup:
                 if found[0].get(name) != other.get(name):
                     raise ConfigError(
                         f"rank {rank} of the tensor-parallel group has {name} {other.get(name)!r}, and rank 0 "
-                        f"{found[0].get(name)!r}; all need the same options, checkpoint, versions and kind of CPU"
+                        f"{found[0].get(name)!r}; all need the same options, checkpoint, versions and kind of processor"
                     )
 
     def said(self, what: str, own: str, seconds: float = JOIN_WITHIN) -> list[str]:
@@ -202,6 +220,7 @@ def join(config: EngineConfig, backend: Backend) -> ProcessGroup:
                 "there are as many processes as ranks"
             )
         return _formed(ProcessGroup(_met(place), place.rank, size, launched=True), config, backend)
+    devices.check_count(config)
     directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # accessible to this user only
     store, threads = str(directory / "store"), torch.get_num_threads()
     others = [launch.start(launch.Given(rank, size, store, threads, config)) for rank in range(1, size)]

@@ -11,7 +11,7 @@ import torch
 from quire import ops
 from quire.cache.sizing import free_memory
 from quire.config import EngineConfig
-from quire.engine.engine import make_runner
+from quire.engine.engine import captured, make_runner, uses_graphs
 from quire.engine.plan_codec import Pools, unpack
 from quire.engine.ranks import FollowingRunner
 from quire.errors import QuireError
@@ -34,6 +34,7 @@ def follow(group: ProcessGroup, files: Files, config: EngineConfig, backend: Bac
     with suppress(ValueError):  # not in the main thread
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles these, and ends the others when it has ended
             signal.signal(number, signal.SIG_IGN)
+    config = group.placed(config)
     try:
         runner = follower(files, config, backend, group.exchange)
         agree_on_model(group, runner.model, files, config, backend)
@@ -52,10 +53,15 @@ def agree_on_model(group: ProcessGroup, model: Model, files: Files, config: Engi
 def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Communicator) -> FollowingRunner:
     """Create the runner of a rank, with its shard of the model and of the cache."""
     model = load_model(files, config, backend, exchange)
-    if (free := free_memory()) is not None:
+    if config.device != "cpu":
+        torch.cuda.empty_cache()  # temporaries of loading
+    if (free := free_memory(config.device)) is not None:
         least(exchange, free // exchange.size_here)  # for rank 0, which chooses the size of the cache
     pools: Pools = unpack(exchange.receive())
-    return make_runner(FollowingRunner, model, backend, config, pools)
+    runner = make_runner(FollowingRunner, model, backend, config, pools)
+    if uses_graphs(model, backend, config):
+        runner.graphs = captured(runner, config)
+    return runner
 
 
 def main() -> None:
