@@ -452,7 +452,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
     limits = runner_limits(model, config)
     buffers = Buffers(groups, block_size, *limits)
     if uses_graphs(model, backend, config):
-        runner = captured(eager, config, buffers)
+        runner = captured(eager, model, config, buffers)
     seed, loras = config.seed, model.loras
     return Engine(
         scheduler,
@@ -493,12 +493,13 @@ def uses_graphs(model: Model, backend: Backend, config: EngineConfig) -> bool:
     return config.enforce_eager is False
 
 
-def captured(eager: Runner, config: EngineConfig, buffers: Buffers | None = None) -> GraphRunner:
+def captured(eager: Runner, model: Model, config: EngineConfig, buffers: Buffers | None = None) -> GraphRunner:
     """Return the runner that replays the steps of an eager one, with all of its graphs. buffers: of its batches."""
-    limits = runner_limits(eager.model, config)
-    graphs = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(eager.device))
-    own = Buffers(groups_of(eager.model), config.cache.block_size, *limits) if buffers is None else buffers
-    graphs.capture_all(flatten(Plan(), own))
+    limits = runner_limits(model, config)
+    graphs = GraphRunner(eager, config.max_num_seqs, limits[2], CudaCapture(torch.device(config.device)))
+    if buffers is None:
+        buffers = Buffers(groups_of(model), config.cache.block_size, *limits)
+    graphs.capture_all(flatten(Plan(), buffers))
     return graphs
 
 

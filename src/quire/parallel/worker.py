@@ -60,7 +60,7 @@ def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Com
     pools: Pools = unpack(exchange.receive())
     runner = make_runner(FollowingRunner, model, backend, config, pools)
     if uses_graphs(model, backend, config):
-        runner.graphs = captured(runner, config)
+        runner.graphs = captured(runner, model, config)
     return runner
 
 

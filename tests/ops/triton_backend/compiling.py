@@ -23,11 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire import ops
-from quire.ops.triton import cache, linear, quantised, recurrent, sampling, scan, small, states
+from quire.ops.triton import cache, linear, quantised, recurrent, sampling, scan, small, states, tiles
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
 from quire.ops.triton.packed import PackedWeight, has_sums
-from quire.ops.triton.tiles import CHUNK, Kind, choose, precision
+from quire.ops.triton.tiles import CHUNK, Kind, choose, pairs_of, precision
 from quire.ops.weights.quantised import PARTS, QuantisedWeight
 
 TARGETS = {
@@ -85,11 +85,12 @@ SCALES = ("k_scale", "v_scale")
 def attend(
     chip: str, kind: Kind, head_dim: int, dtype: torch.dtype = torch.bfloat16,
     kv: torch.dtype | None = None, everything: bool = False, finite: bool = False, latent: int | None = None,
+    pairs: bool = False,
 ) -> Kernel:  # fmt: skip
     """Attention with the tile that the table gives; tiles of few rows are of one token, as when sequences decode.
 
     everything: with a window, ALiBi, a softcap, sinks and an LSE. finite: the second launch, for what was reported.
-    latent: V is so many numbers of K.
+    latent: V is so many numbers of K. pairs: of dimensions of 8 bits are loaded at a time.
     """
     spec = ops.AttentionSpec(
         num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, num_blocks=100, dtype=dtype, kv_dtype=kv,
@@ -109,6 +110,7 @@ def attend(
         "UNIT": 16 // spec.cache_dtype.itemsize,
         **{"BLOCK_M": tile.block_m, "TILE": tile.block_n, "CHUNK": CHUNK if is_exact else 0},
         "FINITE": finite,
+        "PAIRS": pairs_of(replace(spec, device="cuda"), tile, 16) if pairs else None,
     }
     if kv is torch.int8:
         pointers |= dict.fromkeys(SCALES, "fp32")
@@ -122,11 +124,12 @@ def attend(
     if finite:
         options["num_stages"] = 1
     name = f"attend {kind} {head_dim} {rows}" + (f"/{keys}" if kv else "")
-    name += " latent" * spec.latent + " everything" * everything + " again" * finite
+    name += " latent" * spec.latent + " pairs" * pairs + " everything" * everything + " again" * finite
     return Kernel(name, attend_kernel, pointers, constants, options)
 
 
 def attention_kernels(chip: str) -> Iterator[Kernel]:
+    tiles.IN_PAIRS = True
     kinds: tuple[Kind, ...] = ("few", "many", "exact")
     for kind in kinds:
         for head_dim in HEAD_DIMS:
@@ -141,6 +144,9 @@ def attention_kernels(chip: str) -> Iterator[Kernel]:
             yield attend(chip, kind, 576, kv=torch.int8, latent=512)
         if chip in ("sm90", "sm100"):
             yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
+        if chip in ("sm90", "sm100") and kind == "few":
+            for kv in (torch.int8, torch.float8_e4m3fn):
+                yield attend(chip, kind, 128, kv=kv, pairs=True)
     pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}
     for dim in (128, 576):
         constants = {"DV": dim, "DIMS": triton.next_power_of_2(dim)}
@@ -273,7 +279,14 @@ def integer_kernels(chip: str) -> Iterator[Kernel]:
             options = quantised.options(kind, tile, on_amd)
             label = f"integers {name} {tile.outputs}x{tile.rows}"
             label += " wide" * (tile in (quantised.FEW_OF_WIDE, quantised.SOME_OF_WIDE))
-            yield Kernel(label, quantised.multiply_tile, pointers, constants, options)
+            yield Kernel(label, quantised.multiply_tile, pointers, constants | {"sums": None}, options)
+            if tile in (quantised.FEW_ROWS, quantised.SOME_ROWS) and kind.minimums is None and not on_amd:
+                types = pointers | {"sums": "i32"}
+                yield Kernel(f"{label} divided", quantised.multiply_tile, types, constants | {"AHEAD": 0}, options)
+        if kind.minimums is None and not on_amd:
+            types = {"sums": "i32", "scales": parts["scales"], "bias": "fp32", "x_scales": "fp32", "out": "bf16"}
+            finishing = quantised.finishing_constants(kind)
+            yield Kernel(f"finish {name}", quantised.finish_sums, types, finishing, {"enable_fp_fusion": False})
         pointers = {"x": "bf16", "values": "i8", "scales": "fp32", "sums": "i32", "order": "i64"}
         constants = dict(quantised.rounding_constants(kind))
         if weight.order is None:

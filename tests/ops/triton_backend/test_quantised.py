@@ -61,7 +61,19 @@ def check(got: Tensor, want: Tensor) -> None:
 @pytest.fixture(autouse=True)
 def _unproved(monkeypatch):
     """What a load compares is compared here, on more."""
-    monkeypatch.setattr(quantised, "is_right", lambda weight: True)
+    monkeypatch.setattr(quantised, "is_right", lambda weight, divided=False: True)
+
+
+@pytest.mark.parametrize(("kind", "rows"), spread(2, [k for k in ALL if k not in ("Q4_1", "Q4_K", "Q5_K")], (1, 4)))
+def test_inputs_that_are_divided_among_programs(monkeypatch, kind, rows):
+    """The sums of all shares, the last of which is smaller, have the bits of the specification."""
+    monkeypatch.setattr(quantised, "DIVIDES", True)
+    weight = weight_of(kind, 40, 3_000 if kind in KINDS else 2_816)
+    x, bias = rows_of(rows, weight), bias_of(40, torch.bfloat16)
+    share = quantised.share_of(weight)
+    assert 0 < share < 3_000
+    got = IntegerLinear(PackedWeight.of(weight), bias.float(), torch.bfloat16, quantised.tiles_of(weight), share)(x)
+    check(got, QuantisedLinear(weight, bias, torch.bfloat16)(x))
 
 
 # What each tile computes: sizes that are multiples of no tile, and more than one turn of the kernel's loop.

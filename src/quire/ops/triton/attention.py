@@ -30,20 +30,28 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.functions import is_finite
+from quire.ops.triton.widening import widen
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.constexpr_function
-def main_part(dim: int) -> int:
-    """Return the largest power of two in a head dimension, at least the 16 that a matrix product needs."""
+def main_part(dim: int, pairs: bool = False) -> int:
+    """Return the largest power of two in a head dimension, at least the 16 that a matrix product needs.
+
+    pairs: the main part has the even dimensions and the tail the odd ones, see `widen`.
+    """
+    if pairs:
+        return dim // 2
     return max(16, 1 << (dim.bit_length() - 1))
 
 
 @triton.constexpr_function
-def tail_part(dim: int) -> int:
+def tail_part(dim: int, pairs: bool = False) -> int:
     """Return the size of the rest of a head dimension, rounded up to a power of two, or 0 without a rest."""
+    if pairs:
+        return dim // 2
     left = dim - main_part(dim)
     return 0 if left <= 0 else max(16, 1 << (left - 1).bit_length())
 
@@ -78,11 +86,14 @@ def _ids(table, first, lane, hi, TILE: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _part(base, at, held, dtype, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Load dimensions FIRST..FIRST + COUNT of SIZE of a tile's keys or values, one per row; zeros elsewhere."""
-    dim = FIRST + tl.arange(0, COUNT)
+def _part(
+    base, at, held, dtype, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
+    STRIDE: tl.constexpr = 1,
+):  # fmt: skip
+    """Load COUNT dimensions of SIZE of a tile's keys or values from FIRST on, one per row; zeros elsewhere."""
+    dim = FIRST + tl.arange(0, COUNT) * STRIDE
     rows = base + at[:, None] + dim[None, :]
-    if FIRST + COUNT > SIZE:
+    if STRIDE == 1 and FIRST + COUNT > SIZE:
         if MASKED:
             x = tl.load(rows, mask=held[:, None] & (dim < SIZE)[None, :], other=0.0)
         else:
@@ -130,7 +141,7 @@ def _slots(first, lane, TILE: tl.constexpr, B: tl.constexpr):
 def _tile(
     state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
     TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to the state: one step of the online softmax.
 
@@ -139,22 +150,27 @@ def _tile(
     mix, mix_tail, top, total = state
     q, q_tail, position = rows
     k, v, k_block, k_slot, v_block, v_slot, k_scale, v_scale, scale_strides = cache
-    D_MAIN: tl.constexpr = main_part(D)
-    D_TAIL: tl.constexpr = tail_part(D)
-    V_MAIN: tl.constexpr = main_part(DV)
-    V_TAIL: tl.constexpr = tail_part(DV)
+    D_MAIN: tl.constexpr = main_part(D, PAIRS)
+    D_TAIL: tl.constexpr = tail_part(D, PAIRS)
+    V_MAIN: tl.constexpr = main_part(DV, PAIRS)
+    V_TAIL: tl.constexpr = tail_part(DV, PAIRS)
     key, slot = first + lane, _slots(first, lane, TILE, B)
     held = (key >= lo) & (key < hi)
     at = ids.to(tl.int64) * k_block + slot.to(tl.int64) * k_slot
-    keys = _part(k, at, held, q.dtype, 0, D_MAIN, D, MASKED)
-    score = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if PAIRS is not None:
+        keys = _part(k, at, held, tl.int16, 0, D_MAIN, D_MAIN, MASKED)
+        score = tl.dot(q, tl.trans(widen(keys, q.dtype, PAIRS, False)), input_precision=PRECISION)
+        score = tl.dot(q_tail, tl.trans(widen(keys, q.dtype, PAIRS, True)), score, input_precision=PRECISION)
+    else:
+        keys = _part(k, at, held, q.dtype, 0, D_MAIN, D, MASKED)
+        score = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     if LATENT:
         score *= _scales(v_scale, ids, slot, held, scale_strides[2], scale_strides[3], MASKED)[None, :]
         keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
         others = tl.dot(q_tail, tl.trans(keys), input_precision=PRECISION)
         score += others * _scales(k_scale, ids, slot, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
     else:
-        if D_TAIL:
+        if D_TAIL > 0 and PAIRS is None:
             keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
             score = tl.dot(q_tail, tl.trans(keys), score, input_precision=PRECISION)
         if k_scale is not None:
@@ -186,12 +202,19 @@ def _tile(
             weight = tl.where(seen, weight, 0.0)
     if v_block is not None:
         at = ids.to(tl.int64) * v_block + slot.to(tl.int64) * v_slot
-    values = _part(v, at, held, q.dtype, 0, V_MAIN, DV, MASKED)
+    if PAIRS is not None:
+        both = _part(v, at, held, tl.int16, 0, V_MAIN, V_MAIN, MASKED)
+        values = widen(both, q.dtype, PAIRS, False)
+    else:
+        values = _part(v, at, held, q.dtype, 0, V_MAIN, DV, MASKED)
     if FINITE:
         total, values = _without(total, values, seen)
     mix = tl.dot(weight.to(q.dtype), values, mix * correction[:, None], input_precision=PRECISION)
     if V_TAIL:
-        values = _part(v, at, held, q.dtype, V_MAIN, V_TAIL, DV, MASKED)
+        if PAIRS is not None:
+            values = widen(both, q.dtype, PAIRS, True)
+        else:
+            values = _part(v, at, held, q.dtype, V_MAIN, V_TAIL, DV, MASKED)
         if FINITE:
             total, values = _without(total, values, seen)
         mix_tail = tl.dot(weight.to(q.dtype), values, mix_tail * correction[:, None], input_precision=PRECISION)
@@ -199,21 +222,21 @@ def _tile(
 
 
 @triton.jit
-def _empty(BLOCK_M: tl.constexpr, DV: tl.constexpr):
+def _empty(BLOCK_M: tl.constexpr, DV: tl.constexpr, PAIRS: tl.constexpr):
     """Return the state over no keys: sums of weighted values (main part, tail), largest score, sum of weights."""
-    V_TAIL: tl.constexpr = tail_part(DV)
+    V_TAIL: tl.constexpr = tail_part(DV, PAIRS)
     total = tl.zeros([BLOCK_M], tl.float32)
     mix_tail = total  # a placeholder if there is no tail
     if V_TAIL:
         mix_tail = tl.zeros([BLOCK_M, V_TAIL], tl.float32)
-    return tl.zeros([BLOCK_M, main_part(DV)], tl.float32), mix_tail, total + float("-inf"), total
+    return tl.zeros([BLOCK_M, main_part(DV, PAIRS)], tl.float32), mix_tail, total + float("-inf"), total
 
 
 @triton.jit
 def _walk(
     state, rows, cache, scale, cap, slope, window, span, table, lo, hi, start, free_lo, free_hi,
     TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, FINITE: tl.constexpr,
+    PRECISION: tl.constexpr, FINITE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Add the keys lo..hi to the state, in tiles from `start` on. All rows see the keys free_lo..free_hi."""
     # fmt: off
@@ -224,19 +247,19 @@ def _walk(
         for first in range(start, free_lo, TILE):
             state = _tile(
                 state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
-                TILE, B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
+                TILE, B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE, PAIRS,
             )
             ids = _ids(table, first + TILE, lane, hi, TILE, B)
     for first in range(free_lo, free_hi, TILE):
         state = _tile(
             state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
-            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE, FINITE,
+            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE, FINITE, PAIRS,
         )
         ids = _ids(table, first + TILE, lane, hi, TILE, B)
     for first in range(free_hi, hi, TILE):
         state = _tile(
             state, rows, cache, scale, cap, slope, window, span, first, lane, ids, lo, hi,
-            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
+            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE, PAIRS,
         )
         ids = _ids(table, first + TILE, lane, hi, TILE, B)
     # fmt: on
@@ -244,11 +267,11 @@ def _walk(
 
 
 @triton.jit
-def _store(base, at, x, live, FIRST: tl.constexpr, SIZE: tl.constexpr):
+def _store(base, at, x, live, FIRST: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr = 1):
     """Store dimensions FIRST.. of SIZE of the live rows."""
-    dim = FIRST + tl.arange(0, x.shape[1])
+    dim = FIRST + tl.arange(0, x.shape[1]) * STRIDE
     mask = live[:, None]
-    if FIRST + x.shape[1] > SIZE:
+    if STRIDE == 1 and FIRST + x.shape[1] > SIZE:
         mask = mask & (dim < SIZE)[None, :]
     tl.store(base + at[:, None] + dim[None, :], x.to(base.dtype.element_ty), mask=mask)
 
@@ -268,7 +291,7 @@ def attend(
     k_scale_block, k_scale_head, k_scale_slot, v_scale_block, v_scale_head, v_scale_slot, out_token, out_head,
     G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    FINITE: tl.constexpr,
+    FINITE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one item for one KV head.
 
@@ -287,6 +310,7 @@ def attend(
     reports: int8, BLOCK_M per program: 1 if the row's sums are not all finite; only of items of several tokens.
     LATENT: a cache of int8 whose V is the first DV numbers of K; DV is the main part of D.
     FINITE: compute only the reported rows, without values that are not finite.
+    PAIRS: of a cache of 8 bits: load two dimensions at a time, see `widen`. None: load each.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
     table = tl.load(item)
@@ -304,14 +328,18 @@ def attend(
     if count <= 0:
         return
     # Show the compiler that the strides are multiples of UNIT, so that it loads 16 bytes at a time.
-    k_block, k_head, k_slot = k_block // UNIT * UNIT, k_head // UNIT * UNIT, k_slot // UNIT * UNIT
-    v_head = v_head // UNIT * UNIT
+    STRIDE: tl.constexpr = 1 if PAIRS is None else 2
+    OWN: tl.constexpr = UNIT // STRIDE  # in the elements that are loaded
+    if PAIRS is not None:
+        k, v = k.to(tl.pointer_type(tl.int16)), v.to(tl.pointer_type(tl.int16))
+    k_block, k_head, k_slot = k_block // UNIT * OWN, k_head // UNIT * OWN, k_slot // UNIT * OWN
+    v_head = v_head // UNIT * OWN
     if v_block is not None:
-        v_block, v_slot = v_block // UNIT * UNIT, v_slot // UNIT * UNIT
-    D_MAIN: tl.constexpr = main_part(D)
-    D_TAIL: tl.constexpr = tail_part(D)
-    V_MAIN: tl.constexpr = main_part(DV)
-    V_TAIL: tl.constexpr = tail_part(DV)
+        v_block, v_slot = v_block // UNIT * OWN, v_slot // UNIT * OWN
+    D_MAIN: tl.constexpr = main_part(D, PAIRS)
+    D_TAIL: tl.constexpr = tail_part(D, PAIRS)
+    V_MAIN: tl.constexpr = main_part(DV, PAIRS)
+    V_TAIL: tl.constexpr = tail_part(DV, PAIRS)
 
     row = tl.arange(0, BLOCK_M)
     of_group = tl.program_id(2) % HEAD_TILES * BLOCK_M + row % GROUP
@@ -325,10 +353,12 @@ def attend(
     position = tl.load(positions + token, mask=live, other=0)
     q_heads = (head * G + of_group).to(tl.int64)
     at = token.to(tl.int64) * q_token + q_heads * q_head
-    q_main = _part(q, at, live, q.dtype.element_ty, 0, D_MAIN, D, True)
+    D_NEXT: tl.constexpr = D_MAIN if PAIRS is None else 1  # the tail's first dimension
+    V_NEXT: tl.constexpr = V_MAIN if PAIRS is None else 1
+    q_main = _part(q, at, live, q.dtype.element_ty, 0, D_MAIN, D, True, STRIDE)
     q_tail = q_main
     if D_TAIL:
-        q_tail = _part(q, at, live, q.dtype.element_ty, D_MAIN, D_TAIL, D, True)
+        q_tail = _part(q, at, live, q.dtype.element_ty, D_NEXT, D_TAIL, D, True, STRIDE)
     slope = slopes
     if slopes is not None:
         at = q_heads
@@ -351,11 +381,11 @@ def attend(
     if span is not None:
         free_lo, free_hi = start, start
     ids = tables + table
-    state = _empty(BLOCK_M, DV)
+    state = _empty(BLOCK_M, DV, PAIRS)
     if CHUNK == 0:
         state = _walk(
             state, query, cache, scale, cap, slope, window, span, ids, lo, hi, start, free_lo, free_hi,
-            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE,
+            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE, PAIRS,
         )  # fmt: skip
     else:
         for chunk in range(lo // CHUNK * CHUNK, hi, CHUNK):
@@ -365,8 +395,8 @@ def attend(
             free_end = tl.minimum(tl.maximum(free_hi, free_begin), end)
             mix, mix_tail, top, total = state
             new_mix, new_tail, new_top, new_total = _walk(
-                _empty(BLOCK_M, DV), query, cache, scale, cap, slope, window, span, ids, lo, tl.minimum(hi, end),
-                begin, free_begin, free_end, TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE,
+                _empty(BLOCK_M, DV, PAIRS), query, cache, scale, cap, slope, window, span, ids, lo, tl.minimum(hi, end),
+                begin, free_begin, free_end, TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE, PAIRS,
             )  # fmt: skip
             if V_TAIL:
                 mix_tail, _, _ = _fold(mix_tail, top, total, new_tail, new_top, new_total)
@@ -383,9 +413,9 @@ def attend(
     whole = live & (part < 0)
     split = live & (part >= 0)
     at = (part.to(tl.int64) * num_heads + q_heads) * DV
-    _store(part_mix, at, mix, split, 0, DV)
+    _store(part_mix, at, mix, split, 0, DV, STRIDE)
     if V_TAIL:
-        _store(part_mix, at, mix_tail, split, V_MAIN, DV)
+        _store(part_mix, at, mix_tail, split, V_NEXT, DV, STRIDE)
     sums = part_sums + (part.to(tl.int64) * num_heads + q_heads) * 2
     tl.store(sums, top, mask=split)
     tl.store(sums + 1, total, mask=split)
@@ -394,9 +424,9 @@ def attend(
         sink = tl.load(sinks + q_heads, mask=live, other=0.0) * LOG2_E
     share = _share(top, total, sink)[:, None]
     at = token.to(tl.int64) * out_token + q_heads * out_head
-    _store(out, at, mix * share, whole, 0, DV)
+    _store(out, at, mix * share, whole, 0, DV, STRIDE)
     if V_TAIL:
-        _store(out, at, mix_tail * share, whole, V_MAIN, DV)
+        _store(out, at, mix_tail * share, whole, V_NEXT, DV, STRIDE)
     if lse is not None:
         tl.store(lse + token.to(tl.int64) * num_heads + q_heads, (top + tl.log2(total)) * LN_2, mask=whole)
     if reports is not None and not FINITE:

@@ -32,7 +32,7 @@ from quire.ops.triton.launch import FLOATS, NAME, on_device_of
 from quire.ops.triton.linear import TiledLinears
 from quire.ops.triton.quantised import IntegerLinears
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
-from quire.ops.triton.tiles import CHUNK, Tile, chip_of, launchable, pieces, precision
+from quire.ops.triton.tiles import CHUNK, Tile, chip_of, launchable, pairs_of, pieces, precision
 from quire.ops.triton.worklist import TritonPlan
 from quire.ops.weights.linear import Linears
 
@@ -186,6 +186,7 @@ class TritonBackend(Backend):
                             **_constants(spec, tile),
                             UNIT=unit,
                             FINITE=finite,
+                            PAIRS=pairs_of(spec, tile, unit),
                             num_warps=tile.num_warps,
                             num_stages=1 if finite else tile.num_stages,
                             enable_fp_fusion=fusion,

@@ -58,6 +58,13 @@ PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 20, 64, 130)  # of a weight, when its kind
 ROUNDED = 1024  # inputs of a row that a program rounds, if groups have separate scales
 ROUNDED_WHOLE = 4096  # inputs that a program rounds at a time, if a row has one scale
 
+# Inputs are divided among programs if there are fewer of these, of 4 warps, than FILLED times the processors. The sums
+# that are stored must stay small beside the weight: those of all segments of few rows, or one a program.
+FILLED, MOST_SHARES = 4, 8
+DIVIDES = False  # not timed on a GPU yet: `python -m quire_bench.gpu.rows` compares both ways
+MOST_SUMMED = 4  # rows whose segments have separate sums
+FINISHED = 128  # outputs of a program that scales sums
+
 SHARING = tl.constexpr(16)  # tiles of rows that share the weights in the L2 cache
 
 
@@ -155,8 +162,8 @@ def _load(pointers, ahead, has_output, near, AHEAD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_tile(
-    values, scales, zeros, minimums, sub_scales, sub_minimums, bias, x, x_scales, x_sums, out,
-    num_rows, room, num_outputs, padded,
+    values, scales, zeros, minimums, sub_scales, sub_minimums, bias, x, x_scales, x_sums, out, sums,
+    num_rows, room, num_outputs, padded, share,
     PACKED: tl.constexpr, ZERO: tl.constexpr, SEGMENT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     SUB: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -165,6 +172,8 @@ def multiply_tile(
 
     ZERO: subtracted if there are no zeros, from the value of packed numbers, otherwise from the stored number. SEGMENT:
     inputs of one integer sum; 0: all. GROUP, X_GROUP: inputs that share a scale; 0: all.
+    sums: int32 [segments, num_rows, num_outputs], where the integer sums are stored for `finish_sums`. The second
+    dimension of the grid then divides the inputs, in shares of `share`; without segments each has its own sum.
     """
     row_tiles = tl.cdiv(num_rows, ROWS)
     output_tiles = tl.cdiv(num_outputs, OUTPUTS)
@@ -193,7 +202,14 @@ def multiply_tile(
     result = tl.zeros([OUTPUTS, ROWS], tl.float32)
     total = tl.zeros([OUTPUTS, ROWS], tl.int32)
     low = tl.zeros([OUTPUTS, ROWS], tl.int32)
-    for first in tl.range(0, padded, STEP):
+    begin, end = 0, padded
+    if sums is not None:
+        begin = tl.program_id(1) * share
+        end = tl.minimum(begin + share, padded)
+    where = row[None, :] * num_outputs + output[:, None]
+    held = has_row[None, :] & has_output[:, None]
+    a_sum = num_rows.to(tl.int64) * num_outputs
+    for first in tl.range(begin, end, STEP):
         for i in tl.static_range(STEP // PART):
             at = (first + i * PART).to(tl.int64)
             if SEGMENT > 0 and i * PART % SEGMENT == 0:
@@ -241,7 +257,9 @@ def multiply_tile(
             elif minimums is not None:
                 low += x_sum[None, :]
 
-            if SEGMENT > 0 and (i + 1) * PART % SEGMENT == 0:
+            if sums is not None and SEGMENT > 0 and (i + 1) * PART % SEGMENT == 0:
+                tl.store(sums + at // SEGMENT * a_sum + where, total, mask=held)
+            elif SEGMENT > 0 and (i + 1) * PART % SEGMENT == 0:
                 x_scale = tl.load(x_scales + at // X_GROUP * room + row)
                 if GROUP > 0:
                     scale = _load(scales + of_group, group_ahead, has_output, near, AHEAD).to(tl.float32)
@@ -251,15 +269,52 @@ def multiply_tile(
                 if minimums is not None:
                     minimum = _load(minimums + of_group, group_ahead, has_output, near, AHEAD).to(tl.float32)
                     result = tl.fma(low.to(tl.float32), minimum[:, None] * x_scale[None, :], result)
+    if sums is not None:
+        if SEGMENT == 0:
+            tl.store(sums + tl.program_id(1) * a_sum + where, total, mask=held)
+    else:
+        if SEGMENT == 0:
+            x_scale = tl.load(x_scales + row)
+            result = tl.fma(total.to(tl.float32), tl.broadcast_to(x_scale[None, :], [OUTPUTS, ROWS]), result)
+        if GROUP == 0:
+            result *= tl.load(scales + output, mask=has_output, other=0.0)[:, None]
+        if bias is not None:
+            result += tl.load(bias + output, mask=has_output, other=0.0)[:, None]
+        tl.store(out + where, result.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def finish_sums(
+    sums, scales, bias, x_scales, out, count, num_rows, room, num_outputs,
+    SEGMENT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """Scale the integer sums of some outputs of one row, and add them in the order that the definition specifies."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    held = output < num_outputs
+    sums += row * num_outputs + output
+    a_sum = num_rows.to(tl.int64) * num_outputs
+    result = tl.zeros([OUTPUTS], tl.float32)
+    whole = tl.zeros([OUTPUTS], tl.int32)
+    for s in tl.range(0, count, loop_unroll_factor=8):
+        total = tl.load(sums + s * a_sum, mask=held, other=0)
+        if SEGMENT == 0:
+            whole += total
+        else:
+            scale = tl.full([OUTPUTS], 1.0, tl.float32)
+            if GROUP > 0:
+                of_group = s * SEGMENT // GROUP * num_outputs + output
+                scale = tl.load(scales + of_group, mask=held, other=0.0).to(tl.float32)
+            x_scale = tl.load(x_scales + (s * SEGMENT // X_GROUP).to(tl.int64) * room + row)
+            result = tl.fma(total.to(tl.float32), scale * x_scale, result)
     if SEGMENT == 0:
         x_scale = tl.load(x_scales + row)
-        result = tl.fma(total.to(tl.float32), tl.broadcast_to(x_scale[None, :], [OUTPUTS, ROWS]), result)
+        result = tl.fma(whole.to(tl.float32), tl.zeros([OUTPUTS], tl.float32) + x_scale, result)
     if GROUP == 0:
-        result *= tl.load(scales + output, mask=has_output, other=0.0)[:, None]
+        result *= tl.load(scales + output, mask=held, other=0.0)
     if bias is not None:
-        result += tl.load(bias + output, mask=has_output, other=0.0)[:, None]
-    where = out + row[None, :] * num_outputs + output[:, None]
-    tl.store(where, result.to(out.dtype.element_ty), mask=has_row[None, :] & has_output[:, None])
+        result += tl.load(bias + output, mask=held, other=0.0)
+    tl.store(out + row * num_outputs + output, result.to(out.dtype.element_ty), mask=held)
 
 
 # ------------------------------------------------------------------------------------------------- the products
@@ -317,8 +372,11 @@ def integer_linear(
     bias: Tensor | None,  # fp32 [out]
     out_dtype: torch.dtype,
     tile: IntegerTile,
+    share: int = 0,
 ) -> Tensor:
     """Compute x @ weight.T + bias in tiles of one shape, which does not affect the result: [T, out].
+
+    share: the inputs of a program, as of `share_of`, which do not affect it either; 0: all.
 
     Raises BadShape, BadDtype or BadValue.
     """
@@ -329,7 +387,13 @@ def integer_linear(
     out = torch.empty(rows, weight.out_size, dtype=out_dtype, device=x.device)
     if rows:
         rounded = rounded_rows(x, kind, tile.rows)
-        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.out_size, tile.outputs),)
+        padded, segment = padded_size(kind), segment_of(kind)
+        parts = triton.cdiv(padded, share) if share else 1
+        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.out_size, tile.outputs), parts)
+        room = triton.cdiv(rows, tile.rows) * tile.rows
+        sums = None
+        if parts > 1:
+            sums = torch.empty(padded // segment if segment else parts, *out.shape, dtype=torch.int32, device=x.device)
         with on_device_of(x):
             multiply_tile[grid](
                 weight.values,
@@ -343,14 +407,21 @@ def integer_linear(
                 rounded.scales,
                 rounded.sums,
                 out,
+                sums,
                 rows,
-                triton.cdiv(rows, tile.rows) * tile.rows,
+                room,
                 weight.out_size,
-                padded_size(kind),
+                padded,
+                share,
                 **constants(kind, tile),
-                AHEAD=tile.ahead if x.is_cuda and not ON_AMD else 0,
+                AHEAD=tile.ahead if x.is_cuda and not ON_AMD and sums is None else 0,
                 **options(kind, tile, ON_AMD),
             )
+            if sums is not None:
+                finish_sums[(rows, triton.cdiv(weight.out_size, FINISHED))](
+                    sums, weight.scales, bias, rounded.scales, out, len(sums), rows, room, weight.out_size,
+                    **finishing_constants(kind), num_warps=4, enable_fp_fusion=False,
+                )  # fmt: skip
     return out
 
 
@@ -376,6 +447,27 @@ def options(kind: QuantisedWeight, tile: IntegerTile, on_amd: bool) -> dict[str,
     # More stages do not fit the registers and the shared memory of AMD's GPUs.
     stages = 2 if on_amd else 1 + max(1, tile.underway // step_of(kind, tile))
     return {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": False}
+
+
+def finishing_constants(kind: QuantisedWeight) -> dict[str, int]:
+    """Return the compile-time constants of the kernel that scales the sums."""
+    names = constants(kind, FEW_ROWS)
+    return {name: int(names[name]) for name in ("SEGMENT", "GROUP", "X_GROUP")} | {"OUTPUTS": FINISHED}
+
+
+def share_of(weight: PackedWeight | QuantisedWeight) -> int:
+    """Return the inputs of a program of a weight with few outputs, so that the programs fill the device; 0: all.
+
+    Sums of minimums are not stored, and AMD's GPUs have no tile for it.
+    """
+    kind = weight.kind if isinstance(weight, PackedWeight) else weight
+    processors = processors_of(str(weight.device))
+    if not DIVIDES or ON_AMD or kind.minimums is not None or weight.out_size >= WIDE * processors:
+        return 0
+    step = step_of(kind, FEW_ROWS)
+    steps, programs = triton.cdiv(padded_size(kind), step), triton.cdiv(weight.out_size, FEW_ROWS.outputs)
+    parts = min(MOST_SHARES, steps, triton.cdiv(FILLED * processors, programs))
+    return step * triton.cdiv(steps, parts) if parts > 1 else 0
 
 
 def segment_of(kind: QuantisedWeight) -> int:
@@ -405,6 +497,7 @@ class IntegerLinear:
     bias: Tensor | None  # fp32 [out]
     out_dtype: torch.dtype
     tiles: tuple[IntegerTile, ...]  # in order of rows
+    share: int = 0  # inputs of a program where rows are few, see `share_of`
 
     def __call__(
         self,
@@ -412,7 +505,9 @@ class IntegerLinear:
     ) -> Tensor:
         """Return the projection: [T, out]."""
         tile = next((tile for tile in self.tiles if len(x) <= tile.rows), self.tiles[-1])
-        return integer_linear(x, self.weight, self.bias, self.out_dtype, tile)
+        most = MOST_SUMMED if segment_of(self.weight.kind) else SOME_ROWS.rows
+        share = self.share if len(x) <= most else 0
+        return integer_linear(x, self.weight, self.bias, self.out_dtype, tile, share)
 
 
 class IntegerLinears(Linears):
@@ -425,6 +520,7 @@ class IntegerLinears(Linears):
     def __init__(self) -> None:
         super().__init__()
         self._right: dict[tuple[object, ...], bool] = {}
+        self._divides: dict[tuple[object, ...], bool] = {}  # by shape and kind: whether inputs are divided
 
     def _own(self, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Linear | None:
         return self._of(PackedWeight.of(weight), bias, out_dtype) if self._serves(weight) else None
@@ -450,7 +546,13 @@ class IntegerLinears(Linears):
         if bias is not None:
             check_tensor("bias", bias, (weight.out_size,), bias.dtype, weight.device, any_strides=True)
             bias = bias.float().contiguous()
-        return IntegerLinear(weight, bias, out_dtype, tiles_of(weight))
+        kind, share = weight.kind, share_of(weight)
+        if share:
+            key = (kind.bits, kind.by_output, kind.group_size, kind.activation_group, kind.dtype, kind.zeros is None)
+            if key not in self._divides:
+                self._divides[key] = is_right(weight.rows(_first(weight)), divided=True)
+            share *= self._divides[key]
+        return IntegerLinear(weight, bias, out_dtype, tiles_of(weight), share)
 
     def _serves(self, weight: LinearWeight) -> TypeGuard[QuantisedWeight]:
         if not isinstance(weight, QuantisedWeight) or weight.dtype not in FLOATS:
@@ -467,10 +569,18 @@ class IntegerLinears(Linears):
         return self._right[key]
 
 
-def is_right(weight: QuantisedWeight) -> bool:
-    """Return True if every tile gives the results of torch's operators for the first outputs of a weight."""
-    some = weight.rows(torch.arange(min(PROBED_OUTPUTS, weight.out_size), device=weight.device))
-    ours = IntegerLinear(PackedWeight.of(some), None, torch.float32, tiles_of(weight))
+def _first(weight: PackedWeight | QuantisedWeight) -> Tensor:
+    return torch.arange(min(PROBED_OUTPUTS, weight.out_size), device=weight.device)
+
+
+def is_right(weight: QuantisedWeight, divided: bool = False) -> bool:
+    """Return True if every tile gives the results of torch's operators for the first outputs of a weight.
+
+    divided: with the inputs of few rows divided among programs.
+    """
+    some = weight.rows(_first(weight))
+    share = share_of(some) if divided else 0
+    ours = IntegerLinear(PackedWeight.of(some), None, torch.float32, tiles_of(weight), share)
     theirs = QuantisedLinear(some, None, torch.float32)
     x = torch.randn(max(PROBED_ROWS), weight.in_size, device=weight.device).to(weight.dtype)
     pairs = ((ours(x[:rows]), theirs(x[:rows])) for rows in PROBED_ROWS)

@@ -76,6 +76,10 @@ WARPS = 8  # of "many" and "exact" tiles that run on one processor at the same t
 
 DIMS = (64, 96, 128, 256, 512, 1024)
 
+# Whether caches of 8 bits are widened in pairs of dimensions. Compiled and emulated, but not run on a GPU yet:
+# `python -m quire_bench.gpu.rows` compares both ways, in results and time.
+IN_PAIRS = False
+
 
 def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
     """Return the tile of a kind on a chip, as named by `chip_of`."""
@@ -107,6 +111,20 @@ def launchable(spec: AttentionSpec, tile: Tile, *, aligned: bool) -> Tile:
     if tile.block_m < 64 or chip_of(spec.device) != "sm90":
         return tile
     return replace(tile, block_m=32, block_n=min(tile.block_n, 32), num_warps=4, num_stages=1)
+
+
+def pairs_of(spec: AttentionSpec, tile: Tile, unit: int) -> str | None:
+    """Return how a kernel widens a cache of 8 bits in pairs of dimensions, see `widening`, or None if it does not.
+
+    It does in tiles of few rows, whose time is that of reading keys. unit: elements that all strides are multiples of.
+    """
+    fits = all(dim >= 32 and dim & (dim - 1) == 0 for dim in (spec.head_dim, spec.dim_v)) and unit % 2 == 0
+    if not IN_PAIRS or not fits or spec.latent or spec.reproducible or tile.block_m > 16 or spec.dtype.itemsize != 2:
+        return None
+    name = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(spec.cache_dtype)
+    if name is None or not spec.device.startswith("cuda"):
+        return name and f"plain {name}"
+    return name if torch.version.hip is None else None
 
 
 def pieces(group_size: int, rows: int, tile: Tile) -> int:
