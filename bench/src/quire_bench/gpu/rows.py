@@ -1,0 +1,216 @@
+"""The figures that decide what is on by default on a GPU: `python -m quire_bench.gpu.rows [NAME ..]`, in a clone.
+
+Each function of ROWS measures one and returns it; the command runs each in a process of its own, of LIMIT seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from quire import LLM, SamplingParams
+from quire.ops.collectives import DeviceCommunicator
+from quire.ops.triton import quantised, tiles
+from quire.ops.triton.linear import LinearTile, TiledLinear
+from quire.ops.triton.packed import PackedWeight
+from quire.ops.triton.tiles import Tile
+from quire.ops.weights.quantised import quantised as rounded
+from quire_bench.gpu.attention import DECODE, NARROW, PREFILL, paged, sized
+from quire_bench.gpu.common import Bench, Call, Contestant, Settings, race
+from quire_bench.kernels.attention import Shape
+
+Figures = dict[str, Any]
+
+ROOT = Path(__file__).parents[4]
+LIMIT = 40.0  # s of a row
+CACHED = 2**28  # bytes: more than a GPU caches
+# Tiles of reproducible heads of 128 that may cost less in decoding; rows that alternate between two must not.
+EXACT = (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 4), Tile(64, 128, 4, 2), Tile(64, 128, 8, 2))
+FEW = (LinearTile(64, 64, 128, 4, 5), LinearTile(64, 32, 128, 4, 5), LinearTile(64, 32, 64, 4, 8))
+
+
+def bits(_: Bench) -> Figures:
+    """Which cases of the promise of reproducible plans fail."""
+    names = ["tests/ops/triton_backend/test_bits.py", "-k", "a_row_has_the_same_bits"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "--long", *names]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return {kind: re.findall(rf"(?m)^{kind} \S+\[(.*)\]", shown) for kind in ("PASSED", "FAILED")}
+
+
+def reproducible(bench: Bench) -> Figures:
+    """Decode and prefill of reproducible plans over those of usual ones, for each tile that may serve them."""
+    found: Figures = {}
+    for name, whole in {"decode": DECODE["64 x 4096"], "prefill": PREFILL["8 x 4096 D128"]}.items():
+        shape = sized(bench, whole)
+        contestants = {"usual": Contestant(partial(_usual, bench, shape))}
+        for tile in EXACT:
+            contestants[str(tile)] = Contestant(partial(_with, bench, shape, tile))
+        seconds = race(bench, f"reproducible {name}", contestants, rounds=2)
+        found[name] = {one: seconds[one] / seconds["usual"] for one in seconds}
+        bench.forget()
+    return found
+
+
+def _usual(bench: Bench, shape: Shape) -> Call:
+    return paged(bench, shape).call()
+
+
+def _with(bench: Bench, shape: Shape, tile: Tile) -> Call:
+    """A reproducible call with that tile."""
+    table = tiles.HALVES[tiles.chip_of(bench.device)]
+    usual = table["exact"]
+    table["exact"] = (tile,) * len(usual)
+    try:
+        return paged(bench, shape, reproducible=True).call()
+    finally:
+        table["exact"] = usual
+
+
+def narrow_caches(bench: Bench) -> Figures:
+    """Decode over caches of 8 bits, widened one by one and in pairs, over bf16; and the largest difference of both."""
+    shape = sized(bench, DECODE["64 x 4096"])
+    contestants, outs = {"bf16": Contestant(lambda: paged(bench, shape).call())}, {}
+    for name, dtype in NARROW.items():
+        for pairs in (False, True):
+
+            def make(dtype: torch.dtype = dtype, pairs: bool = pairs, name: str = name) -> Call:
+                torch.manual_seed(0)
+                made = paged(bench, shape, kv_dtype=dtype)
+                call = made.call()
+
+                def run() -> None:
+                    with _set(tiles, "IN_PAIRS", pairs):
+                        call()
+
+                run()
+                outs[name, pairs] = made.out.clone()
+                return run
+
+            contestants[f"{name}, {'pairs' if pairs else 'one by one'}"] = Contestant(make)
+    seconds = race(bench, "8-bit caches", contestants, rounds=2)
+    away = {name: float((outs[name, True] - outs[name, False]).abs().max()) for name in NARROW if (name, True) in outs}
+    return {name: seconds[name] / seconds["bf16"] for name in seconds} | {"largest difference": away}
+
+
+def few_outputs(bench: Bench) -> Figures:
+    """Products of 14,336 inputs and 4,096 outputs, whole and divided, over torch's in bf16; whether bits agree."""
+    size, outputs = (1024, 48) if bench.settings.tiny else (14336, 4096)
+    copies = 1 if bench.settings.tiny else -(-CACHED // (size * outputs // 2))
+    weight = torch.randn(outputs, size, device=bench.device).bfloat16()
+    found: Figures = {}
+    for rows in (1, 32):
+        x = torch.randn(rows, size, device=bench.device).bfloat16()
+        turns = [weight.clone() for _ in range(-(-copies // 4))]
+        contestants = {"bf16": Contestant(_turns([partial(torch.nn.functional.linear, x, w) for w in turns]))}
+        for name, bits_, group in (("int8", 8, size), ("int4", 4, 128)):
+            packed = [PackedWeight.of(rounded(weight, bits_, group, torch.bfloat16)) for _ in range(copies)]
+            results = []
+            for divided in (False, True):
+                with _set(quantised, "DIVIDES", divided):
+                    share = quantised.share_of(packed[0])
+                linears = [
+                    quantised.IntegerLinear(one, None, torch.bfloat16, quantised.tiles_of(one), share) for one in packed
+                ]
+                results.append(linears[0](x))
+                calls = [partial(linear, x) for linear in linears]
+                contestants[f"{name}, {'divided' if divided else 'whole'}"] = Contestant(_turns(calls))
+            found[f"{name}, {rows} rows, same bits"] = torch.equal(*results)
+        for tile in FEW:
+            tiled = [partial(TiledLinear(w, None, tile), x) for w in turns]
+            contestants[f"reproducible, {tile}"] = Contestant(_turns(tiled))
+        seconds = race(bench, f"{rows} x {size} x {outputs}", contestants, rounds=2)
+        found |= {f"{name}, {rows} rows": seconds[name] / seconds["bf16"] for name in seconds}
+        bench.forget()
+    return found
+
+
+def captured_exchange(bench: Bench) -> Figures:
+    """Whether a graph repeats NCCL's exchange: a group of this process alone."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = FileStore(f"{directory}/store", 1)
+        store.set_timeout(timedelta(seconds=LIMIT))
+        exchange = DeviceCommunicator(store, 0, 1, 1, torch.device(torch.cuda.current_device()))
+        x = torch.zeros(4, 4096, dtype=torch.bfloat16, device=bench.device)
+        exchange.gather(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            found = exchange.gather(x)
+        x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        same = torch.equal(found[0], x)
+        exchange.leave()
+    return {"a replay sees new numbers": same}
+
+
+def ranks(_: Bench) -> Figures:
+    """Whether two processes that share this GPU compute the tokens and log-probabilities of one."""
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+    found = []
+    for size in (1, 2):
+        with LLM(device="cuda:0", reproducible=True, num_blocks=64, tensor_parallel_size=size) as llm:
+            [output] = llm.generate([[7 * i % 97 for i in range(40)]], params, use_tqdm=False)
+            found.append((list(output.outputs[0].token_ids), output.outputs[0].cumulative_logprob))
+    return {"same tokens": found[0][0] == found[1][0], "same bits": found[0] == found[1]}
+
+
+@contextmanager
+def _set(module: Any, name: str, value: object) -> Iterator[None]:
+    """A module's constant for a while."""
+    usual = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, usual)
+
+
+def _turns(calls: Sequence[Call]) -> Callable[[], Call]:
+    """Calls that take turns."""
+    turn = cycle(calls)
+
+    def call() -> object:
+        return next(turn)()
+
+    return lambda: call
+
+
+ROWS: dict[str, Callable[[Bench], Figures]] = {
+    one.__name__: one for one in (bits, reproducible, narrow_caches, few_outputs, captured_exchange, ranks)
+}
+
+
+def main(names: list[str]) -> None:
+    """Print a line of JSON for each row; with one name and --here, compute it in this process."""
+    if names[1:] == ["--here"]:
+        bench = Bench(Settings(), names[0], lambda _: None)
+        sys.stdout.write(json.dumps(ROWS[names[0]](bench)) + "\n")
+        return
+    for name in names or list(ROWS):
+        command = [sys.executable, "-m", "quire_bench.gpu.rows", name, "--here"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=os.environ)
+            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-600:]}
+        except subprocess.TimeoutExpired:
+            found = {"error": f"it took longer than {LIMIT:g} s"}
+        sys.stdout.write(json.dumps({name: found}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
