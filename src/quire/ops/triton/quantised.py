@@ -59,7 +59,7 @@ ROUNDED = 1024  # inputs of a row that a program rounds, if groups have separate
 ROUNDED_WHOLE = 4096  # inputs that a program rounds at a time, if a row has one scale
 
 # Inputs are divided among programs if there are fewer of these, of 4 warps, than FILLED times the processors. The sums
-# that are stored must stay small beside the weight: those of all segments of few rows, or one a program.
+# that are stored must take little memory next to the weight: those of all segments of few rows, or one a program.
 FILLED, MOST_SHARES = 4, 8
 DIVIDES = False  # not timed on a GPU yet: `python -m quire_bench.gpu.rows` compares both ways
 MOST_SUMMED = 4  # rows whose segments have separate sums

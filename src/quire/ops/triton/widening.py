@@ -12,7 +12,7 @@ import triton.language as tl
 
 # By the cache's dtype and the one of q: instructions that widen a byte of each of two 16-bit numbers, of which `pick`
 # brings the bytes together. Those of int8 build the number 128 + (its lower 7 bits), or 1152 + it, by its exponent's
-# bits, and subtract what it has too much. All results are exact.
+# bits, and subtract 128 or 256, or 1152. All results are exact.
 INT8_BF16 = """{
 .reg .b32 w, a, c, one;
 mov.b32 one, 0x3f803f80;
