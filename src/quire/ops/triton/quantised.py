@@ -61,7 +61,7 @@ ROUNDED_WHOLE = 4096  # inputs that a program rounds at a time, if a row has one
 # Inputs are divided among programs if there are fewer of these, of 4 warps, than FILLED times the processors. The sums
 # that are stored must take little memory next to the weight: those of all segments of few rows, or one a program.
 FILLED, MOST_SHARES = 4, 8
-DIVIDES = False  # not timed on a GPU yet: `python -m quire_bench.gpu.rows` compares both ways
+DIVIDES = False  # not timed on a GPU yet, see docs/gpu.md
 MOST_SUMMED = 4  # rows whose segments have separate sums
 FINISHED = 128  # outputs of a program that scales sums
 

@@ -76,8 +76,8 @@ WARPS = 8  # of "many" and "exact" tiles that run on one processor at the same t
 
 DIMS = (64, 96, 128, 256, 512, 1024)
 
-# Whether caches of 8 bits are widened in pairs of dimensions. Compiled and emulated, but not run on a GPU yet:
-# `python -m quire_bench.gpu.rows` compares both ways, in results and time.
+# Whether caches of 8 bits are widened in pairs of dimensions. Compiled and emulated, but not run on a GPU yet, see
+# docs/gpu.md.
 IN_PAIRS = False
 
 
