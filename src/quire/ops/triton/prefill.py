@@ -7,11 +7,11 @@ are multiplied with its values; the groups issue their products in turns (Shah e
 visited from the last to the first, so that those with masks come first.
 
 Kept as the compiler (triton 3.6) needs it:
-- A constant stands literally in the tuple given to `warp_specialize`; a variable becomes a number of the device.
+- A constant is written literally in the tuple given to `warp_specialize`; a variable becomes a number of the device.
 - `mbarrier.arrive` makes the warps of a partition wait for each other. Hardware barriers do not, so buffers are given
   back by these. The compiler takes numbers 0 to 5: one per partition, and one more.
-- Weights go from one turn of the loop to the next as pairs in int32: 16-bit values would be taken apart and put
-  together again each time.
+- Weights go from one turn of the loop to the next as pairs in int32: 16-bit values would be unpacked and packed again
+  each time.
 - The assembler moves the wait for a product up, before the exponentials that should hide it; see `_after`.
 - A tile of several blocks is allocated with rank 4 and interpreted again as [keys, D]: a piece of at least 8 rows of
   128 bytes is a whole number of the 1,024 bytes after which the swizzle repeats.
@@ -58,7 +58,7 @@ def _meet(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def _after(x):
-    """Return x, four sums of each thread that are never negative; what waits after this in the code waits after x.
+    """Return x, four sums of each thread that are never negative; waits that follow in the code follow x in time.
 
     The assembler moves no wait over a hardware barrier. This one depends on x, and no thread ever comes to it.
     """
