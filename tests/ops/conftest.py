@@ -66,9 +66,12 @@ INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
 IN_PYTHON = ["reference", "gather", *INTERPRETED]
 
 
+# The kernel of "hopper" has no interpreter, so without a GPU it is emulated: triton_backend/test_hopper.py.
+NAMES = [name for name in ops.BACKENDS if name != "hopper" or torch.cuda.is_available()]
+
 # What an operator checks is checked in one place for all backends: see `test_it_offers_the_whole_protocol`.
 checked_once = pytest.mark.parametrize(
-    "backend", [name if name == "reference" else of_long_runs(name) for name in ops.BACKENDS], indirect=True
+    "backend", [name if name == "reference" else of_long_runs(name) for name in NAMES], indirect=True
 )
 
 
@@ -178,9 +181,7 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
     return ops.load(name, DEVICES[reasons.index(None)])
 
 
-OTHERS = [
-    pytest.param(name, marks=SLOW if name in ("gather", *INTERPRETED) else ()) for name in ops.BACKENDS if name != "cpu"
-]
+OTHERS = [pytest.param(name, marks=SLOW if name in ("gather", *INTERPRETED) else ()) for name in NAMES if name != "cpu"]
 
 
 @pytest.fixture(params=[*OTHERS, *NATIVE])

@@ -137,7 +137,7 @@ def test_a_scale_that_is_not_finite_reaches_the_rows_that_see_it(backend, device
 def test_attention_is_that_over_the_rounded_rows(backend, device, case, dtype):
     some = [LAYOUTS[CASES.index(case) % len(LAYOUTS)]]  # of the layouts where Python or the interpreter computes
     for layout in LAYOUTS if backend.name == "cpu" else some:
-        for lse in (True,) if backend.name == "triton" else (False, True):
+        for lse in (True,) if backend.name in ("triton", "hopper") else (False, True):
             cased = replace(case, dtype=dtype, kv_dtype=torch.int8, layout=layout, return_lse=lse)
             Step(cased, device).check(backend)
 
@@ -245,7 +245,7 @@ def test_both_parts_of_a_latent_row_have_their_scale(backend, device, dims, dtyp
     """The rows' last numbers are 30 times as large as those that are V, too."""
     rows = [(1, 1), (1, 16), (5, 3), (13, 8), (70, 4)]
     if backend.name != "cpu":  # Python or the interpreter computes
-        rows = [(1, 16)] if backend.name == "triton" else [(1, 16), (13, 8)]
+        rows = [(1, 16)] if backend.name in ("triton", "hopper") else [(1, 16), (13, 8)]
     for i, (count, group) in enumerate(rows):
         case = Case(
             query_lens=(count, 1),
@@ -338,7 +338,7 @@ def test_a_latent_spec_says_what_fits(backend, device):
 
 
 def test_triton_serves_latent_rows_that_its_programs_cut(backend, device):
-    if backend.name != "triton":
+    if backend.name not in ("triton", "hopper"):
         return
     step = Step(replace(LATENT, head_dim=40, head_dim_v=24, kv_dtype=torch.int8), device)
     with pytest.raises(Unsupported, match=r"head_dim_v is 24 and spec\.head_dim 40; .* here 32"):

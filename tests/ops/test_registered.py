@@ -18,7 +18,7 @@ from quire.errors import BadDtype, BadShape, BadValue, QuireError, Unsupported
 from quire.ops import registered
 from tests.marks import of_long_runs
 from tests.ops.cases import Case, Step, half_dtype
-from tests.ops.conftest import DEVICES, choose
+from tests.ops.conftest import DEVICES, NAMES, choose
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ STEPS = [((3, 2), (3, 2)), ((1, 4), (4, 6)), ((1, 1), (5, 7)), ((1, 1), (6, 8)),
 USUAL = next(name for name in ops.BACKENDS if ops.unavailable(name, DEVICES[-1]) is None)
 
 
-@pytest.fixture(params=[name if name == USUAL else of_long_runs(name) for name in ops.BACKENDS])
+@pytest.fixture(params=[name if name == USUAL else of_long_runs(name) for name in NAMES])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Backend:
     return choose(request, monkeypatch)
 

@@ -12,11 +12,12 @@ from quire.ops.backend import Backend
 BACKENDS = {  # name -> the module with its BACKEND, by preference: "auto" takes the first one that is available
     "cpu": "quire.ops.cpu",
     "triton": "quire.ops.triton",
+    "hopper": "quire.ops.triton.hopper",  # only by name: "triton" serves every device that it serves
     "reference": "quire.ops.backends.reference",
     "gather": "quire.ops.backends.gather",
 }
 
-NEEDS = {"triton": "triton"}  # name -> the package that the module imports
+NEEDS = {"triton": "triton", "hopper": "triton"}  # name -> the package that the module imports
 
 
 def load(name: str = "auto", device: str = "cpu") -> Backend:

@@ -37,6 +37,7 @@ class Settings:
     backend: str = "triton"
     tiny: bool = False  # shapes that a machine without a GPU runs in seconds
     fa3: str | None = None  # the library of FlashAttention 3 that registers torch.ops._vllm_fa3_C
+    nano: str | None = None  # a folder with nano-vllm's source
 
 
 @dataclass
@@ -98,6 +99,16 @@ class Bench:
     def spec(self, **fields: Any) -> ops.AttentionSpec:
         """An AttentionSpec on the benchmark's device."""
         return ops.AttentionSpec(device=self.device, **fields)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the benchmark."""
+
+    run: Callable[[Bench], None]
+    seconds: float  # that it may take
+    beside: bool = False  # runs at the same time as the others of its kind, before what is timed
+    compiles: bool = False  # also runs beside these, for the caches of its compilers
 
 
 def shortened(text: str, most: int = 600) -> str:

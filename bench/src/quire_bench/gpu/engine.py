@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -211,16 +211,19 @@ def _transformers(bench: Bench, model: Any, config: Any, work: Workload) -> floa
 # ---------------------------------------------------------------------------------------------- decode steps
 
 
-def steps(bench: Bench) -> None:
+SERVED = (("gpt2, batch 64", 64, 900), ("8B, batch 32", 32, 2048), ("8B, batch 1", 1, 2048))  # sequences, tokens
+
+
+def steps(bench: Bench, served: Sequence[tuple[str, int, int]] = SERVED) -> None:
     """Stage: a step of decoding as it is served, against the time to read the weights and the KV once."""
     tiny = bench.settings.tiny
     small = gpt2.decoder_config(gpt2_config(bench))
     few = (llama_layer(num_heads=4, num_kv_heads=2, head_dim=16, inner=96),) * 2
     large = replace(EIGHT_B, vocab_size=256, hidden_size=64, layers=few) if tiny else EIGHT_B
     bandwidth = copy(bench).work / race(bench, "memory", {"copy": copy(bench)})["copy"]
-    shapes = (("gpt2, batch 64", small, 64, 900), ("8B, batch 32", large, 32, 2048), ("8B, batch 1", large, 1, 2048))
     for reproducible in (False, True):
-        for name, config, batch, context in shapes:
+        for name, batch, context in served:
+            config = small if name.startswith("gpt2") else large
             size = (2, 40) if tiny else (batch, context)
             try:
                 _steps(bench, name, config, *size, bandwidth, reproducible=reproducible)

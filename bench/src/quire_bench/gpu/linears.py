@@ -6,7 +6,7 @@ memory, as in a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -24,21 +24,23 @@ CACHED = 2**28  # bytes: more than a GPU caches
 BLOCKS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
-def linears(bench: Bench) -> None:
+def linears(
+    bench: Bench, sizes: Sequence[tuple[int, int]] = SIZES, rows: Sequence[int] = ROWS, blocks: Sequence[str] = BLOCKS
+) -> None:
     """Stage: operations a second of each linear, and its share of the framework's."""
     own = bench.backend.linears(bench.device)
     kinds: dict[str, tuple[Linears, Callable[[int, int], LinearWeight]]] = {
         "torch": (Linears(), lambda i, o: _random(bench, i, o)),
         "quire, int8": (own, lambda i, o: quantised(_random(bench, i, o), 8, i, torch.bfloat16)),
         "quire, int4, groups of 128": (own, lambda i, o: quantised(_random(bench, i, o), 4, 128, torch.bfloat16)),
-        **{f"quire, {kind}": (own, partial(_blocks, bench, kind)) for kind in BLOCKS},
+        **{f"quire, {kind}": (own, partial(_blocks, bench, kind)) for kind in blocks},
     }
     if bench.backend.limits.reproducible:
         kinds["quire, reproducible"] = (
             bench.backend.linears(bench.device, reproducible=True),
             lambda i, o: _random(bench, i, o),
         )
-    for inside, outside in ((256, 48),) if bench.settings.tiny else SIZES:
+    for inside, outside in ((256, 48),) if bench.settings.tiny else sizes:
         served: dict[str, list[Linear]] = {}
         for name, (packer, make) in kinds.items():
             try:
@@ -50,12 +52,12 @@ def linears(bench: Bench) -> None:
                 ]
             except Exception as error:  # the others are still timed
                 bench.failed(f"{inside} x {outside}", name, error)
-        for rows in (3,) if bench.settings.tiny else ROWS:
-            x, work = torch.randn(rows, inside, device=bench.device).bfloat16(), 2.0 * rows * inside * outside
+        for count in (3,) if bench.settings.tiny else rows:
+            x, work = torch.randn(count, inside, device=bench.device).bfloat16(), 2.0 * count * inside * outside
             contestants = {
                 name: Contestant(partial(_calls, copies, x), work, "TFLOP/s") for name, copies in served.items()
             }
-            race(bench, f"{rows} x {inside} x {outside}", contestants, "torch", rounds=3)
+            race(bench, f"{count} x {inside} x {outside}", contestants, "torch", rounds=3)
         bench.forget()
 
 

@@ -176,19 +176,19 @@ TARGETS = (
 )
 
 
-def judged(rows: list[Row]) -> list[dict[str, Any]]:
+def judged(rows: list[Row], targets: Iterable[Target] = TARGETS) -> list[dict[str, Any]]:
     """Every target, in order."""
-    return [target.judge(Rows(rows)) for target in TARGETS]
+    return [target.judge(Rows(rows)) for target in targets]
 
 
-def markdown(environment: dict[str, Any], rows: list[Row]) -> str:
+def markdown(environment: dict[str, Any], rows: list[Row], targets: Iterable[Target] = TARGETS) -> str:
     """The whole report."""
     lines = [", ".join(f"{name} {value}" for name, value in environment.items()), ""]
     lines += _table(
         ("target", "wanted", "measured", "met", "beside it"),
         [
             (one["target"], one["wanted"], one["told"], {True: "yes", False: "no", None: ""}[one["met"]], one["beside"])
-            for one in judged(rows)
+            for one in judged(rows, targets)
         ],
     )
     for stage in dict.fromkeys(row["stage"] for row in rows):

@@ -37,25 +37,15 @@ import torch
 from quire import ops
 from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
-from quire_bench.gpu import attention, engine, libraries
-from quire_bench.gpu.common import Bench, Row, Settings, ceilings, shortened
+from quire_bench.gpu import attention, engine, libraries, short
+from quire_bench.gpu.common import Bench, Row, Settings, Stage, ceilings, shortened
 from quire_bench.gpu.linears import linears
-from quire_bench.gpu.report import judged, markdown
+from quire_bench.gpu.report import TARGETS, Target, judged, markdown
 from quire_bench.gpu.small import small
 from quire_bench.gpu.sweep import sweep
 from quire_bench.tables import save
 
 ROOT = Path(__file__).parents[4]  # of the repository, where it is run from a clone
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One part of the benchmark."""
-
-    run: Callable[[Bench], None]
-    seconds: float  # that it may take
-    beside: bool = False  # runs at the same time as the others of its kind, before what is timed
-    compiles: bool = False  # also runs beside these, for the caches of its compilers
 
 
 def correctness(bench: Bench) -> None:
@@ -86,11 +76,12 @@ STAGES: dict[str, Stage] = {
     "small": Stage(small, 40, compiles=True),
     "linears": Stage(linears, 60, compiles=True),
     "sweep": Stage(sweep, 90, compiles=True),
+    **{f"short.{name}": stage for name, stage in short.STAGES.items()},
 }
 
 
 def chosen(only: str | None, settings: Settings) -> dict[str, Stage]:
-    """The stages of these names, all parts of them; without names all that can run here.
+    """The stages of these names, all parts of them; without names all that can run here but those of `short`.
 
     Raises ConfigError for an unknown name.
     """
@@ -105,7 +96,7 @@ def chosen(only: str | None, settings: Settings) -> dict[str, Stage]:
     absent |= set() if _importable("pytest") and (ROOT / "tests" / "ops").is_dir() else {"correctness"}
     absent |= set() if settings.fa3 else {"peers.fa3"}
     absent |= set() if _importable("transformers") else {"engine.transformers"}
-    return {name: stage for name, stage in STAGES.items() if name not in absent}
+    return {name: stage for name, stage in STAGES.items() if name not in absent and not name.startswith("short.")}
 
 
 def _importable(module: str) -> bool:
@@ -227,6 +218,7 @@ class Report:
     json_path: Path | None
     markdown_path: Path | None
     rows: list[Row]
+    targets: tuple[Target, ...] = TARGETS
 
     def add(self, name: str, rows: list[Row], seconds: float) -> None:
         """Take over a stage's rows and write everything."""
@@ -238,10 +230,10 @@ class Report:
     def write(self) -> None:
         """Write the files."""
         if self.json_path is not None:
-            content = {"environment": self.environment, "targets": judged(self.rows), "rows": self.rows}
+            content = {"environment": self.environment, "targets": judged(self.rows, self.targets), "rows": self.rows}
             self.json_path.write_text(json.dumps(content, indent=1))
         if self.markdown_path is not None:
-            self.markdown_path.write_text(markdown(self.environment, self.rows))
+            self.markdown_path.write_text(markdown(self.environment, self.rows, self.targets))
 
 
 def say(line: str) -> None:
@@ -264,8 +256,9 @@ def run(
     Raises ConfigError for an unknown stage, Unsupported where there is no such device or backend.
     """
     ops.load(settings.backend, settings.device)  # or say at once that it cannot run here
-    report = Report(environment(settings), json_path, markdown_path, [])
     stages = chosen(only, settings)
+    targets = short.TARGETS if all(name.startswith("short.") for name in stages) else TARGETS
+    report = Report(environment(settings), json_path, markdown_path, [], targets)
     deadline = time.monotonic() + seconds
     with progress_bar("stages", len(stages)) as advance, TemporaryDirectory() as folder:
         for name, rows, took in (
@@ -273,7 +266,7 @@ def run(
         ):
             report.add(name, rows, took)
             advance()
-    for one in judged(report.rows):
+    for one in judged(report.rows, targets):
         met = {True: "met", False: "NOT MET", None: ""}[one["met"]]
         say(f"{one['target']:72s} {one['wanted']:22s} {one['told']:>16s}  {met}")
     for row in report.rows:
@@ -332,11 +325,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="quire bench gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="triton", help="of attention: a name from `quire info`")
-    parser.add_argument("--only", help=f"stages, with commas between: {', '.join(STAGES)}; or peers, correctness")
+    parser.add_argument("--only", help=f"stages, with commas between: {', '.join(STAGES)}; or peers, short")
     parser.add_argument("--json", type=Path, dest="json_path", help="write everything into this file")
     parser.add_argument("--markdown", type=Path, dest="markdown_path", help="write tables into this file")
     parser.add_argument("--save", type=Path, help="write the targets into this file, in the format of bench/results")
     parser.add_argument("--fa3", help="the library of FlashAttention 3 that vLLM's wheel has")
+    parser.add_argument("--nano", help="a folder with the source of nano-vllm, for `short`; it needs --fa3")
     parser.add_argument("--seconds", type=float, default=570, help="that all of it may take; default 570")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
     parser.add_argument(
@@ -346,12 +340,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.child is not None:
         child(given.child)
-    settings = Settings(device=given.device, backend=given.backend, tiny=given.tiny, fa3=given.fa3)
+    settings = Settings(device=given.device, backend=given.backend, tiny=given.tiny, fa3=given.fa3, nano=given.nano)
     isolated = given.device != "cpu" if given.isolated is None else given.isolated
     try:
         paths = given.json_path, given.markdown_path
         found = run(settings, given.only, *paths, isolated=isolated, seconds=given.seconds)
-        save(given.save, f"Targets on {found.environment['device']}", judged(found.rows))
+        save(given.save, f"Targets on {found.environment['device']}", judged(found.rows, found.targets))
     except QuireError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,6 +49,18 @@ def _narrow() -> frozenset[torch.dtype]:
         return frozenset()
     newest = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
     return frozenset((torch.int8, torch.float8_e5m2, *((torch.float8_e4m3fn,) if newest else ())))
+
+
+class Call(NamedTuple):
+    """The arguments of one call of attention."""
+
+    q: Tensor  # [T, Hq, D]
+    kv: PagedKV
+    plan: TritonPlan
+    scores: Scores
+    out: Tensor  # [T, Hq, Dv]
+    lse: Tensor | None  # fp32 [T, Hq]
+    parts: tuple[Tensor, Tensor]  # of `TritonPlan.parts`
 
 
 class TritonBackend(Backend):
@@ -126,84 +139,51 @@ class TritonBackend(Backend):
         out: Tensor,  # [T, Hq, Dv]
         lse: Tensor | None,  # fp32 [T, Hq]
     ) -> None:
-        spec = plan.spec
-        scale, alibi_slopes, softcap, sinks, chunk = scores
-        factor = LOG2_E * (spec.default_scale if scale is None else scale)
-        cap = None if softcap is None else LOG2_E * softcap
-        if softcap is not None:
-            factor *= 2.0 / softcap
-        sequences, slope_seq = None, 0
-        if alibi_slopes is not None and alibi_slopes.dim() == 2:
-            sequences, slope_seq = plan.sequences, alibi_slopes.stride(0)
-        unit = cache.unit(kv)
-        v_strides: tuple[int | None, ...] = kv.v.stride()[:3]
-        if kv.k.stride()[:3:2] == v_strides[::2]:  # one address serves both
-            v_strides = (None, v_strides[1], None)
-        G, fusion = spec.group_size, not spec.reproducible  # fusion depends on the code around an operation
         with on_device_of(q):
+            call = Call(q, kv, plan, scores, out, lse, plan.parts())
             num_few, num_many, num_merges = plan.launched
-            parts = plan.parts()
             few_mixed, many_mixed = plan.launched_again
-            for items, count, tile, mixed in (
-                (plan.few, num_few, plan.partitioner.few_tile, few_mixed),
-                (plan.many, num_many, plan.partitioner.many_tile, many_mixed),
-            ):
-                rows = tile.block_m
-                tile = launchable(spec, tile, aligned=unit > 1)
-                grid = count, spec.num_kv_heads, pieces(G, rows, tile)
-                mixed = mixed and not spec.is_scaled  # integers are finite
-                size = math.prod(grid) * tile.block_m
-                reports = torch.empty(size, dtype=torch.int8, device=q.device) if mixed else None
-                for finite in (False, True) if mixed else (False,):
-                    if count:
-                        kernels.attend[grid](
-                            q,
-                            kv.k,
-                            kv.v,
-                            kv.k_scale,
-                            kv.v_scale,
-                            out,
-                            lse,
-                            *parts,
-                            items,
-                            plan.rows,
-                            plan.positions,
-                            sequences,
-                            plan.tables,
-                            alibi_slopes,
-                            sinks,
-                            reports,
-                            factor,
-                            cap,
-                            spec.window,
-                            chunk,
-                            slope_seq,
-                            *q.stride()[:2],
-                            *kv.k.stride()[:3],
-                            *v_strides,
-                            *cache.scale_strides(kv),
-                            *out.stride()[:2],
-                            **_constants(spec, tile),
-                            UNIT=unit,
-                            FINITE=finite,
-                            PAIRS=pairs_of(spec, tile, unit),
-                            num_warps=tile.num_warps,
-                            num_stages=1 if finite else tile.num_stages,
-                            enable_fp_fusion=fusion,
-                        )
+            self._attend(call, plan.few, num_few, plan.partitioner.few_tile, few_mixed)
+            self._attend_many(call, plan.many, num_many, many_mixed)
             if num_merges:
+                spec = plan.spec
                 kernels.merge[(num_merges, spec.num_heads)](
                     out,
                     lse,
-                    *parts,
+                    *call.parts,
                     plan.merges,
-                    sinks,
+                    scores.sinks,
                     *out.stride()[:2],
                     DV=spec.dim_v,
                     DIMS=triton.next_power_of_2(spec.dim_v),
                     num_warps=1 if spec.dim_v <= 128 else 4,
-                    enable_fp_fusion=fusion,
+                    enable_fp_fusion=not spec.reproducible,
                 )
+
+    def _attend_many(self, call: Call, items: Tensor, count: int, mixed: bool) -> None:
+        """Compute the items of many rows."""
+        self._attend(call, items, count, call.plan.partitioner.many_tile, mixed)
+
+    def _attend(
+        self,
+        call: Call,
+        items: Tensor,  # int32 [items * ITEM]
+        count: int,
+        tile: Tile,
+        mixed: bool,  # rows of an item may see different keys
+        rows: int | None = None,  # of an item at most; None: those of the tile
+    ) -> None:
+        """Compute items, and those with reported rows again."""
+        spec = call.plan.spec
+        rows = tile.block_m if rows is None else rows
+        tile = launchable(spec, tile, aligned=cache.unit(call.kv) > 1)
+        grid = count, spec.num_kv_heads, pieces(spec.group_size, rows, tile)
+        mixed = mixed and not spec.is_scaled  # integers are finite
+        size = math.prod(grid) * tile.block_m
+        reports = torch.empty(size, dtype=torch.int8, device=call.q.device) if mixed else None
+        for finite in (False, True) if mixed else (False,):
+            if count:
+                launch_attend(call, items, grid, tile, reports, finite)
 
     _merge_states = staticmethod(states.merge_states)
     _apply_sinks = staticmethod(states.apply_sinks)
@@ -224,6 +204,65 @@ class TritonBackend(Backend):
     _logsumexp = staticmethod(sampling.logsumexp)
     _top_k = staticmethod(sampling.top_k)
     _top_k_softmax = staticmethod(sampling.top_k_softmax)
+
+
+def launch_attend(
+    call: Call,
+    items: Tensor,  # int32 [items * ITEM]
+    grid: tuple[int, int, int],  # items, KV heads, pieces of an item
+    tile: Tile,
+    reports: Tensor | None,  # int8 [programs * block_m]
+    finite: bool,
+) -> None:
+    """Launch `attention.attend`."""
+    q, kv, plan, out, spec = call.q, call.kv, call.plan, call.out, call.plan.spec
+    scale, alibi_slopes, softcap, sinks, chunk = call.scores
+    factor = LOG2_E * (spec.default_scale if scale is None else scale)
+    cap = None if softcap is None else LOG2_E * softcap
+    if softcap is not None:
+        factor *= 2.0 / softcap
+    sequences, slope_seq = None, 0
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        sequences, slope_seq = plan.sequences, alibi_slopes.stride(0)
+    unit = cache.unit(kv)
+    v_strides: tuple[int | None, ...] = kv.v.stride()[:3]
+    if kv.k.stride()[:3:2] == v_strides[::2]:  # one address serves both
+        v_strides = (None, v_strides[1], None)
+    kernels.attend[grid](
+        q,
+        kv.k,
+        kv.v,
+        kv.k_scale,
+        kv.v_scale,
+        out,
+        call.lse,
+        *call.parts,
+        items,
+        plan.rows,
+        plan.positions,
+        sequences,
+        plan.tables,
+        alibi_slopes,
+        sinks,
+        reports,
+        factor,
+        cap,
+        spec.window,
+        chunk,
+        slope_seq,
+        *q.stride()[:2],
+        *kv.k.stride()[:3],
+        *v_strides,
+        *cache.scale_strides(kv),
+        *out.stride()[:2],
+        **_constants(spec, tile),
+        UNIT=unit,
+        FINITE=finite,
+        PAIRS=pairs_of(spec, tile, unit),
+        num_warps=tile.num_warps,
+        num_stages=1 if finite else tile.num_stages,
+        enable_fp_fusion=not spec.reproducible,  # fusion depends on the code around an operation
+    )
 
 
 def _constants(spec: AttentionSpec, tile: Tile) -> dict[str, object]:

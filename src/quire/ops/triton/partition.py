@@ -95,19 +95,26 @@ class Partitioner:
     """Cuts the steps of one plan."""
 
     def __init__(
-        self, spec: AttentionSpec, chip: str, processors: int, max_tokens: int, max_seqs: int, max_blocks: int
+        self,
+        spec: AttentionSpec,
+        chip: str,
+        processors: int,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        many_tile: Tile | None = None,  # None: by the chip
     ) -> None:
         self.spec = spec
         G = spec.group_size
         self.few_tile: Tile = choose(chip, "exact" if spec.reproducible else "few", spec)
-        self.many_tile: Tile = choose(chip, "exact" if spec.reproducible else "many", spec)
+        self.many_tile: Tile = many_tile or choose(chip, "exact" if spec.reproducible else "many", spec)
         # Largest number of rows of a sequence that counts as few. All rows of a reproducible plan are many: one tile.
         self.few_rows = 0 if spec.reproducible else self.few_tile.block_m // G * G
         # Tokens of a sequence in a tile. A plan with no more tokens than sequences is for decoding and takes one token,
         # so that all rows of a tile see the same keys.
         self.decodes = max_tokens <= max_seqs
-        self.shared_tokens = max(1, self.many_tile.block_m // G)
-        self.few_tokens = 1 if self.decodes else max(1, self.few_tile.block_m // G)
+        self.shared_tokens = max(1, self.many_tile.tokens(G))
+        self.few_tokens = 1 if self.decodes else max(1, self.few_tile.tokens(G))
         self.many_tokens = 1 if self.decodes else self.shared_tokens
         # Number of items that fill the device: its programs divided by those of an item.
         programs = spec.num_kv_heads * -(-G // self.many_tile.block_m)

@@ -34,6 +34,11 @@ class Tile:
     block_n: int  # keys
     num_warps: int
     num_stages: int  # of the pipeline that loads keys
+    groups: int = 1  # of warps, that divide the rows: each has whole tokens
+
+    def tokens(self, group_size: int) -> int:
+        """Return the number of tokens whose heads of a group fit; 0 if one token's do not."""
+        return self.groups * (self.block_m // self.groups // group_size)
 
 
 # By kind: the tile for head dimensions up to 64, 96, 128, 256, 512, 1024.

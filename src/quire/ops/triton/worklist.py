@@ -20,7 +20,7 @@ from quire.ops.spec import AttentionSpec
 from quire.ops.triton import device_plan
 from quire.ops.triton.lists import DeviceLists
 from quire.ops.triton.partition import ITEM, Lists, Partitioner
-from quire.ops.triton.tiles import chip_of, processors_of
+from quire.ops.triton.tiles import Tile, chip_of, processors_of
 
 
 class TritonPlan(AttentionPlan):
@@ -33,11 +33,12 @@ class TritonPlan(AttentionPlan):
 
     takes_device_metadata = True
 
-    def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
+    def __init__(
+        self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int, many_tile: Tile | None = None
+    ) -> None:
         super().__init__(spec, max_tokens, max_seqs, max_blocks)
-        self.partitioner = Partitioner(
-            spec, chip_of(spec.device), processors_of(spec.device), max_tokens, max_seqs, max_blocks
-        )
+        chip, processors = chip_of(spec.device), processors_of(spec.device)
+        self.partitioner = Partitioner(spec, chip, processors, max_tokens, max_seqs, max_blocks, many_tile)
         room = self.partitioner.room
         sizes = {
             "few": ITEM * room.few,
