@@ -28,7 +28,7 @@ struct Chain {
         }
     }
 
-    // Return the index of the first of the largest numbers; 0 if there is none, among NaN.
+    // Return the index of the first of the largest numbers; 0 if all are NaN.
     static int64_t largest(const float* numbers, int64_t count) {
         V most = splat(numbers[0]);
         int64_t k = 0;
