@@ -182,19 +182,21 @@ def test_a_long_step_leaves_rows_to_the_head_that_it_does_not_write(
 
 @pytest.mark.parametrize("kind", ["Llama", "Glm4Moe", "DeepseekV3"])
 def test_one_call_drafts_the_same_as_row_after_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """For requests with different numbers of draft tokens."""
+    """For requests with different numbers of draft tokens. The rows that are left to compute are the same, too."""
     monkeypatch.setattr(Acceptance, "cheap", lambda _, request: 1 + int(request.id[1:]) % 3)
     model = save(tmp_path, kind, **KINDS[kind][1])
     add_head(tmp_path, kind, 2, model.config.num_hidden_layers)
-    found: list[list[list[int]]] = []
+    found: list[list[Any]] = []
+    left: list[list[Any]] = [[], []]
     for one_call in (True, False):
-        made, own = engine(tmp_path, num_speculative_tokens=3, draft="head"), list[list[int]]()
+        made, own = engine(tmp_path, num_speculative_tokens=3, draft="head"), list[Any]()
         made.scheduler.speculation.most = lambda _: 3  # type: ignore[union-attr, method-assign]
         drafter = drafter_of(made)
         propose = drafter.propose
 
-        def watched(*given: Any, propose: Any = propose, own: Any = own) -> Any:
+        def watched(*given: Any, propose: Any = propose, own: Any = own, drafter: Any = drafter) -> Any:
             own += (drafts := propose(*given))
+            left[len(found)].append(drafter._pending.nonzero()[0].tolist())
             return drafts
 
         monkeypatch.setattr(drafter, "propose", watched)
@@ -205,6 +207,7 @@ def test_one_call_drafts_the_same_as_row_after_row(tmp_path: Path, monkeypatch: 
         run(made, temperature=0.0)
         found.append([[*draft] for draft in own])
     assert found[0] == found[1]
+    assert left[0] == left[1]
     assert {len(draft) for draft in found[0]} >= {1, 2, 3}
 
 

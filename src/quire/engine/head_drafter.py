@@ -192,7 +192,8 @@ class HeadDrafter:
         most = int(counts[0]) if drafting else 1
         tables = self._plan([one.request for one in parts], starts, ends, sequence, at, most - 1)
         before = self._before(self._row_of[_slots(tables, sequence, np.maximum(at - 1, 0), self._block_size)], at)
-        given = torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(at), before
+        slots = _slots(tables, sequence, at, self._block_size)
+        given = torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(at), before  # `at` may be changed
         kept = torch.from_numpy(starts[1 : len(drafting) + 1] - 1 if drafting else starts[-1:] - 1)
         found = None
         if drafting:
@@ -201,7 +202,7 @@ class HeadDrafter:
             hidden = self._compute(*given, kept)
         else:
             self.num_computed += len(at) + int(counts.sum()) - len(counts)
-        self._pending[_slots(tables, sequence, at, self._block_size)] = False
+        self._pending[slots] = False
         for one in parts:
             self._done[one.request] = one.request.cache.block_ids, one.end
         if found is not None:
