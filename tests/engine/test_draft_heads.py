@@ -18,7 +18,7 @@ from quire import LLM, SamplingParams
 from quire.engine import head_drafter
 from quire.engine.engine import Engine
 from quire.engine.head_drafter import HeadDrafter
-from quire.engine.speculation import MAX_FAILURES
+from quire.engine.speculation import MAX_FAILURES, Acceptance
 from quire.errors import ConfigError, ModelError
 from quire.models.draft_head import joined_groups
 from quire.models.quantisation.policy import Quantisation
@@ -159,6 +159,56 @@ def expected(model: Any, directory: Path, tokens: list[int]) -> torch.Tensor:
         mask = torch.full((1, 1, len(tokens), len(tokens)), float("-inf")).triu(1)
         angles = LlamaRotaryEmbedding(config)(joined, positions)
         return normalised("norm", layer(joined, attention_mask=mask, position_embeddings=angles))[0]
+
+
+def test_a_long_step_leaves_rows_to_the_head_that_it_does_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that is in the cache has its last row computed again, and the head has not computed that one yet."""
+    monkeypatch.setattr(head_drafter, "LONG", 16)
+    save(tmp_path)
+    add_head(tmp_path, "Llama", 2, 3)
+    made = engine(tmp_path, num_speculative_tokens=3, draft="head", block_size=4)
+    drafter, prompt, once = drafter_of(made), list(range(2, 18)), SamplingParams(max_tokens=1)
+    made.add(Request("first", array("i", prompt), 16, once))
+    made.step()
+    assert drafter._pending.sum() == 16
+    made.add(Request("again", array("i", prompt), 16, once))
+    made.add(Request("long", array("i", range(20, 60)), 40, once))
+    made.step()
+    assert drafter.num_computed == 41, "the step of 41 rows is long"
+    assert drafter._pending.sum() == 16, "none of the first prompt's rows was written"
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Glm4Moe", "DeepseekV3"])
+def test_one_call_drafts_the_same_as_row_after_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """For requests with different numbers of draft tokens. The rows that are left to compute are the same, too."""
+    monkeypatch.setattr(Acceptance, "cheap", lambda _, request: 1 + int(request.id[1:]) % 3)
+    model = save(tmp_path, kind, **KINDS[kind][1])
+    add_head(tmp_path, kind, 2, model.config.num_hidden_layers)
+    found: list[list[Any]] = []
+    left: list[list[Any]] = [[], []]
+    for one_call in (True, False):
+        made, own = engine(tmp_path, num_speculative_tokens=3, draft="head"), list[Any]()
+        made.scheduler.speculation.most = lambda _: 3  # type: ignore[union-attr, method-assign]
+        drafter = drafter_of(made)
+        propose = drafter.propose
+
+        def watched(*given: Any, propose: Any = propose, own: Any = own, drafter: Any = drafter) -> Any:
+            own += (drafts := propose(*given))
+            left[len(found)].append(drafter._pending.nonzero()[0].tolist())
+            return drafts
+
+        monkeypatch.setattr(drafter, "propose", watched)
+        if one_call:
+            monkeypatch.setattr(drafter.head, "choose", lambda _: pytest.fail("row after row"))
+        else:
+            monkeypatch.setattr(drafter.head, "drafts", lambda *_: None)
+        run(made, temperature=0.0)
+        found.append([[*draft] for draft in own])
+    assert found[0] == found[1]
+    assert left[0] == left[1]
+    assert {len(draft) for draft in found[0]} >= {1, 2, 3}
 
 
 def test_a_head_that_is_right_halves_the_steps(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from quire.engine.model_drafter import ModelDrafter
 from quire.errors import ConfigError
 from quire.frontend import draft_model
 from quire.models import EMBEDDED
+from tests.models.adapters import embedded_linears, save_adapter
 from tests.models.checkpoints import save
 
 pytestmark = pytest.mark.slow
@@ -167,6 +168,23 @@ def test_models_that_cannot_draft_are_refused_before_weights_are_read(
     ):
         with pytest.raises(ConfigError, match=message):
             engine_config(**options)
+
+
+def test_requests_with_adapters_have_drafts_of_the_head(tmp_path: Path) -> None:
+    """Their tokens are those of the adapter; it is so slight that most drafts are right."""
+    save_adapter(tmp_path, embedded_linears(), spread=0.03)
+    own: dict[str, Any] = {"lora": {"slight": tmp_path}, "num_blocks": 128, "num_speculative_tokens": 3}
+    prompts = ["class Stack:\n    def ", "import os\nimport "]
+    sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1, repetition_penalty=1.0)
+    found = []
+    for draft in ("off", "head"):
+        made = LLM(**own | {"draft": draft})
+        found.append([one.outputs for one in made.generate(prompts, sampling, lora=["slight", None], use_tqdm=False)])
+    assert found[0] == found[1]
+    num_drafted, num_right = counts(made)
+    assert num_drafted > num_right > 20
+    base = made.generate(prompts[:1], sampling, use_tqdm=False)[0].outputs
+    assert base[0].logprobs != found[0][0][0].logprobs
 
 
 def test_the_speculative_config_of_vllm_sets_these_options() -> None:

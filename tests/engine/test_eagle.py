@@ -142,6 +142,33 @@ def test_no_token_depends_on_the_drafts(tmp_path: Path) -> None:
         assert made.engine.scheduler.speculation.num_draft_tokens > 10
 
 
+def test_one_call_drafts_the_same_as_row_after_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "model", num_hidden_layers=7)
+    save_eagle(tmp_path / "eagle")
+    found: list[list[Any]] = []
+    for one_call in (True, False):
+        made = llm(tmp_path / "model", tmp_path / "eagle")
+        drafter, own = made.engine.runner.drafter, list[Any]()  # type: ignore[attr-defined]
+        propose = drafter.propose
+
+        def watched(*given: Any, propose: Any = propose, own: Any = own) -> Any:
+            drafts = propose(*given)
+            own.append([[*draft] for draft in drafts])
+            return drafts
+
+        monkeypatch.setattr(made.engine.scheduler.speculation, "most", lambda _: 3)
+        monkeypatch.setattr(drafter._acceptance, "cheap", lambda _: 3)
+        monkeypatch.setattr(drafter, "propose", watched)
+        if one_call:
+            monkeypatch.setattr(drafter.head, "choose", lambda _: pytest.fail("row after row"))
+        else:
+            monkeypatch.setattr(drafter.head, "drafts", lambda *_: None)
+        outputs(made)
+        found.append(own)
+    assert found[0] == found[1]
+    assert max(len(draft) for drafts in found[0] for draft in drafts) == 3
+
+
 def test_other_layouts_and_those_of_other_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.frontend.llm.load_model", lambda *_: pytest.fail("weights were read"))
     save(tmp_path / "model", num_hidden_layers=7)

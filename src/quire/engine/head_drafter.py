@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,7 +28,7 @@ LATELY = 16  # steps: after more steps without a draft, prompts wait for the nex
 LOST = -(2**62)  # in place of the number of a row whose hidden state is not known
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """A request to draft tokens for."""
 
@@ -36,7 +36,7 @@ class Chosen:
     request: Request
     count: int  # draft tokens
     first: int  # of its positions whose K and V the head has to compute
-    num_rows: int  # from there on: up to its last token, or fewer
+    end: int  # of these, at most the number of its tokens
 
 
 class HeadDrafter:
@@ -112,6 +112,7 @@ class HeadDrafter:
         sequence = np.repeat(np.arange(len(group.block_tables)), np.diff(batch.query_starts.numpy()))
         tables = group.block_tables.numpy()
         slots = _slots(tables, sequence, at, self._block_size)
+        written = slots[group.slots.numpy() >= 0]  # the others were in the cache, where the head may lack them
         self._idle += 1
         if self._idle <= LATELY and len(at) > LONG:
             rows = self._row_of[_slots(tables, sequence, np.maximum(at - 1, 0), self._block_size)]
@@ -119,9 +120,9 @@ class HeadDrafter:
             before = self._before(rows, at)
             before[torch.from_numpy(same)] = hidden[:-1][torch.from_numpy(same[1:])]
             self._compute(token_ids, positions, before, torch.tensor([len(at) - 1]))
-            self._pending[slots] = False
+            self._pending[written] = False
         else:
-            self._pending[slots[group.slots.numpy() >= 0]] = True
+            self._pending[written] = True
         numbers = self._num_rows + np.arange(len(at))
         self._hidden[torch.from_numpy(numbers % len(self._hidden))] = hidden
         self._row_of[slots] = numbers
@@ -136,23 +137,32 @@ class HeadDrafter:
         chosen: list[Chosen] = []
         for i, (request, most) in enumerate(asked):
             count = 0 if self._failed else min(most, self._acceptance.cheap(request))
-            last = self._slots_of(request, len(request.tokens) - 2, len(request.tokens) - 1) if count else None
-            if last is not None and self._is_kept(self._row_of[last]).all():
-                first = self._first_pending(request)
-                chosen.append(Chosen(i, request, count, first, len(request.tokens) - first))
-        if chosen:
-            self._idle = 0
-            ready, before = self._caught_up(chosen)
-            has_room = [room(one.request, one.count) for one in ready]  # only now: others keep their blocks
-            ready, before = [one for one, has in zip(ready, has_room, strict=True) if has], before[has_room]
-            made = self._drafts(ready, before).tolist() if ready else []
-            for one, tokens in zip(ready, made, strict=True):
-                drafts[one.index] = tokens[: one.count]
+            if count and self._knows_last(request):
+                chosen.append(Chosen(i, request, count, self._first_pending(request), len(request.tokens)))
+        if not chosen:
+            return drafts
+        self._idle, left = 0, self._max_tokens
+        drafting, others = list[Chosen](), list[Chosen]()
+        for one in sorted(chosen, key=lambda one: one.end - one.first):
+            if left >= one.end - one.first:
+                # Only those that will draft are given blocks.
+                (drafting if room(one.request, one.count) else others).append(one)
+            elif left:
+                others.append(replace(one, end=one.first + left))
+            left = max(0, left - (one.end - one.first))
+        drafting.sort(key=lambda one: -one.count)  # so that those that still draft are always the first
+        for one, tokens in zip(drafting, self._drafts(drafting, others).tolist(), strict=True):
+            drafts[one.index] = tokens[: one.count]
         return drafts
 
     def judge(self, request: Request, num_drafts: int, num_right: int) -> None:
         """Record the numbers of a request's last draft tokens, and of those that were accepted."""
         self._acceptance.judge(request, num_drafts, num_right)
+
+    def _knows_last(self, request: Request) -> bool:
+        """Return whether the hidden state before the request's last token is kept."""
+        last = self._slots_of(request, len(request.tokens) - 2, len(request.tokens) - 1)
+        return bool(self._is_kept(self._row_of[last]).all())
 
     def _first_pending(self, request: Request) -> int:
         """Return the first position that the head has not computed yet, at most that of the last token."""
@@ -163,59 +173,60 @@ class HeadDrafter:
         found = self._pending[self._slots_of(request, start, last)]
         return start + int(found.argmax()) if found.any() else last
 
-    def _caught_up(self, chosen: Sequence[Chosen]) -> tuple[list[Chosen], Tensor]:
-        """Compute the rows that the head lacks, as many as fit into a step.
+    def _drafts(self, drafting: Sequence[Chosen], others: Sequence[Chosen]) -> NDArray[np.int64]:
+        """Compute the rows that the head lacks, and return the draft tokens of the requests that draft.
 
-        Return the requests whose rows are complete, those with the most draft tokens first, and the head's hidden
-        states at their last tokens.
+        drafting: those with the most draft tokens first. others: requests that only catch up.
+
+        int64 [R, most], undefined after a request's own count.
         """
-        left, parts = self._max_tokens, list[Chosen]()
-        for one in sorted(chosen, key=lambda one: one.num_rows):
-            if left:
-                parts.append(Chosen(one.index, one.request, one.count, one.first, min(one.num_rows, left)))
-                left -= parts[-1].num_rows
-        ends = np.array([one.first + one.num_rows for one in parts])
-        ready = [one for one, end in zip(parts, ends.tolist(), strict=True) if end == len(one.request.tokens)]
-        ready.sort(key=lambda one: -one.count)  # so that those that still draft are always the first
-        rows = np.array([one.num_rows for one in parts])
-        starts = torch.from_numpy(np.r_[0, rows.cumsum()].astype(np.int32))
+        parts = [*drafting, *others]
+        ends = np.array([one.end for one in parts])
+        rows = ends - [one.first for one in parts]
+        starts = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum(rows, out=starts[1:])
         sequence = np.repeat(np.arange(len(parts)), rows)
-        at = np.concatenate([np.arange(one.first, one.first + one.num_rows) for one in parts])
-        token_ids = np.concatenate([one.request.tokens[one.first : one.first + one.num_rows] for one in parts])
-        self._plan([one.request for one in parts], starts, torch.from_numpy(ends.astype(np.int32)), sequence, at)
-        tables = self._tables([one.request for one in parts], self.head.plans[0], int(ends.max()))
+        at = np.concatenate([np.arange(one.first, one.end) for one in parts])
+        tokens = np.concatenate([one.request.tokens[one.first : one.end] for one in parts])
+        counts = np.array([one.count for one in drafting])
+        most = int(counts[0]) if drafting else 1
+        tables = self._plan([one.request for one in parts], starts, ends, sequence, at, most - 1)
         before = self._before(self._row_of[_slots(tables, sequence, np.maximum(at - 1, 0), self._block_size)], at)
-        order = {one.index: int(end) - 1 for one, end in zip(parts, starts[1:], strict=True)}
-        wanted = sorted(order[one.index] for one in ready) or [len(at) - 1]
-        found = self._compute(
-            torch.from_numpy(token_ids.astype(np.int64)), torch.from_numpy(at), before, torch.tensor(wanted)
-        )
-        self._pending[_slots(tables, sequence, at, self._block_size)] = False
-        for one, end in zip(parts, ends.tolist(), strict=True):
-            self._done[one.request] = one.request.cache.block_ids, end
-        return ready, found[torch.tensor([wanted.index(order[one.index]) for one in ready], dtype=torch.int64)]
+        slots = _slots(tables, sequence, at, self._block_size)
+        given = torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(at), before  # `at` may be changed
+        kept = torch.from_numpy(starts[1 : len(drafting) + 1] - 1 if drafting else starts[-1:] - 1)
+        found = None
+        if drafting:
+            found = self.head.drafts(*given, self._cache, self._plans, kept, torch.from_numpy(counts))
+        if found is None:
+            hidden = self._compute(*given, kept)
+        else:
+            self.num_computed += len(at) + int(counts.sum()) - len(counts)
+        self._pending[slots] = False
+        for one in parts:
+            self._done[one.request] = one.request.cache.block_ids, one.end
+        if found is not None:
+            return np.ascontiguousarray(found.numpy().T)
+        return self._continued(drafting, counts, hidden)
 
-    def _drafts(
+    def _continued(
         self,
-        chosen: Sequence[Chosen],
-        before: Tensor,  # [R, H], the head's hidden states at their last tokens
+        drafting: Sequence[Chosen],
+        counts: NDArray[np.int64],  # [R], descending
+        hidden: Tensor,  # [R, H], the head's, at their last tokens
     ) -> NDArray[np.int64]:
-        """Return the draft tokens of each request: int64 [R, most]; undefined after its own count."""
-        requests = [one.request for one in chosen]
-        known = np.array([len(request.tokens) for request in requests], np.int64)
-        counts = np.array([one.count for one in chosen])
-        found = np.empty((len(chosen), int(counts[0])), np.int64)
-        token_ids = self.head.choose(before)
-        found[:, 0] = token_ids.numpy()
-        for k in range(1, found.shape[1]):
+        """Return the draft tokens of each request, computed one after the other: int64 [R, most]."""
+        requests, known = [one.request for one in drafting], np.array([one.end for one in drafting], np.int64)
+        tokens = np.empty((len(drafting), int(counts.max(initial=0))), np.int64)
+        for k in range(tokens.shape[1]):
             active = int((counts > k).sum())
-            every, at = np.arange(active), known[:active] + (k - 1)
-            lengths = torch.from_numpy((at + 1).astype(np.int32))
-            self._plan(requests[:active], torch.arange(active + 1, dtype=torch.int32), lengths, every, at)
-            before = self._compute(token_ids[:active], torch.from_numpy(at), before[:active], None)
-            token_ids = self.head.choose(before)
-            found[:active, k] = token_ids.numpy()
-        return found
+            if k:
+                every, at = np.arange(active), known[:active] + (k - 1)
+                self._plan(requests[:active], np.arange(active + 1), at + 1, every, at)
+                last = torch.from_numpy(tokens[:active, k - 1].copy())
+                hidden = self._compute(last, torch.from_numpy(at), hidden[:active], None)
+            tokens[:active, k] = self.head.choose(hidden).numpy()
+        return tokens
 
     # ------------------------------------------------------------------------------------------------- its rows
 
@@ -226,16 +237,22 @@ class HeadDrafter:
     def _plan(
         self,
         requests: Sequence[Request],
-        starts: Tensor,  # int32 [R + 1]
-        lengths: Tensor,  # int32 [R]
+        starts: NDArray[np.int64],  # [R + 1]
+        lengths: NDArray[np.int64],  # [R]
         sequence: NDArray[np.int64],  # [T]
         at: NDArray[np.int64],  # [T], positions
-    ) -> None:
-        """Update the plans of the head's cache groups for these rows."""
-        for plan in self.head.plans:
-            tables = self._tables(requests, plan, int(lengths.max()))
+        further: int = 0,
+    ) -> NDArray[np.int32]:
+        """Update the plans of the head's groups for these rows. Return the block tables of the first group: [R, M].
+
+        further: rows after the last ones of each request whose blocks are in the tables, too.
+        """
+        given = torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(lengths.astype(np.int32))
+        every = [self._tables(requests, plan, int(lengths.max()) + further) for plan in self.head.plans]
+        for plan, tables in zip(self.head.plans, every, strict=True):
             slots = torch.from_numpy(_slots(tables, sequence, at, self._block_size))
-            self._plans[plan].update_trusted(starts, lengths, torch.from_numpy(tables), slots)
+            self._plans[plan].update_trusted(*given, torch.from_numpy(tables), slots)
+        return every[0]
 
     def _before(
         self,

@@ -137,6 +137,11 @@ class Decoder:
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    @property
+    def embeds_plainly(self) -> bool:
+        """True if the input of the first layer begins with a row of the embedding and nothing else."""
+        return self.token_types is None and self.embedding_scale is None and self.positions is None
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first layer: [T, H], with per-layer embeddings after it."""
         if self.token_types is None:

@@ -20,8 +20,9 @@ from quire.models.decoder_config import DecoderConfig
 from quire.models.layers import position_tables, write_program
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.ops import PagedKV
-from quire.ops.program import Plan
+from quire.ops.program import Chain, Plan
 from quire.ops.recurrent.records import RecurrentCache
+from quire.ops.weights.linear import Embedding
 
 
 class DraftHead:
@@ -44,6 +45,16 @@ class DraftHead:
         self.groups, self._plans = joined_groups(model.config, config)
         self._only_own = len(self.groups) - len(model.config.groups)  # groups that the model has no layer in
         self._num_attention = sum(isinstance(group, CacheGroup) for group in model.config.groups)
+        self._chain: Chain | None = None
+        if model.embeds_plainly:
+            self.use_chain(model.embedding)
+
+    def use_chain(self, embedding: Embedding, targets: Tensor | None = None) -> None:
+        """Choose all draft tokens in one call of the backend, if it has one.
+
+        embedding: of the tokens. targets: int64 [V], the token of each logit; None: its number.
+        """
+        self._chain = self._model.backend.chain(self._layers, embedding, self._lm_head, targets)
 
     @property
     def plans(self) -> Sequence[int]:
@@ -62,6 +73,25 @@ class DraftHead:
         """Return the hidden states after the final norm, [T, H] or [R, H], and write the K and V of all rows."""
         joined, caches = self.joined(token_ids, positions, before), _Later(cache, self._model.config.num_layers)
         return self._layers(joined, positions, caches, [plans[plan] for plan in self._plans], rows)
+
+    def drafts(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]; changed
+        before: Tensor,  # [T, W], see `forward`
+        cache: KVCache,
+        plans: Sequence[Plan],  # updated for these rows, with blocks for those of the draft tokens
+        rows: Tensor,  # int64 [R], the last rows of the first R sequences
+        counts: Tensor,  # int64 [R], descending, 1 or more: draft tokens of each of these
+    ) -> Tensor | None:
+        """Compute the rows and return draft tokens, int64 [counts[0], R], undefined after a sequence's count.
+
+        None, and nothing is computed, if the backend has no call for all of them.
+        """
+        if self._chain is None:
+            return None
+        joined, caches = self.joined(token_ids, positions, before), _Later(cache, self._model.config.num_layers)
+        return self._chain(joined, positions, caches, [plans[plan] for plan in self._plans], rows, counts)
 
     def embed(
         self,

@@ -152,6 +152,8 @@ class EagleHead(DraftHead):
         self._targets = torch.arange(count) + (tensors["d2t"].long() if "d2t" in tensors.names else 0)
         if not bool(((self._targets >= 0) & (self._targets < model.config.vocab_size)).all()):
             raise ModelError(f"{tensors.path}: d2t names tokens outside of the model's vocabulary")
+        if self._embedding is not None or model.embeds_plainly:
+            self.use_chain(self._embedding or model.embedding, self._targets)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the embeddings of the checkpoint, else those of the model: [T, H]."""

@@ -125,6 +125,21 @@ class Head(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the model's hidden states after the final norm, and those that `forward` takes as `before`."""
 
+    def drafts(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]; changed
+        before: Tensor,  # [T, W], see `forward`
+        cache: KVCache,
+        plans: Sequence[Plan],  # updated for these rows, with blocks for those of the draft tokens
+        rows: Tensor,  # int64 [R], the last rows of the first R sequences
+        counts: Tensor,  # int64 [R], descending, 1 or more: draft tokens of each of these
+    ) -> Tensor | None:
+        """Compute the rows and return draft tokens, int64 [counts[0], R], undefined after a sequence's count.
+
+        None, and nothing is computed, if the backend has no call for all of them.
+        """
+
     def choose(
         self,
         hidden: Tensor,  # [R, H], as `forward` returns them

@@ -16,11 +16,11 @@ from quire.ops.checks.attention import check_attention, check_copy, check_index,
 from quire.ops.collectives import Communicator
 from quire.ops.decoder_operators import DecoderOperators
 from quire.ops.plan import AttentionPlan
-from quire.ops.program import Executor, Program
+from quire.ops.program import Chain, Executor, Program
 from quire.ops.recurrent.operators import RecurrentOperators
 from quire.ops.spec import AttentionSpec, Limits, PagedKV, Scores, check_supported
 from quire.ops.swap import Swap
-from quire.ops.weights.linear import Linears
+from quire.ops.weights.linear import Embedding, Linear, Linears
 
 
 class Backend(DecoderOperators, RecurrentOperators):
@@ -93,6 +93,23 @@ class Backend(DecoderOperators, RecurrentOperators):
     @abstractmethod
     def compile(self, program: Program) -> Executor:
         """Return an executor of the program with its current weights. Later changes of them may have no effect."""
+
+    def chain(
+        self,
+        executor: Executor,
+        embedding: Embedding,
+        head: Linear,
+        targets: Tensor | None = None,  # int64 [V]
+    ) -> Chain | None:
+        """Return the drafts of a head in one call, with the bits of its parts; None if the backend has no such call.
+
+        Args:
+            executor: of the head's layers, from the embedding of a token joined with a hidden state to the next one.
+            embedding: of the tokens.
+            head: the output projection.
+            targets: the token of each logit; None: its number.
+        """
+        return None
 
     def exchange(
         self,

@@ -366,6 +366,23 @@ class ProgramParams(Structure):
     ]
 
 
+class ChainParams(Structure):
+    """Draft tokens of a head, computed one after the other."""
+
+    _fields_ = [
+        ("program", POINTER(ProgramParams)),
+        ("embedding", POINTER(LinearParams)),
+        ("rows", c_void_p),
+        ("head", POINTER(LinearParams)),
+        ("targets", c_void_p),
+        ("plans", POINTER(c_void_p)),
+        ("steps", POINTER(POINTER(StepParams))),
+        ("block_sizes", POINTER(c_int32)),
+        ("num_plans", c_int64),
+        *((name, c_void_p) for name in "counts tokens".split()),
+    ]
+
+
 # Entry points of every instruction set: result, and arguments after the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -380,6 +397,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
     "linear": (None, (POINTER(LinearParams),)),
     "program": (_L, (POINTER(ProgramParams),)),
+    "chain": (_L, (POINTER(ChainParams),)),
     "packed_bytes": (_L, (POINTER(LinearParams),)),
     "row_lanes": (_L, (POINTER(LinearParams),)),
     "row_stride": (_L, (_L, _I)),

@@ -498,3 +498,18 @@ class Executor(Protocol):
         lora_slots: Tensor | None = None,  # int32 [T], host: each row's adapter, -1: none; None: no row has one
     ) -> Tensor:
         """Run the program and return the output: [T, width], or [R, width]."""
+
+
+class Chain(Protocol):
+    """Runs a head's rows, and then chooses draft tokens, each computed from the one before it."""
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, 2 H], contiguous: the joined rows; overwritten
+        positions: Tensor,  # int64 [T]; changed
+        caches: LayerCaches,
+        plans: Sequence[Plan],  # updated for these rows, with blocks for those of the draft tokens
+        rows: Tensor,  # int64 [R], ascending: the last rows of the first R sequences
+        counts: Tensor,  # int64 [R], descending, 1 or more: draft tokens of each of these
+    ) -> Tensor:
+        """Run the rows and return the draft tokens: int64 [counts[0], R], undefined after a sequence's count."""

@@ -132,9 +132,9 @@ class KnowingDrafter(HeadDrafter):
     continuations: Mapping[tuple[int, ...], Sequence[int]] = MappingProxyType({})  # by prompt
     share = 0.0  # probability that a draft token is right, if those before it are
 
-    def _drafts(self, chosen: Sequence[Chosen], before: torch.Tensor) -> NDArray[np.int64]:
-        found = super()._drafts(chosen, before)
-        for row, one in zip(found, chosen, strict=True):
+    def _drafts(self, drafting: Sequence[Chosen], others: Sequence[Chosen]) -> NDArray[np.int64]:
+        found = super()._drafts(drafting, others)
+        for row, one in zip(found, drafting, strict=True):
             request, rng = one.request, random.Random(len(one.request.tokens))
             after = self.continuations[tuple(request.tokens[: request.num_prompt])][request.num_generated :]
             for k, token in enumerate(after[: one.count]):

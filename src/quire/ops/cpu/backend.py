@@ -28,6 +28,7 @@ from quire.ops.checks import overlap
 from quire.ops.checks.small import bad_position
 from quire.ops.choice import Choice
 from quire.ops.cpu import recurrent
+from quire.ops.cpu.chain import NativeChain
 from quire.ops.cpu.exchange import MemoryExchange, shared_bytes
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
@@ -38,7 +39,7 @@ from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
 from quire.ops.spec import MAX_HEAD_DIM, AttentionSpec, Limits, PagedKV, Scores
 from quire.ops.swap import HostSwap, Swap
-from quire.ops.weights.linear import Linears
+from quire.ops.weights.linear import Embedding, Linear, Linears
 
 
 class CpuBackend(Backend):
@@ -78,6 +79,16 @@ class CpuBackend(Backend):
     def compile(self, program: Program) -> Executor:
         """Return an executor that runs the program in one call of the library, if all linears are packed for it."""
         return NativeExecutor(program) if NativeExecutor.serves(program) else EagerExecutor(self, program)
+
+    def chain(
+        self,
+        executor: Executor,
+        embedding: Embedding,
+        head: Linear,
+        targets: Tensor | None = None,  # int64 [V]
+    ) -> NativeChain | None:
+        """Return the drafts of a head in one call of the library, if all parts are packed for it."""
+        return NativeChain.of(executor, embedding, head, targets)
 
     def exchange(self, memory: Tensor, rank: int, size: int) -> MemoryExchange:
         """Return the collectives of a group that shares the memory."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import Structure, addressof, c_int64, c_void_p
 from dataclasses import replace
 from threading import Lock
@@ -261,10 +262,8 @@ class NativeExecutor:
         else:
             out = torch.empty(count, program.output.size, dtype=program.dtype)
             given = [x, out]
-        with self._lock, locked(own):
-            self._check_plans(own, count)
-            self._bind(caches, own)
-            self._run(given, positions, own, rows, lora_slots)
+        with self.prepared(given, positions, caches, own, rows, lora_slots) as params:
+            self._run(params, positions, rows)
         return out if rows is None else out[: len(rows)]
 
     def _own(self, plans: Sequence[Plan]) -> list[CpuPlan | CpuRecurrentPlan]:
@@ -301,29 +300,30 @@ class NativeExecutor:
                 params.cache = cache
         self._bound = bound
 
-    def _run(
+    @contextmanager
+    def prepared(
         self,
-        given: list[Tensor],
-        positions: Tensor,
+        given: Sequence[Tensor],  # the caller's buffers, of T rows each
+        positions: Tensor,  # int64 [T], contiguous
+        caches: LayerCaches,
         plans: Sequence[CpuPlan | CpuRecurrentPlan],
-        rows: Tensor | None,
-        lora_slots: Tensor | None,
-    ) -> None:
-        count = len(positions)
-        self._reserve(count)
-        address, size = self._scratch.data_ptr(), self.program.dtype.itemsize
-        buffers = [x.data_ptr() for x in given]
-        for stride in list(self._strides.values())[self._num_given :]:
-            buffers.append(address)
-            address += count * stride * size
-        seconds = None if self.observer is None else torch.zeros(len(self._ops), dtype=torch.float64)
-        start = time.perf_counter()
-        beyond = self._library(
-            "program",
-            native.ProgramParams(
+        rows: Tensor | None = None,  # int64 [R], contiguous, ascending
+        lora_slots: Tensor | None = None,  # int32 [T], contiguous
+    ) -> Iterator[native.ProgramParams]:
+        """Yield the native library's description of a run. Meanwhile no other thread uses the program or the plans."""
+        with self._lock, locked(plans):
+            count = len(positions)
+            self._check_plans(plans, count)
+            self._bind(caches, plans)
+            self._reserve(count)
+            address, size = self._scratch.data_ptr(), self.program.dtype.itemsize
+            buffers = [x.data_ptr() for x in given]
+            for stride in list(self._strides.values())[self._num_given :]:
+                buffers.append(address)
+                address += count * stride * size
+            yield native.ProgramParams(
                 ops=self._ops,
                 num_ops=len(self._ops),
-                seconds=None if seconds is None else seconds.data_ptr(),
                 positions=positions.data_ptr(),
                 plans=(c_void_p * len(plans))(*(plan.view for plan in plans)),
                 buffers=(c_void_p * native.MAX_BUFFERS)(*buffers),
@@ -334,13 +334,18 @@ class NativeExecutor:
                 lora_slots=None if lora_slots is None else lora_slots.data_ptr(),
                 dtype=native.DTYPES[self.program.dtype],
                 threads=torch.get_num_threads(),
-            ),
-        )
+            )
+
+    def _run(self, params: native.ProgramParams, positions: Tensor, rows: Tensor | None) -> None:
+        seconds = None if self.observer is None else torch.zeros(len(self._ops), dtype=torch.float64)
+        params.seconds = None if seconds is None else seconds.data_ptr()
+        start = time.perf_counter()
+        beyond = self._library("program", params)
         kind = None if beyond < 0 else self.program.operators[self._operator_of[beyond]].kind
         if kind in ("gather", "experts"):
             raise cast(MemoryExchange, next(iter(self.program.columns)).exchange).loss()
         if kind == "keep":
-            raise BadValue(f"rows to keep are {rows}; they must ascend within 0..{count - 1}")
+            raise BadValue(f"rows to keep are {rows}; they must ascend within 0..{len(positions) - 1}")
         if kind is not None:
             raise BadValue(f"a position lies beyond its table: {positions.min()} to {positions.max()}")
         if self.observer is not None and seconds is not None:

@@ -77,11 +77,11 @@ class CpuPlan(AttentionPlan):
         handle = library.plan_new(byref(params))
         if not handle:
             raise MemoryError("no memory for an attention plan")
-        self._handle = handle
+        self.handle = handle  # of the native plan
         # Not at the interpreter's exit, where a thread may still run a kernel that reads the plan.
         weakref.finalize(self, library.plan_free, handle).atexit = False
         self.view = library.plan_view(handle)  # address of the structure that kernels read
-        self._step = native.StepParams(
+        self.step = native.StepParams(
             query_starts=self.query_starts.data_ptr(),
             context_lens=self.context_lens.data_ptr(),
             block_tables=self.block_tables.data_ptr(),
@@ -94,9 +94,9 @@ class CpuPlan(AttentionPlan):
 
     def _update(self, step: Step) -> None:
         super()._update(step)
-        self._step.num_seqs, self._step.num_threads = self.num_seqs, torch.get_num_threads()
+        self.step.num_seqs, self.step.num_threads = self.num_seqs, torch.get_num_threads()
         self._set_shapes()
-        if status := self.library.plan_update(self._handle, byref(self._step)):
+        if status := self.library.plan_update(self.handle, byref(self.step)):
             wanted, self.num_tokens, self.num_seqs, self.writable = self.num_tokens, 0, 0, False
             self._set_shapes()
             if status == native.NO_MEMORY:
@@ -130,17 +130,17 @@ class CpuPlan(AttentionPlan):
     @property
     def num_items(self) -> int:
         """Number of items in the work list, for one KV head."""
-        return self.library.num_items(self._handle)
+        return self.library.num_items(self.handle)
 
     @property
     def num_phases(self) -> int:
         """Number of passes over the work list: more than one if items continue the results of others within a split."""
-        return self.library.num_phases(self._handle)
+        return self.library.num_phases(self.handle)
 
     @property
     def num_parts(self) -> int:
         """Number of query tokens whose keys are divided among items."""
-        return self.library.num_parts(self._handle)
+        return self.library.num_parts(self.handle)
 
 
 def _forget(plan: weakref.ref[CpuPlan], key: int, kv: object) -> None:

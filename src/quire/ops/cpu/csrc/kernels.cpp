@@ -1,5 +1,5 @@
-// The entry points of small operators, and the program of a model. The other files of a set have attention (attention.cpp), linears
-// (linear.cpp, linear_integers.cpp), and recurrent layers (recurrent.cpp).
+// The entry points of small operators, the program of a model, and the chain of a draft head. The other files of a set have attention
+// (attention.cpp), linears (linear.cpp, linear_integers.cpp), and recurrent layers (recurrent.cpp).
 
 #include "ceilings.h"
 #include "index.h"
@@ -175,4 +175,4 @@ ENTRY_OF(int64_t, multiply)(
     return rounds * 2 * ROWS * W * 2;
 }
 
-#include "program.h"
+#include "chain.h"

@@ -341,3 +341,20 @@ struct ProgramParams {
     const int32_t* lora_slots;  // [rows]: each row's adapter, -1: none; null: no row has an adapter
     int32_t dtype, threads;
 };
+
+// Draft tokens of a head, one after the other, see chain.h.
+struct ChainParams {
+    // Of its layers: buffer 0 is their input [T, 2 H], buffer 1 their result [T, H]. R rows are kept: the last of each of the first R
+    // sequences. Its numbers of rows and its positions change.
+    ProgramParams* program;
+    const LinearParams* embedding;  // packed; null: `rows` are the embeddings
+    const char* rows;               // [V, H]
+    const LinearParams* head;  // the output projection, of buffer 1, to fp32 logits
+    const int64_t* targets;    // the token of each logit; null: its number
+    const void* const* plans;  // [num_plans]: each QuirePlan, and the step of its last update, which changes
+    StepParams* const* steps;  // [num_plans]
+    const int32_t* block_sizes;  // [num_plans]
+    int64_t num_plans;
+    const int64_t* counts;  // [R], descending: draft tokens of each sequence, one or more
+    int64_t* tokens;        // [counts[0], R]: the draft tokens; undefined after a sequence's count
+};

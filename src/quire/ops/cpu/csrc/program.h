@@ -164,21 +164,24 @@ struct Program {
     }
 };
 
+// Run all operators in order, on the threads of `team_for`, and return -1. If one of them fails, stop and return its index.
+static int64_t run_program(ParallelFor team_for, const ProgramParams& p) {
+    using Clock = std::chrono::steady_clock;
+    Program program{team_for, p};
+    for (int64_t i = 0; i < p.num_ops; i++) {
+        const Clock::time_point start = p.seconds ? Clock::now() : Clock::time_point();
+        if (!program.run(p.ops[i])) return i;
+        if (p.seconds) p.seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
+    }
+    return -1;
+}
+
 }  // namespace
 
 // Run all operators in order and return -1. If an operator finds a position beyond its table, a row beyond the last one, or that a rank
 // of the group is lost, stop and return its index.
 ENTRY_OF(int64_t, program)(ParallelFor parallel_for, const ProgramParams* params) {
-    using Clock = std::chrono::steady_clock;
     int64_t failed = 0;  // stays 0 if the function below is not called
-    Team::run(parallel_for, params->threads, [&](ParallelFor team_for) {
-        Program program{team_for, *params};
-        failed = -1;
-        for (int64_t i = 0; i < params->num_ops && failed < 0; i++) {
-            const Clock::time_point start = params->seconds ? Clock::now() : Clock::time_point();
-            if (!program.run(params->ops[i])) failed = i;
-            if (params->seconds) params->seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
-        }
-    });
+    Team::run(parallel_for, params->threads, [&](ParallelFor team_for) { failed = run_program(team_for, *params); });
     return failed;
 }
