@@ -83,13 +83,16 @@ def test_blocks_given_out_at_once_are_those_given_out_in_turns(takers: list[int]
         assert manager.evicts(4)
         assert not manager.evicts(3)
         if at_once:
-            assert manager.grow_each([requests[i] for i in takers])
+            assert manager.grow_each([requests[i] for i in takers], [float(time) for time in range(len(takers))])
         else:
-            assert all(manager.grow(requests[i], requests[i].cache.room + 1, []) for i in takers)
+            for time, i in enumerate(takers):
+                manager.now = float(time)
+                assert manager.grow(requests[i], requests[i].cache.room + 1, [])
         audit_books(manager, requests)
         found.append(
             ([one.cache.block_ids for one in requests], [one.cache.room for one in requests], sorted(removed),
-             [list(pool._free) for pool in manager.pools], manager.num_evicted)
+             [list(pool._free) for pool in manager.pools],
+             [dict(index._evicted) for index in manager.indexes], manager.num_evicted)
         )  # fmt: skip
     assert found[0] == found[1]
     assert found[0][-1] == 2 * max(0, len(takers) - 3)

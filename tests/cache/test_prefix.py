@@ -120,7 +120,7 @@ class TestWhatIsFound:
         blocks = {cached.tokens: block for block, cached in manager.indexes[1].by_block.items()}
         for lost, found in ((5, 20), (4, 16), (3, 12), (2, 8), (1, 4), (0, 0)):
             block = blocks[array("i", tokens[4 * lost : 4 * lost + 4]).tobytes()]
-            manager.indexes[1].evict([block], 0.0)
+            manager.indexes[1].evict([block], [0.0])
             manager.pools[1].drop([block])
             again = Request("b", array("i", [*tokens, 99]), 25, SamplingParams())
             assert manager.lookup.match(again).num_blocks * 4 == found
@@ -134,7 +134,7 @@ class TestWhatIsFound:
             for block, it in manager.indexes[group].by_block.items()
             if it.tokens == array("i", [20, 21, 22, 23]).tobytes()
         ]
-        manager.indexes[group].evict([lost], 1.0)
+        manager.indexes[group].evict([lost], [1.0])
         manager.pools[group].drop([lost])
         manager.now = 3.5
         report = started(manager, [*range(24), 99], "b").cache.prefix_report
@@ -151,7 +151,7 @@ class TestWhatIsFound:
         manager.release(computed(manager, tokens, "a"))
         for g in (1, 2):
             for block in rng.sample(list(manager.indexes[g].by_block), rng.randint(0, 4)):
-                manager.indexes[g].evict([block], 0.0)
+                manager.indexes[g].evict([block], [0.0])
                 manager.pools[g].drop([block])
         again = Request("b", array("i", tokens), 40, SamplingParams())
         match = manager.lookup.match(again)
@@ -249,7 +249,7 @@ class TestWhyNot:
             common = [next((i for i in range(6) if one[i] != wanted[i]), 6) for one in cached]
             assert index.nearest(b"p", array("i", wanted).tobytes()) == max(common, default=None)
             if index.by_block:
-                index.evict([rng.choice(list(index.by_block))], 0.0)
+                index.evict([rng.choice(list(index.by_block))], [0.0])
         assert index.nearest(b"p", b"1234" * 6) is None
 
     def test_evicted_and_when(self) -> None:
@@ -439,7 +439,7 @@ class TestIndex:
         index = PrefixIndex(2)
         for i in range(3):
             index.publish(i, bytes([i]), b"p", bytes(4), first=False)
-            index.evict([i], float(i))
+            index.evict([i], [float(i)])
         assert [index.evicted_at(bytes([i])) for i in range(3)] == [None, 1.0, 2.0]
         index.audit()
 
@@ -453,7 +453,7 @@ class TestIndex:
     def test_nothing_of_an_evicted_block_stays_but_when(self) -> None:
         index = PrefixIndex(4)
         index.publish(0, b"d", b"p", b"aaaa", first=True)
-        index.evict([0], 3.0)
+        index.evict([0], [3.0])
         for table in (index.by_block, index._by_digest, index._children, index._roots):
             assert not table
         assert index.evicted_at(b"d") == 3.0
@@ -468,7 +468,7 @@ class TestIndex:
         assert len(index._children[b"p"]) == MAX_CHILDREN
         index.audit()
         for block in range(MAX_CHILDREN + 40):
-            index.evict([block], 0.0)
+            index.evict([block], [0.0])
             assert index.find(b"d" + names[-1], b"p", names[-1]) == MAX_CHILDREN + 49
         index.audit()
         assert index.nearest(b"p", names[-1]) is None  # those that are left had found no room
@@ -497,7 +497,7 @@ class TestRuns:
             for i in range(known):
                 index.publish(20 + i, digests[i + 1], digests[i], contents[i], first=first and i == 0)
             for i in range(known if gone else 0):
-                index.evict([20 + i], 0.0)
+                index.evict([20 + i], [0.0])
         blocks = array("i", range(len(tokens)))
         if one.publish_new(blocks, digests, contents, first=first):
             assert gone or not known

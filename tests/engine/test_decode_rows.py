@@ -5,13 +5,16 @@ The random runs compare each batch with one that is laid out request by request,
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
 from quire.engine.decode_rows import DecodeRows
 from quire.engine.engine import Engine
+from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop
 from quire.engine.plan import Plan
 from quire.engine.policy import by_priority
 from quire.engine.speculation import PromptLookup, Speculation
@@ -184,3 +187,29 @@ def test_rows_are_read_again_after_a_change_that_raised(name: str, monkeypatch: 
         for one, prompt in prompts.items():
             assert found[one] == continuation(prompt, len(found[one]))
             assert len(found[one]) == 30 - 3 * prompt[0]
+
+
+def test_a_row_is_special_until_it_has_min_tokens() -> None:
+    engine = fake_engine()
+    engine.add(request("r", [1, 2, 3], max_tokens=8, min_tokens=4, stop_token_ids=(250,)))
+    engine.add(request("penalty", [4, 5], max_tokens=8, min_tokens=2, presence_penalty=0.5))
+    special = []
+    while engine.has_work:
+        engine.step()
+        special.append([rows_of(engine).ids[row] for row in rows_of(engine).special])
+        engine.scheduler.audit()
+    assert special == [["r", "penalty"]] * 3 + [["penalty"]] * 4 + [[]]
+    assert len(engine.runner.batches[1].sampling.banned_rows) == 1
+    assert len(engine.runner.batches[5].sampling.banned_rows) == 0
+
+
+@pytest.mark.parametrize("loop", [SequentialLoop, OverlappedLoop])
+def test_an_idle_engine_refers_to_no_request(loop: type[Loop]) -> None:
+    engine = fake_engine(loop=loop())
+    for i in range(3):
+        engine.add(request(str(i), [1, 2, i], max_tokens=3 + i))
+    left = WeakSet(engine.scheduler.requests.values())
+    while engine.has_work:
+        engine.step()
+    gc.collect()
+    assert not left

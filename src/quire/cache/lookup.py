@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from quire.cache.groups import AnyGroup, CacheGroup, StateGroup
 from quire.cache.pool import NONE
-from quire.cache.prefix import PrefixIndex, block_digest, root_digest, root_salt, why_missing
+from quire.cache.prefix import PrefixIndex, block_digest, block_tokens, root_digest, root_salt, why_missing
 from quire.cache.scores import Scores
 from quire.request import Miss, PrefixReport, Request
 
@@ -74,10 +74,8 @@ class PrefixLookup:
             if not self.enable_prefix_caching:  # a salt that only its siblings share
                 salt += f"\0{request.schedule.sort_key[1]}"
             digests.append(root_digest(salt))
-        tokens, last = request.tokens, digests[-1]
-        for start in range((len(digests) - 1) * size, count * size, size):
-            last = block_digest(last, tokens[start : start + size].tobytes())
-            digests.append(last)
+        for tokens in block_tokens(request.tokens, len(digests) - 1, count, size):
+            digests.append(block_digest(digests[-1], tokens))
 
     def shares(self, request: Request) -> bool:
         """Return whether the request shares blocks with others or, without a prefix cache, with its siblings."""

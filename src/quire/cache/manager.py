@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from quire.cache import events
 from quire.cache.disk.tier import DiskTier
@@ -25,7 +26,7 @@ from quire.cache.groups import (
 from quire.cache.incoming import BlockMemory, Name, Read
 from quire.cache.lookup import Match, PrefixLookup
 from quire.cache.pool import NONE, BlockPool
-from quire.cache.prefix import CachedBlock, HitCounts, PrefixIndex
+from quire.cache.prefix import CachedBlock, HitCounts, PrefixIndex, block_tokens
 from quire.cache.retention import Retained
 from quire.cache.scores import RECORD, ScoredMemory, Scores, write
 from quire.errors import BadValue
@@ -222,9 +223,9 @@ class BlockManager:
         """Publish all blocks at once if one group publishes and knows none of them: the common case of `_publish`."""
         cache, size, (g, _, index) = request.cache, self.block_size, self._published[0]
         first = cache.num_published
-        blocks, digests, tokens = cache.block_ids[g][first:full], cache.digests[first : full + 1], request.tokens
-        parts = [tokens[at : at + size].tobytes() for at in range(first * size, full * size, size)]
-        if not index.publish_new(blocks, digests, parts, first=first == 0):
+        blocks, digests = cache.block_ids[g][first:full], cache.digests[first : full + 1]
+        tokens = block_tokens(request.tokens, first, full, size)
+        if not index.publish_new(blocks, digests, tokens, first=first == 0):
             return False
         cache.num_published = full
         if self.listeners:
@@ -311,20 +312,20 @@ class BlockManager:
             one.group is None and one.cache.room == len(one.cache.block_ids[0]) * size for one in requests
         )
 
-    def grow_each(self, requests: Sequence[Request]) -> bool:
+    def grow_each(self, requests: Sequence[Request], times: Sequence[float] | None = None) -> bool:
         """Append one block per occurrence to each listed running request, in every group.
 
-        Equivalent to calling `grow` when each of them reaches its next block, if `can_grow_each`. Return False, taking
-        none, if blocks are short.
+        Equivalent to calling `grow` when each of them reaches its next block, if `can_grow_each`. times: when each of
+        them does, in seconds; None: now. Events carry the present time. Return False, taking none, if blocks are short.
         """
         counts = [len(requests)] * len(self.groups)
         if not self.has_free(counts):
             return False
-        for g, blocks in enumerate(self._take(counts)):
+        for g, blocks in enumerate(self._take(counts, times)):
             for request, block in zip(requests, blocks, strict=True):
                 request.cache.block_ids[g].append(block)
-                if self.listeners:
-                    self._tell(events.BlocksAllocated(self.now, g, request.id, [block]))
+            for request, block in zip(requests, blocks, strict=True) if self.listeners else ():
+                self._tell(events.BlocksAllocated(self.now, g, request.id, [block]))
         for request in requests:
             request.cache.room += self.block_size
         return True
@@ -373,8 +374,8 @@ class BlockManager:
             or position in (self.parted_at(request), request.cache.num_cached)
         )
 
-    def _take(self, counts: Sequence[int]) -> list[array[int]]:
-        """Allocate free blocks of each group, evicting their contents."""
+    def _take(self, counts: Sequence[int], times: Sequence[float] | None = None) -> list[array[int]]:
+        """Allocate free blocks of each group, evicting their contents. times: see `grow_each`."""
         taken: list[array[int]] = []
         try:
             for count, pool in zip(counts, self.pools, strict=True):
@@ -384,7 +385,7 @@ class BlockManager:
                 self._give_back(g, blocks)
             raise
         for g, (index, blocks) in enumerate(zip(self.indexes, taken, strict=True)):
-            lost = index.evict(blocks, self.now)
+            lost = index.evict(blocks, repeat(self.now) if times is None else times)
             if not lost:
                 continue
             self.num_evicted += len(lost)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.errors import BadValue
 from quire.request import Miss, PrefixReport
@@ -34,6 +35,21 @@ def root_salt(salt: str, cache_salt: str, lora_digest: str) -> str:
 def block_digest(parent: bytes, tokens: bytes) -> bytes:
     """Return a block's name: a digest of its tokens and, through the parent's name, of all tokens before it."""
     return blake2b(parent + tokens, digest_size=DIGEST_SIZE).digest()
+
+
+class Blocks(Protocol):
+    """Tokens that are not in an array, but have the bytes of their blocks."""
+
+    def blocks(self, first: int, stop: int, size: int) -> list[bytes]:
+        """Return the bytes of each of these full blocks of `size` tokens."""
+
+
+def block_tokens(tokens: array[int] | Blocks, first: int, stop: int, size: int) -> list[bytes]:
+    """Return the bytes of each of these full blocks of `size` tokens."""
+    if not isinstance(tokens, array):
+        return tokens.blocks(first, stop, size)
+    data, width = tokens[first * size : stop * size].tobytes(), size * TOKEN_SIZE
+    return [data[at : at + width] for at in range(0, len(data), width)]
 
 
 class CachedBlock(NamedTuple):
@@ -130,18 +146,17 @@ class PrefixIndex:
                 self.ended.pop(digest, None)
         return True
 
-    def evict(self, blocks: Iterable[int], now: float) -> list[CachedBlock]:
-        """Remove these blocks, whose memory is needed, remember the time, and return the removed entries."""
+    def evict(self, blocks: Iterable[int], times: Iterable[float]) -> list[CachedBlock]:
+        """Remove these blocks, whose memory is needed at these times, and return the removed entries."""
         evicted, lost = self._evicted, []
-        for block in blocks:
+        for block, time in zip(blocks, times, strict=False):
             cached = self.by_block.pop(block, None)
-            if cached is None:
-                continue
-            self._unlink(cached)
-            if len(evicted) >= self._num_remembered:
-                self.ended.pop(evicted.popitem(last=False)[0], None)
-            evicted[cached.digest] = now
-            lost.append(cached)
+            if cached is not None:
+                self._unlink(cached)
+                evicted[cached.digest] = time
+                lost.append(cached)
+        for _ in range(len(evicted) - self._num_remembered):
+            self.ended.pop(evicted.popitem(last=False)[0], None)
         return lost
 
     def withdraw(self, block: int) -> CachedBlock:

@@ -100,12 +100,22 @@ class DecodeRows:
             joining = [request for request in noted if request not in self._row]
             if joining:
                 self._join(joining)
+        if self.special:
+            self._lift_bans()
         if self.requests is not before:
             self.special = self.whole[:, 2].nonzero()[0].tolist()  # a row that stays has the same parameters
             self.draws = bool(self.real[:, 0].any())
         self._dropped.clear()
         self._noted.clear()
         self._is_changing = False
+
+    def _lift_bans(self) -> None:
+        """Make the rows ordinary ones whose requests were special only until they had min_tokens."""
+        early = self.whole[:, 2].nonzero()[0].tolist()
+        lifted = [row for row in early if not _is_special(self.requests[row])]
+        if lifted:
+            self.whole[lifted, 2] = False
+            self.requests = [*self.requests]  # a new list, so that the parameters of its rows are computed again
 
     def _begin_again(self) -> None:
         """Forget all rows, and note their requests."""
@@ -312,7 +322,7 @@ class DecodeRows:
         lengths = self.lengths + num_ahead
         at = lengths - self._drawn_from
         every = np.arange(len(at))
-        if len(at) and (at.max() >= DRAWN_AHEAD or at.min() < 0):
+        if len(at) and at.view(np.uint64).max() >= DRAWN_AHEAD:  # as a negative one is, too
             self._draw(lengths, every if at.max() >= DRAWN_AHEAD else np.flatnonzero(at < 0))  # else only new rows
             at = lengths - self._drawn_from
         drawn: NDArray[np.float64] = self._drawn[at, every]
@@ -369,8 +379,15 @@ def sampling_numbers(request: Request) -> tuple[tuple[float, ...], tuple[int, in
         (
             p.top_k if p.top_k > 0 else KEEP_ALL,
             -1 if p.logprobs is None else p.logprobs,
-            p.has_penalty
-            or p.min_tokens > 0
-            or any(one is not None for one in (request.constraints, request.guide, request.schedule.allowed)),
+            _is_special(request),
         ),
+    )
+
+
+def _is_special(request: Request) -> bool:
+    """Return whether the sampler needs more for the request's next tokens than the numbers of its parameters."""
+    return (
+        request.num_generated < request.sampling.min_tokens
+        or request.sampling.has_penalty
+        or any(one is not None for one in (request.constraints, request.guide, request.schedule.allowed))
     )

@@ -310,6 +310,8 @@ class Engine:
             raise EngineAsleep
         with deferred_interrupts(), self._guard:
             self._events.extend(self.loop.step(self))
+            if not self.scheduler.has_work:
+                self._forget_requests()
             if self.loras is not None and self.loras.left:
                 self.loras.settle(self._lora_slots())
         taken: StepEvents | None = None
@@ -318,6 +320,12 @@ class Engine:
         finally:  # in this order an interrupt between the two statements, or before them, loses no events
             if taken is not None:
                 self._events = StepEvents()
+
+    def _forget_requests(self) -> None:
+        """Drop the references to requests that have ended, which the next step would drop."""
+        if self.scheduler.rows is not None:
+            self.scheduler.rows.settle()
+        self.buffers.forget_requests()
 
     @deferred_interrupts()
     def settle(self) -> StepEvents:

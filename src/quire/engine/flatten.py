@@ -81,14 +81,18 @@ class Buffers:
         self.context_lens = np.zeros(max_seqs, np.int32)
         self.slots = np.zeros((num_groups, max_tokens), np.int64)
         self.block_tables = np.zeros((num_groups, max_seqs, max_blocks), np.int32)
-        self.parameters: Parameters | None = None  # of the last step's rows, except decode rows
         self.one_each = np.arange(max_seqs + 1, dtype=np.int32)  # query_starts if each sequence has one row
         self.uniforms = np.zeros(max_seqs)
+        self.tallies: Tallies = WeakKeyDictionary()
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Drop the references to the requests of the last steps."""
+        self.parameters: Parameters | None = None  # of the last step's rows, except decode rows
         self.decode: Batch | None = None  # of the last step that only decoded; its tensors are views of these buffers
         self.decoding: Sequence[Request] = ()  # its requests: the same list as long as no request joins or leaves
         self.decode_of = False, 0  # whether it was planned ahead, and the columns of its tables
         self.decode_parameters = parameters_of(())  # its sampling parameters
-        self.tallies: Tallies = WeakKeyDictionary()
 
 
 def flatten(plan: Plan, buffers: Buffers, rows: DecodeRows | None = None) -> Batch:

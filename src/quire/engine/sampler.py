@@ -274,11 +274,11 @@ def _invert_few(
     weights: Tensor,  # fp64 [R, V]
     uniforms: NDArray[np.float64],  # [R]
 ) -> NDArray[np.int64]:
-    """Equivalent of `_invert`, with numpy for the operations on columns."""
-    cumulative = weights.cumsum(-1)
-    total = cumulative.numpy()[:, -1:]
+    """Equivalent of `_invert`, with numpy."""
+    cumulative = weights.numpy().cumsum(-1)
+    total = cumulative[:, -1:]
     target = np.minimum(uniforms[:, None] * total, np.nextafter(total, 0.0))
-    found: NDArray[np.int64] = torch.searchsorted(cumulative, torch.from_numpy(target), right=True).numpy()[:, 0]
+    found: NDArray[np.int64] = (cumulative > target).argmax(-1)
     return found
 
 

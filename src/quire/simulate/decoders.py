@@ -213,9 +213,9 @@ class Decoders:
                 heapq.heappop(takers)
         return wanted
 
-    def take(self, requests: list[Request]) -> None:
-        """Allocate the next block of each request."""
-        if requests and not self._manager.grow_each(requests):
+    def take(self, requests: list[Request], times: list[float] | None = None) -> None:
+        """Allocate the next block of each request. times: when each block is needed; None: now."""
+        if requests and not self._manager.grow_each(requests, times):
             raise BadValue(f"{len(requests)} requests find no blocks in steps that should have enough of them")
 
     def end(self) -> list[Event]:

@@ -167,18 +167,19 @@ class Leap:
         wanted = self._decoders.blocks_wanted(self._before + stop)
         if not wanted:
             return
-        if not self._manager.evicts(len(wanted)):
-            self._take(wanted[-1][0], [request for _, request in wanted])
+        if not (self._manager.listeners and self._manager.evicts(len(wanted))):
+            self._take(wanted)
             return
-        for step, those in groupby(wanted, itemgetter(0)):  # one step at a time, since evictions carry their time
-            self._take(step, [request for _, request in those])
+        for _, those in groupby(wanted, itemgetter(0)):  # one step at a time, since events carry their time
+            self._take(list(those))
 
-    def _take(self, step: int, requests: list[Request]) -> None:
-        times, at = self.times, step - self._before
-        self._manager.now = times[at - 1]
-        self._decoders.take(requests)
-        if at < self.num_applied:
-            self._simulation.note_blocks(times[at])
+    def _take(self, wanted: Sequence[tuple[int, Request]]) -> None:
+        """Allocate blocks for requests that need them in these steps."""
+        times, first, last = self.times, self._before + 1, wanted[-1][0] - self._before
+        self._manager.now = times[last - 1]
+        self._decoders.take([request for _, request in wanted], [times[step - first] for step, _ in wanted])
+        if last < self.num_applied:
+            self._simulation.note_blocks(times[last])
 
     def delay(self, seconds: float) -> None:
         """Delay the end of the last planned step."""

@@ -56,6 +56,14 @@ class NamedTokens:
             return Part(self._names[0] + (start << 32 | count).to_bytes(8, "big"))
         return Part(self._content(start, count))
 
+    def blocks(self, first: int, stop: int, size: int) -> list[bytes]:
+        """Return the bytes of each of these full blocks of `size` tokens."""
+        starts = range(first * size, stop * size, size)
+        if self._ends:
+            return [self._content(start, size) for start in starts]
+        name = self._names[0]
+        return [name + (start << 32 | size).to_bytes(8, "big") for start in starts]
+
     def _content(self, start: int, count: int) -> bytes:
         ends, names = self._ends, self._names
         where = (start << 32 | count).to_bytes(8, "big")
