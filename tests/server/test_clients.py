@@ -237,7 +237,6 @@ def test_the_start_page_is_for_people_and_programs(server: Serving) -> None:
         ("POST", "//v1//completions", 404, "did you mean '/v1/completions'?"),
         ("POST", "/v1/chat/completion", 404, "did you mean '/v1/chat/completions'?"),
         ("POST", "/v1/v1/embeddings", 404, "did you mean '/v1/embeddings'?"),
-        ("POST", "/api/models", 404, "are in /openapi.json"),
         ("GET", "/v1/models/", 404, "did you mean '/v1/models'?"),
         ("GET", "/favicon.ico", 404, "are in /openapi.json"),
         ("GET", "/" + "a" * 9000, 404, "are in /openapi.json"),

@@ -132,6 +132,8 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
     assert speaking.get("/api/version").json()["version"].count(".") == 2
     sought = speaking.ask("HEAD", "/")  # what the command `ollama` sends first
     assert (sought.status, sought.body) == (200, b"")
+    assert "did you mean '/api/embed'?" in speaking.post("/api/embeddings", prompt="a").json()["error"]
+    assert "/v1/embeddings" not in server.post("/api/embeddings", prompt="a").json()["error"]
     assert server.get("/api/tags").status == 404  # without --ollama
     assert server.post("/api/chat", messages=USER).status == 404
 
