@@ -59,7 +59,7 @@ class DerivedModels:
         self._store = store
 
     def find(self, owner: str, name: str) -> Derived | None:
-        """Return a derived model, or None if there is none of this name."""
+        """Return a derived model, or None if this name is unknown."""
         found: Derived | None = self._store.get(owner, KIND, _id(owner, name))
         return found
 
@@ -68,7 +68,7 @@ class DerivedModels:
         return self._store.listed(owner, KIND, None, MOST)
 
     def create(self, owner: str, name: str, base: str, parent: Derived | None, body: CreateRequest) -> None:
-        """Add a derived model, or replace it. What the body does not give is taken from its parent, if it is derived.
+        """Add a derived model, or replace it. Fields that the body lacks are taken from its parent, if it is derived.
 
         Raises ApiError for a wrong name, too many models or a full disk, and RequestValidationError for parameters that
         no request may have.
