@@ -428,6 +428,10 @@ def test_names_that_are_no_model(tmp_path: Path) -> None:
                 find(name)
 
 
+def test_the_embedded_model_has_a_name() -> None:
+    assert locate("quire-embedded") == locate_description("quire-embedded") == locate(None)
+
+
 def snapshot(hub: Path, *files: str) -> Path:
     """A repository in the layout of the hub's cache, with these files."""
     repository = hub / "models--someone--large"

@@ -95,6 +95,8 @@ def test_requests_reach_the_model_that_they_name(router: Address) -> None:
     assert router.ask("GET", "/metrics?model=two", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
     assert [one["model"] for one in router.get("/api/ps").json()["models"]] == ["two:latest"]
     assert len(router.get("/api/tags").json()["models"]) == 2
+    refused = router.post("/api/create", **{"model": "a", "from": "b"})
+    assert (refused.status, "those of its file" in refused.json()["error"]) == (403, True)
     line = router.post("/api/generate", model="one:latest", prompt="x", stream=False, options={"num_predict": 2})
     assert line.json()["done"] is True
     assert router.post("/models/unload", model="one").json()["id"] == "one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -16,11 +17,14 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types import Batch
+from starlette.requests import Request as HttpRequest
 
 from quire.errors import ConfigError
 from quire.server.batch import batches, store
 from quire.server.batch.results import Output
 from quire.server.batch.store import Store
+from quire.server.http.body import model_of
+from quire.server.protocol.completions import CompletionRequest
 from tests.fleet.gateways import Slowed, fronting, replicas, until
 from tests.server.batches import mixed, on, request
 from tests.server.serving import Serving, serving
@@ -276,6 +280,34 @@ def test_a_key_has_a_limit_of_open_batches(batching: Serving, monkeypatch: pytes
     assert ended(one, first).status == ended(two, other).status == "completed"
     again = begin(one, files[0].id)
     assert ended(one, again).status == "completed"
+
+
+def test_a_key_has_a_limit_of_stored_bytes(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(batching, "one").with_options(max_retries=0)
+    first = client.files.create(file=("in.jsonl", b"{}\n"), purpose="batch")
+    monkeypatch.setattr(batches, "MOST_STORED", first.bytes)
+    with pytest.raises(openai.RateLimitError, match="so delete some"):
+        client.files.create(file=("in.jsonl", b"{}\n"), purpose="batch")
+    for one in client.files.list():
+        client.files.delete(one.id)
+    client.files.delete(client.files.create(file=("in.jsonl", b"{}\n"), purpose="batch").id)
+
+
+def test_a_cancelled_line_is_not_an_error(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def cancelled() -> None:
+        request = HttpRequest({"type": "http", "headers": [], "state": {}}, endless)
+        body = model_of({"prompt": "a", "guided_regex": "b"}, CompletionRequest)
+        task = asyncio.create_task(batching.service.guide(request, body))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(batching.service, "_guide", endless)
+    asyncio.run(cancelled())
 
 
 def test_an_upload_holds_up_nothing(batching: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

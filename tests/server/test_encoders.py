@@ -10,9 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from quire import LLM, AsyncLLM
+from quire.cli import app
+from quire.errors import ConfigError
 from quire.outputs import ClassificationRequestOutput
+from quire.server.run import build_parts
+from quire.server.server_config import ServerConfig
 from tests.fleet.gateways import fronting
 from tests.fleet.serving import SECRET
 from tests.models.encoders import save_embedder, save_tokenizer, saved
@@ -100,6 +105,7 @@ def test_a_text_that_is_too_long_is_cut_within_its_special_tokens(embedder: Path
         ("/v1/embeddings", {"input": [[5]], "prompt_name": "query"}, "so no prompt can precede it"),
         ("/v1/embeddings", {"input": [[97]]}, "token ids of this model lie in 0..96"),
         ("/v1/embeddings", {"input": "a", "dimensions": 49}, "dimensions is 49"),
+        ("/v1/score", {"text_1": [], "text_2": "a"}, "text_1 cannot be read; it must be a text, or a list of texts"),
     ],
 )
 def test_what_is_refused(served: Serving, path: str, body: dict[str, Any], message: str) -> None:
@@ -140,6 +146,14 @@ def test_no_page_and_no_route_takes_it_for_a_model_that_writes(embedder: Path, s
         assert (answer.status, "this model writes no text" in answer.body.decode()) == (400, True), answer.body
 
 
+def test_options_and_commands_for_models_that_write(embedder: Path, served: Serving) -> None:
+    with pytest.raises(ConfigError, match="reranker is yes-no, which needs a model that writes"):
+        build_parts({"model": str(embedder)}, ServerConfig(reranker="yes-no"))
+    result = CliRunner().invoke(app, ["generate", "a prompt", "--model", str(embedder)])
+    assert (result.exit_code, result.stdout) == (1, "")  # the prompt is not printed
+    assert "this model writes no text" in result.stderr
+
+
 def test_a_cross_encoder(classifier: Path) -> None:
     with LLM(str(classifier), task="classify", convert="classify") as llm:  # as vLLM's scripts say
         pairs = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
@@ -160,6 +174,8 @@ def test_a_cross_encoder(classifier: Path) -> None:
 
     asyncio.run(ask())
     with serving({"model": str(classifier)}, ollama=True) as server:
+        refused = server.post("/detokenize", tokens=[97])  # the id of a second text's token
+        assert (refused.status, "lie in 0..96" in refused.error()["message"]) == (400, True)
         found = posted(server, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)
         assert [one["score"] for one in found["data"]] == pairs
         found = posted(server, "/v1/rerank", query=TEXTS[0], documents=TEXTS)

@@ -17,6 +17,7 @@ import pytest
 from quire.errors import ConfigError, ModelError
 from quire.models import locate
 from quire.request import StructuredOutputsParams
+from quire.server.api import derived
 from quire.server.api import pull as pull_module
 from quire.server.api.ollama import STAYS
 from quire.server.protocol.ollama import OllamaChatRequest
@@ -131,6 +132,8 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
     assert speaking.get("/api/version").json()["version"].count(".") == 2
     sought = speaking.ask("HEAD", "/")  # what the command `ollama` sends first
     assert (sought.status, sought.body) == (200, b"")
+    assert "did you mean '/api/embed'?" in speaking.post("/api/embeddings", prompt="a").json()["error"]
+    assert "/v1/embeddings" not in server.post("/api/embeddings", prompt="a").json()["error"]
     assert server.get("/api/tags").status == 404  # without --ollama
     assert server.post("/api/chat", messages=USER).status == 404
 
@@ -347,3 +350,99 @@ def until_read(client: socket.socket, words: bytes) -> bool:
 def test_downloads_need_the_option() -> None:
     with pytest.raises(ConfigError, match="allow_pull is for /api/pull"):
         ServerConfig(allow_pull=True)
+
+
+# ------------------------------------------------------------------------------------------------- created models
+
+PIRATE = {"system": "Be a pirate.", "parameters": {"num_predict": 5, "temperature": 0.0, "stop": ["@@"]}}
+
+
+def test_a_model_is_created_used_copied_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}")
+    options: dict[str, Any] = {"chat_template": template, "data_dir": tmp_path / "data", "ollama": True}
+    keys = [{"Authorization": f"Bearer {key}"} for key in ("one", "two")]
+    shots = [{"role": "user", "content": "a list"}, {"role": "assistant", "content": "Arr"}]
+    with serving(**options, api_key=("one", "two")) as server:
+        server.headers = keys[0]
+        created = server.post("/api/create", **{"model": "pirate:latest", "from": "quire-embedded", **PIRATE})
+        assert [json.loads(line)["status"] for line in created.body.splitlines()] == ["writing manifest", "success"]
+        whole = server.post(
+            "/api/create",
+            **{"model": "captain", "from": "pirate", "messages": shots, "parameters": {"num_predict": 3}},
+            license=["MIT", "and so on"],
+            stream=False,
+        )
+        assert whole.json() == {"status": "success"}
+
+        def text(model: str, messages: list[dict[str, str]], **body: Any) -> str:
+            found = server.post("/v1/chat/completions", model=model, messages=messages, **body).json()
+            assert found["model"] == model
+            said: str = found["choices"][0]["message"]["content"]
+            return said
+
+        system = {"role": "system", "content": "Be a pirate."}
+        given = {"max_tokens": 5, "temperature": 0, "stop": ["@@"]}
+        alike = text("quire-embedded", [system, *USER], **given)
+        assert text("pirate", USER) == alike
+        assert ask(server, "/api/chat", messages=USER, model="pirate", options={})["message"]["content"] == alike
+        assert ask(server, "/api/generate", prompt="a queue", model="pirate:latest", options={})["response"] == alike
+        assert ask(server, "/api/chat", messages=USER, model="pirate", options={"num_predict": 2})["eval_count"] == 2
+        own = [{"role": "system", "content": "Be calm."}, *USER]
+        assert text("pirate", own) == text("quire-embedded", own, **given)
+        shown_text = text("quire-embedded", [system, *shots, *USER], **{**given, "max_tokens": 3})
+        assert text("captain", USER) == shown_text
+        alone = server.post("/v1/messages/count_tokens", model="captain", messages=USER)
+        with_all = {"model": "quire-embedded", "messages": [*shots, *USER], "system": "Be a pirate."}
+        assert alone.json() == server.post("/v1/messages/count_tokens", **with_all).json()
+        shown = server.post("/api/show", model="captain").json()
+        assert (shown["system"], shown["messages"], shown["license"]) == ("Be a pirate.", shots, "MIT\nand so on")
+        assert shown["parameters"].splitlines() == ['stop "@@"', "temperature 0.0", "num_predict 3"]
+        assert shown["details"]["parent_model"] == "quire-embedded"
+        assert shown["modelfile"].startswith('FROM quire-embedded\nPARAMETER stop "@@"\n')
+        assert server.post("/api/copy", source="pirate", destination="mate:v2").status == 200
+        assert text("mate:v2", USER) == alike
+        assert server.post("/api/copy", source="quire-embedded", destination="plain").status == 200
+        assert text("plain", USER, **given) == text("quire-embedded", USER, **given)
+        names = [one["name"] for one in server.get("/api/tags").json()["models"]]
+        assert names == ["quire-embedded", "plain:latest", "mate:v2", "captain:latest", "pirate:latest"]
+        server.headers = keys[1]  # another key has its own
+        assert server.post("/api/chat", model="pirate", messages=USER).status == 404
+        assert [one["name"] for one in server.get("/api/tags").json()["models"]] == ["quire-embedded"]
+        assert server.ask("DELETE", "/api/delete", {"model": "pirate"}).status == 404
+    with serving(**options, api_key=("one",)) as server:  # they are kept
+        server.headers = keys[0]
+        assert text("pirate", USER) == alike
+        assert server.ask("DELETE", "/api/delete", {"model": "pirate"}).status == 200
+        assert server.post("/api/chat", model="pirate", messages=USER).status == 404
+        for body, status, words in (
+            ({"model": "a", "from": "pirate"}, 404, "there is no model 'pirate'"),
+            ({"model": "quire-embedded", "from": "captain"}, 400, "which is served here"),
+            ({"model": "../x", "from": "captain"}, 400, "is no name of a model"),
+            ({"model": "a"}, 400, "from is missing"),
+            ({"from": "captain"}, 400, "model is missing"),
+            ({"model": "a", "from": "captain", "parameters": {"temperature": -1}}, 400, "temperature is -1"),
+            ({"model": "a", "from": "captain", "parameters": {"mirostat": 1}}, 400, "parameters.mirostat is 1"),
+            ({"model": "a", "from": "captain", "quantize": "q4_K_M"}, 400, "has the weights of a served one"),
+            ({"model": "a", "files": {"a.gguf": "sha256:0"}}, 400, "has the weights of a served one"),
+            ({"model": "a", "from": "captain", "template": "{{ .Prompt }}"}, 400, "template is"),
+        ):
+            refused = server.post("/api/create", **body)
+            assert (refused.status, words in refused.json()["error"]) == (status, True), refused.body
+        monkeypatch.setattr(derived, "MOST", 4)
+        assert server.post("/api/copy", source="captain", destination="n0").status == 200
+        full = server.post("/api/copy", source="captain", destination="more")
+        assert (full.status, "delete one" in full.json()["error"]) == (429, True)
+        assert server.post("/api/copy", source="captain", destination="n0").status == 200  # replaces one
+
+
+def test_creating_needs_a_data_directory_and_a_template(speaking: Serving, tmp_path: Path) -> None:
+    refused = speaking.post("/api/create", **{"model": "a", "from": "quire-embedded"})
+    assert (refused.status, "start it with --data-dir DIR" in refused.json()["error"]) == (403, True)
+    with serving(ollama=True, data_dir=tmp_path / "data") as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server.service.model, "template", None)
+            refused = server.post("/api/create", **{"model": "a", "from": "quire-embedded", "system": "b"})
+        assert (refused.status, "takes no system prompt" in refused.json()["error"]) == (400, True)
+        assert server.post("/api/create", **{"model": "a", "from": "quire-embedded", "stream": False}).status == 200
+        assert ask(server, "/api/generate", prompt="a queue", model="a")["response"]

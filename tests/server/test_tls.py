@@ -117,7 +117,8 @@ def test_files_that_cannot_be_used_are_refused(files: tuple[Path, Path], tmp_pat
         ),
         ({"ssl_certfile": cert}, "they must be PEM and belong together"),
         ({"ssl_certfile": other_cert, "ssl_keyfile": key}, "KEY_VALUES_MISMATCH"),
-        ({"ssl_certfile": other_cert, "ssl_keyfile": encrypted}, "an encrypted key needs ssl_keyfile_password"),
+        ({"ssl_certfile": other_cert, "ssl_keyfile": encrypted}, "its password as ssl_keyfile_password"),
+        ({"ssl_certfile": other_cert, "ssl_keyfile": encrypted, "ssl_keyfile_password": "x"}, "QUIRE_SSL_KEYFILE"),
     ):
         with pytest.raises(ConfigError) as refused:
             ServerConfig(**options)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ def generate(
     given = sampling_of(options)
     loras = parse_loras([] if lora is None else [lora])
     llm = LLM(lora=loras, **options)
+    llm.engine.pooling.check_writes()
     params = SamplingParams(**OWN | dict(llm.default_sampling) | given)
     show = _print_json if as_json else _print_text
     outputs = show(llm, texts, params, next(iter(loras), None))

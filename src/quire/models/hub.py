@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from quire.config import EMBEDDED_NAME
 from quire.errors import ModelError
 from quire.models.recommended import find
 from quire.models.weights import read_index
@@ -75,6 +76,8 @@ def _full_name(model: str | None, gguf_file: str | None) -> tuple[str | None, st
 
     A path or a repository of this name takes precedence.
     """
+    if model == EMBEDDED_NAME and gguf_file is None and _local(model) is None:
+        return None, None
     if model is None or _local(model) is not None or (":" not in model and _cached(model) is not None):
         return model, gguf_file
     if (short := find(model)) is None:

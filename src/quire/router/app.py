@@ -131,6 +131,7 @@ class Router:
             Route("/ready", self._ready),
             Route("/metrics", self._metrics),
             *([Route("/api/tags", self._tags), Route("/api/ps", self._tags)] if config.ollama else ()),
+            *(Route(f"/api/{one}", self._derive, methods=["POST", "DELETE"]) for one in ("create", "copy", "delete")),
             Route("/{path:path}", self._forward, methods=["GET", "POST", "DELETE"]),
         ]
         handlers: Any = {ApiError: _failed, HTTPException: _refused}
@@ -159,6 +160,11 @@ class Router:
         if request.url.path == "/api/ps":
             listed = [one for one in listed if one.state is State.LOADED]
         return JsonBody({"models": [{"name": f"{one.name}:latest", "model": f"{one.name}:latest"} for one in listed]})
+
+    async def _derive(self, _: Request) -> Response:
+        """Refuse to create, copy or delete a model: the names of a router's models are in its file."""
+        message = "the router's models are those of its file; a server of one model creates others, with --data-dir"
+        raise ApiError(message, HTTPStatus.FORBIDDEN, code="not_allowed")
 
     async def _load(self, request: Request) -> Response:
         """Load a model before its first request."""

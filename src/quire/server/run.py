@@ -212,6 +212,10 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
     if config.allow_lora_loading:
         options = {**options, "enable_lora": True}
     llm = LLM(lora=loras, **options)
+    if config.reranker == "yes-no" and (llm.engine.pooling.labels or llm.engine.pooling.encodes):
+        raise ConfigError(
+            "reranker is yes-no, which needs a model that writes, and this one is an encoder; leave it out"
+        )
     template = ChatTemplate.find(llm.text_files, config.chat_template)
     if llm.receipts is not None and template is not None:
         parts = {**llm.receipts.fingerprint.parts, "template": template_digest(template.source)}
@@ -466,7 +470,7 @@ def chosen_by(parts: ServerParts) -> dict[str, str]:
     said = {
         "model": parts.service.model.names[0],
         **chosen(parts.llm),
-        "sampling": _sampling(parts),
+        **({"sampling": _sampling(parts)} if parts.service.model.pooling.writes else {}),
         "limits": _limits(parts),
     }
     if parts.llm.engine.loras is not None:

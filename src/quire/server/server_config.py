@@ -67,7 +67,8 @@ class HttpConfig:
     max_body_size: int = option(4 * 2**20, "Most bytes of a request's body.", lower=1024, upper=2**40)
     data_dir: Path | None = option(
         None,
-        "Directory for files and batches: serve /v1/files and /v1/batches. One server at a time can use it. "
+        "Directory for files, batches and created models: serve /v1/files and /v1/batches, and with ollama "
+        "/api/create. One server at a time can use it. "
         "Default: these are not served.",
     )
     max_logprobs: int = option(20, "Most candidates per position that a request may ask for.", lower=0, upper=1024)

@@ -28,7 +28,7 @@ from quire.server.api.routes import add_llama_routes, add_ollama_routes, add_rou
 from quire.server.api.service import FINGERPRINT_HEADER, Service
 from quire.server.api.start_page import start_page
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
-from quire.server.http.api_error import ApiError, api_error, cut, internal_error, sandbox_failed, shown
+from quire.server.http.api_error import OLLAMA_PATHS, ApiError, api_error, cut, internal_error, sandbox_failed, shown
 from quire.server.http.body import Bodies, BodyRoute
 from quire.server.http.guard import MAX_FORM_SIZE, Guard
 from quire.server.http.hosts import hosts_to_check
@@ -49,6 +49,9 @@ MAX_PATH = 256  # characters of an unknown path that are compared with the route
 WANTED = {
     "prompt": "it must be a text, a list of token ids, or a list of these",
     "input": "it must be a text, a list of token ids, or a list of these",
+    "text_1": "it must be a text, or a list of texts with at least one",
+    "text_2": "it must be a text, or a list of texts with at least one",
+    "queries": "it must be a text, or a list of texts with at least one",
     "stop": "it must be a text or a list of texts, none of them empty or very long",
     "content": "it must be a text, or a list of parts of type text",
     "tool_choice": "it must be 'none', 'auto', 'required', or an object that names one of the tools",
@@ -232,7 +235,8 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
     @app.post("/detokenize", response_model=None, responses=openapi.answer(DetokenizedText, "The text"))
     async def detokenize(request: HttpRequest, body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
-        vocab_size = service.model.vocab_size
+        # Above the offset are ids of second texts of pairs, for the engine alone.
+        vocab_size = service.model.pooling.second_offset or service.model.vocab_size
         if (largest := max(body.tokens, default=0)) >= vocab_size:
             place = body.tokens.index(largest)
             message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"
@@ -321,6 +325,8 @@ def _route_like(request: HttpRequest) -> str | None:
     app = request.scope["app"]
     routes = [path for route in app.routes if "{" not in (path := getattr(route, "path", "{")) and path != "/"]
     path = "/" + "/".join(filter(None, request.url.path[:MAX_PATH].split("/")))
+    if path.startswith(OLLAMA_PATHS):  # a route of another protocol takes no such body
+        routes = [one for one in routes if one.startswith(OLLAMA_PATHS)]
     for plain in (path, f"/v1{path}"):
         if plain in routes:
             return plain

@@ -61,6 +61,9 @@ async def complete(service: Service, request: HttpRequest, body: LlamaCompletion
 async def fill_in(service: Service, request: HttpRequest, body: InfillRequest) -> Response:
     """Generate the text between a prefix and a suffix."""
     service.model.pooling.check_writes()
+    if body.input_suffix is None:
+        message = "input_suffix is missing; /infill fills in before it, and /completion continues a prompt without one"
+        raise ApiError(message, param="input_suffix")
     before, after = (body.input_prefix or "") + (body.prompt or ""), body.input_suffix or ""
     service.check_text(before, "input_prefix")
     service.check_text(after, "input_suffix")

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from typing_extensions import Unpack
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, Script, read_whole
+from quire.server.api.derived import apply
 from quire.server.api.service import Service, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn, prompt_of
@@ -53,8 +54,10 @@ async def messages(service: Service, request: HttpRequest, body: MessagesRequest
 
 async def count_tokens(service: Service, request: HttpRequest, body: CountTokensRequest) -> Response:
     """Return the number of tokens of a request's prompt."""
-    service.check_model(body.model)
     chat = body.chat(can_think=service.model.dialect.reasoning is not None)
+    if (derived := service.derived_from(request, chat.model)) is not None:
+        apply(derived, chat)
+    service.check_model(chat.model)
     chat.check_together()
     prompt = await prompt_of(service, request, chat)
     return JsonBody(InputTokens(input_tokens=len(prompt.tokens)))

@@ -5,28 +5,33 @@ The others describe the model.
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, Script, read_whole
+from quire.server.api.derived import Derived, DerivedModels
 from quire.server.api.embeddings import embedded, unit_vector
 from quire.server.api.pull import Progress
 from quire.server.api.service import Service, counted, offload_if_large, with_fingerprint
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
-from quire.server.http.api_error import OLLAMA_PATHS, ApiError
+from quire.server.http.api_error import OLLAMA_PATHS, ApiError, shown
 from quire.server.http.guard import client_of
 from quire.server.http.sse import EventStream, JsonBody, dumps, noticing_disconnect
 from quire.server.protocol.answers import ChatLogprob
 from quire.server.protocol.ollama import (
+    CopyRequest,
+    CreateRequest,
+    DeleteRequest,
     EmbedRequest,
     GenerateRequest,
     OllamaAnswer,
@@ -87,14 +92,14 @@ async def _answer(
     began = time.perf_counter_ns()
     if not has_prompt:  # in Ollama, a request to load the model, or to unload it
         model = (body.model or "").removesuffix(":latest")
-        service.check_model(model)
+        _check_model(service, request, model)
         loaded = _line(body.model or service.answering(None), is_done=True)
         is_kept = body.keep_alive is None or ZERO.fullmatch(str(body.keep_alive)) is None
         loaded["done_reason"] = "load" if is_kept else "unload"
         return JsonBody(_say(loaded, field, "" if is_kept else STAYS, ""))
     asked, prompt = body.chat(), None
     if isinstance(body, GenerateRequest) and (body.raw or service.model.template is None):
-        service.check_model(asked.model)
+        _check_model(service, request, asked.model)
         if body.system:
             why = "raw is true" if body.raw else "the model has no chat template"
             raise ApiError(f"system cannot be used, because {why}; write it into the prompt", param="system")
@@ -120,6 +125,8 @@ async def _answer(
 async def embed(service: Service, request: HttpRequest, body: EmbedRequest) -> Response:
     """Embed texts. Without a text, the request only asks to load the model."""
     began, asked = time.perf_counter_ns(), body.embedding()
+    if (derived := service.derived_from(request, asked.model)) is not None:
+        asked.model = derived["base"]
     service.check_model(asked.model)
     outputs = await embedded(service, request, asked) if body.input else []
     num_prompt = counted(outputs)[0]
@@ -169,24 +176,93 @@ async def pull(service: Service, request: HttpRequest, body: PullRequest) -> Res
     return JsonBody(last)
 
 
-def tags(service: Service) -> OllamaModels:
-    """Return the answer of /api/tags."""
-    return {"models": [_model(service, name) for name in (*service.model.names, *service.model.loras)]}
+async def create(service: Service, request: HttpRequest, body: CreateRequest) -> Response:
+    """Derive a model from a served one: a name with a system prompt, first messages and default parameters."""
+    derived, name = _derived(service), _own_name(service, body.model or body.name)
+    if not body.from_:
+        raise ApiError("from is missing; it is the name of a served model, or of a created one", param="from")
+    base, parent = _source(service, request, body.from_)
+    if service.model.template is None and (body.system or body.messages):
+        message = f"{service.model.names[0]} has no chat template, so it takes no system prompt and no messages"
+        raise ApiError(message, param="system" if body.system else "messages")
+    derived.create(client_of(request), name, base, parent, body)
+    last: PullLine = {"status": "success"}
+    if not body.stream:
+        return JsonBody(last)
+    first: PullLine = {"status": "writing manifest"}
+    return Response(dumps(first) + b"\n" + dumps(last) + b"\n", media_type=LINES)
+
+
+def copy(service: Service, request: HttpRequest, body: CopyRequest) -> Response:
+    """Give a served or a created model a further name."""
+    derived, name = _derived(service), _own_name(service, body.destination)
+    derived.copy(client_of(request), *_source(service, request, body.source), name)
+    return Response()
+
+
+def delete(service: Service, request: HttpRequest, body: DeleteRequest) -> Response:
+    """Remove a created model."""
+    derived, name = _derived(service), _own_name(service, body.model or body.name)
+    derived.delete(client_of(request), name)
+    return Response()
+
+
+def _derived(service: Service) -> DerivedModels:
+    if service.derived is None:
+        message = "models are created in the server's data directory, and it has none; start it with --data-dir DIR"
+        raise ApiError(message, HTTPStatus.FORBIDDEN, code="not_allowed")
+    return service.derived
+
+
+def _own_name(service: Service, given: str | None) -> str:
+    """Return the name of a created model. Raises ApiError for that of a served one."""
+    name = (given or "").removesuffix(":latest")
+    if not name:
+        raise ApiError("model is missing; it is the name of the created model", param="model")
+    if name in service.model.names or name in service.model.loras:
+        message = f"model is {shown(name)}, which is served here; created models have other names"
+        raise ApiError(message, param="model")
+    return name
+
+
+def _source(service: Service, request: HttpRequest, given: str) -> tuple[str, Derived | None]:
+    """Return the served model of a name, and the created one that it means, if any. Raises ApiError (404)."""
+    name = given.removesuffix(":latest")
+    found = service.derived_from(request, name)
+    if found is not None:
+        return found["base"], found
+    service.check_model(name)
+    return name, None
+
+
+def _check_model(service: Service, request: HttpRequest, name: str | None) -> None:
+    if service.derived_from(request, name) is None:
+        service.check_model(name)
+
+
+def tags(service: Service, request: HttpRequest) -> OllamaModels:
+    """Return the answer of /api/tags: the served models, and those that the client created."""
+    found = [_model(service, name) for name in (*service.model.names, *service.model.loras)]
+    return {"models": [*found, *(_created(service, one) for one in _listed(service, request))]}
+
+
+def _listed(service: Service, request: HttpRequest) -> list[Derived]:
+    return [] if service.derived is None else service.derived.listed(client_of(request))
 
 
 def running(service: Service) -> OllamaModels:
-    """Return the answer of /api/ps: all models are loaded."""
-    found = tags(service)
+    """Return the answer of /api/ps: all served models are loaded."""
+    found: OllamaModels = {"models": [_model(service, name) for name in (*service.model.names, *service.model.loras)]}
     for one in found["models"]:
         one["expires_at"], one["size_vram"], one["context_length"] = FAR, 0, service.model.max_model_len
     return found
 
 
-def show(service: Service, body: ShowRequest) -> OllamaShown:
+def show(service: Service, request: HttpRequest, body: ShowRequest) -> OllamaShown:
     """Return the answer of /api/show. Raises ApiError (404) for a model that is not served here."""
     name = (body.model or body.name or "").removesuffix(":latest")
-    service.check_model(name)
-    model = service.model
+    _check_model(service, request, name)
+    derived, model = service.derived_from(request, name), service.model
     able: list[Literal["completion", "embedding", "tools", "thinking"]] = ["completion"]
     if not model.pooling.writes:
         able = [] if model.pooling.labels else ["embedding"]
@@ -197,17 +273,44 @@ def show(service: Service, body: ShowRequest) -> OllamaShown:
     about = {"context_length": model.max_model_len}
     if not model.pooling.labels:
         about["embedding_length"] = model.hidden_size
-    shown = _model(service, name or model.names[0])
-    return {
+    described = _model(service, name or model.names[0]) if derived is None else _created(service, derived)
+    found: OllamaShown = {
         "modelfile": "",
         "parameters": "",
         "license": "",
         "template": "" if model.template is None else model.template.source,
-        "details": shown["details"],
+        "details": described["details"],
         "model_info": {"general.architecture": "quire"} | {f"quire.{key}": value for key, value in about.items()},
         "capabilities": able,
-        "modified_at": shown["modified_at"],
+        "modified_at": described["modified_at"],
     }
+    if derived is not None:
+        found["parameters"] = "\n".join(_parameters(derived["parameters"]))
+        found["license"], found["system"] = derived["license"], derived["system"]
+        found["messages"], found["modelfile"] = derived["messages"], _modelfile(derived)
+    return found
+
+
+def _parameters(given: Mapping[str, Any]) -> list[str]:
+    """Return parameters as lines of a name and a value; a list has a line for each value."""
+    pairs = [(name, one) for name, value in given.items() for one in (value if isinstance(value, list) else [value])]
+    return [f"{name} {json.dumps(one)}" for name, one in pairs]
+
+
+def _modelfile(derived: Derived) -> str:
+    """Return the Modelfile of a created model."""
+    lines = [f"FROM {derived['base']}", *(f"PARAMETER {one}" for one in _parameters(derived["parameters"]))]
+    lines += [f'SYSTEM """{derived["system"]}"""'] if derived["system"] else []
+    lines += [f'MESSAGE {one["role"]} """{one.get("content") or ""}"""' for one in derived["messages"]]
+    return "\n".join([*lines, ""])
+
+
+def _created(service: Service, derived: Derived) -> OllamaModel:
+    """Return the description of a created model."""
+    found = _model(service, f"{derived['name']}:latest" if ":" not in derived["name"] else derived["name"])
+    found["modified_at"] = _written(derived["created_at"])
+    found["details"]["parent_model"] = derived["base"]
+    return found
 
 
 def _model(service: Service, name: str) -> OllamaModel:

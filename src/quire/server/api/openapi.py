@@ -48,6 +48,7 @@ STREAMS = {
     "/api/chat": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
     "/api/generate": StreamedBody(OllamaAnswer, OllamaError, "application/x-ndjson"),
     "/api/pull": StreamedBody(PullLine, OllamaError, "application/x-ndjson"),
+    "/api/create": StreamedBody(PullLine, OllamaError, "application/x-ndjson"),
     "/completion": StreamedBody(LlamaCompletion, Error),
     "/infill": StreamedBody(LlamaCompletion, Error),
 }
@@ -55,8 +56,12 @@ STREAMS = {
 
 def answer(model: type[Any], description: str, error: type[Any] | None = None) -> dict[int | str, dict[str, Any]]:
     """Return a route's responses with this answer. error: the error's class, if it is not OpenAI's."""
-    own = {} if error is None else {status: {**one, "model": error} for status, one in ERRORS.items()}
-    return {200: {"model": model, "description": description}, **own}
+    return {200: {"model": model, "description": description}, **({} if error is None else failure(error))}
+
+
+def failure(error: type[Any]) -> dict[int | str, dict[str, Any]]:
+    """Return a route's responses with this class of errors, instead of OpenAI's."""
+    return {status: {**one, "model": error} for status, one in ERRORS.items()}
 
 
 def document_of(app: FastAPI, service: Service) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from quire.server.api.classify import classify
 from quire.server.api.completions import complete
 from quire.server.api.embeddings import embed
 from quire.server.api.messages import count_tokens, messages
-from quire.server.api.openapi import answer
+from quire.server.api.openapi import answer, failure
 from quire.server.api.rerank import rerank, score
 from quire.server.api.responses import respond
 from quire.server.api.service import Service
@@ -29,6 +29,8 @@ from quire.server.protocol.embeddings import Embeddings
 from quire.server.protocol.llama import LlamaCompletion, Prompt, Properties, Slot, Slots
 from quire.server.protocol.messages import AnthropicMessage, InputTokens
 from quire.server.protocol.ollama import (
+    CopyRequest,
+    DeleteRequest,
     OllamaAnswer,
     OllamaEmbeddings,
     OllamaModels,
@@ -86,6 +88,7 @@ OLLAMA_ROUTES = (
     Route("/api/chat", "chat_lines", ollama.chat, OllamaAnswer, "The next message", OllamaError),
     Route("/api/generate", "generated_lines", ollama.generate, OllamaAnswer, "The answer to a prompt", OllamaError),
     Route("/api/pull", "pulled_lines", ollama.pull, PullLine, "The state of a download", OllamaError),
+    Route("/api/create", "created_model", ollama.create, PullLine, "The state of the creation", OllamaError),
     Route("/api/embed", "embedded_texts", ollama.embed, OllamaEmbeddings, "A vector for each text", OllamaError),
 )
 
@@ -132,12 +135,20 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
     add_routes(router, service, OLLAMA_ROUTES)
 
     @router.post("/api/show", response_model=None, responses=answer(OllamaShown, "The model", OllamaError))
-    async def shown_model(body: ShowRequest) -> Response:
-        return JsonBody(ollama.show(service, body))
+    async def shown_model(request: HttpRequest, body: ShowRequest) -> Response:
+        return JsonBody(ollama.show(service, request, body))
+
+    @router.post("/api/copy", response_class=Response, responses=failure(OllamaError))
+    async def copied_model(request: HttpRequest, body: CopyRequest) -> Response:
+        return ollama.copy(service, request, body)
+
+    @router.delete("/api/delete", response_class=Response, responses=failure(OllamaError))
+    async def deleted_model(request: HttpRequest, body: DeleteRequest) -> Response:
+        return ollama.delete(service, request, body)
 
     @router.get("/api/tags", response_model=None, responses=answer(OllamaModels, "The models", OllamaError))
-    async def tags() -> OllamaModels:
-        return ollama.tags(service)
+    async def tags(request: HttpRequest) -> OllamaModels:
+        return ollama.tags(service, request)
 
     @router.get("/api/ps", response_model=None, responses=answer(OllamaModels, "The loaded models", OllamaError))
     async def running_models() -> OllamaModels:

@@ -29,6 +29,7 @@ from quire.request import BACKGROUND_PRIORITY, MAX_SEED, Guide, Retention, Sampl
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Spec, num_trials
 from quire.sandbox.thinking import Thinking
+from quire.server.api.derived import Derived, DerivedModels
 from quire.server.api.engine_client import EngineClient
 from quire.server.api.jobs import Stream
 from quire.server.api.pull import Puller
@@ -96,6 +97,7 @@ class Service:
     config: HttpConfig
     traces: Traces | None = None
     puller: Puller | None = None  # None: clients may not download models
+    derived: DerivedModels | None = None  # None: there is no data directory to keep them in
     draining: bool = False  # running requests are finished, further ones are not wanted
     ready_asked: float = -math.inf  # time.monotonic() of the last request of /ready
     created: int = field(default_factory=lambda: int(time.time()))
@@ -144,6 +146,14 @@ class Service:
             known = ", ".join(map(repr, (*self.model.names, *self.model.loras)))
             message = f"there is no model {shown(name)} here; this server has {known}"
             raise ApiError(message, 404, param="model", code="model_not_found")
+
+    def derived_from(self, request: HttpRequest, name: str | None) -> Derived | None:
+        """Return the derived model that a client means, or None if it means one that is served."""
+        if line_of(request) is not None:  # the bytes of a batch must not depend on a model that a client can replace
+            return None
+        if self.derived is None or not name or name in self.model.names or name in self.model.loras:
+            return None
+        return self.derived.find(client_of(request), name.removesuffix(":latest"))
 
     async def system_fingerprint(self, outputs: Sequence[RequestOutput]) -> str | None:
         """Return the fingerprint, in OpenAI's format, of the system that computed these outputs.
@@ -293,16 +303,23 @@ class Service:
         name = body.grammar_field()
         if name is None:
             return None
+        has_left = False
+
+        def leave() -> None:
+            nonlocal has_left
+            has_left = True
+            compiling.cancel()
+
         compiling = asyncio.create_task(self._guide(client_of(request), body, name, tools, thinking))
         try:
-            async with noticing_disconnect(request.receive, lambda: _cancel(compiling)):
+            async with noticing_disconnect(request.receive, leave):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
         except RequestError as error:
             raise ApiError(str(error), param=name) from error
         except asyncio.TimeoutError:
             raise deadline_passed(self.config.request_timeout or 0.0) from None
         except asyncio.CancelledError:
-            if not compiling.cancelled():
+            if not has_left:  # this task was cancelled: a line of a batch
                 raise
             raise ApiError("the client has gone") from None
 
@@ -467,10 +484,6 @@ def _samples_field(body: Sampling) -> str:
 def line_of(request: HttpRequest) -> str | None:
     """Return the digest of the line of a batch that a request answers; None for a request of a client."""
     return getattr(request.state, LINE, None)
-
-
-def _cancel(task: asyncio.Task[T]) -> None:
-    task.cancel()
 
 
 async def offload_if_large(size: int, function: Callable[[], T]) -> T:

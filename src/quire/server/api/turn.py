@@ -15,6 +15,7 @@ from quire.request import Miss, Retention, SamplingParams
 from quire.server.api.answers import Reading
 from quire.server.api.completions import check_num_logprobs
 from quire.server.api.conversation import conversation, said
+from quire.server.api.derived import apply
 from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity, Service
 from quire.server.protocol.chat import ChatRequest
@@ -47,6 +48,7 @@ class Turn:
     max_tokens: int | None
     reading: Reading
     retention: Retention | None
+    named: str | None = None  # the derived model that was asked for
     system_fingerprint: str | None = None  # set when the job is submitted (stream) or has ended (run)
 
     @classmethod
@@ -57,6 +59,8 @@ class Turn:
 
         Raises ApiError if it cannot be served.
         """
+        if (derived := service.derived_from(request, body.model)) is not None:
+            apply(derived, body)
         service.check_model(body.model)
         service.model.pooling.check_writes()
         body.check_together()
@@ -70,12 +74,13 @@ class Turn:
         identity = service.identity(request, kind)
         service.check_logprobs("top_logprobs", body.top_logprobs)
         reading = Reading(service, body, identity.name, prompt, continued)
-        return cls(service, request, body, identity, prompt, max_tokens, reading, retention)
+        named = None if derived is None else derived["name"]
+        return cls(service, request, body, identity, prompt, max_tokens, reading, retention, named)
 
     @property
     def model(self) -> str:
         """The name of the model in the answer."""
-        return self.service.answering(self.body.model)
+        return self.named or self.service.answering(self.body.model)
 
     async def stream(self) -> Stream:
         """Submit a job that reports deltas, and return it."""

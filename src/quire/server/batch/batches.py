@@ -26,6 +26,7 @@ log = logging.getLogger("quire.server")
 WINDOW = re.compile(r"(\d+)([smhd])")
 SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 MOST_OPEN = 32  # batches of a key at a time; each holds three open files, and answers at least one line
+MOST_STORED = 100 * 2**30  # bytes of the files of a key, after which it can upload no more
 AGAIN = 10.0  # seconds after which a batch whose files cannot be written, such as on a full disk, is tried again
 
 
@@ -259,8 +260,15 @@ class Batches:
         self.store.put(one.owner, *made, batch)
         one.batch = batch
 
+    def check_room(self, owner: str) -> None:
+        """Raise ApiError if the files of a key have reached the limit of bytes."""
+        if (size := self.store.size(owner)) >= MOST_STORED:
+            message = f"the files of this key have {size} bytes; at {MOST_STORED} none can be added, so delete some"
+            raise ApiError(message, HTTPStatus.TOO_MANY_REQUESTS, code="too_many_files")
+
     def add_file(self, owner: str, name: str, filename: str) -> File:
-        """Add a file whose content is stored under its id already. Raises OSError."""
+        """Add a file whose content is stored under its id already. Raises ApiError above the limit, and OSError."""
+        self.check_room(owner)
         size = self.store.content(name).stat().st_size
         found = _file(name, filename, size, "batch", int(time.time()))
         self.store.put(owner, found)

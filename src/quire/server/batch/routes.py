@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Query
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 
+from quire.server.api.derived import DerivedModels
 from quire.server.api.openapi import answer
 from quire.server.api.service import Service
 from quire.server.batch import uploads
@@ -37,7 +38,12 @@ Limit = Annotated[int, Query(ge=1, le=10_000)]
 def routers(service: Service) -> list[APIRouter]:
     """Return the routes of files and batches, if the server has a data directory. Raises ConfigError."""
     directory: Path | None = service.config.data_dir
-    return [] if directory is None else [_router(Batches(service, Store(directory)))]
+    if directory is None:
+        return []
+    store = Store(directory)
+    if service.config.ollama:
+        service.derived = DerivedModels(store)
+    return [_router(Batches(service, store))]
 
 
 def _router(batches: Batches) -> APIRouter:
@@ -53,6 +59,7 @@ def _router(batches: Batches) -> APIRouter:
     async def create_file(request: HttpRequest) -> Response:
         """Upload a file of requests."""
         request.app.state.bodies.check_page(request)
+        batches.check_room(client_of(request))
         name = f"file-{uuid.uuid4().hex}"
         with _writing(), _kept(store.content(name)):
             form = await uploads.receive(request, store.content(name))

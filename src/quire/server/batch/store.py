@@ -113,6 +113,12 @@ class Store:
         found = self._database.execute(query, (owner, kind, after, after, purpose, purpose, limit))
         return [json.loads(value) for (value,) in found]
 
+    def size(self, owner: str) -> int:
+        """Return the bytes of all files of an owner."""
+        query = "SELECT coalesce(sum(json_extract(value, '$.bytes')), 0) FROM objects WHERE owner = ? AND kind = ?"
+        [(size,)] = self._database.execute(query, (owner, FILE))
+        return int(size)
+
     def batches(self) -> list[tuple[str, Any]]:
         """Return all batches with their owners, the oldest first."""
         found = self._database.execute("SELECT owner, value FROM objects WHERE kind = ? ORDER BY number", (BATCH,))

@@ -34,6 +34,7 @@ def server_context(certfile: Path | None, keyfile: Path | None, password: str | 
         raise ConfigError(
             f"the certificate of ssl_certfile {certfile} and the private key of {key} cannot be used "
             f"({error.reason or error}); they must be PEM and belong together, and an encrypted key needs "
-            f"ssl_keyfile_password"
+            f"its password as ssl_keyfile_password (--ssl-keyfile FILE or QUIRE_SSL_KEYFILE, and "
+            f"QUIRE_SSL_KEYFILE_PASSWORD)"
         ) from error
     return context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, RootModel, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, RootModel, with_config
 from typing_extensions import TypedDict
 
 from quire.request import OLLAMA, served_in
@@ -141,10 +141,16 @@ def _bias(given: list[list[Any]] | dict[str, float] | None) -> dict[str, Any] | 
     return found or None
 
 
+def _check_one_prompt(prompt: Any) -> Any:
+    if isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt):
+        raise ValueError("/completion continues one prompt, a text or token ids; /v1/completions continues several")
+    return prompt
+
+
 class LlamaCompletionRequest(LlamaRequest):
     """The body of /completion."""
 
-    prompt: Text | Tokens
+    prompt: Annotated[Text | Tokens, BeforeValidator(_check_one_prompt)]
 
 
 class ExtraText(Body):

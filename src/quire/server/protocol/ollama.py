@@ -31,6 +31,8 @@ from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, NO_TEMPLATE, ChatRe
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.llama import CALLED, LlamaOptions
 
+NO_WEIGHTS = "a created model is a name with a system prompt and parameters, and has the weights of a served one"
+
 
 class Options(LlamaOptions):
     """Sampling options. Options for loading and computing the model in Ollama are ignored."""
@@ -211,6 +213,43 @@ class PullRequest(Body):
     insecure: Ignored[bool] = None
 
 
+class CreateRequest(Body):
+    """The body of /api/create."""
+
+    model: Name | None = None
+    name: Name | None = None  # an older name of `model`
+    from_: Annotated[Name | None, Field(alias="from")] = None
+    system: Text | None = None
+    parameters: Options | None = None
+    license: Text | list[Text] | None = None
+    messages: Annotated[list[PastMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    stream: On = True
+    template: Annotated[str | None, NO_TEMPLATE] = None
+    quantize: Annotated[str | None, Refused(NO_WEIGHTS)] = None
+    files: Annotated[dict[str, Any] | None, Refused(NO_WEIGHTS)] = None
+    adapters: Annotated[dict[str, Any] | None, Refused(NO_WEIGHTS)] = None
+    modelfile: Annotated[str | None, Refused("give its parts: from, system, parameters, messages")] = None
+    path: Annotated[str | None, Refused("give the parts of the Modelfile: from, system, parameters, messages")] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the parameters that were given, by Ollama's names."""
+        return {} if self.parameters is None else self.parameters.model_dump(exclude_none=True)
+
+
+class CopyRequest(Body):
+    """The body of /api/copy."""
+
+    source: GivenName
+    destination: GivenName
+
+
+class DeleteRequest(Body):
+    """The body of /api/delete."""
+
+    model: Name | None = None
+    name: Name | None = None  # an older name of `model`
+
+
 class ShowRequest(Body):
     """The body of /api/show."""
 
@@ -359,5 +398,7 @@ class OllamaShown(Answer):
     template: str
     details: OllamaDetails
     model_info: dict[str, str | int]
+    system: NotRequired[str]
+    messages: NotRequired[list[dict[str, Any]]]
     capabilities: list[Literal["completion", "embedding", "tools", "thinking"]]
     modified_at: str
