@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.request import urlopen
@@ -131,7 +130,9 @@ class Trace:
                                 f"{url} has more than {MOST_FETCHED / 2**30:g} GiB; fetch the trace with another "
                                 "program and give its file, or save it with a smaller --size"
                             )
-            except (OSError, HTTPException, ValueError) as error:
+            except ConfigError:
+                raise
+            except Exception as error:  # of the network, the protocol or the disk
                 raise ConfigError(f"the trace at {url} cannot be fetched: {error}") from error
             return cls.load(path, url)
 
