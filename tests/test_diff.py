@@ -14,12 +14,14 @@ from typer.testing import CliRunner
 
 from quire.cli import app
 from quire.diff.compare import compare
-from quire.diff.run import diff, trace
+from quire.diff.live import Fault, open_live
+from quire.diff.run import _Replay, diff, trace
 from quire.diff.side import Side
 from quire.diff.trace import MARK, Trace
 from quire.errors import ConfigError, ModelError, QuireError
 from quire.ops import native
 from quire.ops.cpu.backend import CpuBackend
+from tests.loopback import Quiet, answering
 from tests.models.checkpoints import save
 from tests.models.encoders import saved
 
@@ -64,6 +66,28 @@ def test_planted_changes_are_named(a: dict[str, Any], b: dict[str, Any], model: 
     assert report.differing > report.compared / 2 or "isa" in a
     assert len(planted) == 50
     assert [one for one in planted if one.named != one.operator] == []
+
+
+@needs_native
+def test_an_indexer_that_chooses_other_keys_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It, and not the attention after it; so are planted choices of other keys."""
+    save(tmp_path / "sparse", "DeepseekV32")
+    side, prompts = Side(str(tmp_path / "sparse")), PROMPTS[1:]
+    kept = trace(side, prompts)  # type: ignore[arg-type]
+    kept.save(tmp_path / "before")
+    name = next(name for name in kept.about.widths if name.endswith("select"))
+    assert kept.prompts[0].outputs[name].values.sum(1).tolist() == [min(row + 1, 9) for row in range(23)]
+    with open_live(side) as live:
+        replay = _Replay.of(live, kept, side)
+        assert isinstance(replay, _Replay)
+        assert {error.excess for error in replay.errors()} == {0.0}
+        for row, column in ((22, None), (22, 40), (3, 1)):
+            assert replay.named(Fault(name, 0, row, column, 0.1)) == name
+    scores = CpuBackend._index_scores
+    monkeypatch.setattr(CpuBackend, "_index_scores", lambda self, q, *others: scores(self, -q, *others))
+    report, _ = diff(Side(str(tmp_path / "before")), side)
+    assert report.named is not None
+    assert report.named.operator == name
 
 
 @needs_native
@@ -120,6 +144,27 @@ def test_traces_compare_as_runs_do(model: str, tmp_path: Path) -> None:
     assert (tmp_path / "samples").stat().st_size < (tmp_path / "whole").stat().st_size
     again, _ = diff(Side(str(tmp_path / "samples")), one)
     assert again.differing == 0
+
+
+def test_a_trace_is_fetched_from_a_url(model: str, tmp_path: Path) -> None:
+    class Published(Quiet):
+        def do_GET(self) -> None:
+            path = tmp_path / self.path[1:]
+            self.send_response(200 if path.exists() else 404)
+            self.end_headers()
+            self.wfile.write(path.read_bytes() if path.exists() else b"")
+
+    trace(Side(model), PROMPTS).save(tmp_path / "before")  # type: ignore[arg-type]
+    (tmp_path / "notes").write_text("none")
+    with answering(Published) as url:
+        report, _ = diff(Side(f"{url}/before"), Side(model))
+        for name, message in {
+            "none": "cannot be fetched: HTTP Error 404",
+            "notes": f"{url}/notes is not a trace",
+        }.items():
+            with pytest.raises(ConfigError, match=message):
+                diff(Side(f"{url}/{name}"), Side(model))
+    assert (report.differing, report.rows) == (0, 34)
 
 
 def test_the_command_prints_json_and_plots(model: str, tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ Each session is a conversation with its own prompt_cache_key. It grows in every 
 result of a tool, and the sessions take turns. The pool has room for a part of them; a disk has room for all. In the
 middle the server is restarted. The default model is the embedded one with a longer context, whose answers are
 meaningless there, at the same cost. Prints the share of the tokens sent before, in prompts and answers, that were
-found, and the time to the first token, warm and cold: under another cache_salt, in which nothing is found.
+found, and the share of all prompt tokens with its bound: a turn's new tokens cannot be found. Then the time to the
+first token: cold, under another cache_salt, in which nothing is found; warm; and of as many new tokens after the cold
+ones, whose blocks are all in memory, which is the bound of the warm time.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -102,7 +105,7 @@ def measure(replica: Replica, tokens: int, turns: int, count: int, answer: int, 
     each = (tokens - turns * answer) // (turns + 1)  # of each message, with its template
     listed = [Session(f"agent {i}") for i in range(count)]
     words = each
-    cold: list[tuple[int, float]] = []
+    probes: list[tuple[Usage, Usage]] = []
     for turn in range(turns):
         if turn == turns // 2:
             replica.restart()
@@ -118,33 +121,38 @@ def measure(replica: Replica, tokens: int, turns: int, count: int, answer: int, 
             each_now = listed[0].turns[0].prompt / 2
             words = max(8, round(words * each / each_now))
         if turn % 6 == 5 or turn == turns - 1:
-            _, found = ask(replica, Session("cold", listed[0].messages[:-1]), 1, "", salt=f"cold {turn}")
-            cold.append((found.prompt, found.seconds))
-    report(listed, cold, turns // 2)
+            other = Session("other", listed[0].messages[:-2])  # has another message of the tool in this turn
+            other.tool(words)
+            pair = (Session("cold", listed[0].messages[:-1]), other)
+            cold, near = (ask(replica, one, 1, "", salt=f"cold {turn}")[1] for one in pair)
+            probes.append((cold, near))
+    report(listed, probes, turns // 2)
 
 
-def report(listed: list[Session], cold: list[tuple[int, float]], restart: int) -> None:
+def report(listed: list[Session], probes: list[tuple[Usage, Usage]], restart: int) -> None:
     """Print the share of tokens that were found, and the times."""
-    asked = found = prompts = 0
+    sent = found = prompts = 0
     for session in listed:
-        for before, now in zip(session.turns, session.turns[1:], strict=False):
-            asked += before.prompt + before.generated
+        for before, now in itertools.pairwise(session.turns):
+            sent += before.prompt + before.generated
             found += min(now.cached, before.prompt + before.generated)
             prompts += now.prompt
     last = max(session.turns[-1].prompt for session in listed)
     print(f"{len(listed)} sessions of {len(listed[0].turns)} turns, up to {last:,} tokens:")
-    print(f"  tokens sent before   {asked:12,}  found again {found / asked:6.1%}")
-    print(f"  prompt tokens        {prompts:12,}  found again {found / prompts:6.1%}")
+    print(f"  tokens sent before   {sent:12,}  found again {found / sent:6.1%}")
+    print(f"  prompt tokens        {prompts:12,}  found again {found / prompts:6.1%}, at most {sent / prompts:6.1%}")
     after = [session.turns[restart] for session in listed]
     share = sum(one.cached for one in after) / sum(one.prompt for one in after)
     print(f"  first turn after the restart           found again {share:6.1%}")
-    ratios = []
-    for prompt, seconds in cold:
-        near = [one.seconds for each in listed for one in each.turns[1:] if abs(one.prompt - prompt) < prompt / 10]
-        ratios.append(statistics.median(near) / seconds)
-        warm = statistics.median(near)
-        times = f"warm {1e3 * warm:6.0f} ms, cold {1e3 * seconds:6.0f} ms, {ratios[-1]:.1%}"
-        print(f"  first token of {prompt:6,} tokens: {times}")
+    for cold, near in probes:
+        turns = [one for each in listed for one in each.turns[1:] if abs(one.prompt - cold.prompt) < cold.prompt / 10]
+        warm = statistics.median(one.seconds for one in turns)
+        new = statistics.median(one.prompt - one.cached for one in turns)
+        print(
+            f"  first token of {cold.prompt:6,} tokens, {new / cold.prompt:5.1%} of them new: "
+            f"cold {1e3 * cold.seconds:6.0f} ms, warm {1e3 * warm:6.0f} ms ({warm / cold.seconds:5.1%}), "
+            f"blocks in memory {1e3 * near.seconds:6.0f} ms ({near.seconds / cold.seconds:5.1%})"
+        )
 
 
 def ask(replica: Replica, session: Session, answer: int, key: str, salt: str = "") -> tuple[str, Usage]:

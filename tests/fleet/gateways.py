@@ -37,6 +37,9 @@ class Slowed:
         time.sleep(self.seconds)
         return self.inner.run(batch)
 
+    def use(self, model: Any) -> None:
+        self.inner.use(model)
+
     def is_lost(self) -> bool:
         return False
 

@@ -23,7 +23,7 @@ from quire.engine.policy import ORDERS
 from quire.engine.scheduler import Scheduler
 from quire.errors import ConfigError
 from quire.request import BACKGROUND_PRIORITY, Request, SamplingParams
-from quire.server.batch import runner
+from quire.server.batch import answering, runner
 from quire.server.batch.results import NotThisBatch, Output, Results
 from tests.forks import QUIRE, SLOWLY, Spawner
 from tests.server.batches import answered, mixed, request
@@ -217,6 +217,23 @@ def test_results_of_other_options_are_told(
     monkeypatch.setattr(server.service, "config", dataclasses.replace(config, **{name: value}))
     with pytest.raises(NotThisBatch, match="the model or its options were others"):
         answered(server, lines, tmp_path)
+
+
+def test_without_a_fingerprint_only_the_same_process_continues(
+    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(weights_version: str | None = None) -> None:
+        """The model may be another one after a restart."""
+
+    lines = mixed(6)
+    monkeypatch.setattr(server.service.engine_client, "fingerprint", unknown)
+    whole = answered(server, lines, tmp_path)
+    (tmp_path / "answers").write_bytes(whole[0][:1000])
+    assert answered(server, lines, tmp_path) == whole
+    monkeypatch.setattr(answering, "PROCESS", "another one")
+    with pytest.raises(NotThisBatch, match="the model has no fingerprint"):
+        answered(server, lines, tmp_path)
+    assert (tmp_path / "answers").read_bytes() == whole[0]
 
 
 def test_a_full_disk_is_told_and_continued(server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,6 +390,7 @@ def test_files_that_cannot_be_made(batching: Serving, monkeypatch: pytest.Monkey
 
 
 def test_a_data_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file cannot be used: Not a directory"):
         Store(tmp_path / "file")
@@ -400,7 +401,12 @@ def test_a_data_directory_that_cannot_be_used(tmp_path: Path) -> None:
     Store(tmp_path / "a" / "data").close()
     made = (tmp_path / "a" / "data", tmp_path / "a" / "data" / "files")
     assert [path.stat().st_mode & 0o777 for path in made] == [0o700, 0o700]
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    Store(tmp_path).close()
+    for path in (private := (tmp_path / "files", tmp_path / "quire.sqlite")):
+        path.chmod(0o777)
     held = Store(tmp_path)
+    assert [path.stat().st_mode & 0o777 for path in private] == [0o700, 0o600]
     held._database.execute(f"PRAGMA user_version = {store.VERSION + 1}")
     held.close()
     with pytest.raises(ConfigError, match="is of another version of Quire"):

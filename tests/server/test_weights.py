@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import http.client
 import json
+from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError
+from quire.fleet.work import wire_digests
 from quire.frontend.model_fingerprint import replica_fingerprint
 from quire.models import EMBEDDED
 from quire.server.http.guard import ADMIN_PATHS
-from quire.server.server_config import ServerConfig
+from tests.fleet.gateways import fronting, get_the_request, replica_of, replicas, slow_all, until
+from tests.fleet.serving import SECRET
 from tests.server.serving import Serving, serving
 from tests.test_weights import changed, saved
 
@@ -50,8 +54,50 @@ def test_the_routes_have_a_separate_key(served: Serving, server: Serving) -> Non
             assert served.ask(method, path, None, headers).status == 401  # else the client's key is sent
         assert server.ask(method, path).status == 404
     assert served.ask("GET", "/v1/models", None, ADMIN).status == 401
-    with pytest.raises(ConfigError, match="admin_api_key does not go with fleet_secret"):
-        ServerConfig(admin_api_key="a", fleet_secret="s")
+
+
+def test_a_fleet_follows_the_weights_of_its_replicas(tmp_path: Path) -> None:
+    """Each answer is of one set of weights, and names it; new blocks are found, and those of old weights are not."""
+    new = {"model_path": str(saved(tmp_path / "new", changed(1))), "weight_version": "step-1"}
+    body = BODY | {"prompt": "def f(x):\n    return x\n" * 8, "max_tokens": 24}
+
+    def asked(server: Serving) -> tuple[str, str, int]:
+        found = server.post("/v1/completions", **body).json()
+        cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found["choices"][0]["text"], found["system_fingerprint"], cached
+
+    with ExitStack() as stack:
+        servers = stack.enter_context(replicas(2, admin_api_key="root"))
+        get_the_request(*servers)
+        front = stack.enter_context(fronting(*(one.url for one in servers)))
+        fleet = front.gateway.fleet
+        links = fleet.roster.links
+        text, name, _ = asked(front)
+        slow_all(servers, 0.1)
+        with ThreadPoolExecutor(1) as thread:
+            begun = thread.submit(asked, front)
+            until(lambda: replica_of(servers[0])._num_calls() == 1)
+            admin(servers[0], UPDATE, new)
+            slow_all(servers, 0.0)
+            assert begun.result(60)[:2] == (text, name)  # computed by the other replica
+        until(lambda: fleet.num_updates == 1 and links[servers[0].url].is_up)
+        assert not fleet.roster.is_fitting(links[servers[1].url])
+        first, again = asked(front), asked(front)
+        assert first[0] != text
+        assert first[1] != name
+        assert (first[2], again[2]) == (0, 16 * (again[2] // 16))
+        assert again == (first[0], first[1], again[2])
+        assert again[2] > 0
+        prompt = array("i", servers[0].service.model.tokenizer.encode(body["prompt"]))
+        link = links[servers[0].url]
+        digests = wire_digests(prompt, "", None, link.hello, SECRET.encode())
+        assert front.on_loop(lambda: fleet.roster.index.runs(digests)) == {link.slot: len(prompt) // 16}
+        admin(servers[1], UPDATE, new)
+        until(lambda: fleet.roster.is_fitting(links[servers[1].url]) and links[servers[1].url].is_up)
+        assert fleet.num_updates == 1
+        assert {link.fingerprint.digest for link in links.values()} == {fleet.roster.model.digest}
+        assert servers[1].post("/v1/completions", **body).json()["choices"][0]["text"] == first[0]
+        assert admin(servers[0], SLEEP, status=409)["error"]["message"].startswith("this is a replica of a fleet")
 
 
 def test_weights_are_replaced(served: Serving, tmp_path: Path) -> None:

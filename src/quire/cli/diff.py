@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 5  # operators and tokens of a list
 BAR = 40  # characters of the longest bar
-SIDE = "a trace, or the directory, GGUF file or name of a model"
+SIDE = "a trace (a file or its URL), or the directory, GGUF file or name of a model"
 
 
 def diff(

@@ -17,9 +17,10 @@ from quire.frontend.llm import LLM
 from quire.models import Adapted, choose, locate
 from quire.models.decoder import Decoder
 from quire.ops import native
-from quire.ops.backends.eager import EagerExecutor
+from quire.ops.backends.eager import EagerExecutor, Step
 from quire.ops.plan import AttentionPlan
-from quire.ops.program import LayerCaches, Observer, Place, Plan, Program, Write
+from quire.ops.program import LayerCaches, Observer, Place, Plan, Program, Select, Write
+from quire.ops.sparse import Selection
 from quire.ops.spec import PagedKV
 from quire.request import SamplingParams
 
@@ -101,13 +102,15 @@ class Live:
         for name, operator in zip(program.names, program.operators, strict=True):
             if isinstance(operator, Write):
                 widths[name] = sum(place.size for place in _stored_places(operator))
+            elif isinstance(operator, Select):
+                widths[name] = MOST_TOKENS
             widths |= {_output(name, key): place.size for key, place in operator.results.items()}
         return widths | {"logits": config.vocab_size}
 
     def _operators(self) -> dict[str, str]:
         found = {"embedding": "embedding"}
         for name, operator in zip(self.program.names, self.program.operators, strict=True):
-            keys = ["out"] if isinstance(operator, Write) else operator.results
+            keys = ["out"] if isinstance(operator, (Write, Select)) else operator.results
             found |= {_output(name, key): name for key in keys}
         return found | {"logits": "logits"}
 
@@ -202,19 +205,21 @@ class _Visit:
         self._record("embedding", x)
         self._advance("embedding", self._program.input)
 
-    def before(self, index: int, values: dict[str, Tensor]) -> None:
+    def before(self, index: int, step: Step) -> None:
         """Give the operator the other run's inputs."""
         if self._given is not None:
             for place in self._program.operators[index].reads:
-                values[place.buffer] = self._buffers[place.buffer].to(self._decoder.dtype, copy=True)
+                step.values[place.buffer] = self._buffers[place.buffer].to(self._decoder.dtype, copy=True)
 
-    def after(self, index: int, values: dict[str, Tensor]) -> None:
+    def after(self, index: int, step: Step) -> None:
         """Record the operator's outputs."""
         name, operator = self._program.names[index], self._program.operators[index]
         if isinstance(operator, Write):
             self._record_stored(name, operator)
+        elif isinstance(operator, Select):
+            self._record_chosen(name, step)
         for key, place in operator.results.items():
-            value = values[place.buffer][:, place.first : place.first + place.size]
+            value = step.values[place.buffer][:, place.first : place.first + place.size]
             self._record(_output(name, key), value)
             self._advance(_output(name, key), place)
 
@@ -261,6 +266,19 @@ class _Visit:
                 if scale is not None:
                     changed = (changed / scale[at][..., None]).round().clamp(-127, 127)
                 pool[at] = changed.to(pool.dtype)
+
+    def _record_chosen(self, name: str, step: Step) -> None:
+        """Record the keys that each row attends to: 1 at their positions, else 0, [T, MOST_TOKENS]."""
+        every = torch.ones(self.rows, MOST_TOKENS).tril()
+        rows = every.clone() if step.selection is None else step.selection.mask(MOST_TOKENS)
+        if (fault := self._fault) is not None and fault.output == name:  # the row takes other keys
+            at = slice(fault.row + 1) if fault.column is None else fault.column % (fault.row + 1)
+            rows[fault.row, at] = 1 - rows[fault.row, at]
+        output = Output(rows)
+        self.outputs[name] = output if self._is_whole else output.reduced()
+        if self._given is not None:
+            given = self._given[name]
+            step.selection = None if given.equal(every) else Selection.of_mask(self._decoder.backend, given)
 
 
 def _stored_places(operator: Write) -> list[Place]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.diff.compare import OwnError, Report, check_structure, compare, largest_errors, own_errors
 from quire.diff.live import Fault, Live, open_live
-from quire.diff.side import DEFAULT_PROMPTS, Side, check_prompts
+from quire.diff.side import DEFAULT_PROMPTS, URLS, Side, check_prompts
 from quire.diff.trace import Output, Trace
 from quire.diff.transformers import trace_transformers
 from quire.errors import ConfigError
@@ -81,7 +81,7 @@ def diff(
         ModelError: a model cannot be found or traced.
     """
     sides = [a, b]
-    traces = [Trace.load(Path(side.name or "")) if side.is_trace else None for side in sides]
+    traces = [_kept(side.name or "") if side.is_trace else None for side in sides]
     fixed = next(filter(None, traces), None)
     if fixed is not None and prompts is not None:
         raise ConfigError("--prompts is for two models; a trace has its prompts, so leave it out")
@@ -112,6 +112,11 @@ def diff(
         report.own = replay.errors()
         report.replayed = "B's operators with A's inputs" if second else "A's operators with B's inputs"
         return report, _planted(report, replay, num_planted)
+
+
+def _kept(name: str) -> Trace:
+    """Return the trace of a file or of a URL."""
+    return Trace.fetch(name) if name.startswith(URLS) else Trace.load(Path(name))
 
 
 def _planted(report: Report, replay: _Replay | None, count: int) -> list[Planted]:
@@ -165,10 +170,13 @@ class _Replay:
             row = generator.randrange(len(self.given[prompt].tokens))
             column = generator.choice([None, generator.randrange(about.widths[output])])
             fault = Fault(output, prompt, row, column, PLANTED)
-            errors = self.errors(prompt, self._of_prompt(prompt, fault))
-            named = next((error.operator for error in errors if error.excess > 1), None)
-            found.append(Planted(fault, about.operators[output], named))
+            found.append(Planted(fault, about.operators[output], self.named(fault)))
         return found
+
+    def named(self, fault: Fault) -> str | None:
+        """Return the operator that the search names for a planted change."""
+        errors = self.errors(fault.prompt, self._of_prompt(fault.prompt, fault))
+        return next((error.operator for error in errors if error.excess > 1), None)
 
 
 def _values(outputs: Mapping[str, Output]) -> dict[str, Tensor]:

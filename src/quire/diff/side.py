@@ -13,6 +13,7 @@ OPTIONS = ("dtype", "quantization", "quantization_head", "quantization_activatio
            "attention_backend", "gguf_file")  # fmt: skip
 SETTINGS = (*OPTIONS, "isa", "run")
 RUNS = ("quire", "transformers")
+URLS = ("http://", "https://")
 MOST_TOKENS = 2_048  # of a prompt: one step computes it
 MOST_PROMPT_TOKENS = 8_192  # of all prompts
 DEFAULT_PROMPTS = (
@@ -34,8 +35,10 @@ class Side:
 
     @property
     def is_trace(self) -> bool:
-        """True for a file that is not a GGUF file."""
-        return self.name is not None and Path(self.name).is_file() and not self.name.endswith(".gguf")
+        """True for a URL, and for a file that is not a GGUF file."""
+        if self.name is None:
+            return False
+        return self.name.startswith(URLS) or (Path(self.name).is_file() and not self.name.endswith(".gguf"))
 
     @property
     def settings(self) -> str:

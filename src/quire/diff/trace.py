@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from quire.errors import ConfigError
 
 VERSION = 1
+MOST_FETCHED = 2**32  # bytes of a trace at a URL
+TIMEOUT = 30.0  # s without a byte from a URL
 MARK = "quire_trace"  # the key of the version in the file's metadata
 SAMPLED = 16  # columns of an output that is not kept whole
 
@@ -113,19 +117,43 @@ class Trace:
             raise ConfigError(f"the trace {path} cannot be written: {error}") from error
 
     @classmethod
-    def load(cls, path: Path) -> Trace:
-        """Read a trace. Raises ConfigError for a file that is not one, or is one of another version."""
+    def fetch(cls, url: str) -> Trace:
+        """Read a trace from a URL. Raises ConfigError if it cannot be read, and the errors of `load`."""
+        with TemporaryDirectory(prefix="quire-diff-") as directory:
+            path = Path(directory, "trace")
+            try:
+                with urlopen(url, timeout=TIMEOUT) as answer, path.open("wb") as file:
+                    while piece := answer.read(2**20):
+                        file.write(piece)
+                        if file.tell() > MOST_FETCHED:
+                            raise ConfigError(
+                                f"{url} has more than {MOST_FETCHED / 2**30:g} GiB; fetch the trace with another "
+                                "program and give its file, or save it with a smaller --size"
+                            )
+            except ConfigError:
+                raise
+            except Exception as error:  # of the network, the protocol or the disk
+                raise ConfigError(f"the trace at {url} cannot be fetched: {error}") from error
+            return cls.load(path, url)
+
+    @classmethod
+    def load(cls, path: Path, name: str = "") -> Trace:
+        """Read a trace. Raises ConfigError for a file that is not one, or is one of another version.
+
+        name: of the file, for errors; its path if empty.
+        """
         from safetensors import SafetensorError, safe_open
 
+        shown = name or path
         about = "a trace is a file that quire diff --save TRACE MODEL has written"
         try:
             with safe_open(path, "pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 if MARK not in metadata:
-                    raise ConfigError(f"{path} is a safetensors file, but not a trace; {about}")
+                    raise ConfigError(f"{shown} is a safetensors file, but not a trace; {about}")
                 if metadata[MARK] != str(VERSION):
                     raise ConfigError(
-                        f"{path} is a trace of version {metadata[MARK][:20]}, and this quire reads version {VERSION}; "
+                        f"{shown} is a trace of version {metadata[MARK][:20]}, and this quire reads version {VERSION}; "
                         "write it again with a quire whose traces have this version"
                     )
                 described = json.loads(metadata["trace"])
@@ -142,9 +170,9 @@ class Trace:
                             raise ValueError(f"{index}/{name} has shape {tuple(values.shape)}, not {shape}")
                         prompt.outputs[name] = Output(values, columns, digests)
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} is not a trace ({error}); {about}") from error
+            raise ConfigError(f"{shown} is not a trace ({error}); {about}") from error
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{path} is a damaged trace ({error}); write it again") from error
+            raise ConfigError(f"{shown} is a damaged trace ({error}); write it again") from error
         return trace

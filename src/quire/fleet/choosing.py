@@ -53,7 +53,7 @@ class Chooser:
 
     async def for_work(self, work: Work, samples: Sequence[int], passed_over: Collection[Link]) -> Chosen:
         """Choose a replica for these samples. Raises NoReplica."""
-        found = self._candidates(lambda hello: work.digests(samples, hello, self._secret))
+        found = self._candidates(lambda hello: work.digests(samples, hello, self._secret), work.needed_fingerprint)
         # Replicas that were passed over cannot take the request, but they may have blocks of it.
         apart = {link.slot for link in passed_over}
         candidates = eligible(_without(found, apart), work.needed_fingerprint, self._others(passed_over))
@@ -80,17 +80,18 @@ class Chooser:
             raise LookupError(f"slot {choice.best.candidate.slot} is a candidate's and no replica's")
         return Chosen(link, choice)
 
-    def _candidates(self, digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
-        """Return all replicas that have the gateway's tokenizer and template.
+    def _candidates(self, digests: Callable[[Hello], Sequence[int]], needed: str | None = None) -> list[Candidate]:
+        """Return all replicas that have the gateway's model.
 
-        digests: returns the digests of a prompt's blocks for a replica.
+        digests: returns the digests of a prompt's blocks for a replica. needed: the fingerprint of the replicas that
+        have begun a prompt, which may have old weights.
         """
         found, unseen, now = [], self._calls.unseen(), time.monotonic()
         runs: dict[tuple[str, int], _Runs] = {}
         for link in self._roster.links.values():
             if link.state is None or link.hello is None or link.fingerprint is None:
                 continue
-            if not self._roster.is_fitting(link):
+            if not (self._roster.is_fitting(link) or link.fingerprint.digest == needed):
                 continue
             kind = (link.hello.salt, link.hello.block_size)
             if kind not in runs:

@@ -80,7 +80,11 @@ class Dispatcher:
             self.jobs.close(job, engine_stopped(why))
 
     is_sleeping = False  # its replicas do not
-    num_updates = 0  # of its replicas, it is not known
+
+    @property
+    def num_updates(self) -> int:
+        """The number of times that the fleet's weights were replaced."""
+        return self.roster.num_updates
 
     async def fingerprint(self, weights_version: str | None = None) -> str | None:  # noqa: ARG002
         """Return the fingerprint of the replica whose tokenizer the gateway uses."""

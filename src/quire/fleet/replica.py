@@ -39,7 +39,7 @@ from quire.frontend.disk_cache import block_memory, prefetch_of
 from quire.frontend.jobs import EngineStep
 from quire.frontend.llm import LLM
 from quire.frontend.metrics import Metrics
-from quire.frontend.model_fingerprint import lora_digests, replica_fingerprint
+from quire.frontend.model_fingerprint import lora_digests, replica_fingerprint, with_weights
 from quire.frontend.request_factory import RequestOptions, TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.models.files import SETTINGS, TEMPLATE, TOKENIZER
@@ -81,6 +81,8 @@ class Replica:
         self._reporter = Report(llm.engine.scheduler)
         self._num_mismatches = 0  # delivered tokens that were drawn differently
         self._leading = self._manager.lookup.leading_group
+        self._weights = self._manager.lookup.weights
+        self._version = llm.weights_version  # that the fingerprint covers
         self._peers, self._block_server = self._share_blocks(metrics)
         llm.engine.listen(self._hear)
         engine_client.llm.observers.append(self._observe)
@@ -131,6 +133,7 @@ class Replica:
 
     async def _model(self, _: HttpRequest) -> Response:
         """Describe the replica, with the files that a gateway needs to make prompts, by name."""
+        await self._engine_client.llm.call(self._identify)
         llm, template = self._llm, self._service.model.template
         found = {SETTINGS: json.dumps(dict(llm.text_files.tokenizer_settings()))}
         if llm.tokenizer is not None:
@@ -323,7 +326,7 @@ class Replica:
             default_sampling=dict(model.default_sampling),
             max_samples=self._engine_client.max_samples,
             block_size=self._manager.block_size,
-            salt=self._manager.lookup.salt,
+            salt=self._manager.lookup.salt + self._manager.lookup.weights,
             has_windows=self._manager.frees_early,
             loras=lora_digests(self._llm),
         )
@@ -360,6 +363,11 @@ class Replica:
             for flow in session.flows.values():
                 self._engine_client.abort(flow)
 
+    def _end_all(self) -> None:
+        """End all sessions, since the weights were replaced. Gateways continue their requests at other replicas."""
+        for session in list(self._sessions.values()):
+            self._end(session)
+
     def _num_calls(self) -> int:
         return sum(len(session.flows) for session in list(self._sessions.values()))
 
@@ -385,11 +393,18 @@ class Replica:
 
     def _subscribe(self, session: Session) -> None:
         """Send a session all blocks, then every event. The order is kept, as both use the same queue."""
+        self._identify()
         self._flush(self._state())
         digests = [self._digest(block.digest) for block in self._manager.indexes[self._leading].by_block.values()]
         disk = self._manager.disk
         on_disk = [] if disk is None else [self._digest(digest) for digest in disk.store.digests(self._leading)]
         self._post(partial(self._join, session, digests, on_disk, self._next_event, self._state()))
+
+    def _identify(self) -> None:
+        """Update the fingerprint if the weights were replaced. Gateways then come again, see `_hear`."""
+        if self._version != self._llm.weights_version:
+            self._version = self._llm.weights_version
+            self.fingerprint = with_weights(self.fingerprint, self._llm.files, self._version)
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, (BlockStored, BlockRemoved)):
@@ -402,6 +417,9 @@ class Replica:
                 self._events.append([kind, *map(self._digest, event.block_hashes)])
         elif isinstance(event, AllBlocksCleared) and event.group == self._leading:
             self._events.append(["0"])
+            if self._weights != self._manager.lookup.weights:
+                self._weights = self._manager.lookup.weights
+                self._post(self._end_all)  # before any frame of the new weights
 
     def _observe(self, step: EngineStep) -> None:
         """Handle a computed step."""

@@ -18,7 +18,8 @@ log = logging.getLogger("quire.fleet")
 
 # Parts of a fingerprint that identify the model. Replicas that differ in other parts compute other bits of the same
 # model.
-MODEL_PARTS = ("weights", "config", "tokenizer", "template", "adapters")
+MODEL_PARTS = frozenset({"weights", "config", "tokenizer", "template", "adapters"})
+WEIGHTS = ("weights", "weights version")  # the parts that change when a replica replaces its weights
 MAX_POSTS = 512  # concurrent posts to each replica
 END_AGAIN = 1.0  # s until a task that has not ended is cancelled again
 
@@ -32,6 +33,8 @@ class Roster:
         self.index = FleetIndex()
         self.disk = FleetIndex()  # blocks on the replicas' disks
         self.model = model
+        self.num_updates = 0  # of the model's weights
+        self._weights: dict[str, tuple[str, list[str | None]]] = {}  # by URL: incarnation and WEIGHTS of its session
         self._membership = membership
         self._secret = secret
         self._http: aiohttp.ClientSession | None = None
@@ -49,6 +52,7 @@ class Roster:
             for url in [url for url in self.links if url not in wanted]:
                 link = self.links.pop(url)
                 self._fitting.discard(url)
+                self._weights.pop(url, None)
                 self._runs.pop(url).cancel()
                 self._free_slots.insert(0, link.slot)
             for url in sorted(wanted - self.links.keys()):
@@ -87,8 +91,9 @@ class Roster:
     def connected(self, link: Link) -> bool:
         """Add a replica whose greeting arrived. Return False if it serves another model, so it is left out."""
         self._fitting.discard(link.url)
+        self._follow_weights(link)
         different = [] if link.fingerprint is None else self.model.difference(link.fingerprint)
-        if set(different) & set(MODEL_PARTS):
+        if MODEL_PARTS & {*different}:
             parts = ", ".join(different)
             log.error("replica %s is left out: it serves another model than this gateway's (%s)", link.url, parts)
             return False
@@ -97,6 +102,25 @@ class Roster:
             log.warning("replica %s computes other bits: %s differ", link.url, ", ".join(different))
         log.info("replica %s is connected", link.url)
         return True
+
+    def _follow_weights(self, link: Link) -> None:
+        """Serve the weights of a replica that has replaced its own in place, and leave out those with other ones."""
+        hello, found = link.hello, link.fingerprint
+        if hello is None or found is None:
+            return
+        now = (hello.incarnation, [found.parts.get(name) for name in WEIGHTS])
+        before, self._weights[link.url] = self._weights.get(link.url, now), now
+        if before == now or before[0] != now[0] or MODEL_PARTS & {*self.model.difference(found)} != {"weights"}:
+            return
+        own = {name: value for name, value in self.model.parts.items() if name not in WEIGHTS}
+        self.model = Fingerprint(own | {name: found.parts[name] for name in WEIGHTS if name in found.parts})
+        self.num_updates += 1
+        log.warning("replica %s has replaced its weights; the fleet serves these from now on", link.url)
+        for url, other in self.links.items():
+            if other.fingerprint is None or MODEL_PARTS & {*self.model.difference(other.fingerprint)}:
+                self._fitting.discard(url)
+            elif other.is_up:
+                self._fitting.add(url)
 
     def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
         """Update the index from a snapshot of a replica's blocks, or from events of them."""

@@ -51,6 +51,19 @@ class Selection:
             self._plans[key] = self._plan(plan)
         return self._backend.attention(q, _by_slot(kv), self._plans[key], scale=scale)
 
+    def mask(self, width: int) -> Tensor:
+        """Return 1 for each key that a row attends to, at its position, else 0: [T, width], fp32."""
+        columns = torch.arange(self._positions.shape[1])
+        chosen = (columns < self._counts[:, None]).float()
+        return torch.zeros(len(chosen), width).scatter_add_(1, self._positions, chosen)
+
+    @classmethod
+    def of_mask(cls, backend: Backend, mask: Tensor) -> Selection:
+        """Return the keys of a mask, for the rows of one sequence that has no earlier ones."""
+        counts = mask.sum(1).long()
+        order = mask.sort(dim=1, descending=True, stable=True).indices
+        return cls(backend, order[:, : max(1, int(counts.max()))], counts, torch.zeros_like(counts))
+
     def _plan(self, plan: AttentionPlan) -> AttentionPlan:
         """Return a plan with a sequence for each row."""
         spec, (rows, most) = plan.spec, self._positions.shape

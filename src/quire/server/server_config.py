@@ -258,11 +258,6 @@ class ServerConfig(HttpConfig):
         check_texts("admin_api_key", () if self.admin_api_key is None else (self.admin_api_key,))
         if self.admin_api_key is not None and not (self.admin_api_key.isascii() and self.admin_api_key.isprintable()):
             raise ConfigError("the admin_api_key has characters that no HTTP header can carry; use printable ASCII")
-        if self.admin_api_key is not None and self.fleet_secret is not None:
-            raise ConfigError(
-                "admin_api_key does not go with fleet_secret; all replicas of a fleet have the same weights, so start "
-                "them again to replace these"
-            )
         if self.ssl_certfile is not None and self.fleet_secret is not None:
             raise ConfigError(
                 "ssl_certfile does not go with fleet_secret; gateways reach replicas by HTTP, so give the certificate "

@@ -24,12 +24,12 @@ from quire.ops.weights.lora import LoraRows
 
 
 class Hook(Protocol):
-    """Sees the buffers, [T, width] by name, before and after each operator, and may change or replace them."""
+    """Sees the buffers and the selection before and after each operator, and may change or replace them."""
 
-    def before(self, index: int, values: dict[str, Tensor]) -> None:
+    def before(self, index: int, step: Step) -> None:
         """Called before operator `index` of the program."""
 
-    def after(self, index: int, values: dict[str, Tensor]) -> None:
+    def after(self, index: int, step: Step) -> None:
         """Called after operator `index` of the program."""
 
 
@@ -57,20 +57,20 @@ class EagerExecutor:
         lora_slots: Tensor | None = None,  # int32 [T], host
     ) -> Tensor:
         """Run the program and return the output: [T, width], or [R, width]."""
-        step = _Step(self._backend, self.program, x, positions, caches, plans, rows, lora_slots)
+        step = Step(self._backend, self.program, x, positions, caches, plans, rows, lora_slots)
         run = step.run if self.observer is None else partial(_observed, step, self.observer)
         for index, (operator, done_with) in enumerate(zip(self.program.operators, self._last_uses, strict=True)):
             if self.hook is not None:
-                self.hook.before(index, step.values)
+                self.hook.before(index, step)
             run(operator)
             if self.hook is not None:
-                self.hook.after(index, step.values)
+                self.hook.after(index, step)
             for buffer in done_with:
                 del step.values[buffer]
         return step.values[self.program.output.buffer]
 
 
-def _observed(step: _Step, observer: Observer, operator: Operator) -> None:
+def _observed(step: Step, observer: Observer, operator: Operator) -> None:
     """Synchronise with a GPU before and after the operator, so that its time includes no other work."""
     wait = partial(_wait, step.positions.device)
     wait()
@@ -85,7 +85,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Step:
+class Step:
     """One run: the rows of each buffer that was computed so far."""
 
     def __init__(

@@ -46,6 +46,9 @@ def router(engine_client: LocalEngineClient, service: Service) -> APIRouter:
     @routes.post(SLEEP, response_class=Response)
     async def sleep(level: Annotated[int, Query()] = 1) -> Response:
         """Free the memory of the KV cache, at level 2 that of the weights as well. Running requests wait."""
+        if getattr(service.config, "fleet_secret", None) is not None:
+            message = "this is a replica of a fleet, which gateways expect to answer; drain it instead (/fleet/drain)"
+            raise ApiError(message, HTTPStatus.CONFLICT)
         await engine_client.fingerprint()  # it is found with the weights
         try:
             await engine_client.llm.sleep(level)

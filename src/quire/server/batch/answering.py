@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from hashlib import blake2b
 from http import HTTPStatus
 from types import MappingProxyType
@@ -40,6 +41,7 @@ ANSWERS = (  # options that change answers, but are no part of the fingerprint
     "max_body_size",
     "unknown_fields",
 )
+PROCESS = secrets.token_hex(16)  # the system of models without a fingerprint: another process may have another one
 PAUSES = (0.05, 2.0)  # seconds before a line is tried again while the engine has no room: the first one, the longest
 MOST_TRIES = 5  # of a line that the server cannot answer now for another reason, such as its time limit
 
@@ -59,14 +61,18 @@ class Answerer:
         """Return a parser of a batch's lines. endpoint: the only route that they may use; None: any."""
         service = self.service
         self._num_updates = service.engine_client.num_updates
+        fingerprint = await service.engine_client.fingerprint()
         outside = (
-            await service.engine_client.fingerprint(),
+            fingerprint or (PROCESS, self._num_updates),
             service.model.names[0],
             *(getattr(service.config, name) for name in ANSWERS),
             sorted(service.model.default_sampling.items()),
         )
         system = blake2b(dumps(outside), digest_size=16).hexdigest()
-        return LineParser(system, URLS, endpoint, service.config.max_body_size)
+        parser = LineParser(system, URLS, endpoint, service.config.max_body_size)
+        if fingerprint is None:
+            parser.others = "the model has no fingerprint (see the log), so only the process that began can continue"
+        return parser
 
     def check_weights(self) -> None:
         """Raise NotThisBatch if the weights were replaced since the parser was made."""

@@ -71,6 +71,7 @@ class LineParser:
             max_size: most bytes of a line.
         """
         self.number = 0  # of the last line
+        self.others = "the input, the model or its options were others"  # why results can be of another batch
         self._system = system
         self._urls = urls
         self._endpoint = endpoint

@@ -149,8 +149,8 @@ class Results:
         for output in self._outputs:
             if output.next_id is not None:
                 raise NotThisBatch(
-                    f"{output.path} exists, and its line {output.number} is not a result of this batch: the input, the "
-                    f"model or its options were others; choose another file, or remove this one"
+                    f"{output.path} exists, and its line {output.number} is not a result of this batch: "
+                    f"{parser.others}; choose another file, or remove this one"
                 )
         for output, end in zip(self._outputs, ends or [output.position for output in self._outputs], strict=True):
             output.cut(end)

@@ -28,7 +28,12 @@ class Store:
         try:
             if not directory.exists():
                 directory.mkdir(0o700, parents=True, exist_ok=True)
-            self._contents.mkdir(0o700, exist_ok=True)  # they are of clients: no other user is to read them
+            self._contents.mkdir(0o700, exist_ok=True)
+            self._path = directory / "quire.sqlite"
+            self._path.touch(0o600)
+            # They are of clients: no other user is to read them, also if the directory was open to all before.
+            self._contents.chmod(0o700)
+            self._path.chmod(0o600)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"data_dir {directory} cannot be used: {error.strerror}") from error
@@ -37,7 +42,6 @@ class Store:
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"data_dir {directory} is used by another server; give each its own") from error
-        self._path = directory / "quire.sqlite"
         try:
             self._database = sqlite3.connect(self._path, check_same_thread=False)  # the event loop alone uses it
             [(version,)] = self._database.execute("PRAGMA user_version")
