@@ -16,6 +16,7 @@ from quire.errors import ConfigError, ModelError, RequestError
 from quire.frontend.request_factory import RequestOptions, TokenizedPrompt
 from quire.models import read_config
 from quire.models.convert import convert
+from quire.ops.program import Project
 from quire.request import FinishReason
 from tests.models.encoders import KINDS, PUBLISHED, save_embedder, saved
 
@@ -211,8 +212,12 @@ def test_bits_are_equal_in_any_batch_and_on_any_number_of_threads(tmp_path: Path
         assert found != [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
 
 
-def test_a_converted_model_has_the_modules_after_the_layers(tmp_path: Path) -> None:
-    save_embedder(tmp_path / "model")
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("sizes", [{}, WIDE])
+def test_a_converted_model_has_the_modules_after_the_layers(tmp_path: Path, sizes: dict[str, int]) -> None:
+    save_embedder(tmp_path / "model", **sizes)
     convert(tmp_path / "model", tmp_path / "int8", "int8")
     found = []
     for directory, options in ((tmp_path / "int8", {}), (tmp_path / "model", {"quantization": "int8"})):
@@ -220,6 +225,30 @@ def test_a_converted_model_has_the_modules_after_the_layers(tmp_path: Path) -> N
             assert llm.decoder.pooler.config.source == "modules.json"
             found.append([one.outputs.embedding for one in llm.embed(texts(), prompt_name=None, use_tqdm=False)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("kind", "rounded"), [("bert", 128), ("modernbert", 0)])
+def test_int8_of_an_encoder_has_scales_of_32_inputs_but_for_values(tmp_path: Path, kind: str, rounded: int) -> None:
+    """Weights and rows have; the projection to values is exact, and all of q, k and v if they are one tensor."""
+    saved(tmp_path, kind, **WIDE)
+
+    def projected(x: torch.Tensor, quantization: str | None) -> torch.Tensor:
+        with LLM(str(tmp_path), quantization=quantization) as llm:
+            found = next(one for one in llm.decoder.layers.program.operators if isinstance(one, Project))
+            assert (llm.decoder.quantisation or "") == ("int8 at load, groups of 32" if quantization else "")
+            return torch.cat([part.linear(x) for part in found.parts], 1)
+
+    def in_groups(numbers: torch.Tensor) -> torch.Tensor:
+        groups = numbers.unflatten(1, (-1, 32))
+        steps = groups.abs().amax(2, keepdim=True) / 127
+        return ((groups / steps).round() * steps).flatten(1)
+
+    x, unit = torch.randn(5, 64), torch.eye(64)
+    exact, bias = projected(x, None), projected(torch.zeros(1, 64), None)
+    weight = (projected(unit, None) - bias).T
+    found, expected = projected(x, "int8"), in_groups(x) @ in_groups(weight).T + bias
+    assert torch.equal(found[:, rounded:], exact[:, rounded:])
+    assert rounded == 0 or (found - expected)[:, :rounded].abs().max() < 1e-3 * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

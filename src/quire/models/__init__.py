@@ -273,6 +273,8 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     if isinstance(choice, Adapted):
         return _adapted(choice, files, config, backend, quantisation)
     raw, part, family, decoder, _ = choice
+    if not decoder.causal:
+        quantisation = quantisation.for_encoder()
     usual = min(longest_text(files) or decoder.max_position_embeddings, decoder.max_position_embeddings)
     max_model_len = _max_model_len(config, files.path, usual, longest_sequence(decoder))
     checkpoint = whole_names(files.tensors(part))

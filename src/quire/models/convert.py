@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.errors import ConfigError, ModelError
 from quire.models import Own, choose
 from quire.models.pooling_files import modules_of
+from quire.models.quantisation.module import WHOLE
 from quire.models.quantisation.policy import ROUNDINGS, Quantisation
 from quire.models.weights import INDEX, Checkpoint, RoundedPart, Weights
 from quire.ops.weights.quantised import GROUPS, QuantisedWeight
@@ -84,6 +85,8 @@ class _Source:
         checkpoint = self.tensors if part is None else Checkpoint(directory, part)
         sources = choice.family.weight_sources(choice.config, checkpoint.names)
         quantisation = Quantisation(linears=ROUNDINGS[quantization])
+        if not choice.config.causal:
+            quantisation = quantisation.for_encoder()
         self._weights = Weights(checkpoint, sources, choice.config, choice.dtype, "cpu", quantisation)
         self.names = sorted(self.tensors.names)
         own = {name: name if part is None else part.name(name) for name in self.names}  # in the text part
@@ -113,7 +116,7 @@ class _Source:
         kinds: dict[tuple[int, int], list[str]] = {}
         for name, about in self.rounded.items():
             size = about.rounding.group(about.in_size)
-            group = size if size in GROUPS and about.rounding.bits == 4 else 0
+            group = size if size in GROUPS and about.rounding.group_size != WHOLE else 0
             kinds.setdefault((about.rounding.bits, group), []).append(name.removesuffix(".weight"))
         groups = {}
         for i, ((bits, size), names) in enumerate(sorted(kinds.items(), reverse=True)):

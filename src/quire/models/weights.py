@@ -23,7 +23,7 @@ from quire.models.hf_config import shown
 from quire.models.model import WeightBytes
 from quire.models.quantisation.gguf import Gguf
 from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form_of, tensor_name
-from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
+from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into, in_blocks
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
 from quire.models.text_part import TextPart
 from quire.ops.memory import mapped
@@ -318,7 +318,7 @@ class Weights(Mapping[str, Weight]):
         elif rounding is None:
             weight = self._plain(name, parts)
         else:
-            weight = self._quantisation.multiplied(rounding.of(self._plain(name, parts), self._dtype, name))
+            weight = self._rounded(name, parts, rounding)
         if isinstance(weight, StackedWeight):
             weight = StackedWeight(tuple(part.to(self._device) for part in weight.parts))
             self._bytes[self._uses[name]] += sum(part.nbytes for part in weight.parts)
@@ -344,6 +344,15 @@ class Weights(Mapping[str, Weight]):
             part in name for part in (".router.", ".shared_gate.", ".index_weights.")
         )
         return self._quantisation.linears if _is_projection(name) and not kept else None
+
+    def _rounded(self, name: str, parts: Sequence[str], rounding: Rounding) -> Weight:
+        """Return a weight that is rounded at load, except parts that are kept."""
+        plain, kept = self._plain(name, parts), self._quantisation.kept(name)
+        if kept == len(parts):
+            return plain
+        rows = sum(self._lengths(name, parts)[: len(parts) - kept])
+        weight = self._quantisation.multiplied(rounding.of(plain[:rows], self._dtype, name))
+        return StackedWeight((weight, plain[rows:])) if kept else weight
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
         """Return a weight that is not quantised in the checkpoint."""
@@ -409,6 +418,8 @@ class Weights(Mapping[str, Weight]):
     def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight | BlockWeight | NarrowWeight:
         """Read a quantised part of a weight, with its rows in our order."""
         weight = self._forms[part].read(Module(self._checkpoint, _module(part), rows, columns), self._dtype)
+        if self._quantisation.is_encoder and isinstance(weight, QuantisedWeight):
+            weight = in_blocks(weight)
         order = self._row_order(name, part, rows)
         return weight if order is None else weight.rows(order)
 
@@ -430,7 +441,8 @@ class Weights(Mapping[str, Weight]):
             rounding = self._rounding(name) if _is_projection(name) else None
             if rounding is not None:
                 parts, columns = self._sources.of(name), self._shapes[name][1]
-                for part, rows in zip(parts, self._lengths(name, parts), strict=True):
+                lengths = list(zip(parts, self._lengths(name, parts), strict=True))
+                for part, rows in lengths[: len(parts) - self._quantisation.kept(name)]:
                     found[part] = RoundedPart(name, rows, columns, rounding)
         return found
 
