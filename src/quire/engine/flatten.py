@@ -28,6 +28,7 @@ from quire.models.batch import (
     Batch,
     DrawnRows,
     EmbedRows,
+    GivenRows,
     GroupMoves,
     GroupTables,
     Masks,
@@ -191,6 +192,9 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
     if decoding is not None:
         token_ids[:num_decoding] = 0 if decoding.step.is_ahead else decoding.last_tokens
     token_ids[num_decoding:] = np.frombuffer(flat, np.int32)
+    given = _given_rows(items, starts[num_decoding:])
+    if given is not None:
+        np.maximum(token_ids, 0, out=token_ids)
     known: list[int] = []  # rows with K and V in the cache: shared blocks are never written
     for first, (request, start, num_new, *_) in zip(starts[num_decoding:-1].tolist(), items, strict=True):
         if start < request.cache.num_cached:
@@ -264,7 +268,20 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         ),
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
         num_decoding=num_decoding,
+        given=given,
     )
+
+
+def _given_rows(items: Sequence[PlanItem], starts: NDArray[np.int32]) -> GivenRows | None:
+    """Return the rows of images. starts: [S+1], the first row of each item."""
+    rows, values = [], []
+    for item, start in zip(items, starts.tolist(), strict=False):
+        if (images := item.request.images) is not None:
+            first, end = np.searchsorted(images.positions, [item.start, item.start + item.num_new])
+            if first < end:
+                rows.append(images.positions[first:end] + (start - item.start))
+                values.append(images.values[first:end])
+    return GivenRows(torch.from_numpy(np.concatenate(rows)), torch.cat(values)) if rows else None
 
 
 def _pooled_rows(item: PlanItem, end: int) -> range:

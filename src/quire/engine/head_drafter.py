@@ -182,6 +182,7 @@ class HeadDrafter:
         sequence = np.repeat(np.arange(len(parts)), rows)
         at = np.concatenate([np.arange(one.first, one.first + one.num_rows) for one in parts])
         token_ids = np.concatenate([one.request.tokens[one.first : one.first + one.num_rows] for one in parts])
+        np.maximum(token_ids, 0, out=token_ids)  # the rows of images, which a head sees in the hidden states alone
         self._plan([one.request for one in parts], starts, torch.from_numpy(ends.astype(np.int32)), sequence, at)
         tables = self._tables([one.request for one in parts], self.head.plans[0], int(ends.max()))
         before = self._before(self._row_of[_slots(tables, sequence, np.maximum(at - 1, 0), self._block_size)], at)

@@ -35,6 +35,7 @@ from quire.frontend.embedding import (
     ScoringRequestOutput,
     pooling_output,
 )
+from quire.frontend.images import PromptImages
 from quire.frontend.loglikelihood import LoglikelihoodOutput, check_pair, encode_pair, loglikelihood_output
 from quire.frontend.metric_values import Metric, read_families
 from quire.frontend.model_fingerprint import receipts_fingerprint
@@ -58,7 +59,7 @@ from quire.frontend.requests import Made
 from quire.frontend.yes_no import is_named_reranker
 from quire.importing import uncollected
 from quire.lora.request import LoRARequest
-from quire.models import check_device, check_parallel, load_model, locate
+from quire.models import check_device, check_parallel, load_images, load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
 from quire.models.hub import locate_description
@@ -136,6 +137,8 @@ class LLM:
         if self.receipts is not None:
             self.receipts.fingerprint = receipts_fingerprint(self)
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
+        if (load := load_images(self.files, self.decoder, self.config, self.backend)) is not None:
+            self.factory.images = PromptImages(load)
         self.factory.asks = self.engine.pooling.writes and is_named_reranker(self.config.model or "")
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -32,6 +33,7 @@ from quire.models.headless import CLASSIFIER, Headless, Prefixed, causal_name, w
 from quire.models.hf_config import IMMATERIAL, architectures, check_counts, model_type, shown
 from quire.models.hub import EMBEDDED as EMBEDDED
 from quire.models.hub import locate as locate
+from quire.models.images import SERVED, ImageEncoder
 from quire.models.lora.fitting import decoder_targets
 from quire.models.lora.slots import LoraLimits, Loras
 from quire.models.model import Model, WeightBytes
@@ -301,6 +303,19 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         model.loras = Loras(targets, limits, model.dtype, model.device)
         model.loras.part = part
     return model
+
+
+def load_images(
+    where: Where, model: Model, config: EngineConfig, backend: Backend
+) -> Callable[[], ImageEncoder] | None:
+    """Return a function that loads the part of a model that reads images; None: it reads none.
+
+    Raises ModelError, when called, for a checkpoint without the files of an image processor.
+    """
+    files = files_of(where)
+    if model_type(files.config()) not in SERVED or config.tensor_parallel_size > 1 or not isinstance(model, Decoder):
+        return None
+    return partial(ImageEncoder, files, model.dtype, backend, config.device)
 
 
 def load_replaced(files: Files, config: EngineConfig, backend: Backend, new: NewWeights) -> tuple[ReplacedFiles, Model]:

@@ -121,6 +121,9 @@ class Decoder:
         """
         positions = batch.positions.to(self.device)
         embedded = self.embed(batch.token_ids.to(self.device), positions)
+        if batch.given is not None:
+            given = batch.given.values.to(self.device, embedded.dtype)
+            embedded[batch.given.rows.to(self.device), : given.shape[1]] = given
         if self.config.seen:
             embedded = torch.nn.functional.pad(embedded, (0, len(self.config.seen) * self.config.hidden_size))
         own = plans if self.draft_head is None else self.draft_head.without_own(plans)
