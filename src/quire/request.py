@@ -553,6 +553,14 @@ class Retention(NamedTuple):
     seconds: float  # after the last use
 
 
+class ImageTurns(NamedTuple):
+    """The positions by which q and k are rotated, in a model whose images have two dimensions."""
+
+    of_tokens: NDArray[np.int64]  # [num_prompt], of the rows that are no image's
+    of_images: NDArray[np.int64]  # [N, 3], time, height and width of each image row
+    shift: int  # the position of a generated token is this much less than its index
+
+
 class ImageRows(NamedTuple):
     """The rows of a prompt that images give instead of the embedding of tokens.
 
@@ -562,7 +570,8 @@ class ImageRows(NamedTuple):
 
     positions: NDArray[np.int64]  # [N], ascending
     ids: NDArray[np.int32]  # [N], the token ids at these positions
-    values: torch.Tensor  # [N, H], on the host
+    values: torch.Tensor  # [N, H], on the host; of some models, rows to add after the first layers follow, H each
+    turns: ImageTurns | None = None  # None: rows are rotated by their positions
 
 
 class Holder(NamedTuple):

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import RequestError, check_installed
-from quire.models.images import ImageEncoder
-from quire.request import ImageRows
+from quire.models.images import EncodedImage, ImageEncoder
+from quire.request import ImageRows, ImageTurns
 from quire.sandbox.images import ImageDecoder
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class PromptImages:
         self._load = load
         self._encoder: ImageEncoder | None = None
         self._decoder = ImageDecoder()
-        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()  # by the image's digest, the last used one last
+        self._rows: OrderedDict[bytes, EncodedImage] = OrderedDict()  # by the image's digest, the last used one last
         self._lock = threading.Lock()  # one image at a time is encoded
 
     def tokenize(self, text: str, sources: Sequence[Source]) -> tuple[list[int], ImageRows]:
@@ -61,16 +62,17 @@ class PromptImages:
             if self._encoder is None:
                 self._encoder = self._load()
             tokens = self._encoder.tokenize(text, images)
-            parts = [self._encoded(self._encoder, image) for image in images]
+            is_alone = len(images) == 1 or not self._encoder.depends_on_count
+            parts = [self._encoded(self._encoder, image, is_alone) for image in images]
             [positions] = np.nonzero(np.array(tokens) == self._encoder.placeholder)
-        values = torch.cat(parts)
+        values = torch.cat([part.values for part in parts])
         if len(positions) != len(values):
             raise RequestError(
                 f"the prompt has places for {len(positions)} rows of images, and the {len(images)} images have "
                 f"{len(values)}; the mark of an image must not be written in a text"
             )
-        ids = np.concatenate([_ids(part) for part in parts])
-        return tokens, ImageRows(positions, ids, values)
+        ids = np.concatenate([_ids(part.values) for part in parts])
+        return tokens, ImageRows(positions, ids, values, _turns(len(tokens), positions, parts))
 
     def close(self) -> None:
         """End the process that decodes."""
@@ -93,14 +95,14 @@ class PromptImages:
                 raise RequestError(f"the image {str(source)[:200]!r} cannot be read: {error}") from error
         raise RequestError(f"an image is {str(source)[:80]!r}; give a path, a data URL or an image of Pillow")
 
-    def _encoded(self, encoder: ImageEncoder, image: Image) -> Tensor:
+    def _encoded(self, encoder: ImageEncoder, image: Image, is_alone: bool) -> EncodedImage:
         """Return an image's rows, computed or kept from an earlier prompt."""
-        digest = blake2b(f"{image.size}".encode() + image.tobytes(), digest_size=32).digest()
+        digest = blake2b(f"{image.size} {is_alone}".encode() + image.tobytes(), digest_size=32).digest()
         rows = self._rows.pop(digest, None)
         if rows is None:
-            rows = encoder.rows(image)
+            rows = encoder.encode(image, is_alone)
         self._rows[digest] = rows
-        while sum(one.nbytes for one in self._rows.values()) > CACHE_BYTES and len(self._rows) > 1:
+        while sum(one.values.nbytes for one in self._rows.values()) > CACHE_BYTES and len(self._rows) > 1:
             self._rows.popitem(last=False)
         return rows
 
@@ -153,9 +155,30 @@ def _data(url: str) -> bytes:
         raise RequestError(f"the data URL of an image is not valid base64: {error}") from error
 
 
+def _turns(num_prompt: int, positions: NDArray[np.int64], parts: Sequence[EncodedImage]) -> ImageTurns | None:
+    """Return the positions by which a prompt is rotated; None: by those of its tokens.
+
+    A row of an image begins at the position after the token before it, and is as many positions long as the longer
+    side of the image.
+    """
+    of_tokens = np.arange(num_prompt)
+    of_images: list[NDArray[np.int64]] = []
+    first = 0  # rows of images before this one
+    for part in parts:
+        if part.grid is None:
+            return None
+        count = len(part.values)
+        start, end = int(positions[first]), int(positions[first + count - 1]) + 1
+        of_images.append(np.indices(part.grid).reshape(3, -1).T + of_tokens[start])
+        of_tokens[end:] += max(part.grid[1:]) - count
+        first += count
+    return ImageTurns(of_tokens, np.concatenate(of_images), num_prompt - 1 - int(of_tokens[-1]))
+
+
 def _ids(
     rows: Tensor,  # [N, H]
-) -> np.ndarray[Any, np.dtype[np.int32]]:
+) -> NDArray[np.int32]:
     """Return a negative id for each row, which depends on all rows of the image: int32 [N]."""
     digest = blake2b(rows.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=32).digest()
-    return np.frombuffer(shake_256(digest).digest(4 * len(rows)), np.int32) | np.int32(-(2**31))
+    ids: NDArray[np.int32] = np.frombuffer(shake_256(digest).digest(4 * len(rows)), np.int32) | np.int32(-(2**31))
+    return ids

@@ -70,7 +70,8 @@ class RequestFactory:
         pooling: PoolingConfig = PoolingConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.pooling = pooling
-        self.images: PromptImages | None = None  # set by LLM, if the model reads images
+        # Set by LLM, if the model reads images; else the reason why it does not.
+        self.images: PromptImages | str = "this model is served for text alone"
         self.asks = False  # pairs of texts are scored by the model's yes or no; set by LLM
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -93,7 +94,7 @@ class RequestFactory:
         with self._grammars_lock:
             if self._grammars is not None:
                 self._grammars.close()
-        if self.images is not None:
+        if isinstance(self.images, PromptImages):
             self.images.close()
 
     def next_name(self) -> str:
@@ -119,8 +120,8 @@ class RequestFactory:
 
     def _with_images(self, text: str, sources: Sequence[Any]) -> TokenizedPrompt:
         """Tokenize a text with images. Raises RequestError if the model reads none, or one is invalid."""
-        if self.images is None:
-            raise RequestError("the prompt has an image, and this model is served for text alone")
+        if isinstance(self.images, str):
+            raise RequestError(f"the prompt has an image, and {self.images}")
         tokens, rows = self.images.tokenize(text, sources)
         return TokenizedPrompt(text, tokens, images=rows)
 

@@ -8,23 +8,47 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from quire.errors import ModelError, RequestError, check_installed
 from quire.models.files import Files
+from quire.models.image_turns import image_axes
 from quire.models.text_part import UNREAD
 from quire.ops import Backend
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Types of models whose images are served: their image rows have the positions and the causal mask of text.
-SERVED = frozenset("idefics3 internvl llava_onevision mistral3 smolvlm".split())
+# Types of models whose images are served. Image rows of the first have the positions and the causal mask of text.
+PLAIN = frozenset("idefics3 internvl llava_onevision smolvlm".split())
+TURNED = frozenset("qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl".split())  # image rows have positions in two dimensions
+SERVED = PLAIN | TURNED
 MOST_PIXELS = 2**25  # of one image
+
+
+class EncodedImage(NamedTuple):
+    """An image as rows of a prompt."""
+
+    values: Tensor  # [N, H], on the host; see `quire.request.ImageRows`
+    grid: tuple[int, int, int] | None  # N as frames, rows and columns, if rows have positions in two dimensions
+
+
+def image_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of DecoderConfig that serve a model's images, given its config.json.
+
+    Raises ModelError for settings of the images' positions that are not understood.
+    """
+    if raw.get("model_type") not in TURNED:
+        return {}
+    text = raw.get("text_config") or raw
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    deep = (raw.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+    return {"image_axes": image_axes(rope), "deep_layers": len(deep)}
 
 
 class ImageEncoder:
@@ -43,6 +67,8 @@ class ImageEncoder:
         self.placeholder = int(getattr(self.config, "image_token_id", None) or self.config.image_token_index)
         self._model = _vision_part(files, self.config, dtype, backend).to(device)
         self._takes = inspect.signature(self._model.get_image_features).parameters
+        # A prompt's only image is divided into more rows than one of several.
+        self.depends_on_count = "batch_num_images" in self._takes
         self._device, self._dtype = device, dtype
 
     def tokenize(self, text: str, images: Sequence[Image]) -> list[int]:
@@ -61,8 +87,12 @@ class ImageEncoder:
             raise RequestError(f"the images do not fit the prompt: {' '.join(str(error).split())[:300]}") from error
         return [int(token) for token in found["input_ids"][0]]
 
-    def rows(self, image: Image) -> Tensor:
-        """Return the rows of an image: [N, H], on the host.
+    def encode(self, image: Image, is_alone: bool) -> EncodedImage:
+        """Compute the rows of an image.
+
+        Args:
+            image: the image, in RGB.
+            is_alone: whether the prompt has no other image. Only some models use it, see `depends_on_count`.
 
         Raises RequestError if the image has more than MOST_PIXELS pixels.
         """
@@ -70,15 +100,25 @@ class ImageEncoder:
             raise RequestError(
                 f"an image has {image.width} x {image.height} pixels; it must have at most {MOST_PIXELS:,}"
             )
-        given = self.processor.image_processor(images=[image], return_tensors="pt")
+        images = [image] if is_alone or not self.depends_on_count else [image, image]
+        given = self.processor(text=[self.processor.image_token * len(images)], images=[images], return_tensors="pt")
         taken = {
             name: value.to(self._device, self._dtype if value.is_floating_point() else None)
             for name, value in given.items()
             if name in self._takes
         }
         with torch.inference_mode():
-            found = self._model.get_image_features(**taken).pooler_output
-        return torch.cat([part.reshape(-1, part.shape[-1]) for part in found]).cpu()
+            found = self._model.get_image_features(**taken)
+        parts = found.pooler_output[: 1 if len(images) > 1 else None]
+        values = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        if deep := getattr(found, "deepstack_features", None):
+            values = torch.cat([values, *deep], 1)
+        grid = None
+        if self.config.model_type in TURNED:
+            frames, height, width = given["image_grid_thw"][0].tolist()
+            merged = self.config.vision_config.spatial_merge_size
+            grid = frames, height // merged, width // merged
+        return EncodedImage(values.cpu(), grid)
 
 
 def _processor(files: Files, config: Any) -> Any:
@@ -94,7 +134,6 @@ def _processor(files: Files, config: Any) -> Any:
             "image_processor": AutoImageProcessor.from_pretrained(where, local_files_only=True, backend="pil"),
             "tokenizer": AutoTokenizer.from_pretrained(where, local_files_only=True),
         }
-        settings, _ = kind.get_processor_dict(where, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
             f"{where}: its image processor cannot be read: {' '.join(str(error).split())[:300]}"
@@ -106,7 +145,8 @@ def _processor(files: Files, config: Any) -> Any:
         ),
         "check_argument_for_proper_class": lambda _, __, argument: type(argument),
     }
-    return type(kind.__name__, (kind,), own).from_pretrained(where, local_files_only=True)
+    processor: Any = type(kind.__name__, (kind,), own)
+    return processor.from_pretrained(where, local_files_only=True)
 
 
 def _vision_part(files: Files, config: Any, dtype: torch.dtype, backend: Backend) -> Any:
@@ -158,27 +198,30 @@ def replace_patches(model: nn.Module) -> None:
     """Replace convolutions over separate patches by linears, which are batch-invariant."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Conv2d and child.kernel_size == child.stride and child.groups == 1:
+            if type(child) in (nn.Conv2d, nn.Conv3d) and child.kernel_size == child.stride and child.groups == 1:
                 setattr(module, name, _Patches(child))
 
 
 class _Patches(nn.Module):
-    """A linear of each patch of an image."""
+    """A linear of each patch of an image, or of several frames."""
 
-    def __init__(self, convolution: nn.Conv2d) -> None:
+    def __init__(self, convolution: Any) -> None:
         super().__init__()
-        out_size, channels, self._height, self._width = convolution.weight.shape
-        size = channels * self._height * self._width
-        self.linear = nn.Linear(size, out_size, convolution.bias is not None, "meta")
-        self.linear.weight = nn.Parameter(convolution.weight.detach().reshape(out_size, size), requires_grad=False)
-        self.linear.bias = convolution.bias  # type: ignore[assignment]  # None, if it has none
-        self.weight = torch.empty(convolution.weight.shape, dtype=convolution.weight.dtype, device="meta")
+        weight = convolution.weight.detach()  # [out, C, *sides]
+        self._sides = weight.shape[2:]
+        self.linear = nn.Linear(weight[0].numel(), len(weight), device="meta")
+        self.linear.weight = nn.Parameter(weight.flatten(1), requires_grad=False)
+        self.linear.bias = convolution.bias
+        self.weight = torch.empty_like(weight, device="meta")  # modules read its dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the patches' values: [N, C, H, W] -> [N, out, H / height, W / width]."""
+        """Return the patches' values: [N, C, *sizes] -> [N, out, *(size / side)]."""
         n, c = x.shape[:2]
-        rows, columns = x.shape[2] // self._height, x.shape[3] // self._width
-        x = x[:, :, : rows * self._height, : columns * self._width]
-        parts = x.reshape(n, c, rows, self._height, columns, self._width).permute(0, 2, 4, 1, 3, 5)
-        found = self.linear(parts.reshape(n * rows * columns, -1))
-        return cast(Tensor, found.view(n, rows, columns, -1).permute(0, 3, 1, 2))
+        counts = [size // side for size, side in zip(x.shape[2:], self._sides, strict=True)]
+        for dim, (count, side) in enumerate(zip(counts, self._sides, strict=True), 2):
+            x = x.narrow(dim, 0, count * side)
+        split = [n, c, *(part for pair in zip(counts, self._sides, strict=True) for part in pair)]
+        dims = range(len(counts))
+        order = [0, *(2 + 2 * dim for dim in dims), 1, *(3 + 2 * dim for dim in dims)]
+        patches = x.reshape(split).permute(order).reshape(n * math.prod(counts), -1)
+        return cast(Tensor, self.linear(patches).view(n, *counts, -1).movedim(-1, 1))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_ERROR = 300  # characters of an error
@@ -35,7 +35,7 @@ def prepare(max_pixels: int) -> Callable[[str], dict[str, Any]]:
             raise
         except Exception as error:  # decoders raise errors of many kinds
             message = " ".join(str(error).split())[:MAX_ERROR]
-            if isinstance(error, Image.UnidentifiedImageError):
+            if isinstance(error, UnidentifiedImageError):
                 message = f"it must be one of {', '.join(FORMATS)}"
             return {"error": message or type(error).__name__}
         return {"size": rgb.size, "rgb": b64encode(rgb.tobytes()).decode()}
