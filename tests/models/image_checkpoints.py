@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
 FAMILIES["smolvlm"] = FAMILIES["idefics3"]
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": MROPE},
-    "qwen3_vl": {"rope_parameters": {**MROPE, "mrope_interleaved": True}},
+    "qwen3_vl": {"rope_parameters": {**MROPE, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}},
     "qwen3_5": {
         "rope_parameters": {
             **MROPE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -308,7 +308,7 @@ def _turns(
         return None
     turns = positions.copy()
     turns[: len(shifts)] -= shifts
-    for item, start, end in zip(items, starts[len(shifts) :].tolist(), starts[len(shifts) + 1 :].tolist(), strict=True):
+    for item, (start, end) in zip(items, pairwise(starts[len(shifts) :].tolist()), strict=True):
         images = item.request.images
         if images is not None and images.turns is not None:
             known = images.turns.of_tokens[item.start : item.start + end - start]

@@ -109,16 +109,20 @@ class ImageEncoder:
         }
         with torch.inference_mode():
             found = self._model.get_image_features(**taken)
-        parts = found.pooler_output[: 1 if len(images) > 1 else None]
-        values = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-        if deep := getattr(found, "deepstack_features", None):
-            values = torch.cat([values, *deep], 1)
+        values = _joined(found.pooler_output[: 1 if len(images) > 1 else None])
+        for deep in getattr(found, "deepstack_features", None) or ():
+            values = torch.cat([values, _joined(deep)], 1)
         grid = None
         if self.config.model_type in TURNED:
             frames, height, width = given["image_grid_thw"][0].tolist()
             merged = self.config.vision_config.spatial_merge_size
             grid = frames, height // merged, width // merged
         return EncodedImage(values.cpu(), grid)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts: [N, H]."""
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def _processor(files: Files, config: Any) -> Any:
