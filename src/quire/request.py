@@ -14,6 +14,7 @@ from quire.errors import RequestError, check_integer, check_number, checked
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 NoneType = type(None)
@@ -552,6 +553,27 @@ class Retention(NamedTuple):
     seconds: float  # after the last use
 
 
+class ImageTurns(NamedTuple):
+    """The positions by which q and k are rotated, in a model whose images have two dimensions."""
+
+    of_tokens: NDArray[np.int64]  # [num_prompt], of the rows that are no image's
+    of_images: NDArray[np.int64]  # [N, 3], time, height and width of each image row
+    shift: int  # the position of a generated token is this much less than its index
+
+
+class ImageRows(NamedTuple):
+    """The rows of a prompt that images give instead of the embedding of tokens.
+
+    The prompt's token ids at these positions are negative. They are digests of the images' rows, so that blocks with
+    equal tokens have equal K and V.
+    """
+
+    positions: NDArray[np.int64]  # [N], ascending
+    ids: NDArray[np.int32]  # [N], the token ids at these positions
+    values: torch.Tensor  # [N, H], on the host; of some models, rows to add after the first layers follow, H each
+    turns: ImageTurns | None = None  # None: rows are rotated by their positions
+
+
 class Holder(NamedTuple):
     """Another engine that has the first blocks of a request."""
 
@@ -579,6 +601,7 @@ class Request:
     constraints: Constraints | None = None  # further restrictions of these tokens
     task: Task = Task.GENERATE
     lora: str | None = None  # the name of its adapter; None: the model without an adapter
+    images: ImageRows | None = None  # of its prompt; None: it is text alone
     first_prompt_logprob: int = 0  # no logprobs of prompt positions before it, even with prompt_logprobs
     to_check: array[int] = field(default_factory=_no_tokens)  # tokens that the caller has: drawn again and compared
     is_strict: bool = True  # end with an error if another token than the one to check is drawn

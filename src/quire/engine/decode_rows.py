@@ -51,6 +51,7 @@ class DecodeRows:
         self.lengths = self._limits = self._rooms = self._dues = np.empty(0, np.int64)  # in tokens
         self.last_tokens = np.empty(0, np.int64)
         self.lora_slots = np.empty(0, np.int32)
+        self.shifts = np.empty(0, np.int64)  # see `ImageTurns`
         self._endings = np.empty((0, 1), np.int64)  # the last column has INVALID_TOKEN in each row
         self._seeds = self._samples = np.empty(0, np.uint64)
         self.real = np.empty((0, 6), np.float32)  # see `sampling_numbers`
@@ -169,6 +170,8 @@ class DecodeRows:
         self._limits[row] = self._longest(request)
         self._seeds[row], self._samples[row] = request.seed, request.sample_index
         self.lora_slots[row] = request.lora_slot
+        turns = None if request.images is None else request.images.turns
+        self.shifts[row] = 0 if turns is None else turns.shift
         endings = sorted(request.ending_tokens)
         if len(endings) >= self._endings.shape[1]:
             wider = np.full((len(self._endings), len(endings) + 1), INVALID_TOKEN, np.int64)
@@ -343,6 +346,7 @@ _ARRAYS = (
     "_dues",
     "last_tokens",
     "lora_slots",
+    "shifts",
     "_endings",
     "_seeds",
     "_samples",

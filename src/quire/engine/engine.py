@@ -139,7 +139,10 @@ class Engine:
             return
         first = request.group.members[0] if request.group else request
         if first is request or not first.is_checked:
-            self._check_tokens(request, "prompt", np.asarray(first.tokens)[: first.num_prompt])
+            prompt = np.asarray(first.tokens)[: first.num_prompt]
+            if first.images is not None:
+                prompt = np.delete(prompt, first.images.positions)
+            self._check_tokens(request, "prompt", prompt)
         if request.num_generated or request.to_check:
             delivered = np.array([*request.tokens[request.num_prompt :], *request.to_check])
             self._check_tokens(request, "delivered", delivered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ from quire.models.batch import (
     Batch,
     DrawnRows,
     EmbedRows,
+    GivenRows,
     GroupMoves,
     GroupTables,
     Masks,
@@ -118,6 +119,8 @@ def _next_decode(plan: Plan, step: DecodeStep, rows: DecodeRows, buffers: Buffer
         return batch
     buffers.token_ids[:count] = 0 if step.is_ahead else rows.last_tokens
     buffers.positions[:count] = step.starts
+    if batch.turns is not None:
+        batch = replace(batch, turns=torch.from_numpy(step.starts - rows.shifts))
     np.add(step.starts, 1, out=buffers.context_lens[:count], casting="same_kind")
     at, offset = np.divmod(step.starts, size)
     every = buffers.one_each[:count]
@@ -142,6 +145,7 @@ class _Decoding:
     last_tokens: NDArray[np.int64]  # [R]
     tables: NDArray[np.int32]  # [G, R, M]
     lora_slots: NDArray[np.int32]  # [R]
+    shifts: NDArray[np.int64]  # [R]
     parameters: Parameters
     uniforms: NDArray[np.float64]  # [R]
 
@@ -150,7 +154,9 @@ def _decoding(step: DecodeStep, rows: DecodeRows) -> _Decoding:
     at = slice(None) if step.rows is None else step.rows
     parameters = Parameters.of_arrays(step.requests, rows.real[at], rows.whole[at])
     uniforms = rows.uniforms(int(step.is_ahead)) if parameters.draws else np.zeros(len(rows))
-    return _Decoding(step, rows.last_tokens[at], rows.tables[:, at], rows.lora_slots[at], parameters, uniforms[at])
+    return _Decoding(
+        step, rows.last_tokens[at], rows.tables[:, at], rows.lora_slots[at], rows.shifts[at], parameters, uniforms[at]
+    )
 
 
 def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem], buffers: Buffers) -> Batch:
@@ -195,6 +201,9 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
     if decoding is not None:
         token_ids[:num_decoding] = 0 if decoding.step.is_ahead else decoding.last_tokens
     token_ids[num_decoding:] = np.frombuffer(flat, np.int32)
+    given = _given_rows(items, starts[num_decoding:])
+    if given is not None:
+        np.maximum(token_ids, 0, out=token_ids)
     known: list[int] = []  # rows with K and V in the cache: shared blocks are never written
     for first, (request, start, num_new, *_) in zip(starts[num_decoding:-1].tolist(), items, strict=True):
         if start < request.cache.num_cached:
@@ -268,7 +277,48 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         ),
         lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
         num_decoding=num_decoding,
+        given=given,
+        turns=_turns(decoding, items, starts, position),
     )
+
+
+def _given_rows(items: Sequence[PlanItem], starts: NDArray[np.int32]) -> GivenRows | None:
+    """Return the rows of images. starts: [S+1], the first row of each item."""
+    rows, values, axes = [], [], []
+    for item, start in zip(items, starts.tolist(), strict=False):
+        if (images := item.request.images) is not None:
+            first, end = np.searchsorted(images.positions, [item.start, item.start + item.num_new])
+            if first < end:
+                rows.append(images.positions[first:end] + (start - item.start))
+                values.append(images.values[first:end])
+                if images.turns is not None:
+                    axes.append(images.turns.of_images[first:end])
+    if not rows:
+        return None
+    positions = torch.from_numpy(np.concatenate(axes)) if axes else None
+    return GivenRows(torch.from_numpy(np.concatenate(rows)), torch.cat(values), positions)
+
+
+def _turns(
+    decoding: _Decoding | None,
+    items: Sequence[PlanItem],
+    starts: NDArray[np.int32],  # [S+1]
+    positions: NDArray[np.int64],  # [T]
+) -> torch.Tensor | None:
+    """Return the positions by which rows are rotated if that of any row differs from its position."""
+    turned = [(item, item.request.images.turns) for item in items if item.request.images is not None]
+    shifts = np.zeros(0, np.int64) if decoding is None else decoding.shifts
+    if not shifts.any() and all(turns is None for _, turns in turned):
+        return None
+    turns = positions.copy()
+    turns[: len(shifts)] -= shifts
+    for item, (start, end) in zip(items, pairwise(starts[len(shifts) :].tolist()), strict=True):
+        images = item.request.images
+        if images is not None and images.turns is not None:
+            known = images.turns.of_tokens[item.start : item.start + end - start]
+            turns[start:end] -= images.turns.shift
+            turns[start : start + len(known)] = known
+    return torch.from_numpy(turns)
 
 
 def _pooled_rows(item: PlanItem, end: int) -> range:

@@ -145,7 +145,9 @@ class GraphRunner:
     def _prepared(self, batch: Batch) -> Bucket | None:
         """Return the bucket for a batch, with plans updated and inputs filled; None if the batch has to run eagerly."""
         count = len(batch.token_ids)
-        if count != len(batch.context_lens) or not 0 < count <= self.sizes[-1] or batch.lora_slots is not None:
+        if count != len(batch.context_lens) or not 0 < count <= self.sizes[-1]:
+            return None
+        if batch.lora_slots is not None or batch.turns is not None:
             return None
         bucket = self._bucket(self.sizes[bisect_left(self.sizes, count)])
         if bucket is None:

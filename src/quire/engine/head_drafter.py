@@ -188,6 +188,7 @@ class HeadDrafter:
         sequence = np.repeat(np.arange(len(parts)), rows)
         at = np.concatenate([np.arange(one.first, one.end) for one in parts])
         tokens = np.concatenate([one.request.tokens[one.first : one.end] for one in parts])
+        np.maximum(tokens, 0, out=tokens)  # the rows of images, which a head sees in the hidden states alone
         counts = np.array([one.count for one in drafting])
         most = int(counts[0]) if drafting else 1
         tables = self._plan([one.request for one in parts], starts, ends, sequence, at, most - 1)

@@ -155,7 +155,8 @@ class ModelDrafter:
         shadow.drafted = array("i")
         own.tokens.extend(new)
         too_long = len(own.tokens) + count > self.runner.model.max_model_len
-        if too_long or max(new, default=0) >= self._vocab_size or not self._grown(own, right, count, plan, asked):
+        is_known = min(new, default=0) >= 0 and max(new, default=0) < self._vocab_size  # image rows are negative
+        if too_long or not is_known or not self._grown(own, right, count, plan, asked):
             self._release(request)
             return None
         return shadow

@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from quire.cache.manager import BlockManager
@@ -344,6 +345,8 @@ class PromptLookup:
             luck.pause -= 1
             return NOTHING
         drafts = _after_the_same(request.tokens, most)
+        if request.images is not None:  # a row of an image is no token to propose
+            drafts = array("i", takewhile(lambda token: token >= 0, drafts))
         if not drafts:  # searching costs time
             self.judge(request, 0, 0)
         return drafts

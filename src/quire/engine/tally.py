@@ -15,8 +15,10 @@ class Tally:
     """The distinct tokens of a request and how often it generated each. It grows with the request."""
 
     def __init__(self, request: Request) -> None:
-        distinct, inverse = np.unique(np.frombuffer(request.tokens, np.int32), return_inverse=True)
-        counts = np.bincount(inverse[request.num_prompt :], minlength=len(distinct))
+        tokens = np.frombuffer(request.tokens, np.int32)
+        tokens = tokens[tokens >= 0]  # without the rows of images, all of which are in the prompt
+        distinct, inverse = np.unique(tokens, return_inverse=True)
+        counts = np.bincount(inverse[len(tokens) - request.num_generated :], minlength=len(distinct))
         self._given = request.tokens
         self._num_seen = len(request.tokens)
         self._tokens = array("i", distinct.tolist())

@@ -14,6 +14,7 @@ from quire.models.files import Where, files_of
 from quire.sandbox.chat_template import ChatTemplate, make_renderers, special_tokens
 from quire.sandbox.grammar import check_depth
 
+IMAGE = {"type": "image"}  # a part of a message as templates take it
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -130,10 +131,13 @@ def plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         for i, part in enumerate(content):
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise RequestError(f"messages[{index}].content[{i}] is {part!r}; models here read parts of text only")
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, (str, type(None))):
+            if part != IMAGE and (not isinstance(part, Mapping) or not isinstance(part.get("text"), str)):
+                raise RequestError(f"messages[{index}].content[{i}] is {part!r}; it must be a text or an image")
+        if IMAGE in content:
+            content = [part if part == IMAGE else {"type": "text", "text": part["text"]} for part in content]
+        else:
+            content = "\n".join(part["text"] for part in content)
+    elif not isinstance(content, (str, type(None))):
         raise RequestError(f"messages[{index}].content is {content!r}; it must be a text or a list of parts")
     plain = {**message, "content": content or ""}
     if message.get("tool_calls"):

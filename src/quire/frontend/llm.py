@@ -35,6 +35,7 @@ from quire.frontend.embedding import (
     ScoringRequestOutput,
     pooling_output,
 )
+from quire.frontend.images import PromptImages
 from quire.frontend.loglikelihood import LoglikelihoodOutput, check_pair, encode_pair, loglikelihood_output
 from quire.frontend.metric_values import Metric, read_families
 from quire.frontend.model_fingerprint import receipts_fingerprint
@@ -58,7 +59,7 @@ from quire.frontend.requests import Made
 from quire.frontend.yes_no import is_named_reranker
 from quire.importing import uncollected
 from quire.lora.request import LoRARequest
-from quire.models import check_device, check_parallel, load_model, locate
+from quire.models import check_device, check_parallel, load_images, load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
 from quire.models.hub import locate_description
@@ -138,6 +139,11 @@ class LLM:
         if self.receipts is not None:
             self.receipts.fingerprint = receipts_fingerprint(self)
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
+        load = load_images(self.files, self.decoder, self.config, self.backend)
+        if self.receipts is not None:
+            self.factory.images = "receipts are written, which have no images"
+        elif load is not None:
+            self.factory.images = PromptImages(load)
         self.factory.asks = self.engine.pooling.writes and is_named_reranker(self.config.model or "")
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
@@ -269,7 +275,8 @@ class LLM:
         Args:
             prompts: one prompt or a list. A prompt is a text, a list of token ids, {"prompt": text} or
                 {"prompt_token_ids": ids}. A dictionary may have a "cache_salt": prompts with different salts share no
-                cached blocks.
+                cached blocks. With "prompt" it may have "multi_modal_data": {"image": an image or a list of them},
+                each an image of Pillow, a path, a data URL or a file's bytes; the text has the model's mark for each.
             sampling_params: one for all prompts, or one for each; None is `get_default_sampling_params()`.
             prompt_token_ids: one list of token ids or a list of them, instead of prompts.
             use_tqdm: show a progress bar if standard error is a terminal.
@@ -320,7 +327,9 @@ class LLM:
 
         Args:
             messages: one conversation or a list. A conversation is a list of messages with a role and a content, in the
-                form of OpenAI's API. A content with parts may have text parts only.
+                form of OpenAI's API. A part of a content is a text, or, if the model reads images, an image:
+                {"type": "image_url", "image_url": {"url": data URL}}, or {"type": "image", "image": a path, a data URL
+                or an image of Pillow}.
             sampling_params: see `generate`.
             use_tqdm: see `generate`.
             chat_template: the text of a template to use instead of the model's.
@@ -439,7 +448,9 @@ class LLM:
         searches: list[tuple[str | None, list[int], BeamDriver]] = []
         listed = list_prompts(prompts)
         for prompt, own_lora in zip(listed, each_lora(lora, len(listed)), strict=True):
-            text, tokens, salt = self.factory.tokenize(prompt)
+            text, tokens, salt, images = self.factory.tokenize(prompt)
+            if images is not None:
+                raise RequestError("the prompt has an image; a beam search reads text alone")
             with _by_place(len(searches), len(listed)):
                 driver = BeamDriver(self.engine, self.factory.next_name(), tokens, params, salt, own_lora)
                 driver.check()

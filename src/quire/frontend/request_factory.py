@@ -9,17 +9,20 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+import numpy as np
+
 from quire.engine.engine import Engine
 from quire.errors import RequestError, check_integer
 from quire.frontend.chat_tokenizer import ChatTokenizer
 from quire.frontend.embedding import embedding_request
+from quire.frontend.images import PromptImages, split_images
 from quire.frontend.loglikelihood import loglikelihood_request
 from quire.frontend.requests import Made, constraints_for, make_requests, truncated
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora.request import LoRARequest
 from quire.models.lora.slots import Lora
 from quire.models.pooling_config import PoolingConfig
-from quire.request import MAX_PRIORITY, Constraints, Guide, Retention, SamplingParams
+from quire.request import MAX_PRIORITY, Constraints, Guide, ImageRows, Retention, SamplingParams
 from quire.sandbox.grammar import Grammars, Spec
 
 # A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM, both with an optional "cache_salt".
@@ -33,6 +36,7 @@ class TokenizedPrompt(NamedTuple):
     text: str | None  # None if token ids were given
     tokens: list[int]
     salt: str = ""  # its cache_salt, if it was given with the prompt
+    images: ImageRows | None = None
 
 
 class RequestOptions(NamedTuple):
@@ -66,6 +70,8 @@ class RequestFactory:
         pooling: PoolingConfig = PoolingConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.pooling = pooling
+        # Set by LLM, if the model reads images; else the reason why it does not.
+        self.images: PromptImages | str = "this model is served for text alone"
         self.asks = False  # pairs of texts are scored by the model's yes or no; set by LLM
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -84,10 +90,12 @@ class RequestFactory:
         return cls(tokenizer, engine.vocab_size, longest, engine.eos_token_ids, default_sampling, pooling)
 
     def close(self) -> None:
-        """Stop the processes that compile grammars."""
+        """Stop the processes that compile grammars and decode images."""
         with self._grammars_lock:
             if self._grammars is not None:
                 self._grammars.close()
+        if isinstance(self.images, PromptImages):
+            self.images.close()
 
     def next_name(self) -> str:
         """Return a new name for a prompt."""
@@ -97,10 +105,25 @@ class RequestFactory:
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Tokenize a prompt. Raises RequestError if it is invalid."""
+        sources: list[Any] = []
+        if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
+            sources = _sources(prompt["multi_modal_data"])
+            prompt = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
         given, salt = parse_prompt(prompt)
+        if sources:
+            if not isinstance(given, str):
+                raise RequestError("multi_modal_data is given with token ids; give the prompt as a text")
+            return self._with_images(given, sources)._replace(salt=salt)
         if isinstance(given, str):
             return TokenizedPrompt(given, self.tokenizer_for(given).encode(given), salt)
         return TokenizedPrompt(None, given, salt)
+
+    def _with_images(self, text: str, sources: Sequence[Any]) -> TokenizedPrompt:
+        """Tokenize a text with images. Raises RequestError if the model reads none, or one is invalid."""
+        if isinstance(self.images, str):
+            raise RequestError(f"the prompt has an image, and {self.images}")
+        tokens, rows = self.images.tokenize(text, sources)
+        return TokenizedPrompt(text, tokens, images=rows)
 
     @property
     def vector_size(self) -> int:
@@ -152,7 +175,10 @@ class RequestFactory:
         """Render and tokenize a conversation, see `LLM.chat`. Raises RequestError if it is invalid."""
         if not isinstance(self._tokenizer, ChatTokenizer):
             raise RequestError("a chat is text, and this model has no tokenizer; generate takes token ids")
+        messages, sources = split_images(messages)
         text = self._tokenizer.render(messages, **rendering)
+        if sources:
+            return self._with_images(text, sources)
         return TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def tokenizer_for(self, text: str) -> Tokenizer:
@@ -204,8 +230,14 @@ class RequestFactory:
             constraints: the result of `constraints` for these parameters.
             guide: the grammar that the text must follow. Each request gets a copy.
         """
+        if prompt.images is not None and sampling.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is given, and the prompt has images, whose rows are no tokens")
         output, requests = make_requests(name, prompt.text, prompt.tokens, sampling, *options[:3], constraints)
         for request in requests:
+            if prompt.images is not None:
+                request.images = prompt.images
+                ids = np.frombuffer(request.tokens, np.int32)
+                ids[prompt.images.positions] = prompt.images.ids
             request.retention = options.retention
             if guide is not None:
                 request.guide = guide.copy()
@@ -271,9 +303,21 @@ class RequestFactory:
         if sampling.stop_strings and self._tokenizer is None:
             raise RequestError(f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request")
         tokens = self.truncate(prompt.tokens, sampling.truncate_prompt_tokens, sampling.max_tokens)
+        if prompt.images is not None and len(tokens) < len(prompt.tokens):
+            raise RequestError(
+                f"truncate_prompt_tokens is {sampling.truncate_prompt_tokens}, and the prompt has images"
+            )
         asked = sampling.structure
         guide = None if asked is None else self.grammars().compile(Spec.of(asked))
         return self.generation(name, prompt._replace(tokens=tokens), sampling, options, constraints, guide)
+
+
+def _sources(given: object) -> list[Any]:
+    """Return the images of vLLM's multi_modal_data. Raises RequestError for other kinds of data."""
+    if not isinstance(given, Mapping) or set(given) != {"image"}:
+        raise RequestError(f"multi_modal_data is {str(given)[:80]}; it must be {{'image': an image or a list of them}}")
+    image = given["image"]
+    return list(image) if isinstance(image, (list, tuple)) else [image]
 
 
 def check_sampling(sampling: object) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -32,6 +33,7 @@ from quire.models.headless import CLASSIFIER, Headless, Prefixed, causal_name, w
 from quire.models.hf_config import IMMATERIAL, architectures, check_counts, model_type, shown
 from quire.models.hub import EMBEDDED as EMBEDDED
 from quire.models.hub import locate as locate
+from quire.models.images import SERVED, ImageEncoder, image_fields
 from quire.models.lora.fitting import decoder_targets
 from quire.models.lora.slots import LoraLimits, Loras
 from quire.models.model import Model, WeightBytes
@@ -289,6 +291,8 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     eagle = _eagle(config, decoder) if exchange is None else None
     if eagle is not None:
         decoder = replace(decoder, seen=eagle.seen)
+    elif part is not None and exchange is None:
+        decoder = replace(decoder, **image_fields(files.config()))
     with _shown(weights, files, part, 0 if exchange is None else exchange.rank) as advance:
         weights.on_read = advance
         model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
@@ -303,6 +307,22 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         model.loras = Loras(targets, limits, model.dtype, model.device)
         model.loras.part = part
     return model
+
+
+def load_images(
+    where: Where, model: Model, config: EngineConfig, backend: Backend
+) -> Callable[[], ImageEncoder] | None:
+    """Return a function that loads the part of a model that reads images; None: it reads none.
+
+    Raises ModelError, when called, for a checkpoint without the files of an image processor.
+    """
+    files = files_of(where)
+    raw = files.config()
+    if model_type(raw) not in SERVED or config.tensor_parallel_size > 1 or not isinstance(model, Decoder):
+        return None
+    if any(getattr(model.config, name) != value for name, value in image_fields(raw).items()):
+        return None
+    return partial(ImageEncoder, files, model.dtype, backend, config.device)
 
 
 def load_replaced(files: Files, config: EngineConfig, backend: Backend, new: NewWeights) -> tuple[ReplacedFiles, Model]:

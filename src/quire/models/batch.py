@@ -144,6 +144,14 @@ class EmbedRows(NamedTuple):
     counts: list[int]  # [E], rows of each
 
 
+class GivenRows(NamedTuple):
+    """Rows whose input is given instead of looked up by their tokens: those of images."""
+
+    rows: torch.Tensor  # int64 [K], query rows, ascending
+    values: torch.Tensor  # [K, H]; of some models, rows to add after the first layers follow, H each
+    axes: torch.Tensor | None  # int64 [K, 3], positions in time, height and width by which they are rotated
+
+
 class DrawnRows(NamedTuple):
     """Rows whose tokens the previous step draws: they are on the device, and the host does not know them yet."""
 
@@ -168,5 +176,7 @@ class Batch:
     sampling: SamplingRows
     prompt: PromptRows
     embed: EmbedRows
+    given: GivenRows | None = None  # None: all rows are looked up
+    turns: torch.Tensor | None = None  # int64 [T], by which rows are rotated; None: by their positions
     lora_slots: torch.Tensor | None = None  # int32 [T], each row's adapter slot, -1: no adapter; None: no row has one
     num_decoding: int = 0  # sequences, the first ones, of the plan's decode step: one row each, which draws a token

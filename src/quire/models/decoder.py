@@ -11,6 +11,7 @@ from quire.cache.storage import KVCache
 from quire.errors import ModelError
 from quire.models.batch import Batch
 from quire.models.decoder_config import DecoderConfig
+from quire.models.image_turns import ImageTurns
 from quire.models.layers import position_tables, write_program
 from quire.models.lora.slots import LoraLimits, Loras, LoraTables
 from quire.models.model import Head, WeightBytes
@@ -34,6 +35,7 @@ class Decoder:
     rows_are_batch_invariant = True
     loras: Loras | None = None  # set after the weights are loaded
     draft_head: Head | None = None  # set after the weights are loaded
+    image_turns: ImageTurns  # of a config with image_axes
 
     @property
     def capturable(self) -> bool:
@@ -101,6 +103,9 @@ class Decoder:
                 self.per_layer_embedding = SharedEmbedding(self.per_layer_embedding, rows)
             self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
         tables = position_tables(config, max_model_len, self.device)
+        if config.image_axes:
+            self.image_turns = ImageTurns(config.image_axes, max_model_len)
+            tables = self.image_turns.extended(tables)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
         program = write_program(
@@ -121,10 +126,18 @@ class Decoder:
         """
         positions = batch.positions.to(self.device)
         embedded = self.embed(batch.token_ids.to(self.device), positions)
+        if self.config.deep_layers:
+            embedded = torch.nn.functional.pad(embedded, (0, self.config.deep_layers * self.config.hidden_size))
+        if batch.given is not None:
+            given = batch.given.values.to(self.device, embedded.dtype)
+            embedded[batch.given.rows.to(self.device), : given.shape[1]] = given
+        turns = positions if batch.turns is None else batch.turns.to(self.device)
+        if batch.given is not None and batch.given.axes is not None:
+            turns = self.image_turns.applied(turns, batch.given)
         if self.config.seen:
             embedded = torch.nn.functional.pad(embedded, (0, len(self.config.seen) * self.config.hidden_size))
         own = plans if self.draft_head is None else self.draft_head.without_own(plans)
-        return self.layers(embedded, positions, cache, own, rows, batch.lora_slots)
+        return self.layers(embedded, turns, cache, own, rows, batch.lora_slots)
 
     def logits(
         self,

@@ -254,6 +254,10 @@ class DecoderConfig:
     learned_positions: bool = False  # an embedding of each position is added to the token's
     first_position: int = 0  # the table's row of position 0
     alibi_slopes: tuple[float, ...] | None = None  # [Hq]
+    # The axis of each rotated pair of dimensions of an image row: 0 time, 1 height, 2 width; empty: images have none.
+    image_axes: tuple[int, ...] = ()
+    # Layers after which a part of an image's row is added to the residual, counted from the first (deepstack).
+    deep_layers: int = 0
     # Normalisation.
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True  # of a layer norm

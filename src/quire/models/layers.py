@@ -150,6 +150,8 @@ class _Writer:
             self.input = self.buffer("input", 2 * H)
         if config.seen:  # the caller passes zeros after the embedding
             self.input = self.buffer("input", (1 + len(config.seen)) * H)
+        if config.deep_layers:  # the caller passes parts of image rows, or zeros, after the embedding
+            self.input = self.buffer("input", (1 + config.deep_layers) * H)
         if config.per_layer is not None:  # the caller passes the layers' rows after the embedding
             width = config.num_layers * config.per_layer.size
             self.input, self.per_layer = self.buffer("input", H + width), self.buffer("per layer", width)
@@ -169,6 +171,8 @@ class _Writer:
             embedding, *_ = self.seen()
             self.write(Copy(embedding, self.residual))
             self.write(Scale(embedding, 0.0))
+        if self.config.deep_layers:
+            self.write(Copy(self.deep(0), self.residual))
         if self.config.attends_joined is not None:
             return self.write_side_by_side()
         if self.config.joins_hidden:
@@ -211,6 +215,10 @@ class _Writer:
             return hidden
         self.write(Add(hidden, self.seen()[0]))
         return self.input
+
+    def deep(self, index: int) -> Place:
+        """Return a part of the program's input: 0 the embedding, i what is added to the residual after i layers."""
+        return self.columns(self.input, *[self.residual.size] * (1 + self.config.deep_layers))[index]
 
     def write_per_layer(self, out: Place) -> None:
         """Write the per-layer embeddings: the token's row and a projection of its embedding, added and scaled."""
@@ -260,9 +268,12 @@ class _Writer:
         if layer.experts is not None:
             self.add_experts(name, layer.experts)
         self.end_branch(f"{name}mlp_output_norm", layer.mlp_scales)
-        if self.per_layer is None and not config.layer_scales:
+        is_deep = index < config.deep_layers
+        if self.per_layer is None and not config.layer_scales and not is_deep:
             return self.add_branch(after)
         self.write(Add(self.branch, self.residual))
+        if is_deep:
+            self.write(Add(self.deep(1 + index), self.residual))
         if config.per_layer is not None and self.per_layer is not None:
             size = config.per_layer.size
             self.add_own_row(name, Place(self.per_layer.buffer, index * size, size))

@@ -112,7 +112,7 @@ def load(
     kind = found.model
     if quantisation.scheme is not None:
         kind = _with_unread(kind, quantisation.scheme, checkpoint, dtype, unread)
-    with _silence():
+    with silence():
         try:
             model, report = kind.from_pretrained(
                 None,
@@ -183,12 +183,14 @@ def _is_of(tensor: str, unread: Mapping[str, Form], checkpoint: Tensors) -> bool
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Disable transformers' progress bars within this context."""
-    shown = transformers_logging.is_progress_bar_enabled()
+def silence() -> Iterator[None]:
+    """Disable transformers' progress bars and reports within this context: its callers read the reports."""
+    shown, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(level)
         if shown:
             transformers_logging.enable_progress_bar()

@@ -1,0 +1,231 @@
+"""The vision part of a multimodal checkpoint: images become rows of a prompt.
+
+The checkpoint's own processor and vision modules of transformers are used, with Quire's linears and attention. Each
+image is computed alone, so its rows have the same bits in every prompt.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from quire.errors import ModelError, RequestError, check_installed
+from quire.models.files import Files
+from quire.models.image_turns import image_axes
+from quire.models.text_part import UNREAD
+from quire.ops import Backend
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Types of models whose images are served. Image rows of the first have the positions and the causal mask of text.
+PLAIN = frozenset("idefics3 internvl llava_onevision smolvlm".split())
+TURNED = frozenset("qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl".split())  # image rows have positions in two dimensions
+SERVED = PLAIN | TURNED
+MOST_PIXELS = 2**25  # of one image
+
+
+class EncodedImage(NamedTuple):
+    """An image as rows of a prompt."""
+
+    values: Tensor  # [N, H], on the host; see `quire.request.ImageRows`
+    grid: tuple[int, int, int] | None  # N as frames, rows and columns, if rows have positions in two dimensions
+
+
+def image_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of DecoderConfig that serve a model's images, given its config.json.
+
+    Raises ModelError for settings of the images' positions that are not understood.
+    """
+    if raw.get("model_type") not in TURNED:
+        return {}
+    text = raw.get("text_config") or raw
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    deep = (raw.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+    return {"image_axes": image_axes(rope), "deep_layers": len(deep)}
+
+
+class ImageEncoder:
+    """Converts images to rows of a prompt."""
+
+    def __init__(self, files: Files, dtype: torch.dtype, backend: Backend, device: str) -> None:
+        """Load the processor and the vision part of a checkpoint.
+
+        Raises ModelError if the files of the processor are missing, or weights are missing or superfluous.
+        """
+        check_installed("images", "PIL")
+        import transformers
+
+        self.config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
+        self.processor = _processor(files, self.config)
+        self.placeholder = int(getattr(self.config, "image_token_id", None) or self.config.image_token_index)
+        self._model = _vision_part(files, self.config, dtype, backend).to(device)
+        self._takes = inspect.signature(self._model.get_image_features).parameters
+        # A prompt's only image is divided into more rows than one of several.
+        self.depends_on_count = "batch_num_images" in self._takes
+        self._device, self._dtype = device, dtype
+
+    def tokenize(self, text: str, images: Sequence[Image]) -> list[int]:
+        """Return the token ids of a rendered text, in which each image has a placeholder per row.
+
+        Args:
+            text: contains the model's mark of an image once for each of them.
+            images: in the order of their marks.
+
+        Raises:
+            RequestError: the text has another number of marks, or the processor refuses an image.
+        """
+        try:
+            found = self.processor(text=[text], images=[list(images)], add_special_tokens=False)
+        except Exception as error:  # processors raise errors of many kinds
+            raise RequestError(f"the images do not fit the prompt: {' '.join(str(error).split())[:300]}") from error
+        return [int(token) for token in found["input_ids"][0]]
+
+    def encode(self, image: Image, is_alone: bool) -> EncodedImage:
+        """Compute the rows of an image.
+
+        Args:
+            image: the image, in RGB.
+            is_alone: whether the prompt has no other image. Only some models use it, see `depends_on_count`.
+
+        Raises RequestError if the image has more than MOST_PIXELS pixels.
+        """
+        if image.width * image.height > MOST_PIXELS:
+            raise RequestError(
+                f"an image has {image.width} x {image.height} pixels; it must have at most {MOST_PIXELS:,}"
+            )
+        images = [image] if is_alone or not self.depends_on_count else [image, image]
+        given = self.processor(text=[self.processor.image_token * len(images)], images=[images], return_tensors="pt")
+        taken = {
+            name: value.to(self._device, self._dtype if value.is_floating_point() else None)
+            for name, value in given.items()
+            if name in self._takes
+        }
+        with torch.inference_mode():
+            found = self._model.get_image_features(**taken)
+        values = _joined(found.pooler_output[: 1 if len(images) > 1 else None])
+        for deep in getattr(found, "deepstack_features", None) or ():
+            values = torch.cat([values, _joined(deep)], 1)
+        grid = None
+        if self.config.model_type in TURNED:
+            frames, height, width = given["image_grid_thw"][0].tolist()
+            merged = self.config.vision_config.spatial_merge_size
+            grid = frames, height // merged, width // merged
+        return EncodedImage(values.cpu(), grid)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts: [N, H]."""
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _processor(files: Files, config: Any) -> Any:
+    """Return the checkpoint's processor, without its parts for videos and sound."""
+    from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Config
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    # SmolVLM's processor differs from that of Idefics3 only in videos, for which it requires a package.
+    kind = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
+    where = str(files.path)
+    try:
+        parts = {
+            "image_processor": AutoImageProcessor.from_pretrained(where, local_files_only=True, backend="pil"),
+            "tokenizer": AutoTokenizer.from_pretrained(where, local_files_only=True),
+        }
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(
+            f"{where}: its image processor cannot be read: {' '.join(str(error).split())[:300]}"
+        ) from error
+    # A subclass, since transformers' class requires the video processor, which requires torchvision.
+    own = {
+        "_get_arguments_from_pretrained": classmethod(
+            lambda cls, *_, **__: [parts.get(name) for name in cls.get_attributes()]
+        ),
+        "check_argument_for_proper_class": lambda _, __, argument: type(argument),
+    }
+    processor: Any = type(kind.__name__, (kind,), own)
+    return processor.from_pretrained(where, local_files_only=True)
+
+
+def _vision_part(files: Files, config: Any, dtype: torch.dtype, backend: Backend) -> Any:
+    """Load the modules that compute image rows, without the text part."""
+    from transformers import AutoModelForImageTextToText
+
+    import quire.integrations.transformers  # noqa: F401  # registers the attention
+    from quire.models.adapter.load import silence
+    from quire.models.adapter.lora import CurrentLora
+    from quire.models.adapter.modules import Packing, leave_files, replace_activations, replace_linears
+    from quire.models.quantisation.policy import Quantisation
+
+    kind = AutoModelForImageTextToText._model_mapping[type(config)]
+    tensors = files.tensors()
+    config = _without_layers(config)
+    with silence():
+        model, report = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: tensors[name] for name in tensors.names if UNREAD.match(name)},
+            dtype=dtype,
+            attn_implementation={"": "eager", "vision_config": "quire"},
+            output_loading_info=True,
+        )
+    missing = sorted(name for name in report["missing_keys"] if UNREAD.match(name))
+    superfluous = sorted(report["unexpected_keys"])
+    if missing or superfluous:
+        what = f"lacks {missing[0]}" if missing else f"has {superfluous[0]}, which no module takes"
+        raise ModelError(f"{files.path}: the vision part {what}")
+    model.eval()
+    replace_patches(model)
+    replace_linears(model, Packing(backend.linears("cpu", False), Quantisation(), dtype, "cpu"), CurrentLora())
+    replace_activations(model, backend)
+    leave_files(model)
+    return model.model
+
+
+def _without_layers(config: Any) -> Any:
+    """Return a copy of a config whose text part has no layers and almost no vocabulary."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 8, None
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    return config
+
+
+def replace_patches(model: nn.Module) -> None:
+    """Replace convolutions over separate patches by linears, which are batch-invariant."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) in (nn.Conv2d, nn.Conv3d) and child.kernel_size == child.stride and child.groups == 1:
+                setattr(module, name, _Patches(child))
+
+
+class _Patches(nn.Module):
+    """A linear of each patch of an image, or of several frames."""
+
+    def __init__(self, convolution: Any) -> None:
+        super().__init__()
+        weight = convolution.weight.detach()  # [out, C, *sides]
+        self._sides = weight.shape[2:]
+        self.linear = nn.Linear(weight[0].numel(), len(weight), device="meta")
+        self.linear.weight = nn.Parameter(weight.flatten(1), requires_grad=False)
+        self.linear.bias = convolution.bias
+        self.weight = torch.empty_like(weight, device="meta")  # modules read its dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the patches' values: [N, C, *sizes] -> [N, out, *(size / side)]."""
+        n, c = x.shape[:2]
+        counts = [size // side for size, side in zip(x.shape[2:], self._sides, strict=True)]
+        for dim, (count, side) in enumerate(zip(counts, self._sides, strict=True), 2):
+            x = x.narrow(dim, 0, count * side)
+        split = [n, c, *(part for pair in zip(counts, self._sides, strict=True) for part in pair)]
+        dims = range(len(counts))
+        order = [0, *(2 + 2 * dim for dim in dims), 1, *(3 + 2 * dim for dim in dims)]
+        patches = x.reshape(split).permute(order).reshape(n * math.prod(counts), -1)
+        return cast(Tensor, self.linear(patches).view(n, *counts, -1).movedim(-1, 1))
