@@ -195,8 +195,8 @@ def test_the_same_bits(
         assert got == wanted[request_id], request_id
     assert (served.scheduler.num_preemptions > 0) == (preemption != "none")
     assert bool(moved) == (preemption == "swap")
-    if served.scheduler.manager.state_groups:  # few prompts have a whole piece in common, and it has to stay
-        found_some = caching and batch >= BATCH and chunk == 16 and preemption == "none"
+    if served.scheduler.manager.state_groups:  # of 12 prompts no two have a whole piece in common; of 64 a few do
+        found_some = caching and batch > BATCH and chunk == 16 and preemption == "none"
     else:  # else the elder takes everything
         found_some = caching and (batch > 1 or preemption == "none")
     if found_some:

@@ -132,6 +132,11 @@ BASES |= {
         "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 8,
         "linear_head_dim": 12, "linear_num_heads": 3,
     },
+    "BailingHybrid": {key: value for key, value in DEEPSEEK.items() if key != "n_routed_experts"} | {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 8,
+        "n_group": 1, "topk_group": 1, "head_dim": 12,
+    },
+    "Mllama": SHORT | {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "RecurrentGemma": SHORT | {
         "num_hidden_layers": 4, "block_types": ["recurrent", "attention"], "lru_width": 72, "attention_window_size": 9,
     },
@@ -143,6 +148,7 @@ BASES |= {
     "FalconH1": MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64},
 }  # fmt: skip
 CONFIGS = {
+    "Mllama": "MllamaTextConfig",
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",
     "Llama4": "Llama4TextConfig",

@@ -49,6 +49,12 @@ GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in [*DECODERS, "xlm-roberta", "xlm-roberta-xl"]},
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}
+        }
+    },
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 5, "<image>": 6}},
     "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000.0}},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -201,7 +207,7 @@ def _error(made: Any, eager: Any) -> float:
 # Names that readers look for, and their types.
 SOUGHT = {
     "Qwen 3, 3.5, 3-Next, 3-VL": "qwen3 qwen3_moe qwen3_5 qwen3_5_moe qwen3_next qwen3_vl",
-    "Llama 3, 4": "llama llama4",
+    "Llama 3, 3.2 Vision, 4": "llama mllama llama4",
     "Gemma 3, 3n, 4": "gemma3 gemma3n gemma4",
     "gpt-oss": "gpt_oss",
     "DeepSeek V3, R1": "deepseek_v3",
@@ -210,12 +216,14 @@ SOUGHT = {
     "GLM 4.5, 4.6": "glm4_moe",
     "GLM 5": "glm_moe_dsa",
     "Mistral, Ministral, Mixtral": "mistral mistral3 ministral3 mixtral",
-    "Phi 3, 4": "phi3 phimoe",
+    "Phi 3, 4, 4 multimodal": "phi3 phimoe phi4_multimodal",
     "Granite 4": "granitemoehybrid",
     "LFM 2": "lfm2 lfm2_moe",
     "MiniMax M2": "minimax_m2",
     "MiniMax 01": "minimax",
     "Kimi Linear": "kimi_linear",
+    "Ling 3": "bailing_hybrid",
+    "LongCat Flash": "longcat_flash",
     "Nemotron-H": "nemotron_h",
     "Falcon-H1": "falcon_h1",
     "Jamba": "jamba",

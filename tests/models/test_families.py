@@ -298,6 +298,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "kimi linear": ("KimiLinear", {}),
+    "ling": ("BailingHybrid", {}),
+    "llama with layers of cross-attention": ("Mllama", {}),
     "recurrent gemma": ("RecurrentGemma", {}),
     "minimax": ("MiniMax", {}),
     "minimax, factors": (

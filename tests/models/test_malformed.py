@@ -118,7 +118,7 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
             {"indexer_types": ["full"]},
             "indexer_types is .*; it must be a list with full or shared for each",
         ),
-        ("GlmMoeDsa", {"mlp_layer_types": ["x"] * 3}, "mlp_layer_types is .*; it must be a list with dense or sparse"),
+        ("GlmMoeDsa", {"mlp_layer_types": ["x"] * 3}, "mlp_layer_types is .*; it must be dense or sparse"),
         ("Exaone4", {"sliding_window_pattern": ""}, "sliding_window_pattern is ''; it must be a number, or letters"),
         ("Gemma3", {"rope_parameters": {"full_attention": 5}}, "full_attention is 5; it must be an object"),
         (

@@ -28,8 +28,13 @@ def test_a_seed(seed: int) -> None:
     pytest.fail("transformers computes none of them")
 
 
+# Families that the sweep and test_families compare with transformers, each with a few configs.
+NOT_DRAWN = {"BailingHybridForCausalLM", "MllamaForCausalLM", "OpenAIGPTLMHeadModel"}
+
+
 def test_each_family_is_drawn() -> None:
-    assert {"GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM" for kind in KINDS} == FAMILIES.keys()
+    kinds = {"GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM" for kind in KINDS}
+    assert kinds | NOT_DRAWN == FAMILIES.keys()
     assert {drawn(seed).kind for seed in SEEDS} == KINDS.keys()
 
 

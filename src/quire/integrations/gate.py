@@ -16,6 +16,8 @@ HARMLESS = frozenset(
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 # Kinds of layers whose rows see some earlier keys, by a mask of transformers.
 MASKED_LAYERS = {"chunked_attention"}
+# Models of several parts whose class of a causal language model computes a text without the others.
+WRITES_ALONE = {"git", "moshi"}
 # Descriptions of other kinds, if clearer than their names.
 OTHER_LAYERS = {
     "chunked_attention": "chunked attention, whose rows see only the keys in the same chunk",
@@ -68,7 +70,8 @@ def refusal(model: type, config: Any) -> str | None:
         return "its weights are quantised"
     if getattr(config, "is_encoder_decoder", False):
         return "it is the decoder of an encoder-decoder model"
-    if towers := [name for name in getattr(config, "sub_configs", {}) if re.search("vision|audio|vq|depth|text", name)]:
+    towers = [name for name in getattr(config, "sub_configs", {}) if re.search("vision|audio|vq|depth|text", name)]
+    if towers and config.model_type not in WRITES_ALONE:
         return f"it is made of several models ({', '.join(towers)}); only text models are served"
     if getattr(model, "_is_stateful", False):
         return "it keeps a state in addition to keys and values"

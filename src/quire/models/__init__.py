@@ -56,6 +56,7 @@ log = logging.getLogger("quire")
 
 # Architecture in config.json -> the module that reads it.
 FAMILIES = {
+    "BailingHybridForCausalLM": "quire.models.families.bailing",
     "BambaForCausalLM": "quire.models.families.bamba",
     "BloomForCausalLM": "quire.models.families.bloom",
     "CodeGenForCausalLM": "quire.models.families.codegen",
@@ -99,11 +100,13 @@ FAMILIES = {
     "MiniMaxForCausalLM": "quire.models.families.minimax",
     "MistralForCausalLM": "quire.models.families.llama",
     "MixtralForCausalLM": "quire.models.families.mixtral",
+    "MllamaForCausalLM": "quire.models.families.mllama",
     "MptForCausalLM": "quire.models.families.mpt",
     "NemotronHForCausalLM": "quire.models.families.nemotron_h",
     "NemotronForCausalLM": "quire.models.families.nemotron",
     "OPTForCausalLM": "quire.models.families.opt",
     "Olmo2ForCausalLM": "quire.models.families.olmo2",
+    "OpenAIGPTLMHeadModel": "quire.models.families.openai_gpt",
     "Phi3ForCausalLM": "quire.models.families.phi3",
     "Qwen2ForCausalLM": "quire.models.families.qwen2",
     "Qwen3ForCausalLM": "quire.models.families.qwen3",

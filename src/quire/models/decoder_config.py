@@ -121,6 +121,7 @@ class LatentConfig:
     bias: bool  # of the projections to q's row, to the latent, and to the output
     scale: float  # of q·k
     index: IndexConfig | None = None  # None: a row attends to all keys before it
+    head_gated: bool = False  # each head's result is multiplied by the sigmoid of a number, projected from the input
 
     window = None
 
@@ -547,6 +548,8 @@ def _mixer_linears(mixer: Mixer, hidden_size: int) -> Iterator[_Linear]:
                 yield _Linear("index_k", (index.head_dim,), hidden_size, False)
                 yield _Linear("index_weights", (index.num_heads,), hidden_size, False)
             yield _Linear("kv", (heads * (mixer.plain_dim + mixer.v_dim),), latent, False)
+            if mixer.head_gated:
+                yield _Linear("gates", (heads,), hidden_size, False)
             yield _Linear("output", (hidden_size,), heads * mixer.v_dim, mixer.bias)
         case _:
             yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)

@@ -365,10 +365,14 @@ class _Writer:
         if config.gated:
             self.write(Gate(gate, attended))
         if config.head_gated:
-            places = (self.columns(x, *(size,) * config.num_heads) for x, size in ((gates, 1), (attended, D)))
-            for gate, head in zip(*places, strict=True):
-                self.write(Gate(gate, head))
+            self.gate_heads(gates, attended)
         return attended
+
+    def gate_heads(self, gates: Place, x: Place) -> None:
+        """Multiply each head of x by the sigmoid of its gate."""
+        sizes = [1] * gates.size, [x.size // gates.size] * gates.size
+        for gate, head in zip(self.columns(gates, *sizes[0]), self.columns(x, *sizes[1]), strict=True):
+            self.write(Gate(gate, head))
 
     def attention_within(self, index: int, config: AttentionConfig, qkv: tuple[Place, Place, Place]) -> Place:
         """Attend to the keys of the sequence in this batch. Return the place of the result."""
@@ -406,6 +410,9 @@ class _Writer:
         self.write(Attend(wide_q, mixed, index, group, dim, config.scale, None, None, selected=selected))
         values = self.buffer("values", heads * config.v_dim)
         self.write(Project(mixed, to_value, values))
+        if config.head_gated:
+            self.project(f"{name}gates", hidden, gates := self.buffer("gates", heads))
+            self.gate_heads(gates, values)
         return values
 
     def select(self, index: int, config: IndexConfig, hidden: Place, row: Place) -> None:

@@ -159,7 +159,7 @@ class ShardWeights(Mapping[str, Weight]):
             if part == "qkv" and mixer.q_rank is None:
                 q, *others = whole.weights[weight].parts
                 return [_wide(share(mixer.num_heads), q // mixer.num_heads), range(q, q + sum(others))]
-            if part in ("q", "kv"):
+            if part in ("q", "kv", "gates"):
                 return [_wide(share(mixer.num_heads), whole.weights[weight].shape[0] // mixer.num_heads)]
         return None
 

@@ -17,14 +17,17 @@ from quire.models.hf_config import IMMATERIAL, SCHEMES, SHOWN_KEYS, model_type, 
 # Model types whose text part alone is known to compute the same logits: `python -m tests.models.sweep` compares each.
 WHOLES = frozenset(
     """
-    deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
+    deepseek_vl deepseek_vl_hybrid emu3 exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
     hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next
-    llava_next_video llava_onevision minicpmv4_6 mistral3 nemotron_h_omni qwen2_5_vl qwen2_vl qwen3_5
-    qwen3_5_moe qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava vipllava
+    llava_next_video llava_onevision minicpmv4_6 mistral3 mllama moss_transcribe_diarize nemotron_h_omni
+    phi4_multimodal qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava
+    vipllava
     """.split()
 )
 # Types of text parts that equal an ordinary type but for image positions: in text, all positions of a token are equal.
 ORDINARY = {
+    "emu3_text_model": "llama",
+    "phi4_multimodal_text": "phi3",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_5_moe_text": "qwen3_5_moe_text",
@@ -34,11 +37,14 @@ ORDINARY = {
 # Their default values of missing keys that differ from those of the ordinary type.
 QWEN2_VL = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 DEFAULTS: dict[str | None, Mapping[str, Any]] = {
+    "emu3_text_model": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+    "phi4_multimodal_text": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     "qwen2_5_vl_text": QWEN2_VL,
     "qwen2_vl_text": QWEN2_VL,
     "qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000},
 }
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text part's keys at the top level
+# Their published configs have the text part's keys at the top level.
+FLAT = ("qwen2_vl", "qwen2_5_vl", "phi4_multimodal")
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of a rope
 # Architecture of a standalone model, by the type of the text part.
 ARCHITECTURES = {
@@ -50,6 +56,8 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -62,7 +70,7 @@ SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id"
 OTHER_SIDES = re.compile(
     r"\w*(image|video|vision|visual|audio|speech|speaker|projector|projection|alignment|adapter|boi|eoi|boa|eoa|mm_|"
     r"spatial|patch|pixel|downsample|merge|insert_layer|grid|tile|frame|qformer|perceiver|_config$)\w*|scale_factor"
-    r"|_pad_token_id|num_channels"
+    r"|_pad_token_id|num_channels|vocabulary_map"
 )
 # Prefix of the text part's tensors in the files -> in a standalone model. The first match applies.
 PREFIXES = (
@@ -70,6 +78,8 @@ PREFIXES = (
     ("model.language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("text_model.lm_head.", "lm_head."),
+    ("text_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("language_model.model.", "model."),
     ("language_model.", "model."),
@@ -78,7 +88,7 @@ LONGEST_NAME = 1000  # characters
 # Prefixes of the tensors of other modalities.
 UNREAD = re.compile(
     r"(model\.)?(\w*(vision|visual|video|audio|image|projector|perceiver|qformer|merger)\w*|vit|connector|aligner|vqmodel|"
-    r"generation_\w+|high_res_\w+)(\.|$)"
+    r"embed_tokens_extend|generation_\w+|high_res_\w+)(\.|$)"
 )
 
 

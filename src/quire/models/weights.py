@@ -190,14 +190,15 @@ class Sources:
     # Our layer and part -> theirs, if these depend on the layer; None: use `layer`.
     parts: Callable[[int, str], tuple[str, ...] | None] | None = None
     zeros: re.Pattern[str] | None = None  # parts of a weight that are zero and never in a checkpoint
-    layers_of_one: int = 1  # our layers that one of theirs consists of
+    numbers: Sequence[int] | None = None  # their layer of each of ours; None: the same
+    more_tokens: int = 0  # last rows of their embedding, of tokens that are not in the vocabulary
 
     def of(self, name: str) -> tuple[str, ...]:
         """Return the checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
         if name in self.ends:
             return (self.ends[name],)
         layer, part, expert, kind = _within_layer(name)
-        prefix = self.layer_prefix.format(int(layer) // self.layers_of_one)
+        prefix = self.layer_prefix.format(layer if self.numbers is None else self.numbers[int(layer)])
         if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
             return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
         own = None if self.parts is None else self.parts(int(layer), part)
@@ -373,6 +374,8 @@ class Weights(Mapping[str, Weight]):
             home.zero_()
             return
         tensor = self._checkpoint[part]
+        if name == "embedding" and self._sources.more_tokens:
+            tensor = tensor[: -self._sources.more_tokens]
         ours = tensor
         if self._sources.adapt is not None and tensor.numel() == home.numel():
             ours = self._sources.adapt(name, part, tensor)

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
+from quire.errors import Unsupported
 from quire.models.adapter.lora import CurrentLora
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.policy import Quantisation
@@ -105,13 +107,31 @@ def replace_linears(model: Any, packing: Packing, current_lora: CurrentLora, tab
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
-            if type(child) in (nn.Linear, Conv1D, Unread):
+            if type(child) in (nn.Linear, Conv1D, Unread) and not _reads_weight(module, name):
                 packed = _packed(child, packing, f"{path}.{name}", child is head)
                 if tables is not None and child is not head and ".experts." not in f"{path}.{name}":
                     out_size, in_size = packed.weight.shape
                     packed.current_lora = current_lora
                     packed.table = tables.made(f"{path}.{name}".removeprefix("."), in_size, out_size)
                 setattr(module, name, packed)
+
+
+def _reads_weight(module: nn.Module, name: str) -> bool:
+    """Return whether a module's code multiplies by the weight of its linear itself, without calling the linear.
+
+    Raises Unsupported if that weight is quantised.
+    """
+    kind: Any = type(module)
+    if not _names(kind, f"linear(hidden_states.type(torch.float32), self.{name}.weight"):
+        return False
+    if isinstance(getattr(module, name), Unread):
+        raise Unsupported(f"its {kind.__name__} reads the weight of {name}, which is quantised in the checkpoint")
+    return True
+
+
+@cache
+def _names(kind: type, code: str) -> bool:
+    return not kind.__module__.startswith("torch.") and code in inspect.getsource(kind)
 
 
 def replace_activations(model: nn.Module, backend: Backend) -> None:
@@ -249,7 +269,7 @@ class _RopeTable(nn.Module):
         key = (x.dtype, x.device, args, tuple(kwargs.items()))
         if key not in self._tables:
             self._tables[key] = self._made(x, *args, **kwargs)
-        table, positions = self._tables[key], position_ids[0]
+        table, positions = self._tables[key], position_ids.flatten(0, -2)[0]  # in text, those of all axes are equal
         return table[:, positions] if isinstance(table, Tensor) else tuple(part[:, positions] for part in table)
 
     def _made(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from quire.models.decoder_config import (
     MlpConfig,
 )
 from quire.models.families import llama
-from quire.models.families.glm4_moe import EXPERTS, first_dense, sigmoid_experts
+from quire.models.families.glm4_moe import EXPERTS, first_dense, listed_mlps, sigmoid_experts
 from quire.models.families.llama import Sizes, read_sizes, whole_rope
 from quire.models.families.mtp import HeadFormat, layer_after
 from quire.models.hf_config import ConfigReader, architectures
@@ -122,12 +122,8 @@ def _sparse(config: ConfigReader, layers: tuple[LayerConfig, ...], glm: bool) ->
     )
     shared = _shared(config, count) if glm else [False] * count
     mlps = [layer.mlp for layer in layers]
-    if kinds := config.texts("mlp_layer_types"):
-        if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
-            raise config.error("mlp_layer_types", f"a list with dense or sparse for each of {count} layers", kinds)
-        experts = _v3_experts(config)
-        dense = MlpConfig(size=config.integer("intermediate_size"))
-        mlps = [dense if kind == "dense" else experts for kind in kinds]
+    if config.texts("mlp_layer_types"):
+        mlps = [*listed_mlps(config, config.integer("intermediate_size"), _v3_experts(config), 0, count)]
     return tuple(
         LayerConfig(mixer=replace(layer.mixer, index=replace(index, shared=one)), mlp=mlp)
         for layer, mlp, one in zip(layers, mlps, shared, strict=True)
@@ -188,6 +184,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
         "kv": ("self_attn.kv_b_proj",),
         "q_norm": ("self_attn.q_a_layernorm",),
         "latent_norm": ("self_attn.kv_a_layernorm",),
+        "gates": ("self_attn.g_proj",),
         "index_q": (f"{INDEXER}.wq_b",),
         "index_k": (f"{INDEXER}.wk",),
         "index_norm": (f"{INDEXER}.k_norm",),

@@ -97,4 +97,4 @@ def _numbers(config: ConfigReader, key: str, count: int) -> list[float]:
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
-    return replace(bamba.weight_sources(config, names), layers_of_one=2)
+    return replace(bamba.weight_sources(config, names), numbers=[i // 2 for i in range(config.num_layers)])

@@ -79,6 +79,17 @@ def first_dense(
     return tuple(dense if i < first else sparse for i in range(num_layers))
 
 
+def listed_mlps(
+    config: ConfigReader, inner: int, experts: ExpertsConfig, first: int, count: int
+) -> list[MlpConfig | ExpertsConfig]:
+    """Return the MLP or the experts of each layer, by `mlp_layer_types`. first: MLPs before the experts without it."""
+    found: dict[str, MlpConfig | ExpertsConfig] = {"dense": MlpConfig(size=inner), "sparse": experts}
+    kinds = config.texts("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(count)]
+    if len(kinds) != count or not set(kinds) <= found.keys():
+        raise config.error("mlp_layer_types", f"dense or sparse for each of {count} layers", kinds)
+    return [found[kind] for kind in kinds]
+
+
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = llama.weight_sources(config, names)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, LayerConfig, MlpConfig
 from quire.models.families import deepseek
+from quire.models.families.glm4_moe import listed_mlps
 from quire.models.families.llama import read_sizes
 from quire.models.hf_config import ConfigReader
 from quire.models.state_config import KeyDecayConfig
@@ -71,13 +72,9 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     kinds = config.texts("layer_types", _kinds(own, sizes.num_layers))
     own.finish()
     first = config.count("first_k_dense_replace", 1)
-    dense = ["dense" if i < first else "sparse" for i in range(sizes.num_layers)]
-    dense = config.texts("mlp_layer_types", dense)
-    mlps: dict[str, MlpConfig | ExpertsConfig] = {"dense": MlpConfig(size=sizes.inner), "sparse": _experts(config)}
-    if len(dense) != sizes.num_layers or not set(dense) <= mlps.keys():
-        raise config.error("mlp_layer_types", f"dense or sparse for each of {sizes.num_layers} layers", dense)
-    both = zip(config.of_layers(mixers, kinds, sizes.num_layers), dense, strict=True)
-    layers = tuple(LayerConfig(mixer=mixer, mlp=mlps[kind]) for mixer, kind in both)
+    mlps = listed_mlps(config, sizes.inner, read_experts(config), first, sizes.num_layers)
+    both = zip(config.of_layers(mixers, kinds, sizes.num_layers), mlps, strict=True)
+    layers = tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in both)
     decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()
     return decoder
@@ -91,7 +88,8 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
     return ["full_attention" if i + 1 in full else "linear_attention" for i in range(num_layers)]
 
 
-def _experts(config: ConfigReader) -> ExpertsConfig:
+def read_experts(config: ConfigReader) -> ExpertsConfig:
+    """Read the experts of a family that has the names of Kimi Linear."""
     config.only("moe_router_activation_func", "sigmoid")
     config.only("moe_layer_freq", 1)
     config.only("use_grouped_topk", True)
