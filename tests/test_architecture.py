@@ -73,25 +73,25 @@ SHAPED = (
 # smaller; raise one only for a feature that is worth it. A directory `vendor` has unchanged files of others, which are
 # maintained there, so their lines do not count.
 MOST_LINES = {
-    "cache": 3_905,
+    "cache": 3_920,
     "cli": 2_200,
-    "engine": 6_930,
-    "diff": 1_110,
+    "engine": 7_090,
+    "diff": 1_170,
     "fingerprint": 715,
-    "fleet": 5_830,
-    "frontend": 5_860,
+    "fleet": 5_875,
+    "frontend": 6_110,
     "integrations": 910,
-    "models": 15_685,
-    "ops": 24_140,
-    "parallel": 520,
+    "models": 16_355,
+    "ops": 25_390,
+    "parallel": 580,
     "ray": 420,
-    "router": 620,
-    "sandbox": 1_280,
-    "server": 18_620,
+    "router": 625,
+    "sandbox": 1_390,
+    "server": 19_005,
     "lora": 50,
-    "simulate": 4_240,
+    "simulate": 4_250,
     "terminal": 1_260,
-    "modules": 1_795,  # those that are in no package
+    "modules": 1_820,  # those that are in no package
 }
 
 

@@ -22,6 +22,7 @@ from quire.ops import native
 from tests.forks import Process, Spawner
 from tests.models.fake_hub import fake_hub
 from tests.models.gguf.writer import write_model
+from tests.models.image_checkpoints import pictures, save_images_model
 from tests.server.test_serve_command import running
 from tools import performance_page
 
@@ -35,6 +36,7 @@ DOCUMENTS = [
     if path.name not in SERVED and path.parent != WALKTHROUGHS
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SEEING = "HuggingFaceTB/SmolVLM-256M-Instruct"  # a small random model takes its place
 ADDRESS = "http://127.0.0.1:8000"  # of the server that a document speaks of
 
 
@@ -109,6 +111,15 @@ def receipts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads images, with a photo."""
+    directory = tmp_path_factory.mktemp("seeing")
+    save_images_model(directory, "smolvlm")
+    pictures(1)[0].save(directory / "photo.png")
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", once(COMMANDS))
 def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +192,9 @@ def test_python(path: Path, request: pytest.FixtureRequest) -> None:
     for match in BLOCK.finditer(text):
         if match[1] == "python":
             code = match[2]
+            if SEEING in code:
+                directory = request.getfixturevalue("seeing")
+                code = code.replace(SEEING, str(directory)).replace("photo.png", str(directory / "photo.png"))
             if ADDRESS in code:
                 code = code.replace(ADDRESS, request.getfixturevalue("server").url)
             above = text[: match.start()].count("\n") + 1

@@ -14,7 +14,6 @@ from quire.errors import RequestError, check_integer, check_number, checked
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
 NoneType = type(None)
@@ -570,7 +569,7 @@ class ImageRows(NamedTuple):
 
     positions: NDArray[np.int64]  # [N], ascending
     ids: NDArray[np.int32]  # [N], the token ids at these positions
-    values: torch.Tensor  # [N, H], on the host; of some models, rows to add after the first layers follow, H each
+    values: Any  # a torch.Tensor [N, H], on the host; of some models, rows to add after the first layers follow, H each
     turns: ImageTurns | None = None  # None: rows are rotated by their positions
 
 

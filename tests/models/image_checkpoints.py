@@ -37,6 +37,8 @@ QWEN_VISION = {
     "spatial_merge_size": 2,
 }
 QWEN_PIXELS = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+PART = "{{ p.text if p.type == 'text' else 'MARK' }}"
+TEMPLATE = "{% for m in messages %}{% for p in m.content %}" + PART + "{% endfor %}{% endfor %}"
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 
 # Model type -> its mark of an image, further special tokens, the text part's type, the rest of config.json, settings of
@@ -161,6 +163,7 @@ def save_images_model(directory: Path, kind: str) -> str:
     image = getattr(transformers, name)(**pixels)
     image.save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("MARK", mark), encoding="utf-8")
     return mark
 
 

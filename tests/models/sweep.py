@@ -249,7 +249,7 @@ this machine: parameters, memory, and the expected tokens a second. It downloads
 - **refused**, with the reason.
 
 Of a multimodal checkpoint, such as `Gemma3ForConditionalGeneration`, the **text part** is served. The
-weights of the other parts are not read. An image in a chat request is refused.
+weights of the other parts are not read. Some types [read images](images.md) too.
 
 `LLM(model, model_impl="quire")` or `model_impl="transformers"` selects one of the two. Products that are not plain
 linears (experts, convolutions) are computed by transformers in the adapter: then the model is not batch-invariant, and

@@ -19,7 +19,7 @@ from quire.progress import notice
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 DESCRIPTION = ("*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
-               "chat_template.jinja")  # fmt: skip
+               "chat_template.jinja", "*processor_config.json")  # fmt: skip
 WEIGHTS = ("*.safetensors",)
 NOT_THESE = ("*/*", "consolidated*")  # files with the same weights in other forms
 LOOKS_LIKE_A_PATH = re.compile(r"[/~.\\]|.*[/\\].*[/\\]")

@@ -217,7 +217,7 @@ class _Writer:
         return self.input
 
     def deep(self, index: int) -> Place:
-        """Return a part of the program's input: 0 the embedding, i what is added to the residual after i layers."""
+        """Return a part of the program's input: 0 the embedding, i the rows added to the residual after i layers."""
         return self.columns(self.input, *[self.residual.size] * (1 + self.config.deep_layers))[index]
 
     def write_per_layer(self, out: Place) -> None:
