@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 from transformers import LlamaConfig
@@ -24,6 +25,7 @@ from quire.models.draft_head import joined_groups
 from quire.models.quantisation.policy import Quantisation
 from quire.request import Event, Request
 from tests.models.checkpoints import engine, save
+from tests.models.gguf.writer import write_gguf
 from tests.models.heads import add_head
 
 pytestmark = pytest.mark.slow
@@ -35,6 +37,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # the layer that the head's is
     "Qwen3Next": (3, {}),
     "Glm4Moe": (2, {}),
     "DeepseekV3": (2, {"q_lora_rank": 24}),
+    "Ernie4_5_Moe": (0, {}),  # the layer is one without experts
     "GlmMoeDsa": (1, {"indexer_types": ["full", "full", "shared"]}),  # the head has an indexer, the last layer none
 }
 
@@ -70,6 +73,39 @@ def test_no_token_depends_on_the_drafts(tmp_path: Path, kind: str) -> None:
         assert run(made, **params) == plain
         assert made.scheduler.speculation is not None
         assert made.scheduler.speculation.num_draft_tokens > 10
+
+
+def drafts_of(model: Path) -> list[list[int]]:
+    made, found = engine(model, num_speculative_tokens=3, draft="head"), list[list[int]]()
+    made.scheduler.speculation.most = lambda _: 3  # type: ignore[union-attr, method-assign]
+    drafter = drafter_of(made)
+    propose = drafter.propose
+
+    def watched(*given: Any) -> Any:
+        drafts = propose(*given)
+        found.extend([*draft] for draft in drafts)
+        return drafts
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    run(made, temperature=0.0, max_tokens=8)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Glm4Moe", "DeepseekV3"])
+def test_the_head_in_a_gguf_file_drafts_the_same(tmp_path: Path, kind: str) -> None:
+    """Also if its joining matrix is quantised: then the same as with the numbers that this stores."""
+    layer, changes = KINDS[kind]
+    model = save(tmp_path, kind, **changes)
+    add_head(tmp_path, kind, layer, model.config.num_hidden_layers)
+    files = [tmp_path / f"{name}.gguf" for name in ("plain", "quantised", "meant")]
+    write_gguf(tmp_path, files[0], kind)
+    found = drafts_of(files[0])
+    assert found == drafts_of(tmp_path)
+    assert sum(map(len, found)) > 20
+    kinds = GGMLQuantizationType
+    meant = write_gguf(tmp_path, files[1], kind, lambda name: kinds.Q4_0 if "eh_proj" in name else kinds.F32)
+    write_gguf(tmp_path, files[2], kind, numbers=meant)
+    assert drafts_of(files[1]) == drafts_of(files[2]) != found
 
 
 def reused(made: Engine) -> int:
