@@ -49,8 +49,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         top_k=config.integer("index_topk", 2048),
         interleaved=True,
     )
-    window, own = config.integer("sliding_window", 512), config.mapping("per_layer_config")
-    own = {int(layer): values for layer, values in own.items() if str(layer).isdecimal() and isinstance(values, dict)}
+    window, given = config.integer("sliding_window", 512), config.mapping("per_layer_config")
+    own = {int(layer): values for layer, values in given.items() if str(layer).isdecimal() and isinstance(values, dict)}
     mixers = []
     for i, kind in enumerate(kinds):
         layer = ConfigReader({**{key: config.get(key) for key in OWN}, **own.get(i, {})}, "dots3_note")
@@ -103,7 +103,8 @@ def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tenso
     """Convert a tensor to our layout: the weights of the two norms include the factors of their rows."""
     mixer = config.layers[int(name.split(".")[1])].mixer if name.startswith("layers.") else None
     if isinstance(mixer, LatentConfig) and name.endswith((".q_norm.weight", ".latent_norm.weight")):
-        return tensor.float() * (config.hidden_size / len(tensor)) ** 0.5
+        factor: float = (config.hidden_size / len(tensor)) ** 0.5
+        return tensor.float() * factor
     if name.endswith(".rope_norm.weight"):
         return torch.cat([tensor[::2], tensor[1::2]])
     return deepseek.adapted(config, name, part, tensor)
