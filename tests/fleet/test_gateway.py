@@ -617,6 +617,21 @@ def test_a_request_does_not_cross_to_other_bits(two: list[Serving]) -> None:
         assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
 
 
+def test_the_logprobs_of_a_prompt_are_of_one_replica_class(two: list[Serving]) -> None:
+    """A request without a token begins again with other bits, and so do the positions that were reported."""
+
+    def called(call: dict[str, Any]) -> list[Any]:
+        fake.is_down = True
+        more = {"cached": 0, "prompt_logprobs": [1, [[[5, -99.0, 1, "x"]], [[6, -99.0, 1, "y"]]]]}
+        return [frame(call, 0, 0, [], 0, "", None, None, more), END]
+
+    body = BODY | {"prompt_logprobs": 1, "temperature": 0}
+    with faking(two[0], called, dtype="float32") as fake, fronting(fake.url, two[0].url) as fleet:
+        found = fleet.ask("POST", COMPLETIONS, body).json()["choices"]
+        assert len(fake.calls) == 1
+        assert found == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
+
+
 def test_another_dtype_is_another_class_and_what_drains_there_stays(two: list[Serving]) -> None:
     body = BODY | {"max_tokens": 60, "temperature": 0.9}
     with serving({"dtype": "float32"}, slowed, fleet_secret=SECRET) as other:

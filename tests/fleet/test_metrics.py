@@ -70,7 +70,7 @@ def test_a_replica_that_has_left_is_forgotten() -> None:
         await roster.follow(cast(Listener, None))
         await roster.stop()
 
-    roster = Roster(Moving(), Fingerprint({"a": "b"}), "s")
+    roster = Roster(Moving(), Fingerprint({"a": "b"}), "s", "i")
     asyncio.run(main())
     assert roster._fitting == {"http://127.0.0.1:19"} == roster.links.keys()
 

@@ -417,6 +417,8 @@ def test_another_replica_has_a_price_between_memory_and_computing() -> None:
     assert best.parts.peer == pytest.approx(40 * 2e-3)
     assert best.parts.disk == 0.0
     assert choice.ranking[1].candidate.holder is None  # other bits
+    apart = with_holders([holder, replace(others[0], salt="replaced")])
+    assert apart[1].holder is None  # the same weights, but its blocks have other digests
     idle = replace(holder, state=candidate(0, **known).state)
     assert slot_of(choose(REQUEST, with_holders([idle, *others]))) == 0  # what has the blocks, if it has time
 

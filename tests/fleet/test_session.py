@@ -130,7 +130,7 @@ def test_what_is_on_the_disk_comes_with_the_snapshot() -> None:
     def hello(name: str) -> Hello:
         raise AssertionError(name)
 
-    one, roster = Session("s", hello), Roster(StaticMembers(["http://127.0.0.1:1"]), Fingerprint({"a": "b"}), "s")
+    one, roster = Session("s", hello), Roster(StaticMembers(["http://127.0.0.1:1"]), Fingerprint({"a": "b"}), "s", "i")
     one.begin([1, 2], [2, 3], 7, state())
     link = SimpleNamespace(slot=4)
     roster.disk.store(4, [9])  # of the incarnation before

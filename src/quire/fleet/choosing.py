@@ -91,7 +91,10 @@ class Chooser:
         for link in self._roster.links.values():
             if link.state is None or link.hello is None or link.fingerprint is None:
                 continue
-            if not (self._roster.is_fitting(link) or link.fingerprint.digest == needed):
+            if not self._roster.is_fitting(link) and not (
+                # A client's Last-Event-ID may name any fingerprint.
+                link.fingerprint.digest == needed and self._roster.has_other_weights_at_most(link.fingerprint)
+            ):
                 continue
             kind = (link.hello.salt, link.hello.block_size)
             if kind not in runs:
@@ -103,6 +106,7 @@ class Chooser:
                     slot=link.slot,
                     name=link.url,
                     fingerprint=link.fingerprint.digest,
+                    salt=link.hello.salt,
                     state=link.state,
                     step_age=step_age(link.state, link.state_time, sent.since, now),
                     num_blocks=held,

@@ -48,7 +48,7 @@ class Dispatcher:
         metrics: FleetMetrics, traces: Traces | None,
     ) -> None:  # fmt: skip
         """model, first: fingerprint and greeting of the replica whose tokenizer the gateway uses."""
-        self.roster = Roster(membership, model, secret)
+        self.roster = Roster(membership, model, secret, first.incarnation)
         self._first = first
         self._metrics = metrics
         self._tasks = Tasks()

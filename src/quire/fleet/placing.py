@@ -108,15 +108,15 @@ class Placer:
         placement = Placement(time.time(), work.output.request_id, tuple(samples), delivered, cause, chosen.choice)
         span, flow = span_of(placement, shared.traces, work.context), shared.calls.next_flow()
         trace = None if span is None else span.traceparent
+        if work.is_untouched:
+            work.begin(fingerprint.digest)
+            self._bind(work.job, fingerprint.digest)
         call = work.call(flow, samples, is_strict=shared.config.resume == "exact", trace=trace)
         call = replace(call, uncached=best.uncached_tokens, holder=best.candidate.holder)
         expected = shared.roster.index.expect(link.slot, work.digests(samples, hello, self._secret))
         before = {sample: work.assigned[sample] for sample in samples if sample in work.assigned}
         assignment = Assignment(flow, work, link, set(samples), expected, placement, span, dict(before))
         shared.calls.add(assignment)
-        if work.is_untouched:
-            work.fingerprint = work.output.fingerprint = fingerprint.digest
-            self._bind(work.job, fingerprint.digest)
         try:
             await link.post("/fleet/generate", call)
             if link.hello is not hello:

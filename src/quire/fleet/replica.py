@@ -401,10 +401,14 @@ class Replica:
         self._post(partial(self._join, session, digests, on_disk, self._next_event, self._state()))
 
     def _identify(self) -> None:
-        """Update the fingerprint if the weights were replaced. Gateways then come again, see `_hear`."""
-        if self._version != self._llm.weights_version:
-            self._version = self._llm.weights_version
-            self.fingerprint = with_weights(self.fingerprint, self._llm.files, self._version)
+        """Update the fingerprint if the weights were replaced. Gateways then come again, see `_hear`.
+
+        Raises ModelError if the files of the weights cannot be read.
+        """
+        if self._version != (version := self._llm.weights_version):
+            # If the files cannot be read, it is tried again: no gateway may see the old fingerprint.
+            self.fingerprint = with_weights(self.fingerprint, self._llm.files, version)
+            self._version = version
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, (BlockStored, BlockRemoved)):

@@ -20,6 +20,7 @@ log = logging.getLogger("quire.fleet")
 # model.
 MODEL_PARTS = frozenset({"weights", "config", "tokenizer", "template", "adapters"})
 WEIGHTS = ("weights", "weights version")  # the parts that change when a replica replaces its weights
+MAX_SERVED = 2 * MAX_SLOTS  # processes that are known to have had the fleet's weights
 MAX_POSTS = 512  # concurrent posts to each replica
 END_AGAIN = 1.0  # s until a task that has not ended is cancelled again
 
@@ -27,19 +28,21 @@ END_AGAIN = 1.0  # s until a task that has not ended is cancelled again
 class Roster:
     """Follows the membership. Only the event loop may use it."""
 
-    def __init__(self, membership: Membership, model: Fingerprint, secret: str) -> None:
-        """model: fingerprint of the replica whose tokenizer the gateway uses."""
+    def __init__(self, membership: Membership, model: Fingerprint, secret: str, incarnation: str) -> None:
+        """model, incarnation: those of the replica whose tokenizer the gateway uses."""
         self.links: dict[str, Link] = {}  # by URL
         self.index = FleetIndex()
         self.disk = FleetIndex()  # blocks on the replicas' disks
         self.model = model
         self.num_updates = 0  # of the model's weights
-        self._weights: dict[str, tuple[str, list[str | None]]] = {}  # by URL: incarnation and WEIGHTS of its session
+        # Incarnations of the replicas that have had the fleet's current weights, the latest ones: if one of them has
+        # other weights now, it has replaced them.
+        self._served = {incarnation: None}
         self._membership = membership
         self._secret = secret
         self._http: aiohttp.ClientSession | None = None
         self._runs: dict[str, asyncio.Task[None]] = {}  # tasks of the links, by URL
-        self._fitting: set[str] = set()  # URLs of replicas that have the gateway's tokenizer and template
+        self._fitting: set[str] = set()  # URLs of replicas that have the gateway's model, with its weights
         self._free_slots = list(range(MAX_SLOTS))
         self._news = asyncio.Event()  # set when anything about a replica changes
 
@@ -52,7 +55,6 @@ class Roster:
             for url in [url for url in self.links if url not in wanted]:
                 link = self.links.pop(url)
                 self._fitting.discard(url)
-                self._weights.pop(url, None)
                 self._runs.pop(url).cancel()
                 self._free_slots.insert(0, link.slot)
             for url in sorted(wanted - self.links.keys()):
@@ -74,8 +76,12 @@ class Roster:
         return next((link for link in self.links.values() if link.slot == slot), None)
 
     def is_fitting(self, link: Link) -> bool:
-        """Return whether a replica has answered and has the gateway's tokenizer and template."""
+        """Return whether a replica has answered and has the gateway's model, with its weights."""
         return link.url in self._fitting
+
+    def has_other_weights_at_most(self, fingerprint: Fingerprint) -> bool:
+        """Return whether a replica with that fingerprint has the gateway's model, perhaps with other weights."""
+        return MODEL_PARTS & {*self.model.difference(fingerprint)} <= {"weights"}
 
     async def change(self, seconds: float) -> bool:
         """Wait until something about a replica changes. Return False if nothing does within `seconds`."""
@@ -97,30 +103,37 @@ class Roster:
             parts = ", ".join(different)
             log.error("replica %s is left out: it serves another model than this gateway's (%s)", link.url, parts)
             return False
-        self._fitting.add(link.url)
+        self._fit(link)
         if different:
             log.warning("replica %s computes other bits: %s differ", link.url, ", ".join(different))
         log.info("replica %s is connected", link.url)
         return True
 
     def _follow_weights(self, link: Link) -> None:
-        """Serve the weights of a replica that has replaced its own in place, and leave out those with other ones."""
+        """Serve the new weights of a replica that had the fleet's ones, and leave out replicas with other weights."""
         hello, found = link.hello, link.fingerprint
-        if hello is None or found is None:
+        if hello is None or found is None or hello.incarnation not in self._served:
             return
-        now = (hello.incarnation, [found.parts.get(name) for name in WEIGHTS])
-        before, self._weights[link.url] = self._weights.get(link.url, now), now
-        if before == now or before[0] != now[0] or MODEL_PARTS & {*self.model.difference(found)} != {"weights"}:
+        if MODEL_PARTS & {*self.model.difference(found)} != {"weights"}:
             return
         own = {name: value for name, value in self.model.parts.items() if name not in WEIGHTS}
         self.model = Fingerprint(own | {name: found.parts[name] for name in WEIGHTS if name in found.parts})
         self.num_updates += 1
         log.warning("replica %s has replaced its weights; the fleet serves these from now on", link.url)
+        self._served.clear()
         for url, other in self.links.items():
             if other.fingerprint is None or MODEL_PARTS & {*self.model.difference(other.fingerprint)}:
                 self._fitting.discard(url)
             elif other.is_up:
-                self._fitting.add(url)
+                self._fit(other)
+
+    def _fit(self, link: Link) -> None:
+        self._fitting.add(link.url)
+        if link.hello is not None:
+            self._served.pop(link.hello.incarnation, None)  # so that it is the last one
+            self._served[link.hello.incarnation] = None
+        if len(self._served) > MAX_SERVED:
+            del self._served[next(iter(self._served))]
 
     def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
         """Update the index from a snapshot of a replica's blocks, or from events of them."""

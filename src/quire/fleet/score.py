@@ -60,6 +60,7 @@ class Candidate:
     num_disk_blocks: int = 0  # further blocks, after num_blocks, that it has in memory or on its disk
     num_given: int = 0  # leading blocks that it can send to others now: in memory or on its disk, not only expected
     holder: Holder | None = None  # another replica that it can read from; see `with_holders`
+    salt: str = ""  # of its blocks' digests: another one for each replica that has replaced its weights
 
     def __post_init__(self) -> None:
         if not are_counts(
@@ -237,15 +238,15 @@ def reading(candidate: Candidate, prompt_token: float) -> Reading:
 
 
 def with_holders(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, each with the one of the same fingerprint that can send it the most blocks."""
-    most: dict[str, list[Candidate]] = {}  # for each fingerprint the two candidates that can send the most
+    """Return the candidates, each with the one of the same kind that can send it the most blocks."""
+    most: dict[tuple[str, str], list[Candidate]] = {}  # for each kind the two candidates that can send the most
     for one in candidates:
         if one.num_given:
-            best = sorted((*most.get(one.fingerprint, ()), one), key=lambda other: (-other.num_given, other.slot))
-            most[one.fingerprint] = best[:2]
+            kind = (one.fingerprint, one.salt)
+            most[kind] = sorted((*most.get(kind, ()), one), key=lambda other: (-other.num_given, other.slot))[:2]
     found = []
     for one in candidates:
-        other = next((best for best in most.get(one.fingerprint, ()) if best.slot != one.slot), None)
+        other = next((best for best in most.get((one.fingerprint, one.salt), ()) if best.slot != one.slot), None)
         is_more = other is not None and other.num_given > max(one.num_blocks, one.num_given)
         found.append(replace(one, holder=Holder(other.name, other.num_given)) if other and is_more else one)
     return found

@@ -119,7 +119,9 @@ class Work:
     @property
     def needed_fingerprint(self) -> str | None:
         """The fingerprint of the replicas that may compute it; None: any."""
-        return self.wanted_fingerprint if self.is_untouched else self.fingerprint
+        # Until another replica accepts it, the one that drains continues to report logprobs of the prompt.
+        is_reported = bool(self.assigned) and self.output.prompt_logprobs is not None
+        return self.wanted_fingerprint if self.is_untouched and not is_reported else self.fingerprint
 
     @property
     def is_untouched(self) -> bool:
@@ -143,6 +145,14 @@ class Work:
             first = self.requests[0]
             self._digests = {kind: wire_digests(tokens, first.cache_salt, first.lora, hello, secret)}
         return self._digests[kind]
+
+    def begin(self, fingerprint: str) -> None:
+        """Assign it to replicas with that fingerprint from now on, and drop reports of others about the prompt."""
+        if self.fingerprint not in (None, fingerprint):
+            self.output.prefix_report = None
+            if self.output.prompt_logprobs is not None:
+                self.output.prompt_logprobs = [None]
+        self.fingerprint = self.output.fingerprint = fingerprint
 
     def call(self, flow: int, samples: Sequence[int], *, is_strict: bool, trace: str | None = None) -> Call:
         """Return the call that requests these samples from a replica."""
