@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import threading
 from base64 import b64decode
 from collections import OrderedDict
@@ -151,7 +150,7 @@ def _data(url: str) -> bytes:
         raise RequestError(f"an image has the URL {head[:80]!r}; a data URL begins with data:image/png;base64,")
     try:
         return b64decode(data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise RequestError(f"the data URL of an image is not valid base64: {error}") from error
 
 

@@ -399,7 +399,7 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any], *, is_of_a_kind:
         return f"{name} has the key {shown(message)}; it must be a token id, as in '123'"
     if kind == "no_text":
         part = _dotted([*path, found["ctx"]["index"]])
-        return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"
+        return f"{part} is of type {shown(message)}; parts of type 'text' and 'image_url' are served"
     if not path:
         return "the body is missing or not a JSON object; send one with Content-Type: application/json"
     if kind == "missing":
