@@ -6,6 +6,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from PIL import Image
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.errors import RequestError
+from quire.frontend.images import PromptImages
+from quire.models.images import EncodedImage
 from quire.request import Miss
 from quire.sandbox.images import MAX_PIXELS, ImageDecoder
 from tests.models.image_checkpoints import FAMILIES, pictures, save_images_model
@@ -126,6 +129,9 @@ def test_a_chat_takes_images_of_all_forms(llm: LLM, tmp_path: Path) -> None:
         ("<image>", "https://host/x.png", "give a path, a data URL or an image"),
         ("<image>", "data:image/png,abc", "begins with data:image/png;base64,"),
         ("<image>", "data:image/png;base64,a", "not valid base64"),
+        ("<image>", "data:image/png;base64,é", "not valid base64"),
+        ("<image>", "/dev/zero", "no regular file"),
+        ("<image>", [], "has no image"),
         ("<image>", "data:image/png;base64,YWJj", "must be one of PNG, JPEG"),
         ("<image>", "/no/such/file.png", "cannot be read"),
         ("no mark", pictures(1)[0], "do not fit the prompt"),
@@ -153,6 +159,24 @@ def test_what_images_do_not_serve_is_refused(llm: LLM) -> None:
         text.generate({"prompt": "a", "multi_modal_data": {"image": pictures(1)[0]}})
 
 
+def test_equal_rows_in_other_places_are_other_images() -> None:
+    """What is rotated by another grid has other K, so no block of one image may be found for the other."""
+    [picture] = pictures(1)
+    rows = torch.ones(16, 64)
+    tokens = [9, *[3] * 16]
+    encoder = SimpleNamespace(placeholder=3, depends_on_count=False, tokenize=lambda *_: tokens)
+    found = []
+    for grid in ((1, 4, 4), (1, 2, 8)):
+        encoder.encode = lambda *_, grid=grid: EncodedImage(rows, grid)
+        own = PromptImages(lambda: encoder, 100)  # type: ignore[arg-type,return-value]
+        found.append(own.tokenize("", [picture])[1])
+    assert found[0].starts[0][0] == found[1].starts[0][0] == 1
+    assert found[0].begun_in(0, 2) != found[1].begun_in(0, 2)
+    assert found[0].begun_in(2, 17) == b""
+    assert not set(found[0].ids.tolist()) & set(found[1].ids.tolist())
+    assert [one.turns.shift for one in found if one.turns] == [12, 8]  # although no text follows the image
+
+
 def test_penalties_drafts_and_samples_work_beside_images(llm: LLM) -> None:
     prompt = {"prompt": "def f <image> def f", "multi_modal_data": {"image": pictures(1)[0]}}
     params = SamplingParams(n=2, seed=3, max_tokens=8, repetition_penalty=1.3, ignore_eos=True)
@@ -174,6 +198,8 @@ def test_images_are_decoded_in_a_child_with_limits() -> None:
     try:
         clear = Image.new("RGBA", (3, 2), (255, 0, 0, 0))
         assert decoder.decode(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
+        keyed = encoded(Image.new("RGB", (3, 2), (10, 20, 30)), transparency=(10, 20, 30))
+        assert decoder.decode(keyed).getpixel((0, 0)) == (255, 255, 255)
         palette = Image.new("P", (3, 2))
         assert decoder.decode(encoded(palette, "GIF")).mode == "RGB"
         turned = Image.new("RGB", (3, 2), "red")
@@ -185,6 +211,7 @@ def test_images_are_decoded_in_a_child_with_limits() -> None:
             (bomb, "it must have at most"),
             (encoded(pictures(1)[0])[:2000], "truncated"),
             (b"", "must be one of"),
+            (encoded(Image.new("I;16", (3, 2))), "must have 8 bits a channel"),
             (b"%PDF-1.4", "must be one of"),
             (encoded(turned, "TIFF"), "must be one of"),
         ):

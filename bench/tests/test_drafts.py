@@ -19,9 +19,9 @@ def test_requests_with_drafts_are_those_without(caplog: pytest.LogCaptureFixture
         *[("lookup", 30, 0)] * 2,
         *[("head", 30, 0)] * 2,
     ]
-    assert all(
-        0 < row["accepted"] < row["draft_tokens"] for row in rows[::2]
-    )  # of few requests: with many, times decide
+    # Of few requests. With many, measured times decide: where no draft token pays, only a few are tried, which may all
+    # be rejected, or all accepted.
+    assert all(0 < row["accepted"] < row["draft_tokens"] for row in rows[::2])
     result = CliRunner().invoke(app, ["drafts", "--check", "20", "--draft", "model", "--json"])
     row, many = [json.loads(line) for line in result.stdout.splitlines()]
     assert (row["draft"], row["requests"], row["different"], many["different"]) == ("model", 10, 0, 0)

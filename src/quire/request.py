@@ -563,14 +563,19 @@ class ImageTurns(NamedTuple):
 class ImageRows(NamedTuple):
     """The rows of a prompt that images give instead of the embedding of tokens.
 
-    The prompt's token ids at these positions are negative. They are digests of the images' rows, so that blocks with
-    equal tokens have equal K and V.
+    The prompt's token ids at these positions are negative: parts of digests of the images' rows and their places. The
+    block in which an image begins is named by its whole digest, so that blocks of one name have equal K and V.
     """
 
     positions: NDArray[np.int64]  # [N], ascending
     ids: NDArray[np.int32]  # [N], the token ids at these positions
+    starts: Sequence[tuple[int, bytes]]  # of each image, its first position and the digest of its rows and their places
     values: Any  # a torch.Tensor [N, H], on the host; of some models, rows to add after the first layers follow, H each
     turns: ImageTurns | None = None  # None: rows are rotated by their positions
+
+    def begun_in(self, start: int, stop: int) -> bytes:
+        """Return the digests of the images that begin at these positions."""
+        return b"".join(digest for position, digest in self.starts if start <= position < stop)
 
 
 class Holder(NamedTuple):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch.nn.functional import pad
-from transformers import LlamaConfig
+from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from quire import LLM, SamplingParams
@@ -24,6 +25,7 @@ from quire.models.draft_head import joined_groups
 from quire.models.quantisation.policy import Quantisation
 from quire.request import Event, Request
 from tests.models.checkpoints import engine, save
+from tests.models.gguf.writer import write_gguf
 from tests.models.heads import add_head
 
 pytestmark = pytest.mark.slow
@@ -35,6 +37,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # the layer that the head's is
     "Qwen3Next": (3, {}),
     "Glm4Moe": (2, {}),
     "DeepseekV3": (2, {"q_lora_rank": 24}),
+    "Ernie4_5_Moe": (0, {}),  # the layer is one without experts
     "GlmMoeDsa": (1, {"indexer_types": ["full", "full", "shared"]}),  # the head has an indexer, the last layer none
 }
 
@@ -72,6 +75,39 @@ def test_no_token_depends_on_the_drafts(tmp_path: Path, kind: str) -> None:
         assert made.scheduler.speculation.num_draft_tokens > 10
 
 
+def drafts_of(model: Path) -> list[list[int]]:
+    made, found = engine(model, num_speculative_tokens=3, draft="head"), list[list[int]]()
+    made.scheduler.speculation.most = lambda _: 3  # type: ignore[union-attr, method-assign]
+    drafter = drafter_of(made)
+    propose = drafter.propose
+
+    def watched(*given: Any) -> Any:
+        drafts = propose(*given)
+        found.extend([*draft] for draft in drafts)
+        return drafts
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    run(made, temperature=0.0, max_tokens=8)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Glm4Moe", "DeepseekV3"])
+def test_the_head_in_a_gguf_file_drafts_the_same(tmp_path: Path, kind: str) -> None:
+    """Also if its joining matrix is quantised: then the same as with the numbers that this stores."""
+    layer, changes = KINDS[kind]
+    model = save(tmp_path, kind, **changes)
+    add_head(tmp_path, kind, layer, model.config.num_hidden_layers)
+    files = [tmp_path / f"{name}.gguf" for name in ("plain", "quantised", "meant")]
+    write_gguf(tmp_path, files[0], kind)
+    found = drafts_of(files[0])
+    assert found == drafts_of(tmp_path)
+    assert sum(map(len, found)) > 20
+    kinds = GGMLQuantizationType
+    meant = write_gguf(tmp_path, files[1], kind, lambda name: kinds.Q4_0 if "eh_proj" in name else kinds.F32)
+    write_gguf(tmp_path, files[2], kind, numbers=meant)
+    assert drafts_of(files[1]) == drafts_of(files[2]) != found
+
+
 def reused(made: Engine) -> int:
     """The tokens of a prompt that another run of it finds in the cache."""
     one = Request("again", array("i", PROMPTS[2]), len(PROMPTS[2]), SamplingParams(max_tokens=1))
@@ -107,8 +143,10 @@ def test_a_broken_head_costs_no_request_anything(tmp_path: Path, kind: str) -> N
     assert found[0] == found[1] > 0, "as many tokens of the prompts are found again as without a head"
 
 
-@pytest.mark.parametrize("long", [6, 256])
-def test_hidden_states_are_those_of_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: int) -> None:
+@pytest.mark.parametrize(("kind", "long"), [("Llama", 6), ("Llama", 256), ("Ernie4_5_Moe", 256)])
+def test_hidden_states_are_those_of_the_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: int
+) -> None:
     """Of every row of a prompt in chunks, against transformers' layer in fp32, with weights that are not rounded.
 
     With the prompt's steps, or later in as many rows at a time.
@@ -116,8 +154,8 @@ def test_hidden_states_are_those_of_the_layout(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(head_drafter, "LONG", long)
     monkeypatch.setattr(head_drafter, "STEPS_KEPT", 6)
     monkeypatch.setattr(Quantisation, "for_drafts", lambda own: own)
-    model = save(tmp_path, "Llama")
-    add_head(tmp_path, "Llama", 2, 3)
+    model = save(tmp_path, kind)
+    add_head(tmp_path, kind, KINDS[kind][0], model.config.num_hidden_layers)
     made = engine(tmp_path, num_speculative_tokens=3, draft="head", max_num_batched_tokens=7)
     head, found = drafter_of(made).head, []
     forward = head.forward
@@ -139,10 +177,16 @@ def test_hidden_states_are_those_of_the_layout(tmp_path: Path, monkeypatch: pyte
 
 def expected(model: Any, directory: Path, tokens: list[int]) -> torch.Tensor:
     """The hidden states of the head for these tokens, as its layout says."""
-    own = {name[4:]: one for name, one in load_file(directory / "model.safetensors").items() if name.startswith("mtp.")}
-    config: LlamaConfig = model.config
+    weights, config = load_file(directory / "model.safetensors"), model.config
+    names = {name: name.removeprefix("mtp.") for name in weights if name.startswith("mtp.")}
+    if is_ernie := config.model_type == "ernie4_5_moe":
+        ends = {"emb_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "linear_proj": "fc"}
+        names = {f"model.mtp_{theirs}.0.weight": f"{ours}.weight" for theirs, ours in ends.items()}
+        names |= {name: name.replace("model.mtp_block", "layers") for name in weights if "mtp_block" in name}
+        names["model.norm.weight"] = "norm.weight"
+    own = {ours: weights[theirs] for theirs, ours in names.items()}
     ids = torch.tensor([tokens])
-    layer = LlamaDecoderLayer(config, 0)
+    layer = (ernie.Ernie4_5_MoeDecoderLayer if is_ernie else LlamaDecoderLayer)(config, 0)
     layer.load_state_dict({name.removeprefix("layers.0."): one for name, one in own.items() if "layers.0." in name})
 
     def normalised(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +201,7 @@ def expected(model: Any, directory: Path, tokens: list[int]) -> torch.Tensor:
         joined = torch.cat([embedded, before], -1) @ own["fc.weight"].T
         positions = torch.arange(len(tokens))[None]
         mask = torch.full((1, 1, len(tokens), len(tokens)), float("-inf")).triu(1)
-        angles = LlamaRotaryEmbedding(config)(joined, positions)
+        angles = (ernie.Ernie4_5_MoeRotaryEmbedding if is_ernie else LlamaRotaryEmbedding)(config)(joined, positions)
         return normalised("norm", layer(joined, attention_mask=mask, position_embeddings=angles))[0]
 
 

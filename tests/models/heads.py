@@ -28,6 +28,10 @@ def add_head(directory: Path, kind: str, layer: int, num_layers: int) -> None:
         own = f"model.layers.{num_layers}."
         names = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
         ends = {f"{own}{name}.weight": shape for name, shape in zip(names, ends.values(), strict=True)}
+    if kind == "Ernie4_5_Moe":  # the model's last norm is the head's, too
+        own = "model.mtp_block.0."
+        names = ("linear_proj", "emb_norm", "hidden_norm")
+        ends = {f"model.mtp_{name}.0.weight": shape for name, shape in zip(names, ends.values(), strict=False)}
     model = f"model.layers.{layer}."
     like = {own + name.removeprefix(model): tensor for name, tensor in tensors.items() if name.startswith(model)}
     dtype = tensors["model.norm.weight"].dtype

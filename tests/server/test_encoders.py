@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,8 @@ def test_long_texts_are_cut_if_the_body_asks(served: Serving) -> None:
     assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
     spaced = posted(served, "/v1/embeddings", input=["cat" + " " * 5000, "cat"])["data"]
     assert spaced[0]["embedding"] == spaced[1]["embedding"]
+    counted = served.ask("GET", "/metrics").body.decode()
+    assert re.search(r"(?m)^\S*prefix_cache_queries_total\{.*\} 0(\.0)?$", counted), "texts that look nothing up count"
 
 
 def test_no_page_and_no_route_takes_it_for_a_model_that_writes(embedder: Path, served: Serving) -> None:

@@ -110,7 +110,7 @@ def test_the_story_reaches_back_before_anybody_watched() -> None:
     assert [what for what, _ in shown] == ["arrived", "ran", "first_token", "ended", "arrived", "ran", "first_token"]
     assert shown[0][1] == [0, "first"]
     [ended] = [event for event in books.history if event[0] == "ended"]
-    assert ended[2:] == [0, "first", "length", 10, 3, None]
+    assert ended[2:] == [0, "first", "length", 10, 3, None, 0, 0]
     [_, ran] = [event for event in books.history if event[0] == "ran"]
     report = engine.scheduler.requests["second"].cache.prefix_report
     assert ran[3] == {"cached": 8, "miss": "differs", "text": str(report), "differs": 9}
@@ -178,7 +178,7 @@ def test_an_error_is_named_but_not_quoted() -> None:
     engine.runner.fail_next = True  # raises RuntimeError("injected")
     hub.step()
     hub.inspector.flush()
-    assert b'"error",3,0,"RuntimeError"]' in books.heard
+    assert b'"error",3,0,"RuntimeError",0,0]' in books.heard
     assert b"injected" not in books.heard
 
 

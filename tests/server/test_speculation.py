@@ -150,6 +150,8 @@ def test_the_inspector_shows_a_run_with_guesses() -> None:
     assert most > 2, "hardly anything was guessed"
     assert books.gauges["generated_tokens"] == sum(event.token is not None for event in hub.events)
     assert engine.scheduler.num_preemptions > 0
-    assert books.gauges["drafted_tokens"] > books.gauges["accepted_tokens"] > 5
+    totals = {name: books.gauges[f"{name}_tokens"] for name in ("drafted", "accepted")}
+    assert totals["drafted"] > totals["accepted"] > 5
+    assert totals == books.drafts, "the requests' numbers add up"
     for story in books.stories.values():
         assert [what for what in story if what in ("ran", "first_token", "ended")] == ["ran", "first_token", "ended"]

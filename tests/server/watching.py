@@ -41,6 +41,7 @@ class Books:
         self.number: int | None = None
         self.kinds: list[str] = []
         self.seen: Counter[str] = Counter()
+        self.drafts: Counter[str] = Counter()  # of the requests that ended
         self.stories: dict[str, list[str]] = {}
         self.history: list[list[Any]] = []
         self.requests: dict[int, dict[str, Any]] = {}
@@ -63,8 +64,9 @@ class Books:
                     self.steps.append(event[1:])
                 else:
                     self.take(*event)
-            for key, generated, stored, *given in message["requests"]:
-                self.requests[key].update(generated=generated, stored=stored, given=given)
+            for key, generated, stored, *given, drafted, accepted in message["requests"]:
+                drafts = [drafted, accepted]
+                self.requests[key].update(generated=generated, stored=stored, given=given, drafts=drafts)
         self.number, self.gauges = message["id"], message["gauges"]
 
     def start(self, snapshot: dict[str, Any]) -> None:
@@ -154,6 +156,7 @@ class Books:
         elif what == "ended":
             assert not any(r["tables"])
             assert not any(r["hosts"])
+            self.drafts.update(drafted=rest[-2], accepted=rest[-1])
             del self.requests[key]
 
     def check(self, engine: Engine) -> None:
@@ -177,6 +180,7 @@ class Books:
             if r["state"] == "running":
                 assert r["tables"] == [manager.owned(real, g).tolist() for g in self.groups]
                 assert r["given"] == real.cache.num_freed
+                assert r["drafts"] == [real.schedule.num_drafted, real.schedule.num_accepted]
                 assert (r["generated"], r["stored"]) == (
                     real.num_generated,
                     max(real.cache.num_computed, real.cache.num_cached),

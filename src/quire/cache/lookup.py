@@ -74,8 +74,10 @@ class PrefixLookup:
             if not self.enable_prefix_caching:  # a salt that only its siblings share
                 salt += f"\0{request.schedule.sort_key[1]}"
             digests.append(root_digest(salt))
-        for tokens in block_tokens(request.tokens, len(digests) - 1, count, size):
-            digests.append(block_digest(digests[-1], tokens))
+        first = len(digests) - 1
+        for i, tokens in enumerate(block_tokens(request.tokens, first, count, size), first):
+            begun = b"" if request.images is None else request.images.begun_in(i * size, (i + 1) * size)
+            digests.append(block_digest(digests[-1], tokens + begun))
 
     def shares(self, request: Request) -> bool:
         """Return whether the request shares blocks with others or, without a prefix cache, with its siblings."""

@@ -176,7 +176,8 @@ class BlockManager:
         """Assign the matched blocks to a waiting request. Its last token is always computed."""
         if request.cache.prefix_report is None:
             request.cache.prefix_report = self.lookup.explain(request, match, self.now)
-            self.hits.count(request.cache.prefix_report)
+            if not request.is_whole:  # those look nothing up
+                self.hits.count(request.cache.prefix_report)
         request.cache.block_ids = [
             array("i", bytes(4 * first)) + blocks for first, blocks in zip(match.first, match.blocks, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from base64 import b64decode
 from collections import OrderedDict
@@ -13,12 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.errors import RequestError, check_installed
 from quire.models.images import EncodedImage, ImageEncoder
 from quire.request import ImageRows, ImageTurns
-from quire.sandbox.images import ImageDecoder
+from quire.sandbox.images import MAX_BYTES, ImageDecoder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,10 +35,11 @@ class PromptImages:
 
     Args:
         load: loads the encoder, which the first image does.
+        longest: the most tokens of a prompt.
     """
 
-    def __init__(self, load: Callable[[], ImageEncoder]) -> None:
-        self._load = load
+    def __init__(self, load: Callable[[], ImageEncoder], longest: int) -> None:
+        self._load, self._longest = load, longest
         self._encoder: ImageEncoder | None = None
         self._decoder = ImageDecoder()
         self._rows: OrderedDict[bytes, EncodedImage] = OrderedDict()  # by the image's digest, the last used one last
@@ -61,17 +62,26 @@ class PromptImages:
             if self._encoder is None:
                 self._encoder = self._load()
             tokens = self._encoder.tokenize(text, images)
+            if len(tokens) > self._longest:
+                raise RequestError(
+                    f"the prompt has {len(tokens)} tokens with its images; it must have at most {self._longest}",
+                    "prompt",
+                )
             is_alone = len(images) == 1 or not self._encoder.depends_on_count
             parts = [self._encoded(self._encoder, image, is_alone) for image in images]
             [positions] = np.nonzero(np.array(tokens) == self._encoder.placeholder)
-        values = torch.cat([part.values for part in parts])
+        values = parts[0].values if len(parts) == 1 else torch.cat([part.values for part in parts])
         if len(positions) != len(values):
             raise RequestError(
                 f"the prompt has places for {len(positions)} rows of images, and the {len(images)} images have "
                 f"{len(values)}; the mark of an image must not be written in a text"
             )
-        ids = np.concatenate([_ids(part.values) for part in parts])
-        return tokens, ImageRows(positions, ids, values, _turns(len(tokens), positions, parts))
+        digests = [_digest(part) for part in parts]
+        counts = [len(part.values) for part in parts]
+        ids = np.concatenate([_ids(digest, count) for digest, count in zip(digests, counts, strict=True)])
+        first = positions[np.cumsum([0, *counts[:-1]])].tolist()
+        turns = _turns(len(tokens), positions, parts)
+        return tokens, ImageRows(positions, ids, list(zip(first, digests, strict=True)), values, turns)
 
     def close(self) -> None:
         """End the process that decodes."""
@@ -88,10 +98,7 @@ class PromptImages:
         if isinstance(source, str) and source.startswith("data:"):
             return self._decoder.decode(_data(source))
         if isinstance(source, (str, Path)) and "://" not in str(source):
-            try:
-                return self._decoder.decode(Path(source).read_bytes())
-            except (OSError, ValueError) as error:
-                raise RequestError(f"the image {str(source)[:200]!r} cannot be read: {error}") from error
+            return self._decoder.decode(_file(Path(source)))
         raise RequestError(f"an image is {str(source)[:80]!r}; give a path, a data URL or an image of Pillow")
 
     def _encoded(self, encoder: ImageEncoder, image: Image, is_alone: bool) -> EncodedImage:
@@ -140,7 +147,20 @@ def _source(part: Mapping[str, Any], place: str) -> Source:
         found = found.get("url")
     if found is None:
         raise RequestError(f"{place} has no {key}; it must have the image")
+    if key == "image_url" and not str(found).startswith("data:"):  # clients' messages must not name files
+        raise RequestError(f"{place}.{key} is {str(found)[:80]!r}; it must be a data URL")
     return found  # type: ignore[no-any-return]  # checked when it is read
+
+
+def _file(path: Path) -> bytes:
+    """Return the bytes of a file, or of its beginning if it is longer than an image may be."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise RequestError(f"the image {str(path)[:200]!r} is no regular file")
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"the image {str(path)[:200]!r} cannot be read: {error}") from error
 
 
 def _data(url: str) -> bytes:
@@ -160,7 +180,7 @@ def _turns(num_prompt: int, positions: NDArray[np.int64], parts: Sequence[Encode
     A row of an image begins at the position after the token before it, and is as many positions long as the longer
     side of the image.
     """
-    of_tokens = np.arange(num_prompt)
+    of_tokens = np.arange(num_prompt + 1)  # the last one is that of the first generated token
     of_images: list[NDArray[np.int64]] = []
     first = 0  # rows of images before this one
     for part in parts:
@@ -171,13 +191,18 @@ def _turns(num_prompt: int, positions: NDArray[np.int64], parts: Sequence[Encode
         of_images.append(np.indices(part.grid).reshape(3, -1).T + of_tokens[start])
         of_tokens[end:] += max(part.grid[1:]) - count
         first += count
-    return ImageTurns(of_tokens, np.concatenate(of_images), num_prompt - 1 - int(of_tokens[-1]))
+    return ImageTurns(of_tokens[:-1], np.concatenate(of_images), num_prompt - int(of_tokens[-1]))
 
 
-def _ids(
-    rows: Tensor,  # [N, H]
-) -> NDArray[np.int32]:
-    """Return a negative id for each row, which depends on all rows of the image: int32 [N]."""
-    digest = blake2b(rows.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=32).digest()
-    ids: NDArray[np.int32] = np.frombuffer(shake_256(digest).digest(4 * len(rows)), np.int32) | np.int32(-(2**31))
+def _digest(image: EncodedImage) -> bytes:
+    """Return a digest of everything that the K and V of an image depend on."""
+    rows = image.values.contiguous()
+    digest = blake2b(f"{image.grid} {rows.dtype} {rows.shape}".encode(), digest_size=32)
+    digest.update(rows.view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def _ids(digest: bytes, count: int) -> NDArray[np.int32]:
+    """Return negative ids for the rows of an image, which depend on all of them: int32 [count]."""
+    ids: NDArray[np.int32] = np.frombuffer(shake_256(digest).digest(4 * count), np.int32) | np.int32(-(2**31))
     return ids

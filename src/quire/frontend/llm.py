@@ -139,11 +139,7 @@ class LLM:
         if self.receipts is not None:
             self.receipts.fingerprint = receipts_fingerprint(self)
         self.factory = RequestFactory.of(self.engine, self.tokenizer, self.default_sampling)
-        load = load_images(self.files, self.decoder, self.config, self.backend)
-        if self.receipts is not None:
-            self.factory.images = "receipts are written, which have no images"
-        elif load is not None:
-            self.factory.images = PromptImages(load)
+        self.read_images()
         self.factory.asks = self.engine.pooling.writes and is_named_reranker(self.config.model or "")
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
@@ -156,6 +152,15 @@ class LLM:
             self._metrics = Metrics(self.engine, self.config.model or EMBEDDED_NAME, vllm_names=False)
             self._clocks = Clocks(self._metrics, None)
             self.engine.listen(self._clocks.hear)
+
+    def read_images(self) -> None:
+        """Read images with the vision part of the current weights, if the model has one."""
+        self.factory.close_images()
+        load = load_images(self.files, self.decoder, self.config, self.backend)
+        if self.receipts is not None:
+            self.factory.images = "receipts are written, which have no images"
+        elif load is not None:
+            self.factory.images = PromptImages(load, self.decoder.max_model_len)
 
     def _load(self) -> None:
         """Read the weights and build the engine, at the same time as the other ranks of a group.

@@ -41,6 +41,9 @@ class Parts(Protocol):
     num_replacements: int
     receipts: Receipts | None
 
+    def read_images(self) -> None:
+        """Read images with the vision part of the current weights."""
+
 
 class Loaded(NamedTuple):
     """A model that was loaded to be used by an LLM."""
@@ -85,6 +88,7 @@ def use_new(llm: Parts, loaded: Loaded) -> str:
     llm.engine.replace_weights(loaded.model, version)
     llm.processor.replace_weights(version)
     llm.decoder, llm.files = loaded.model, loaded.files
+    llm.read_images()
     llm.num_replacements += 1
     if llm.receipts is not None and digest is not None:
         llm.receipts.fingerprint = Fingerprint({**llm.receipts.fingerprint.parts, "weights": digest})

@@ -94,6 +94,10 @@ class RequestFactory:
         with self._grammars_lock:
             if self._grammars is not None:
                 self._grammars.close()
+        self.close_images()
+
+    def close_images(self) -> None:
+        """Stop the process that decodes images."""
         if isinstance(self.images, PromptImages):
             self.images.close()
 
@@ -317,7 +321,10 @@ def _sources(given: object) -> list[Any]:
     if not isinstance(given, Mapping) or set(given) != {"image"}:
         raise RequestError(f"multi_modal_data is {str(given)[:80]}; it must be {{'image': an image or a list of them}}")
     image = given["image"]
-    return list(image) if isinstance(image, (list, tuple)) else [image]
+    sources = list(image) if isinstance(image, (list, tuple)) else [image]
+    if not sources or None in sources:
+        raise RequestError("multi_modal_data has no image; it must have one, or be left out")
+    return sources
 
 
 def check_sampling(sampling: object) -> None:

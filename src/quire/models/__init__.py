@@ -46,6 +46,7 @@ from quire.models.sharding import check_shards
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import Family, Weights, expected_bytes, read_json
 from quire.ops import Backend
+from quire.ops import load as load_backend
 from quire.ops.collectives import Communicator
 from quire.progress import progress_bar
 
@@ -298,7 +299,8 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         decoder = replace(decoder, **image_fields(files.config()))
     with _shown(weights, files, part, 0 if exchange is None else exchange.rank) as advance:
         weights.on_read = advance
-        model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits, exchange)
+        own = (max_model_len, eos_token_ids, config.reproducible, limits, exchange, config.most_tokens)
+        model = Decoder(decoder, weights, backend, *own)
     model.pooler = read_pooler(files, raw, decoder, model.pooler, backend, config.device)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
     if exchange is None and decoder.causal and decoder.has_head and _wants_draft_head(config, model):
@@ -325,7 +327,7 @@ def load_images(
         return None
     if any(getattr(model.config, name) != value for name, value in image_fields(raw).items()):
         return None
-    return partial(ImageEncoder, files, model.dtype, backend, config.device)
+    return partial(ImageEncoder, files, model.dtype, backend if config.device == "cpu" else load_backend("auto", "cpu"))
 
 
 def load_replaced(files: Files, config: EngineConfig, backend: Backend, new: NewWeights) -> tuple[ReplacedFiles, Model]:

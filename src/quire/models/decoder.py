@@ -52,6 +52,7 @@ class Decoder:
         reproducible: bool = False,
         lora: LoraLimits | None = None,
         exchange: Communicator | None = None,
+        most_tokens: int = 2**14,
     ) -> None:
         """Take the weights of `weight_shapes`: norms in fp32, the others of one dtype, all on one device.
 
@@ -60,6 +61,7 @@ class Decoder:
         reproducible: compute batch-invariantly; on a CPU this is always so.
         lora: limits of LoRA adapters, for which tables are allocated; None: no adapters.
         exchange: the communication of the tensor-parallel group; this rank computes its part. None: the whole model.
+        most_tokens: tokens of a step, all of which may be rows of images.
         """
         self.whole, self.exchange = config, exchange
         shard = None
@@ -104,7 +106,7 @@ class Decoder:
             self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
         tables = position_tables(config, max_model_len, self.device)
         if config.image_axes:
-            self.image_turns = ImageTurns(config.image_axes, max_model_len)
+            self.image_turns = ImageTurns(config.image_axes, max_model_len, most_tokens)
             tables = self.image_turns.extended(tables)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)

@@ -16,7 +16,6 @@ from quire.errors import ModelError
 from quire.models.batch import GivenRows
 from quire.models.hf_config import shown
 
-MOST_ROWS = 2**14  # image rows of a step
 NUM_AXES = 3  # time, height, width
 Table: TypeAlias = tuple[Tensor, Tensor]  # cos and sin
 
@@ -24,17 +23,20 @@ Table: TypeAlias = tuple[Tensor, Tensor]  # cos and sin
 class ImageTurns:
     """The angles of a step's image rows."""
 
-    def __init__(self, axes: Sequence[int], max_model_len: int) -> None:
-        """axes: of each rotated pair of dimensions. max_model_len: rows of the tables before they are extended."""
-        self._axes, self._first = torch.tensor(axes), max_model_len
+    def __init__(self, axes: Sequence[int], max_model_len: int, most_rows: int) -> None:
+        """axes: of each rotated pair of dimensions. max_model_len: rows of the tables before they are extended.
+
+        most_rows: the most image rows of a step.
+        """
+        self._axes, self._first, self._most_rows = torch.tensor(axes), max_model_len, most_rows
         self._tables: dict[int, Tensor] = {}
 
     def extended(self, tables: Sequence[Table | None]) -> list[Table | None]:
-        """Return the tables with MOST_ROWS more rows. Tables that are the same object stay so."""
+        """Return the tables with rows for the images of a step. Tables that are the same object stay so."""
         extended: dict[int, Tensor] = {}
         for table in (part for pair in tables if pair is not None for part in pair):
             if id(table) not in extended:
-                extended[id(table)] = torch.cat([table, table.new_zeros(MOST_ROWS, table.shape[1])])
+                extended[id(table)] = torch.cat([table, table.new_zeros(self._most_rows, table.shape[1])])
         self._tables = {id(table): table for table in extended.values()}
         return [None if pair is None else (extended[id(pair[0])], extended[id(pair[1])]) for pair in tables]
 

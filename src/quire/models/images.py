@@ -54,8 +54,8 @@ def image_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 class ImageEncoder:
     """Converts images to rows of a prompt."""
 
-    def __init__(self, files: Files, dtype: torch.dtype, backend: Backend, device: str) -> None:
-        """Load the processor and the vision part of a checkpoint.
+    def __init__(self, files: Files, dtype: torch.dtype, backend: Backend) -> None:
+        """Load the processor and the vision part of a checkpoint. backend: one of a CPU, which computes it.
 
         Raises ModelError if the files of the processor are missing, or weights are missing or superfluous.
         """
@@ -65,11 +65,11 @@ class ImageEncoder:
         self.config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
         self.processor = _processor(files, self.config)
         self.placeholder = int(getattr(self.config, "image_token_id", None) or self.config.image_token_index)
-        self._model = _vision_part(files, self.config, dtype, backend).to(device)
+        self._model = _vision_part(files, self.config, dtype, backend)
         self._takes = inspect.signature(self._model.get_image_features).parameters
         # A prompt's only image is divided into more rows than one of several.
         self.depends_on_count = "batch_num_images" in self._takes
-        self._device, self._dtype = device, dtype
+        self._dtype = dtype
 
     def tokenize(self, text: str, images: Sequence[Image]) -> list[int]:
         """Return the token ids of a rendered text, in which each image has a placeholder per row.
@@ -103,7 +103,7 @@ class ImageEncoder:
         images = [image] if is_alone or not self.depends_on_count else [image, image]
         given = self.processor(text=[self.processor.image_token * len(images)], images=[images], return_tensors="pt")
         taken = {
-            name: value.to(self._device, self._dtype if value.is_floating_point() else None)
+            name: value.to(self._dtype) if value.is_floating_point() else value
             for name, value in given.items()
             if name in self._takes
         }
@@ -117,7 +117,7 @@ class ImageEncoder:
             frames, height, width = given["image_grid_thw"][0].tolist()
             merged = self.config.vision_config.spatial_merge_size
             grid = frames, height // merged, width // merged
-        return EncodedImage(values.cpu(), grid)
+        return EncodedImage(values, grid)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -45,8 +45,8 @@ def prepare(max_pixels: int) -> Callable[[str], dict[str, Any]]:
 
 def opaque(image: Image.Image) -> Image.Image:
     """Return an image's first frame in RGB, on a white background where it is transparent."""
-    if image.mode == "RGB":
-        return image
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"its pixels are of the mode {image.mode}; it must have 8 bits a channel")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA"):
         image = image.convert("RGBA")
         background = Image.new("RGBA", image.size, "white")

@@ -41,6 +41,14 @@ DELTA = {
 }  # fmt: skip
 SPACE = {"conv_kernel": "d_conv", "state_size": "d_state", "group_count": "n_groups", "time_step_rank": "n_heads"}
 JOINED = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj(_bias)?")
+HEAD = {  # a draft head's own tensors -> theirs in the layer after the last one
+    "mtp.layers.0.": "",
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+}
+OF_HEAD = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -57,7 +65,10 @@ def write_gguf(
     architecture = ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(path, architecture)
     weights = load_file(directory / "model.safetensors")
-    for key, value in (_metadata(kind, config, weights) | metadata).items():
+    given = _metadata(kind, config, weights) | metadata
+    if any(name == "mtp.fc.weight" or OF_HEAD.fullmatch(name) for name in weights):
+        given |= {"block_count": given["block_count"] + 1, "nextn_predict_layers": 1}
+    for key, value in given.items():
         _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
     meant = {}
     for name, tensor in _tensors(weights, kind, config):
@@ -288,9 +299,12 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A file's tensors, by their names there."""
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
-    names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    names = gguf.get_tensor_name_map(architecture, layers + 1)
     experts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in weights.items():
+        for own, there in HEAD.items():
+            name = name.replace(own, f"model.layers.{layers}.{there}")
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
             continue
@@ -358,6 +372,8 @@ def _turns(name: str, rows: torch.Tensor) -> list[torch.Tensor]:
 def _name(names: gguf.TensorNameMap, theirs: str) -> str:
     if theirs.startswith("blk."):
         return theirs
+    if match := OF_HEAD.fullmatch(theirs):
+        return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
     theirs = theirs.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_proj.bias")
     theirs = theirs.replace("expert_bias", "expert_bias.bias").replace("correction_bias", "correction.bias")
     theirs = theirs.replace("layer_scalar", "layer_scalar.weight")

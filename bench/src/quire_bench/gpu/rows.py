@@ -1,12 +1,10 @@
-"""The figures that decide what is on by default on a GPU: `python -m quire_bench.gpu.rows [NAME ..]`, in a clone.
+"""The figures that decide what is on by default on a GPU. Each function of ROWS measures one and returns it.
 
-Each function of ROWS measures one and returns it; the command runs each in a process of its own, of LIMIT seconds.
+`quire bench gpu --only short.NAME` runs them, see `quire_bench.gpu.short`. They import Triton.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -30,13 +28,13 @@ from quire.ops.triton.packed import PackedWeight
 from quire.ops.triton.tiles import Tile
 from quire.ops.weights.quantised import quantised as rounded
 from quire_bench.gpu.attention import DECODE, NARROW, PREFILL, paged, sized
-from quire_bench.gpu.common import Bench, Call, Contestant, Settings, race
+from quire_bench.gpu.common import Bench, Call, Contestant, race
 from quire_bench.kernels.attention import Shape
 
 Figures = dict[str, Any]
 
 ROOT = Path(__file__).parents[4]
-LIMIT = 40.0  # s of a row
+LIMIT = 40.0  # s that ranks wait for each other
 CACHED = 2**28  # bytes: more than a GPU caches
 # Tiles of reproducible heads of 128 that may cost less in decoding; rows that alternate between two must not.
 EXACT = (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 4), Tile(64, 128, 4, 2), Tile(64, 128, 8, 2))
@@ -193,24 +191,3 @@ def _turns(calls: Sequence[Call]) -> Callable[[], Call]:
 ROWS: dict[str, Callable[[Bench], Figures]] = {
     one.__name__: one for one in (bits, reproducible, narrow_caches, few_outputs, captured_exchange, ranks)
 }
-
-
-def main(names: list[str]) -> None:
-    """Print a line of JSON for each row; with one name and --here, compute it in this process."""
-    if names[1:] == ["--here"]:
-        bench = Bench(Settings(), names[0], lambda _: None)
-        sys.stdout.write(json.dumps(ROWS[names[0]](bench)) + "\n")
-        return
-    for name in names or list(ROWS):
-        command = [sys.executable, "-m", "quire_bench.gpu.rows", name, "--here"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=os.environ)
-            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-600:]}
-        except subprocess.TimeoutExpired:
-            found = {"error": f"it took longer than {LIMIT:g} s"}
-        sys.stdout.write(json.dumps({name: found}) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

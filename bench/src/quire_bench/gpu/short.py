@@ -223,6 +223,19 @@ def steps(bench: Bench) -> None:
     engine.steps(bench, (("gpt2, batch 64", 64, 900), ("8B, batch 32", 32, 2048)))
 
 
+def _decided(name: str, bench: Bench) -> None:
+    """Stage: figures of `quire_bench.gpu.rows`, which decide what is on by default."""
+    if bench.backend.name != "triton":
+        bench.row(name, "quire", skipped=f"it measures the backend 'triton', not {bench.backend.name!r}")
+        return
+    from quire_bench.gpu.rows import ROWS  # imports Triton
+
+    figures = ROWS[name](bench)
+    counted = {"value": float(len(figures["FAILED"])), "unit": "failures"} if "FAILED" in figures else {}
+    bench.row(name, "quire", figures=figures, **counted)
+
+
+DECIDED = ("bits", "reproducible", "narrow_caches", "few_outputs", "captured_exchange", "ranks")
 STAGES: dict[str, Stage] = {
     "suite": Stage(suite, 55, beside=True),
     "exact": Stage(exact, 30, compiles=True),
@@ -234,7 +247,7 @@ STAGES: dict[str, Stage] = {
     "steps": Stage(steps, 30, compiles=True),
     "nano-peer": Stage(nano.theirs, 45),
     "blocks": Stage(blocks, 25, compiles=True),
-}
+} | {name: Stage(partial(_decided, name), 40) for name in DECIDED}
 
 
 def _figure(stage: str, case: str, who: str, key: str = "us") -> Callable[[Rows], float | None]:
@@ -281,6 +294,7 @@ _CASCADED = "shared tables, speedup"
 _at_most = partial(Target, at_most=True)
 TARGETS = (
     _at_most("tests/ops on the GPU: failures", _figure("suite", "tests/ops", "pytest", "value"), 0, "failures"),
+    _at_most("reproducible: cases with other bits", _figure("bits", "bits", "quire", "value"), 0, "failures"),
     Target("prefill 8 x 4096, D 128, hopper: rate", _figure("prompts", _WIDE, "hopper", "value"), 500, "TFLOP/s"),
     Target("prefill 8 x 4096, D 128, hopper: share of FA3", _over("prompts", _WIDE, "fa3", "hopper"), 0.9, "x"),
     Target("prefill 8 x 4096, D 64, hopper: share of FA3", _over("prompts", _THIN, "fa3", "hopper"), 0.95, "x"),

@@ -13,11 +13,12 @@ from quire.models.families import llama
 from quire.models.families.ernie4_5 import DEFAULTS, THETA
 from quire.models.families.glm4_moe import EXPERTS
 from quire.models.families.llama import read_sizes, whole_rope
+from quire.models.families.mtp import dense_block
 from quire.models.families.pairs import pairs_apart
 from quire.models.hf_config import ConfigReader, reads
 from quire.models.weights import Sources
 
-AHEAD = re.compile(rf"model\.mtp_.*|{llama.FREQUENCIES.pattern}")  # of layers that predict draft tokens
+AHEAD = re.compile(rf"model\.mtp_.*|{llama.FREQUENCIES.pattern}")  # of the draft head
 LAYER = {**EXPERTS, "correction": ("mlp.moe_statics.e_score_correction_bias",)}
 
 
@@ -67,3 +68,6 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
     """Convert a tensor to our layout: the correction is stored as one row, RoPE has neighbouring pairs."""
     return tensor.flatten() if name.endswith(".correction") else pairs_apart(config, name, part, tensor)
+
+
+draft_head = dense_block(weight_sources, _adapt)

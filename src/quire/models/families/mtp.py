@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from quire.models.decoder_config import AttentionConfig, DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig
 from quire.models.weights import Sources
 
 WeightSources: TypeAlias = Callable[[DecoderConfig, frozenset[str]], Sources]
@@ -60,6 +60,23 @@ def layer_after(weight_sources: WeightSources, adapt: Adapt | None = None) -> Re
         if f"{prefix}eh_proj.weight" not in names:
             return None
         return _head(replace(config, layers=config.layers[-1:]), weight_sources, names, theirs, prefix, prefix, adapt)
+
+    return read
+
+
+def dense_block(weight_sources: WeightSources, adapt: Adapt) -> ReadHead:
+    """Return the reader of heads in tensors "model.mtp_*" (ERNIE 4.5), whose layer is like one with an MLP.
+
+    The model's final norm is the head's, too. weight_sources, adapt: those of the family, which describe the layer.
+    """
+    theirs = "model.mtp_linear_proj.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.norm"
+
+    def read(_: Mapping[str, Any], config: DecoderConfig, names: frozenset[str]) -> HeadFormat | None:
+        layer = next((one for one in config.layers if isinstance(one.mlp, MlpConfig)), None)
+        if layer is None or f"{theirs[0]}.weight" not in names:
+            return None
+        head = replace(config, layers=(layer,))
+        return _head(head, weight_sources, names, theirs, "model.mtp_", "model.mtp_block.0.", adapt)
 
     return read
 

@@ -17,7 +17,7 @@ import torch
 
 from quire.errors import ModelError
 from quire.models.gguf.metadata import Metadata
-from quire.models.gguf.names import ENDS, Names
+from quire.models.gguf.names import ENDS, JOIN, HeadNames, Names
 from quire.models.rope import share_of
 
 LONGEST = 2**26  # tokens of a sequence, limited because angles are computed for each position
@@ -85,6 +85,7 @@ class TensorPlace(NamedTuple):
     transposed: bool = False  # if it is not quantised
     flat: bool = False  # to be flattened: further dimensions have no meaning
     values: str | None = None  # this tensor projects a latent to keys, that one to values
+    dequantised: bool = False  # if it is quantised: only its numbers are of use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ class Architecture:
     column_turns: Mapping[str, str] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # tensors of a layer that others store as [in, out]
     causal: bool = True  # False: an encoder
+    head: HeadNames | None = None  # of its draft head; None: layers after the last one are left out
 
     def config(self, metadata: Metadata) -> dict[str, Any]:
         """Return the model's config.json. Raises ModelError for a key that is missing or has a wrong value."""
@@ -130,11 +132,16 @@ class Architecture:
         for name, info in metadata.file.tensors.items():
             if name in NOT_NEEDED:
                 continue
-            if (match := IN_LAYER.fullmatch(name)) is not None and int(match[1]) in ahead:
-                continue
+            match = IN_LAYER.fullmatch(name)
             table: Names
             if match is None:
                 prefix, rest, table = "", name, self.ends
+            elif int(match[1]) in ahead:
+                if self.head is None or int(match[1]) > ahead[0]:
+                    continue
+                rest, is_end = match[2], match[2].rpartition(".")[0] in self.head.ends
+                table = self.head.ends if is_end else self.layer
+                prefix = (self.head.prefix if is_end else self.head.layer_prefix).format(match[1])
             else:
                 prefix, rest, table = self.prefix.format(match[1]), match[2], self.layer
             base, _, kind = rest.rpartition(".")
@@ -150,6 +157,7 @@ class Architecture:
                 transposed=base in self.transposed and kind == "weight",
                 flat=(base or rest) in VECTORS,
                 values=name.replace(KEYS_OF_LATENT, VALUES_OF_LATENT) if base == KEYS_OF_LATENT else None,
+                dequantised=base == JOIN,
             )
             found, suffix = (table[rest], "") if rest in table else (table.get(base), f".{kind}")
             if found is None:

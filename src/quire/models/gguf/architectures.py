@@ -22,7 +22,9 @@ from quire.models.gguf.names import (
     GRANITE_EXPERTS,
     LATENT,
     LAYER,
+    LAYER_AFTER,
     MIXTRAL_EXPERTS,
+    OWN_TENSORS,
     SHARED_EXPERT,
     SHORT_CONVOLUTION,
     SHORT_CONVOLUTION_EXPERTS,
@@ -364,6 +366,7 @@ QWEN35_MOE = Architecture(
     norms_plus_one=True,
     turns=_qwen35_turns,
     column_turns={"ssm_out": "attn_gate"},
+    head=OWN_TENSORS,
 )
 SCALES = {
     "attention.scale": "attention_multiplier",
@@ -547,6 +550,7 @@ ARCHITECTURES = {
         norms_plus_one=True,
         turns=_qwen35_turns,
         column_turns={"ssm_out": "attn_gate"},
+        head=OWN_TENSORS,
     ),
     "qwen35moe": QWEN35_MOE,
     "qwen3next": replace(  # with its joint projections split, it equals Qwen3.5
@@ -590,6 +594,7 @@ ARCHITECTURES = {
         layer=LAYER | CORRECTED_EXPERTS | LATENT,
         keys=ROUTED_EXPERTS,
         more=_latent,
+        head=LAYER_AFTER,
     ),
     "glm4moe": Architecture(
         name="Glm4MoeForCausalLM",
@@ -597,6 +602,7 @@ ARCHITECTURES = {
         layer=LAYER | CORRECTED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
         keys=ROUTED_EXPERTS,
         more=_glm4_moe,
+        head=LAYER_AFTER,
     ),
     "ernie4_5-moe": Architecture(
         name="Ernie4_5_MoeForCausalLM",

@@ -142,6 +142,8 @@ class GgufTensors:
         place = self._places[name]
         if place.values is not None:
             return self._latent(place.tensor, place.values)
+        if place.dequantised:
+            return self._numbers(place.tensor)
         info, rows = self._file.tensors[place.tensor], self._file.blocks(place.tensor)
         shape = info.shape
         if place.entry is not None:
@@ -185,7 +187,7 @@ class GgufTensors:
 
 
 def _stays_quantised(file: GgufFile, place: TensorPlace) -> bool:
-    return file.tensors[place.tensor].kind not in FLOATS and place.values is None
+    return file.tensors[place.tensor].kind not in FLOATS and place.values is None and not place.dequantised
 
 
 def _part(rows: Tensor, number: int, count: int) -> Tensor:

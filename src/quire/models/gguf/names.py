@@ -6,9 +6,18 @@ experts in one tensor. A tuple of names are equal parts of the rows of one GGUF 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Names: TypeAlias = dict[str, str | tuple[str, ...]]
+
+
+class HeadNames(NamedTuple):
+    """The names of a draft head, which is the layer after the last one, {}, in a GGUF file."""
+
+    prefix: str  # of `ends`
+    layer_prefix: str  # of its layer's tensors
+    ends: Names  # tensors that the layers before it do not have
+
 
 ENDS: Names = {  # outside the layers
     "token_embd": "model.embed_tokens",
@@ -141,3 +150,28 @@ SHORT_CONVOLUTION_EXPERTS: Names = {
     "ffn_gate_up_exps": ("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"),
     "ffn_down_exps": "feed_forward.experts.{}.w2",
 }
+JOIN = "nextn.eh_proj"
+LAYER_AFTER = HeadNames(
+    "model.layers.{}.",
+    "model.layers.{}.",
+    {
+        JOIN: "eh_proj",
+        "nextn.enorm": "enorm",
+        "nextn.hnorm": "hnorm",
+        "nextn.shared_head_norm": "shared_head.norm",
+        "nextn.embed_tokens": "embed_tokens",
+        "nextn.shared_head_head": "shared_head.head",
+    },
+)
+OWN_TENSORS = HeadNames(
+    "mtp.",
+    "mtp.layers.0.",
+    {
+        JOIN: "fc",
+        "nextn.enorm": "pre_fc_norm_embedding",
+        "nextn.hnorm": "pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "norm",
+        "nextn.embed_tokens": "layers.0.embed_tokens",
+        "nextn.shared_head_head": "layers.0.shared_head.head",
+    },
+)

@@ -211,13 +211,14 @@ class EventLog:
     def _end(self, event: Event, now: float) -> None:
         tracked = self.requests.pop(event.request_id, None)
         error = None if event.error is None else event.error.partition(":")[0]  # the rest may contain client data
-        line = ["ended", self._at(now), -1, event.request_id, event.finish_reason, 0, 0, error]
+        line = ["ended", self._at(now), -1, event.request_id, event.finish_reason, 0, 0, error, 0, 0]
         if tracked is not None:  # otherwise it arrived and ended between two steps
             request = tracked.request
             self._silent.pop(request.id, None)
             self._states[tracked.state] -= 1
             self._count(tracked)
             line[2], line[5], line[6] = request.schedule.ordinal, request.num_prompt, request.num_generated
+            line[8:] = drafts_of(request)
         self._unreported.append(line)
 
     def _count(self, tracked: TrackedRequest) -> None:
@@ -271,7 +272,11 @@ class EventLog:
         return ["cleared", at, group]
 
     def numbers(self) -> list[list[int]]:
-        """Return, for each running request with changed numbers: ordinal, tokens generated and stored, blocks freed."""
+        """Return the changed numbers of running requests.
+
+        For each of them: its ordinal, tokens generated and stored, blocks freed in each group, and draft tokens that
+        were computed and accepted.
+        """
         rows = []
         for request in self._scheduler.running:
             tracked = self.requests[request.id]
@@ -279,12 +284,18 @@ class EventLog:
                 request.num_generated,
                 max(request.cache.num_computed, request.cache.num_cached),
                 *request.cache.num_freed,
+                *drafts_of(request),
             )
             if numbers != tracked.reported:
                 tracked.reported = numbers
                 self._count(tracked)
                 rows.append([request.schedule.ordinal, *numbers])
         return rows
+
+
+def drafts_of(request: Request) -> tuple[int, int]:
+    """Return the numbers of a request's draft tokens that were computed, and of these that were accepted."""
+    return request.schedule.num_drafted, request.schedule.num_accepted
 
 
 def family(request: Request) -> int:

@@ -26,7 +26,15 @@ from quire.frontend.jobs import EngineStep
 from quire.request import Event
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
-from quire.server.observability.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, family, plain, shorten
+from quire.server.observability.event_log import (
+    MAX_UNREPORTED,
+    EventLog,
+    TrackedRequest,
+    drafts_of,
+    family,
+    plain,
+    shorten,
+)
 from quire.server.observability.page import HEARTBEAT, MAX_WATCHERS, PAGES, page_at
 
 log = logging.getLogger("quire.server")
@@ -244,6 +252,7 @@ class Inspector:
             "report": plain(self._log.report(request)),
             "times": [tracked.arrived, tracked.ran, tracked.spoke],
             "given": request.cache.num_freed,
+            "drafts": drafts_of(request),
             "tables": [shorten(manager.owned(request, g)) for g in range(len(request.cache.block_ids))],
             "hosts": [shorten(table) for table in request.cache.host_block_ids],
         }

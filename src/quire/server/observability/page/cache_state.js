@@ -85,6 +85,7 @@ class State {
       const known = this.requests.get(reported.key);
       const request = this.meet(reported.key, reported.id, reported.prompt, reported.limit, reported.sample, reported.family);
       Object.assign(request, { state: reported.state, generated: reported.generated, stored: reported.stored, report: reported.report });
+      [request.drafted, request.accepted] = reported.drafts || [0, 0];
       [request.arrived, request.ran, request.spoke] = reported.times;
       if (known) Object.assign(request, { phases: known.phases, pieces: known.pieces });
       else for (const [kind, at] of [["queued", request.arrived], ["prefill", request.ran], ["decode", request.spoke]]) if (at !== null) request.phases.push({ kind, at });
@@ -108,6 +109,7 @@ class State {
     const request = {
       key, id, prompt, limit, sample, family, state: "waiting", generated: 0, stored: 0, report: null, reason: null, error: null,
       arrived: null, ran: null, spoke: null, over: null, given: groups.map(() => 0), tables: groups.map(() => []), hosts: groups.map(() => []),
+      drafted: 0, accepted: 0,  // draft tokens
       left: [],     // {table, given} of each group: the last blocks that were freed
       phases: [],   // {kind, at}: queued, prefill, decode, preempted, swapped
       pieces: [],   // {at, seconds, from, count} of its prompt, as steps computed them
@@ -145,10 +147,10 @@ class State {
     const kind = what === "ran" ? "prefill" : what === "first_token" ? "decode" : what === "resumed" ? (request.spoke === null ? "prefill" : "decode") : detail === "swapped" ? "swapped" : "preempted";
     request.phases.push({ kind, at });
   }
-  end([, at, key, id, reason, prompt, generated, error]) {
+  end([, at, key, id, reason, prompt, generated, error, drafted = 0, accepted = 0]) {
     if (key < 0) return;
     const request = this.requests.get(key) || this.meet(key, id, prompt, prompt + generated, 0);
-    Object.assign(request, { state: "ended", reason, generated, error, over: at });
+    Object.assign(request, { state: "ended", reason, generated, error, drafted, accepted, over: at });
     this.ended.push(key);
     while (this.ended.length > MAX_ENDED) this.forget(this.ended.shift());
   }
@@ -166,11 +168,12 @@ class State {
     if (!isShown) this.effects = null;
     else this.effects ||= [];
     for (const event of record.events) this.happen(event);
-    for (const [key, generated, stored, ...given] of record.requests) {
+    for (const [key, generated, stored, ...rest] of record.requests) {
       const request = this.requests.get(key);
       if (!request) continue;
       const from = Math.min(request.stored, stored);
-      Object.assign(request, { generated, stored, given });
+      const given = rest.splice(0, this.pools.length), [drafted = 0, accepted = 0] = rest;  // older recordings have no drafts
+      Object.assign(request, { generated, stored, given, drafted, accepted });
       this.refill(request, from);
     }
     this.log.push(...record.events);
@@ -299,7 +302,7 @@ class State {
       kind: "snapshot", id: this.number, time: this.time, epoch: this.epoch, about: this.about, config: this.config, gauges: this.gauges,
       requests: live.map(r => ({
         key: r.key, id: r.id, sample: r.sample, family: r.family, state: r.state, prompt: r.prompt, limit: r.limit, generated: r.generated, stored: r.stored,
-        report: r.report, times: [r.arrived, r.ran, r.spoke], given: r.given, tables: r.tables.map(shorten), hosts: r.hosts.map(shorten),
+        report: r.report, times: [r.arrived, r.ran, r.spoke], given: r.given, drafts: [r.drafted, r.accepted], tables: r.tables.map(shorten), hosts: r.hosts.map(shorten),
       })),
       cached: cached.map(shorten), before: cached.map((blocks, g) => shorten(blocks.map(block => this.pools[g].blockBefore(block) + 1))),
       highs: this.pools.map(pool => pool.high), series: this.series, history: this.log,

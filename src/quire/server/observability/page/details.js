@@ -42,6 +42,7 @@ function factsOfRequest(state, request) {
     ["Queued", waited === null ? "–" : waited < 0.0005 ? "0" : duration(waited), "", "queued"],
     ["First token", request.spoke !== null && request.arrived !== null ? `${(request.spoke - request.arrived).toFixed(2)} s` : "–", "", "first"],
     ["Speed", speed ? speed.toFixed(speed < 10 ? 1 : 0) : "–", speed ? " tokens/s" : "", "speed"],
+    ...(request.drafted ? [["Drafts", fmt(request.drafted), ` · ${fmt(request.accepted)} accepted, ${fmt(request.drafted - request.accepted)} rejected`, "drafts"]] : []),
   ];
 }
 function factsOfBlock(state) {

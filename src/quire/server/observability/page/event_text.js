@@ -47,7 +47,7 @@ function describeRequestEvent(event, state, key) {
     case "first_token": { const request = state.requests.get(key); return ["first token" + (request?.arrived != null ? `, ${(event[1] - request.arrived).toFixed(2)} s after it arrived` : "")]; }
     case "preempted": return [event[3] === "swapped" ? "preempted: moved to the host" : "preempted: its blocks were freed, and will be recomputed"];
     case "resumed": return ["resumed"];
-    case "ended": return [`ended after ${plural(event[6], "token")}: ${reasons[event[4]] || event[4]}${event[7] ? ` (${event[7]})` : ""}`];
+    case "ended": return [`ended after ${plural(event[6], "token")}${event[8] ? `, ${fmt(event[9])} of ${plural(event[8], "draft")} accepted` : ""}: ${reasons[event[4]] || event[4]}${event[7] ? ` (${event[7]})` : ""}`];
     case "allocated": return [`got ${plural(countOf(event[4]), "block")}${where} `, ...chips(event[4])];
     case "shared": return [`found ${plural(countOf(event[4]), "block")} in the cache${where} `, ...chips(event[4])];
     case "forked": return ["forked from ", { name: event[4] }, `: shares ${plural(countOf(event[5]), "block")}${where} `, ...chips(event[5])];

@@ -25,6 +25,7 @@ const HELP = {
   queued: "From its arrival to its first step.",
   first: "From its arrival to its first token: the queue, and its prompt.",
   speed: "New tokens in a second, since its first one.",
+  drafts: "Draft tokens whose rows were computed for it in its steps. Accepted ones are those that it drew anyway; the rows after a rejected one are lost.",
   owners: "Requests whose tables contain this block.",
   filled: "Slots of the block with a token's keys and values.",
   reusable: "Whether a new prompt that begins with the same tokens may use the block. Only full blocks are reused.",
