@@ -68,7 +68,7 @@ def test_every_protocol_answers_as_llm_does(eyes: Serving, checkpoint: Path) -> 
     answer = eyes.post("/v1/messages", messages=anthropic, max_tokens=8, temperature=0).json()
     assert text.startswith(answer["content"][0]["text"])
     assert eyes.post("/v1/messages/count_tokens", messages=anthropic).json() == {"input_tokens": count}
-    shared = {"stream": False, "options": {"temperature": 0, "num_predict": 8}}
+    shared = {"model": "", "stream": False, "options": {"temperature": 0, "num_predict": 8}}
     message = {"role": "user", "content": "What is it?", "images": [DATA]}
     answer = eyes.post("/api/chat", messages=[message], **shared).json()
     assert text.startswith(answer["message"]["content"])
@@ -79,10 +79,10 @@ def test_every_protocol_answers_as_llm_does(eyes: Serving, checkpoint: Path) -> 
 
 
 def test_a_second_question_finds_the_image_in_the_cache(eyes: Serving) -> None:
-    long = "It is a picture. " * 12
+    long = "It is a picture. " * 40
     for end in ("What?", "Why?"):
         usage = eyes.post(CHAT, messages=asked(URL, long + end), max_tokens=1, **GREEDY).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.9 * usage["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.95 * usage["prompt_tokens"]
 
 
 @pytest.mark.parametrize("url", ["/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/a.png", "photo.png", ""])
@@ -98,7 +98,7 @@ def test_what_images_do_not_serve_is_refused(eyes: Serving) -> None:
         answer = eyes.post(CHAT, messages=asked(URL), max_tokens=2, **own)
         assert answer.status == 400, (own, answer.body)
         assert "image" in answer.error()["message"], own
-    answer = eyes.post("/api/generate", prompt="a", images=[DATA], raw=True)
+    answer = eyes.post("/api/generate", model="", prompt="a", images=[DATA], raw=True)
     assert answer.status == 400
 
 
