@@ -136,6 +136,12 @@ BASES |= {
         "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 8,
         "n_group": 1, "topk_group": 1, "head_dim": 12,
     },
+    "Dots3Note": SPARSE | {
+        "num_hidden_layers": 4, "layer_types": ["indexed_attention", "sliding_attention"] * 2, "sliding_window": 9,
+        "shared_experts_intermediate_size": 24,
+        "head_dim": 24, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 24, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 12,
+    },
     "Mllama": SHORT | {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "RecurrentGemma": SHORT | {
         "num_hidden_layers": 4, "block_types": ["recurrent", "attention"], "lru_width": 72, "attention_window_size": 9,
@@ -149,6 +155,7 @@ BASES |= {
 }  # fmt: skip
 CONFIGS = {
     "Mllama": "MllamaTextConfig",
+    "Dots3Note": "Dots3NoteTextConfig",
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",
     "Llama4": "Llama4TextConfig",

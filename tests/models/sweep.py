@@ -152,7 +152,21 @@ def _small(raw: dict[str, Any]) -> dict[str, Any]:
         if key.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             small[key] = value % VOCAB
         elif key.endswith("_config") and key != "text_config" and isinstance(value, dict):
-            small[key] = value | dict.fromkeys((*DEPTH, "depth"), 1)
+            small[key] = _one_layer(value, small)
+    return small
+
+
+def _one_layer(side: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """The config of a side of one layer, whose results have the size of the text's rows."""
+    depth = side.get("num_hidden_layers")
+    small = {
+        key: value[:1] if isinstance(value, list) and len(value) == depth else value for key, value in side.items()
+    }
+    small |= dict.fromkeys((*DEPTH, "depth"), 1)
+    if "per_layer_config" in side:
+        small["per_layer_config"] = {}
+    if "adapter_out_dim" in side:
+        small["adapter_out_dim"] = whole["text_config"]["hidden_size"]
     return small
 
 

@@ -299,6 +299,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kimi linear": ("KimiLinear", {}),
     "ling": ("BailingHybrid", {}),
+    "dots.note": ("Dots3Note", {}),
     "llama with layers of cross-attention": ("Mllama", {}),
     "recurrent gemma": ("RecurrentGemma", {}),
     "minimax": ("MiniMax", {}),

@@ -29,7 +29,7 @@ def test_a_seed(seed: int) -> None:
 
 
 # Families that the sweep and test_families compare with transformers, each with a few configs.
-NOT_DRAWN = {"BailingHybridForCausalLM", "MllamaForCausalLM", "OpenAIGPTLMHeadModel"}
+NOT_DRAWN = {"BailingHybridForCausalLM", "Dots3NoteForCausalLM", "MllamaForCausalLM", "OpenAIGPTLMHeadModel"}
 
 
 def test_each_family_is_drawn() -> None:

@@ -66,6 +66,7 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": "quire.models.families.deepseek",
     "DeepseekV32ForCausalLM": "quire.models.families.deepseek",
     "DeepseekV3ForCausalLM": "quire.models.families.deepseek",
+    "Dots3NoteForCausalLM": "quire.models.families.dots3_note",
     "Ernie4_5ForCausalLM": "quire.models.families.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "quire.models.families.ernie4_5_moe",
     "Exaone4ForCausalLM": "quire.models.families.exaone4",

@@ -122,8 +122,9 @@ class LatentConfig:
     scale: float  # of q·k
     index: IndexConfig | None = None  # None: a row attends to all keys before it
     head_gated: bool = False  # each head's result is multiplied by the sigmoid of a number, projected from the input
-
-    window = None
+    window: int | None = None  # keys that a row attends to at most, its own among them
+    norm_eps: float = 1e-6  # of the norms of q's row, of the latent and of the rotated part
+    rope_norm: bool = False  # the rotated part of the key is normalised before RoPE
 
     def __post_init__(self) -> None:
         if self.index is not None and self.q_rank is None:
@@ -522,6 +523,8 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
             norms["q_norm"] = mixer.q_rank
         if mixer.own_index is not None:
             norms["index_norm"] = mixer.own_index.head_dim
+        if mixer.rope_norm:
+            norms["rope_norm"] = mixer.rope_dim
     elif isinstance(mixer, AttentionConfig) and mixer.qk_norm in ("head", "all heads"):
         D, by_head = mixer.head_dim, mixer.qk_norm == "head"
         norms["q_norm"] = D if by_head else mixer.q_size

@@ -391,12 +391,14 @@ class _Writer:
         self.project(f"{name}qkv", hidden, qkv)
         q, latent, k_rope = self.columns(qkv, q_size, config.latent, rope)
         if config.q_rank is not None:
-            self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size), eps=LATENT_EPS)
+            self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size), eps=config.norm_eps)
             if config.own_index is not None:
                 self.select(index, config.own_index, hidden, row)
             q = self.buffer("q", config.q_size)
             self.project(f"{name}q", row, q)
-        self.normalize(f"{name}latent_norm", latent, latent, eps=LATENT_EPS)
+        self.normalize(f"{name}latent_norm", latent, latent, eps=config.norm_eps)
+        if config.rope_norm:
+            self.normalize(f"{name}rope_norm", k_rope, k_rope, eps=config.norm_eps)
         if (table := self.tables[index]) is not None:
             for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
                 self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))

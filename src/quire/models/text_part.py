@@ -17,7 +17,7 @@ from quire.models.hf_config import IMMATERIAL, SCHEMES, SHOWN_KEYS, model_type, 
 # Model types whose text part alone is known to compute the same logits: `python -m tests.models.sweep` compares each.
 WHOLES = frozenset(
     """
-    deepseek_vl deepseek_vl_hybrid emu3 exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
+    deepseek_vl deepseek_vl_hybrid dots3_note emu3 exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
     hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next
     llava_next_video llava_onevision minicpmv4_6 mistral3 mllama moss_transcribe_diarize nemotron_h_omni
     phi4_multimodal qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava
@@ -48,6 +48,7 @@ FLAT = ("qwen2_vl", "qwen2_5_vl", "phi4_multimodal")
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of a rope
 # Architecture of a standalone model, by the type of the text part.
 ARCHITECTURES = {
+    "dots3_note_text": "Dots3NoteForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",

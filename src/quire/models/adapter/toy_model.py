@@ -75,7 +75,7 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
     if key == "per_layer_config":
         by_layer = {int(layer): content for layer, content in value.items()}
         return {
-            i: {name: _small(name, size, raw, 0, []) for name, size in by_layer[layer].items()}
+            i: {name: _small(name, size, {**raw, **by_layer[layer]}, 0, []) for name, size in by_layer[layer].items()}
             for i, layer in enumerate(chosen)
             if layer in by_layer
         }
@@ -107,7 +107,7 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
     if key == "num_kv_shared_layers":
         return sum(layer >= depth - value for layer in chosen)
     if key == "head_dim" and "qk_rope_head_dim" in raw:  # in DeepSeek-like models, head_dim is the rotated part
-        return ROPE_DIM
+        return HEAD_DIM + ROPE_DIM if "shared_experts_intermediate_size" in raw else ROPE_DIM  # of dots.note: all
     if key == "mamba_d_head":
         return HEAD_DIM
     if key == "mamba_d_ssm":

@@ -323,15 +323,16 @@ class Service:
         compiling = asyncio.create_task(self._guide(client_of(request), body, name, tools, thinking))
         try:
             async with noticing_disconnect(request.receive, leave):
-                return await asyncio.wait_for(compiling, self.config.request_timeout)
+                try:
+                    return await asyncio.wait_for(compiling, self.config.request_timeout)
+                except asyncio.CancelledError:
+                    if has_left:
+                        raise ApiError("the client has gone") from None
+                    raise  # this task was cancelled: a line of a batch
         except RequestError as error:
             raise ApiError(str(error), param=name) from error
         except asyncio.TimeoutError:
             raise deadline_passed(self.config.request_timeout or 0.0) from None
-        except asyncio.CancelledError:
-            if not has_left:  # this task was cancelled: a line of a batch
-                raise
-            raise ApiError("the client has gone") from None
 
     async def _guide(
         self,
