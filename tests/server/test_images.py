@@ -41,7 +41,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eyes(checkpoint: Path) -> Iterator[Serving]:
-    with serving({"model": str(checkpoint), "dtype": "float32", "max_model_len": 512}) as server:
+    options = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 512}
+    with serving(options, ollama=True) as server:
         yield server
 
 

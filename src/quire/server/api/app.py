@@ -53,7 +53,7 @@ WANTED = {
     "text_2": "it must be a text, or a list of texts with at least one",
     "queries": "it must be a text, or a list of texts with at least one",
     "stop": "it must be a text or a list of texts, none of them empty or very long",
-    "content": "it must be a text, or a list of parts of type text",
+    "content": "it must be a text, or a list of parts of type text and image_url",
     "tool_choice": "it must be 'none', 'auto', 'required', or an object that names one of the tools",
     "function_call": "functions are called as tools here, so it must be 'none' or 'auto'",
 }
