@@ -116,7 +116,7 @@ def test_braces_in_a_message_are_its_text(server: Serving) -> None:
         ({"messages": []}, "messages", "1 entries or more"),
         ({"messages": [{"content": "a"}]}, "messages", "role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "stranger"),
         ({"logprobs": False, "top_logprobs": 2}, "logprobs", "set logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
@@ -141,15 +141,22 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert words in answer.error()["message"]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "image"])
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", "file", "image"])
 def test_images_and_sounds_are_refused_by_their_place(server: Serving, kind: str) -> None:
     said = {"role": "user", "content": "a"}
     seen = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": kind, kind: {"url": "x"}}]}
     answer = server.post("/v1/chat/completions", messages=[said, seen], max_tokens=4)
     assert answer.status == 400
     assert answer.error()["message"] == (
-        f"messages[1].content[1] is of type '{kind}'; models are served for text alone, in parts of type 'text'"
+        f"messages[1].content[1] is of type '{kind}'; parts of type 'text' and 'image_url' are served"
     )
+
+
+def test_an_image_for_a_model_without_eyes_is_refused_by_its_place(server: Serving) -> None:
+    seen = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+    answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": seen}], max_tokens=4)
+    assert answer.status == 400
+    assert answer.error()["message"] == ("messages[0].content[1] is an image, and this model is served for text alone")
 
 
 def test_neutral_values_of_unserved_fields_are_taken(server: Serving) -> None:

@@ -179,7 +179,7 @@ def test_errors_and_keys_are_anthropics(speaking: Serving) -> None:
         ({"max_tokens": None}, "max_tokens"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            r"messages\[0\].content\[0\] is of type 'im",
+            r"messages\[0\].content\[0\].source is missing",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"content\[0\].text is missing"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].type is 'bash_20250124'"),

@@ -142,7 +142,7 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
     ("path", "body", "words"),
     [
         ("/api/chat", {"messages": USER, "model": "m"}, "there is no model 'm'"),
-        ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, "messages[0].images is ['x']"),
+        ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, "served for text alone"),
         ("/api/chat", {"messages": USER, "options": {"mirostat": 1}}, "options.mirostat is 1"),
         ("/api/chat", {"messages": USER, "options": {"typical_p": 0.5}}, "options.typical_p is 0.5"),
         ("/api/chat", {"messages": USER, "options": {"repeat_last_n": 128}}, "penalties are over the whole text"),

@@ -75,6 +75,10 @@ MAX_KEY = 256  # characters of an Idempotency-Key
 class FleetService(Service):
     """A service whose requests have names that outlive the gateway, so that another gateway can continue a stream."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.factory.images = "a fleet serves text alone"
+
     def identity(self, request: HttpRequest, kind: str) -> Identity:
         """Return the name that the client's headers give the request, or a new one.
 

@@ -117,12 +117,12 @@ class RequestFactory:
         if sources:
             if not isinstance(given, str):
                 raise RequestError("multi_modal_data is given with token ids; give the prompt as a text")
-            return self._with_images(given, sources)._replace(salt=salt)
+            return self.with_images(given, sources)._replace(salt=salt)
         if isinstance(given, str):
             return TokenizedPrompt(given, self.tokenizer_for(given).encode(given), salt)
         return TokenizedPrompt(None, given, salt)
 
-    def _with_images(self, text: str, sources: Sequence[Any]) -> TokenizedPrompt:
+    def with_images(self, text: str, sources: Sequence[Any]) -> TokenizedPrompt:
         """Tokenize a text with images. Raises RequestError if the model reads none, or one is invalid."""
         if isinstance(self.images, str):
             raise RequestError(f"the prompt has an image, and {self.images}")
@@ -182,7 +182,7 @@ class RequestFactory:
         messages, sources = split_images(messages)
         text = self._tokenizer.render(messages, **rendering)
         if sources:
-            return self._with_images(text, sources)
+            return self.with_images(text, sources)
         return TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def tokenizer_for(self, text: str) -> Tokenizer:

@@ -246,6 +246,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
         loras=loras,
     )
     service = Service(model, engine_client, config, traces, Puller() if config.allow_pull else None)
+    service.factory.images = llm.factory.images
     member = None
     if config.fleet_secret and join_fleet is not None:
         member = join_fleet(llm, engine_client, service, metrics, config.fleet_secret)

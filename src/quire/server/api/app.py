@@ -53,7 +53,7 @@ WANTED = {
     "text_2": "it must be a text, or a list of texts with at least one",
     "queries": "it must be a text, or a list of texts with at least one",
     "stop": "it must be a text or a list of texts, none of them empty or very long",
-    "content": "it must be a text, or a list of parts of type text",
+    "content": "it must be a text, or a list of parts of type text and image_url",
     "tool_choice": "it must be 'none', 'auto', 'required', or an object that names one of the tools",
     "function_call": "functions are called as tools here, so it must be 'none' or 'auto'",
 }
@@ -399,7 +399,7 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any], *, is_of_a_kind:
         return f"{name} has the key {shown(message)}; it must be a token id, as in '123'"
     if kind == "no_text":
         part = _dotted([*path, found["ctx"]["index"]])
-        return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"
+        return f"{part} is of type {shown(message)}; parts of type 'text' and 'image_url' are served"
     if not path:
         return "the body is missing or not a JSON object; send one with Content-Type: application/json"
     if kind == "missing":

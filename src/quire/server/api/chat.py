@@ -19,7 +19,7 @@ from quire.server.api.jobs import Stream
 from quire.server.api.service import Service, counted, finite, num_logprobs, offload_if_large
 from quire.server.api.streamed import EventWriter, StreamedAnswer
 from quire.server.api.turn import Turn
-from quire.server.http.api_error import request_failed
+from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import data
 from quire.server.protocol.answers import ChatLogprob, TopLogprob
 from quire.server.protocol.chat import (
@@ -71,6 +71,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         return whole(head, choices, end)
 
     if body.use_beam_search:
+        if turn.prompt.images is not None:
+            raise ApiError("use_beam_search is true, and the prompt has images", param="use_beam_search")
         beams = Beams(service, [turn.prompt], name, body.n or 1)
         await beams.begin(request, body, turn.max_tokens, count if body.logprobs else None)
         if body.stream:

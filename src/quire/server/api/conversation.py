@@ -12,7 +12,7 @@ from quire.errors import RequestError
 from quire.frontend.chat_tokenizer import plain_call, plain_tool
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.server.api.service import Service
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import ApiError, shown
 from quire.server.protocol.chat import Message, Rendering
 
 
@@ -36,6 +36,7 @@ async def conversation(
         )
         raise ApiError(message, param="messages")
     rendering.check_depths()
+    urls = _images(service, messages)
     plain = [_plain(message, service.model.dialect.wants_json) for message in messages]
     tools = [plain_tool(tool.function.model_dump(exclude_none=True)) for tool in rendering.tools or ()]
     given = config.template_kwargs() | dict(variables or {}) | (rendering.chat_template_kwargs or {})
@@ -47,19 +48,38 @@ async def conversation(
         given,
         continue_final_message=rendering.continue_final_message,
     )
-    size = sum(len(message["content"]) for message in plain)
+    size = sum(len(said(message)) for message in messages)
     try:
         text = await service.render(request, render, size)
         service.check_text(text, "messages")
+        if urls:
+            return await service.encode_images(request, text, urls)
         return await service.encode(request, text, add_special_tokens=False)  # the template has written them
     except RequestError as error:
         raise ApiError(str(error), param="messages") from error
 
 
+def _images(service: Service, messages: Sequence[Message]) -> list[str]:
+    """Return the data URLs of all images. Raises ApiError for others: a client must not name files of the server."""
+    urls: list[str] = []
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part["type"] == "text":
+                continue
+            place, url = f"messages[{i}].content[{j}]", part["image_url"]["url"]
+            if isinstance(service.factory.images, str):
+                raise ApiError(f"{place} is an image, and {service.factory.images}", param="messages")
+            if not url.startswith("data:"):
+                why = f"{place} has the URL {shown(url)}; an image is given as a data URL: data:image/png;base64,..."
+                raise ApiError(why, param="messages")
+            urls.append(url)
+    return urls
+
+
 def said(message: Message) -> str:
     """Return a message's text."""
     if isinstance(message.content, list):
-        return "\n".join(part["text"] for part in message.content)
+        return "\n".join(part["text"] for part in message.content if part["type"] == "text")
     return message.content or ""
 
 
@@ -75,4 +95,10 @@ def _plain(message: Message, wants_json: bool) -> dict[str, Any]:
         "tool_calls": calls or None,
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
-    return {"role": message.role, "content": said(message)} | {key: one for key, one in more.items() if one is not None}
+    content: str | list[dict[str, str]] = said(message)
+    if isinstance(message.content, list) and any(part["type"] != "text" for part in message.content):
+        content = [
+            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
+            for part in message.content
+        ]
+    return {"role": message.role, "content": content} | {key: one for key, one in more.items() if one is not None}

@@ -46,6 +46,8 @@ async def embedded(service: Service, request: HttpRequest, body: EmbeddingReques
     given = body.inputs()
     if given is None:
         prompt = await conversation(service, request, body.messages or (), body)
+        if prompt.images is not None:
+            raise ApiError("messages have an image; an embedding is of text alone", param="messages")
         return await hidden_states(service, request, body, [prompt.tokens], "messages")
     inputs = listed(given)
     size = _num_numbers(service, body, len(inputs))

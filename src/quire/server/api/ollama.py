@@ -103,6 +103,8 @@ async def _answer(
         if body.system:
             why = "raw is true" if body.raw else "the model has no chat template"
             raise ApiError(f"system cannot be used, because {why}; write it into the prompt", param="system")
+        if body.images:
+            raise ApiError("images need a chat template, and raw is true or the model has none", param="images")
         text = body.prompt or ""
         service.check_text(text)
         prompt = await service.encode(request, text)

@@ -106,6 +106,7 @@ class Service:
     _quick_grammars: BoundedExecutor = field(init=False)  # parses all grammars, and compiles those known to be quick
     _texts: BoundedExecutor = field(init=False)
     _templates: BoundedExecutor = field(init=False)
+    _images: BoundedExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         model = self.model
@@ -116,6 +117,7 @@ class Service:
         self._quick_grammars = BoundedExecutor("grammar", MAX_QUICK_GRAMMARS, MAX_GRAMMARS)
         self._texts = BoundedExecutor("text", MAX_LONG_TEXTS, most)
         self._templates = BoundedExecutor("template", MAX_TEMPLATES, most)
+        self._images = BoundedExecutor("image", 1, most)  # the encoder takes one after the other
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -206,6 +208,11 @@ class Service:
         function = partial(self.tokenizer.encode, text, add_special_tokens)
         return TokenizedPrompt(text, await self.run_tokenization(request, len(text), function))
 
+    async def encode_images(self, request: HttpRequest, text: str, urls: Sequence[str]) -> TokenizedPrompt:
+        """Tokenize a rendered text with a mark for each image. Raises RequestError for one that is invalid."""
+        function = partial(self.factory.with_images, text, urls)
+        return await self._images.run(client_of(request), function, len(text) + sum(map(len, urls)))
+
     async def render(self, request: HttpRequest, render: Callable[[], str], size: int) -> str:
         """Render a conversation of `size` characters. Raises RequestError if the template refuses it."""
         return await self._templates.run(client_of(request), render, size)
@@ -239,6 +246,9 @@ class Service:
         tokens = self.factory.truncate(prompt.tokens, body.truncate_prompt_tokens, max_tokens)
         if len(tokens) == len(prompt.tokens):
             return prompt
+        if prompt.images is not None:
+            message = f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, and the prompt has images"
+            raise ApiError(message, param="truncate_prompt_tokens")
         text = None if prompt.text is None else self.tokenizer.decode(tokens)
         return TokenizedPrompt(text, tokens)
 
@@ -358,7 +368,7 @@ class Service:
 
     def close(self) -> None:
         """End the threads and processes that work for the routes."""
-        for executor in (self.compilers, self._quick_grammars, self._texts, self._templates):
+        for executor in (self.compilers, self._quick_grammars, self._texts, self._templates, self._images):
             executor.close()
         self.factory.close()
         if self.model.template is not None:

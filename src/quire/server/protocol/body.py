@@ -28,6 +28,7 @@ from quire.request import MAX_PRIORITY
 MAX_N = 128  # samples of a prompt; OpenAI's limit
 MAX_PROMPTS = 1024  # in one request
 MAX_PROMPT = 2**21  # characters or tokens
+MAX_IMAGE = 45 * 2**20  # characters of base64, for the bytes that are decoded at most
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # editors send a keyword for each kind of line that may follow
 MAX_STOP_TOKENS = 256
 MAX_TOKEN = 2**31 - 1
@@ -47,6 +48,7 @@ Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 # fail_fast: only one error is reported, so there is no need to collect a million of them.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True)]
 Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
+ImageData = Annotated[str, StringConstraints(max_length=MAX_IMAGE)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
 GivenName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
+    Tag,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -25,6 +27,7 @@ from quire.server.protocol.body import (
     FunctionName,
     GivenName,
     Ignored,
+    ImageData,
     MaxTokens,
     Name,
     Off,
@@ -34,6 +37,7 @@ from quire.server.protocol.body import (
     StrictItem,
     Text,
     bound_fields,
+    tag_of,
 )
 from quire.server.protocol.retention import DEFAULT, RETENTION, CacheControl, CacheRetention, longest, seconds_of
 from quire.server.protocol.sampling import Sampling
@@ -67,6 +71,32 @@ class TextPart(StrictItem):
     cache_control: NotRequired[CacheControl | None]
 
 
+class ImageUrl(StrictItem):
+    """An image, in a data URL."""
+
+    url: ImageData
+    detail: NotRequired[Name | None]  # without effect
+
+
+class ImagePart(StrictItem):
+    """An image in a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    cache_control: NotRequired[CacheControl | None]
+
+
+Part = Annotated[
+    Union[Annotated[TextPart, Tag("<text>")], Annotated[ImagePart, Tag("<image_url>")]],  # noqa: UP007
+    Discriminator(tag_of),
+]
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return the part of a message that is an image."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 class CalledFunction(Body):
     """The function that an assistant's message calls."""
 
@@ -87,7 +117,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Role
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    content: Text | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Name | None = None
     id: Ignored[Name] = None
     reasoning_content: Text | None = None
@@ -113,12 +143,12 @@ class Message(Body):
     @field_validator("content", mode="before")
     @classmethod
     def bound_parts(cls, value: Any) -> Any:
-        """Bound the fields of each part, and report the first part that is not text."""
+        """Bound the fields of each part, and report the first part that is neither text nor image."""
         if isinstance(value, list):
             for i, part in enumerate(value):
                 bound_fields(part)
                 kind = part.get("type") if isinstance(part, dict) else None
-                if isinstance(kind, str) and kind != "text":
+                if isinstance(kind, str) and kind not in ("text", "image_url"):
                     raise PydanticCustomError("no_text", "{kind}", {"index": i, "kind": kind})
         return value
 

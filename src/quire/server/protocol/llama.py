@@ -99,7 +99,9 @@ class LlamaRequest(LlamaOptions):
 
     dry_multiplier: Annotated[Number | None, Refused(OTHER_SAMPLING)] = None
     dynatemp_range: Annotated[Number | None, Refused(OTHER_SAMPLING)] = None
-    image_data: Annotated[list[Any] | None, Refused("models are served for text alone")] = None
+    image_data: Annotated[list[Any] | None, Refused("an image is a part of a chat's message, of type 'image_url'")] = (
+        None
+    )
     lora: Annotated[list[Any] | None, Refused("an adapter is chosen by model, by its name")] = None
     min_keep: Annotated[int | None, Refused(OTHER_SAMPLING, 1)] = None
     n_cmpl: Annotated[int | None, Refused("/v1/completions takes n", 1)] = None

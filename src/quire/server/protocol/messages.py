@@ -20,6 +20,7 @@ from quire.server.protocol.body import (
     GivenName,
     HistoryItem,
     Ignored,
+    ImageData,
     MaxTokens,
     Name,
     OrText,
@@ -28,7 +29,7 @@ from quire.server.protocol.body import (
     Text,
     tag_of,
 )
-from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
+from quire.server.protocol.chat import MAX_TOOLS, ChatRequest, image_part
 from quire.server.protocol.retention import CacheControl, longest
 from quire.server.protocol.sampling import numbers_of
 
@@ -67,6 +68,22 @@ class ToolResultBlock(HistoryItem):
     cache_control: NotRequired[CacheControl | None]
 
 
+class ImageSource(HistoryItem):
+    """The bytes of an image."""
+
+    type: Literal["base64"]
+    media_type: NotRequired[Name | None]  # the bytes tell the format
+    data: ImageData
+
+
+class ImageBlock(HistoryItem):
+    """An image."""
+
+    type: Literal["image"]
+    source: ImageSource
+    cache_control: NotRequired[CacheControl | None]
+
+
 class ThinkingBlock(HistoryItem):
     """The assistant's reasoning."""
 
@@ -83,6 +100,7 @@ class RedactedThinkingBlock(HistoryItem):
 Block = Annotated[
     Union[  # noqa: UP007
         Annotated[TextBlock, Tag("<text>")],
+        Annotated[ImageBlock, Tag("<image>")],
         Annotated[ToolUseBlock, Tag("<tool_use>")],
         Annotated[ToolResultBlock, Tag("<tool_result>")],
         Annotated[ThinkingBlock, Tag("<thinking>")],
@@ -256,6 +274,8 @@ def _said(message: InputMessage) -> list[dict[str, Any]]:
     for block in message.content:
         if block["type"] == "text":
             parts.append({"type": "text", "text": block["text"]})
+        elif block["type"] == "image":
+            parts.append(image_part(f"data:;base64,{block['source']['data']}"))
         elif block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block["id"], "type": "function", "function": function})

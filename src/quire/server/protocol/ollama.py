@@ -19,6 +19,7 @@ from quire.server.protocol.body import (
     Body,
     GivenName,
     Ignored,
+    ImageData,
     Name,
     Number,
     Off,
@@ -27,7 +28,7 @@ from quire.server.protocol.body import (
     Role,
     Text,
 )
-from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, NO_TEMPLATE, ChatRequest, FunctionTool
+from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, NO_TEMPLATE, ChatRequest, FunctionTool, image_part
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.llama import CALLED, LlamaOptions
 
@@ -131,13 +132,16 @@ class PastCall(Body):
     function: PastFunction
 
 
+Images = Annotated[list[ImageData], Field(max_length=MAX_MESSAGES, fail_fast=True)]  # in base64
+
+
 class PastMessage(Body):
     """A message of a conversation."""
 
     role: Role
     content: Text | None = None
     thinking: Text | None = None
-    images: Annotated[list[Any] | None, Refused("models are served for text alone")] = None
+    images: Images | None = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
@@ -171,14 +175,14 @@ class GenerateRequest(Shared):
     context: Annotated[
         list[Any] | None, Refused("nothing is stored here; send the whole conversation to /api/chat")
     ] = None
-    images: Annotated[list[Any] | None, Refused("models are served for text alone")] = None
+    images: Images | None = None
     suffix: Annotated[str | None, Refused("/v1/completions fills in text before a suffix")] = None
     template: Annotated[str | None, NO_TEMPLATE] = None
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.chat_of([*system, {"role": "user", "content": self.prompt or ""}])
+        return self.chat_of([*system, {"role": "user", "content": _content(self.prompt, self.images)}])
 
 
 class EmbedRequest(Body):
@@ -259,6 +263,13 @@ class ShowRequest(Body):
     system: Ignored[Text] = None
 
 
+def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a chat's message: the images, and the text after them."""
+    if not images:
+        return text or ""
+    return [*(image_part(f"data:;base64,{image}") for image in images), {"type": "text", "text": text or ""}]
+
+
 def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:
     """Convert messages to those of a chat request, where calls have ids and results name their call.
 
@@ -267,7 +278,7 @@ def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # ids and names
     for i, message in enumerate(messages):
-        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        one: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.thinking:
             one["reasoning_content"] = message.thinking
         if message.tool_calls:

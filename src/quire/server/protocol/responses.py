@@ -20,6 +20,7 @@ from quire.server.protocol.body import (
     GivenName,
     HistoryItem,
     Ignored,
+    ImageData,
     MaxTokens,
     Name,
     OrText,
@@ -28,7 +29,7 @@ from quire.server.protocol.body import (
     Text,
     tag_of,
 )
-from quire.server.protocol.chat import MAX_TOOLS, NO_MODERATION, CacheOptions, ChatRequest
+from quire.server.protocol.chat import MAX_TOOLS, NO_MODERATION, CacheOptions, ChatRequest, image_part
 from quire.server.protocol.retention import CacheRetention
 from quire.server.protocol.sampling import ServiceTier, StreamOptions, numbers_of
 
@@ -56,6 +57,13 @@ class InputText(HistoryItem):
     text: Text
 
 
+class InputImage(HistoryItem):
+    """An image, in a data URL."""
+
+    type: Literal["input_image"]
+    image_url: ImageData
+
+
 class Refusal(HistoryItem):
     """A refusal by a model of another server."""
 
@@ -74,6 +82,22 @@ Part = Annotated[
     ],
     Discriminator(tag_of),
 ]
+MessageParts = Annotated[
+    list[
+        Annotated[
+            Union[  # noqa: UP007
+                Annotated[InputImage, Tag("<input_image>")],
+                Annotated[InputText, Tag("<input_text>")],
+                Annotated[InputText, Tag("<output_text>")],
+                Annotated[InputText, Tag("<text>")],
+                Annotated[Refusal, Tag("<refusal>")],
+            ],
+            Discriminator(tag_of),
+        ]
+    ],
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    OrText(lambda text: {"type": "input_text", "text": text}),
+]
 Parts = Annotated[
     list[Part],
     Field(max_length=MAX_MESSAGES, fail_fast=True),
@@ -86,7 +110,7 @@ class MessageItem(HistoryItem):
 
     type: NotRequired[Literal["message"] | None]
     role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    content: MessageParts
 
 
 class CallItem(HistoryItem):
@@ -310,18 +334,29 @@ def _messages(instructions: str | None, items: Sequence[Any]) -> list[dict[str, 
     return messages
 
 
-def _add(messages: list[dict[str, Any]], role: str, content: list[dict[str, str]]) -> None:
+def _add(messages: list[dict[str, Any]], role: str, content: list[dict[str, Any]]) -> None:
     """Add a message. Merge a leading developer message into the instructions: most templates accept one of a system."""
     if role in ("system", "developer"):
         role = "system"
-        if len(messages) == 1 and messages[0]["role"] == role and isinstance(messages[0]["content"], str):
+        if (
+            len(messages) == 1
+            and messages[0]["role"] == role
+            and isinstance(messages[0]["content"], str)
+            and all("text" in part for part in content)
+        ):
             messages[0]["content"] = "\n\n".join([messages[0]["content"], *(part["text"] for part in content)])
             return
     messages.append({"role": role, "content": content})
 
 
-def _texts(parts: Sequence[Any]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": part["refusal"] if "refusal" in part else part["text"]} for part in parts]
+def _texts(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """Convert parts to those of a chat's message."""
+    return [
+        image_part(part["image_url"])
+        if part["type"] == "input_image"
+        else {"type": "text", "text": part["refusal"] if "refusal" in part else part["text"]}
+        for part in parts
+    ]
 
 
 class ItemPart(Answer):

@@ -88,8 +88,12 @@ NOT_HERE = (
         "it belongs to Ollama's own routes; give the whole prompt or all of the messages",
     )
     | dict.fromkeys(
-        ("audio_url", "image_data", "image_url", "images", "multi_modal_data", "videos"),
-        "models are served for text alone",
+        ("image_data", "image_url", "images", "multi_modal_data"),
+        "an image is a part of a chat's message, of type 'image_url'",
+    )
+    | dict.fromkeys(
+        ("audio_url", "videos"),
+        "models read text and images alone",
     )
     | dict.fromkeys(("logits_processors", "logits_processor"), "no code of a request is run")
     | {
