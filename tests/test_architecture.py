@@ -75,23 +75,23 @@ SHAPED = (
 MOST_LINES = {
     "cache": 3_920,
     "cli": 2_200,
-    "engine": 7_090,
+    "engine": 7_085,
     "diff": 1_170,
     "fingerprint": 715,
-    "fleet": 5_875,
-    "frontend": 6_110,
+    "fleet": 5_910,
+    "frontend": 6_150,
     "integrations": 910,
-    "models": 16_355,
+    "models": 16_545,
     "ops": 25_390,
     "parallel": 580,
-    "ray": 420,
+    "ray": 415,
     "router": 625,
     "sandbox": 1_390,
-    "server": 19_005,
-    "lora": 50,
+    "server": 19_175,
+    "lora": 45,
     "simulate": 4_250,
     "terminal": 1_260,
-    "modules": 1_820,  # those that are in no package
+    "modules": 1_825,  # those that are in no package
 }
 
 

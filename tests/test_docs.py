@@ -339,6 +339,7 @@ def test_every_public_operator_has_its_place_on_the_page() -> None:
         "batch_invariant",
         "set_prefetch",
         "exchange",
+        "chain",
         "exchange_bytes",
     }  # for models, caches, options
     for name, _ in inspect.getmembers(ops.Backend, inspect.isfunction):

@@ -18,7 +18,7 @@ def test_no_case_brings_the_server_down_or_changes_a_text(count: int, most_examp
     assert report.num_cases >= count
     assert report.num_canaries == report.num_cases // CANARY_EVERY > 0
     operations = {label for label, _, _ in report.cases}
-    assert len(operations) == 31
+    assert len(operations) == 34
     assert {mode for _, _, mode in report.cases} == {"positive", "negative"}
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/api/generate"):
         assert report.statuses[f"POST {route}", 200] > 0, told(report)

@@ -72,7 +72,7 @@ class ImageSource(HistoryItem):
     """The bytes of an image."""
 
     type: Literal["base64"]
-    media_type: NotRequired[Name | None]  # the bytes tell the format
+    media_type: NotRequired[Name | None]  # the bytes decide the format
     data: ImageData
 
 
