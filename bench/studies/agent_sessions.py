@@ -41,7 +41,7 @@ WORDS = "the file has a test that fails in line because value of key is not what
 
 @dataclass
 class Usage:
-    """What one turn reported."""
+    """The report of one turn."""
 
     prompt: int
     cached: int

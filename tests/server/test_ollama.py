@@ -385,6 +385,7 @@ def test_a_model_is_created_used_copied_and_deleted(tmp_path: Path, monkeypatch:
         given = {"max_tokens": 5, "temperature": 0, "stop": ["@@"]}
         alike = text("quire-embedded", [system, *USER], **given)
         assert text("pirate", USER) == alike
+        assert text("pirate", USER, temperature=None, max_tokens=None) == alike  # null sets nothing
         assert ask(server, "/api/chat", messages=USER, model="pirate", options={})["message"]["content"] == alike
         assert ask(server, "/api/generate", prompt="a queue", model="pirate:latest", options={})["response"] == alike
         assert ask(server, "/api/chat", messages=USER, model="pirate", options={"num_predict": 2})["eval_count"] == 2
@@ -419,6 +420,7 @@ def test_a_model_is_created_used_copied_and_deleted(tmp_path: Path, monkeypatch:
             ({"model": "a", "from": "pirate"}, 404, "there is no model 'pirate'"),
             ({"model": "quire-embedded", "from": "captain"}, 400, "which is served here"),
             ({"model": "../x", "from": "captain"}, 400, "is no name of a model"),
+            ({"model": "a", "from": "captain", "system": "a" * 2**16}, 400, "of 65536 at most"),
             ({"model": "a"}, 400, "from is missing"),
             ({"from": "captain"}, 400, "model is missing"),
             ({"model": "a", "from": "captain", "parameters": {"temperature": -1}}, 400, "temperature is -1"),

@@ -123,6 +123,7 @@ class Trace:
             path = Path(directory, "trace")
             try:
                 with urlopen(url, timeout=TIMEOUT) as answer, path.open("wb") as file:
+                    size = answer.headers.get("Content-Length")
                     while piece := answer.read(2**20):
                         file.write(piece)
                         if file.tell() > MOST_FETCHED:
@@ -130,6 +131,8 @@ class Trace:
                                 f"{url} has more than {MOST_FETCHED / 2**30:g} GiB; fetch the trace with another "
                                 "program and give its file, or save it with a smaller --size"
                             )
+                    if size is not None and file.tell() != int(size):
+                        raise ConfigError(f"the trace at {url} ended after {file.tell()} of {size} bytes; try again")
             except ConfigError:
                 raise
             except Exception as error:  # of the network, the protocol or the disk

@@ -42,11 +42,14 @@ FEW = (LinearTile(64, 64, 128, 4, 5), LinearTile(64, 32, 128, 4, 5), LinearTile(
 
 
 def bits(_: Bench) -> Figures:
-    """Which cases of the promise of reproducible plans fail."""
+    """Return the cases of the promise of reproducible plans that pass and fail. Raises RuntimeError if none ran."""
     names = ["tests/ops/triton_backend/test_bits.py", "-k", "a_row_has_the_same_bits"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "--long", *names]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    return {kind: re.findall(rf"(?m)^{kind} \S+\[(.*)\]", shown) for kind in ("PASSED", "FAILED")}
+    found = {kind: re.findall(rf"(?m)^{kind} \S+\[(.*)\]", shown) for kind in ("PASSED", "FAILED", "ERROR")}
+    if not found["PASSED"] or found["ERROR"]:
+        raise RuntimeError(shown[-600:])
+    return found
 
 
 def reproducible(bench: Bench) -> Figures:
@@ -137,7 +140,7 @@ def few_outputs(bench: Bench) -> Figures:
 
 
 def captured_exchange(bench: Bench) -> Figures:
-    """Whether a graph repeats NCCL's exchange: a group of this process alone."""
+    """Return whether a graph repeats NCCL's exchange: a group of this process alone."""
     with tempfile.TemporaryDirectory() as directory:
         store = FileStore(f"{directory}/store", 1)
         store.set_timeout(timedelta(seconds=LIMIT))
@@ -157,7 +160,7 @@ def captured_exchange(bench: Bench) -> Figures:
 
 
 def ranks(_: Bench) -> Figures:
-    """Whether two processes that share this GPU compute the tokens and log-probabilities of one."""
+    """Return whether two processes that share this GPU compute the tokens and log-probabilities of one."""
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
     found = []
     for size in (1, 2):

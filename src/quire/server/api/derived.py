@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from quire.server.protocol.ollama import CreateRequest, OllamaChatRequest
 
 KIND = "model"
 MOST = 128  # derived models of a key
+MOST_BYTES = 2**16  # of one, as JSON: all those of a key are read at once
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,255}")
 
 
@@ -109,6 +111,9 @@ class DerivedModels:
         if NAME.fullmatch(one["name"]) is None:
             message = f"{shown(one['name'])} is no name of a model; it has letters, digits and any of _ . : / -"
             raise ApiError(message, param="model")
+        if (size := len(json.dumps(one))) > MOST_BYTES:
+            message = f"the model has {size} bytes with its texts, of {MOST_BYTES} at most"
+            raise ApiError(message, param="model")
         apply(one, model_of({"messages": [{"role": "user", "content": ""}]}, ChatRequest))  # refuses wrong values
         if self.find(owner, one["name"]) is None and len(self.listed(owner)) >= MOST:
             message = f"there are {MOST} created models of this key, the most; delete one (DELETE /api/delete)"
@@ -128,7 +133,7 @@ def apply(derived: Derived, body: ChatRequest) -> None:
     defaults = model_of(own, OllamaChatRequest).chat()
     has_system = bool(body.messages) and body.messages[0].role in ("system", "developer")
     body.messages[has_system:has_system] = defaults.messages[len(given) if has_system else 0 : -1]
-    asked = set(body.model_fields_set)
+    asked = {name for name in body.model_fields_set if getattr(body, name) is not None}
     if "max_completion_tokens" in asked:
         asked.add("max_tokens")
     for name in defaults.model_fields_set - asked - {"messages", "stream", "logprobs"}:

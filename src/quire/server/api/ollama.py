@@ -204,8 +204,8 @@ def copy(service: Service, request: HttpRequest, body: CopyRequest) -> Response:
 
 def delete(service: Service, request: HttpRequest, body: DeleteRequest) -> Response:
     """Remove a created model."""
-    derived, name = _derived(service), _own_name(service, body.model or body.name)
-    derived.delete(client_of(request), name)
+    name = (body.model or body.name or "").removesuffix(":latest")
+    _derived(service).delete(client_of(request), name)
     return Response()
 
 

@@ -78,6 +78,7 @@ class Batches:
     def create(self, owner: str, body: BatchRequest) -> Batch:
         """Create a batch and begin with it. Raises ApiError for an unknown file or too many batches, and OSError."""
         self.file(owner, body.input_file_id, "input_file_id")
+        self.check_room(owner)
         if sum(one.owner == owner for one in self._open.values()) >= MOST_OPEN:
             message = f"{MOST_OPEN} batches of this key have not ended, the most at a time; wait for one, or cancel it"
             raise ApiError(message, HTTPStatus.TOO_MANY_REQUESTS, code="too_many_batches")
