@@ -22,9 +22,19 @@ RUNTIME = lowest.requirements("dependencies")
 DEV = lowest.requirements("dev")
 MEASURING = lowest.requirements("all", lowest.MEASURING)
 # Where one is missing, an error says so: the module, and what is to be installed.
-OPTIONAL = {"msgspec": "msgspec", "opentelemetry": "opentelemetry-sdk", "triton": "triton", "zmq": "pyzmq"}
+OPTIONAL = {"PIL": "pillow", "msgspec": "msgspec", "opentelemetry": "opentelemetry-sdk", "triton": "triton"} | {
+    "zmq": "pyzmq"
+}
 EXTRAS = {"lm_eval": "eval", "matplotlib": "matplotlib", "ray": "ray"}  # the extra that brings each
-COMPARED = {"gguf", "llama_cpp", "mistralrs", "openvino", "openvino_genai", "vllm"}  # each in an environment of its own
+COMPARED = {
+    "gguf",
+    "llama_cpp",
+    "mistralrs",
+    "nanovllm",
+    "openvino",
+    "openvino_genai",
+    "vllm",
+}  # each in an environment of its own
 CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 ROW = re.compile(r"^\| `([^`]+)` \| ([^ |]+) \| ([^|]+) \| (\d{4}-\d{2}-\d{2}) \|$", re.MULTILINE)
 

@@ -1,8 +1,8 @@
 """Count the requests whose tokens differ with drafts, for a model of each kind.
 
-    python -m bench.studies.drafts --requests 1000
-    python -m bench.studies.drafts --requests 100 --kind latent --weights int4 --isa amx_emulated
-    python -m bench.studies.drafts --requests 100 --processes 2
+    python bench/studies/drafts.py --requests 1000
+    python bench/studies/drafts.py --requests 100 --kind latent --weights int4 --isa amx_emulated
+    python bench/studies/drafts.py --requests 100 --processes 2
 
 The models are small and random, with the embedded model's tokenizer, and some have a random head. The requests are
 those of `quire bench drafts --check`. Run it in a clone: the models are those of the tests. Status 1 if one differs.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {"bf16": {}, "int4": {"quantization": "int4
 
 def checkpoint(directory: Path, kind: Kind) -> None:
     """Save a random model of that kind, with the embedded model's tokenizer."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # the clone, for its tests
     save = importlib.import_module("tests.models.checkpoints").save  # which is not typed
     model = save(directory, kind.family, torch.bfloat16, vocab_size=VOCAB_SIZE, **kind.changes)
     if kind.head is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +127,16 @@ def test_a_broken_head_costs_no_request_anything(tmp_path: Path, kind: str) -> N
     plain = run(engine(tmp_path), temperature=0.0)
     made = engine(tmp_path, num_speculative_tokens=3, draft="head")
     head = drafter_of(made).head
-    forward, calls = head.forward, []
+    calls = []
 
-    def broken(token_ids: torch.Tensor, positions: torch.Tensor, before: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def broken(whole: Any, token_ids: torch.Tensor, positions: torch.Tensor, before: torch.Tensor, *rest: Any) -> Any:
         calls.append(len(token_ids))
         if kind == "raises":
             raise RuntimeError("no memory")
-        return forward(token_ids, positions, torch.full_like(before, float("nan")), *rest)
+        return whole(token_ids, positions, torch.full_like(before, float("nan")), *rest)
 
-    head.forward = broken  # type: ignore[method-assign]
+    for name in ("forward", "drafts"):  # row by row, and in one call
+        setattr(head, name, partial(broken, getattr(head, name)))
     assert run(made, temperature=0.0) == plain
     assert len(calls) == MAX_FAILURES if kind == "raises" else len(calls) > 10
     again = engine(tmp_path)

@@ -112,6 +112,7 @@ def test_it_offers_the_whole_protocol(backend, device):
         "set_prefetch",
         "linears",
         "compile",
+        "chain",
         "swap",
         "exchange",
         "exchange_bytes",
