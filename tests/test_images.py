@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from base64 import b64encode
 from collections.abc import Iterator
 from io import BytesIO
@@ -175,6 +176,15 @@ def test_equal_rows_in_other_places_are_other_images() -> None:
     assert found[0].begun_in(2, 17) == b""
     assert not set(found[0].ids.tolist()) & set(found[1].ids.tolist())
     assert [one.turns.shift for one in found if one.turns] == [12, 8]  # although no text follows the image
+
+
+def test_a_checkpoint_without_a_processor_refuses_images_alone(smolvlm: Path, tmp_path: Path) -> None:
+    shutil.copytree(smolvlm, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with LLM(str(tmp_path), num_blocks=50, **OPTIONS) as blind:
+        assert blind.generate("class A:", GREEDY, use_tqdm=False)[0].outputs[0].text
+        with pytest.raises(RequestError, match="images cannot be read"):
+            blind.generate({"prompt": "<image>", "multi_modal_data": {"image": pictures(1)[0]}}, GREEDY)
 
 
 def test_penalties_drafts_and_samples_work_beside_images(llm: LLM) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.errors import RequestError, check_installed
+from quire.errors import MissingPackage, ModelError, RequestError, check_installed
 from quire.models.images import EncodedImage, ImageEncoder
 from quire.request import ImageRows, ImageTurns
 from quire.sandbox.images import MAX_BYTES, ImageDecoder
@@ -57,10 +57,16 @@ class PromptImages:
         """
         if len(sources) > MAX_IMAGES:
             raise RequestError(f"a prompt has {len(sources)} images; it may have at most {MAX_IMAGES}")
-        images = [self._image(source) for source in sources]
+        try:
+            images = [self._image(source) for source in sources]
+        except MissingPackage as error:
+            raise RequestError(f"images cannot be read: {error}") from error
         with self._lock:
             if self._encoder is None:
-                self._encoder = self._load()
+                try:
+                    self._encoder = self._load()
+                except (ModelError, MissingPackage) as error:
+                    raise RequestError(f"this model's images cannot be read: {error}") from error
             tokens = self._encoder.tokenize(text, images)
             if len(tokens) > self._longest:
                 raise RequestError(
