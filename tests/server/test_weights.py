@@ -85,7 +85,7 @@ def test_a_fleet_follows_the_weights_of_its_replicas(tmp_path: Path) -> None:
         first, again = asked(front), asked(front)
         assert first[0] != text
         assert first[1] != name
-        assert (first[2], again[2]) == (0, 16 * (again[2] // 16))
+        assert again[2] % 16 == 0  # the first may find blocks of the new weights: of the request that went elsewhere
         assert again == (first[0], first[1], again[2])
         assert again[2] > 0
         prompt = array("i", servers[0].service.model.tokenizer.encode(body["prompt"]))
