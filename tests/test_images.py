@@ -135,6 +135,7 @@ def test_a_chat_takes_images_of_all_forms(llm: LLM, tmp_path: Path) -> None:
         ("<image>", [], "has no image"),
         ("<image>", "data:image/png;base64,YWJj", "must be one of PNG, JPEG"),
         ("<image>", "/no/such/file.png", "cannot be read"),
+        ("<image>", Image.new("L", (2**13, MAX_PIXELS // 2**13 + 1)), "8192 x 2049 pixels; it must have at most"),
         ("no mark", pictures(1)[0], "do not fit the prompt"),
         ("<image><image>", pictures(1)[0], "do not fit the prompt"),
     ],
@@ -158,6 +159,21 @@ def test_what_images_do_not_serve_is_refused(llm: LLM) -> None:
         llm.generate({"prompt": "a", "multi_modal_data": {"audio": 1}})
     with LLM(num_blocks=16) as text, pytest.raises(RequestError, match="this model is served for text alone"):
         text.generate({"prompt": "a", "multi_modal_data": {"image": pictures(1)[0]}})
+
+
+def test_replaced_weights_have_their_own_encoder_and_blocks(smolvlm: Path) -> None:
+    prompt = {"prompt": "def f <image> def f", "multi_modal_data": {"image": pictures(1, seed=5)[0]}}
+    with LLM(str(smolvlm), num_blocks=50, **OPTIONS) as llm:
+        images = llm.factory.images
+        assert isinstance(images, PromptImages)
+        before = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2)]
+        encoder = images._encoder
+        llm.update_weights(str(smolvlm))
+        after = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+        assert llm.factory.images is images, "a server has the same object"
+        assert images._encoder not in (None, encoder)
+    assert (before[1].num_cached_tokens > 0, after.num_cached_tokens) == (True, 0)
+    assert after.outputs[0].token_ids == before[0].outputs[0].token_ids
 
 
 def test_equal_rows_in_other_places_are_other_images() -> None:

@@ -378,7 +378,7 @@ COUNT = Accepted("a positive number", lambda value: _is_number(value, 0, float("
 LIMITS = Accepted("a dictionary", lambda value: isinstance(value, Mapping))
 ONE_DEVICE = "tensor_parallel_size divides a model among processes, and `quire fleet` serves several replicas of it"
 SWAP_SPACE = "a number above 1 is in GiB, as in vLLM; without preemption='swap' it has no effect"
-ONLY_TEXT = "models are served for text alone"
+OWN_MEDIA = "images are read by the checkpoint's own settings, and given as data or, in Python, by paths"
 # By the names of vLLM's Python interface; the command line has a dash in place of each underscore.
 FOREIGN: Mapping[str, Foreign] = MappingProxyType(
     dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "nnodes"), Foreign((1,), ONE_DEVICE))
@@ -387,10 +387,10 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         Foreign((None, False), ONE_DEVICE),
     )
     | {"distributed_executor_backend": Foreign((None, "uni", "mp"), ONE_DEVICE)}
-    | {"mm_processor_kwargs": Foreign((None, {}), ONLY_TEXT)}
-    | dict.fromkeys(("allowed_local_media_path", "allowed_media_domains"), Foreign((None, ""), ONLY_TEXT))
+    | {"mm_processor_kwargs": Foreign((None, {}), OWN_MEDIA)}
+    | dict.fromkeys(("allowed_local_media_path", "allowed_media_domains"), Foreign((None, ""), OWN_MEDIA))
     | {
-        "limit_mm_per_prompt": Foreign((None, {}), f"it limits the images of a prompt, and {ONLY_TEXT}", others=LIMITS),
+        "limit_mm_per_prompt": Foreign((None, {}), "a prompt may have up to 64 images here", others=LIMITS),
     }
     | dict.fromkeys(
         ("use_tqdm_on_load", "disable_cascade_attn", "disable_log_requests"),

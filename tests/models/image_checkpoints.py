@@ -105,6 +105,8 @@ FAMILIES: dict[str, Family] = {
         {},
     ),
 }
+mark, others, _, *rest = FAMILIES["qwen3_5"]
+FAMILIES["qwen3_5_moe"] = (mark, others, "qwen3_5_moe_text", *rest)  # type: ignore[assignment]
 FAMILIES["smolvlm"] = FAMILIES["idefics3"]
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": MROPE},
@@ -123,6 +125,11 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 2,
     },
 }
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36} | {
+    "shared_expert_intermediate_size": 40
+}
+OWN_TEXT["qwen3_5_moe"] = OWN_TEXT["qwen3_5"] | EXPERTS
 
 
 def save_images_model(directory: Path, kind: str) -> str:

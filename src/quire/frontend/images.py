@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quire.errors import MissingPackage, ModelError, RequestError, check_installed
 from quire.models.images import EncodedImage, ImageEncoder
 from quire.request import ImageRows, ImageTurns
-from quire.sandbox.images import MAX_BYTES, ImageDecoder
+from quire.sandbox.images import MAX_BYTES, MAX_PIXELS, ImageDecoder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,6 +44,12 @@ class PromptImages:
         self._decoder = ImageDecoder()
         self._rows: OrderedDict[bytes, EncodedImage] = OrderedDict()  # by the image's digest, the last used one last
         self._lock = threading.Lock()  # one image at a time is encoded
+
+    def use(self, load: Callable[[], ImageEncoder]) -> None:
+        """Compute images with another encoder from now on, and forget the rows of the one before. load: loads it."""
+        with self._lock:
+            self._load, self._encoder = load, None
+            self._rows.clear()
 
     def tokenize(self, text: str, sources: Sequence[Source]) -> tuple[list[int], ImageRows]:
         """Return the tokens of a prompt, with a placeholder for each row of an image, and these rows.
@@ -98,6 +104,10 @@ class PromptImages:
         from PIL import Image
 
         if isinstance(source, Image.Image):
+            if source.width * source.height > MAX_PIXELS:
+                raise RequestError(
+                    f"an image has {source.width} x {source.height} pixels; it must have at most {MAX_PIXELS:,}"
+                )
             return source if source.mode == "RGB" else source.convert("RGB")
         if isinstance(source, bytes):
             return self._decoder.decode(source)

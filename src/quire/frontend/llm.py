@@ -155,10 +155,11 @@ class LLM:
 
     def read_images(self) -> None:
         """Read images with the vision part of the current weights, if the model has one."""
-        self.factory.close_images()
         load = load_images(self.files, self.decoder, self.config, self.backend)
         if self.receipts is not None:
             self.factory.images = "receipts are written, which have no images"
+        elif load is not None and isinstance(self.factory.images, PromptImages):
+            self.factory.images.use(load)  # a server has this object, too
         elif load is not None:
             self.factory.images = PromptImages(load, self.decoder.max_model_len)
 

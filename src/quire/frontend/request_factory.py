@@ -94,10 +94,6 @@ class RequestFactory:
         with self._grammars_lock:
             if self._grammars is not None:
                 self._grammars.close()
-        self.close_images()
-
-    def close_images(self) -> None:
-        """Stop the process that decodes images."""
         if isinstance(self.images, PromptImages):
             self.images.close()
 

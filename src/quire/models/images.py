@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 PLAIN = frozenset("idefics3 internvl llava_onevision smolvlm".split())
 TURNED = frozenset("qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl".split())  # image rows have positions in two dimensions
 SERVED = PLAIN | TURNED
-MOST_PIXELS = 2**25  # of one image
 
 
 class EncodedImage(NamedTuple):
@@ -41,13 +40,15 @@ class EncodedImage(NamedTuple):
 def image_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of DecoderConfig that serve a model's images, given its config.json.
 
-    Raises ModelError for settings of the images' positions that are not understood.
+    Raises ModelError for settings of the images' positions that are not understood, and for too many deep layers.
     """
     if raw.get("model_type") not in TURNED:
         return {}
     text = raw.get("text_config") or raw
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     deep = (raw.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+    if len(deep) >= (count := text.get("num_hidden_layers", math.inf)):
+        raise ModelError(f"deepstack_visual_indexes has {len(deep)} entries, and the text part has {count} layers")
     return {"image_axes": image_axes(rope), "deep_layers": len(deep)}
 
 
@@ -93,13 +94,7 @@ class ImageEncoder:
         Args:
             image: the image, in RGB.
             is_alone: whether the prompt has no other image. Only some models use it, see `depends_on_count`.
-
-        Raises RequestError if the image has more than MOST_PIXELS pixels.
         """
-        if image.width * image.height > MOST_PIXELS:
-            raise RequestError(
-                f"an image has {image.width} x {image.height} pixels; it must have at most {MOST_PIXELS:,}"
-            )
         images = [image] if is_alone or not self.depends_on_count else [image, image]
         given = self.processor(text=[self.processor.image_token * len(images)], images=[images], return_tensors="pt")
         taken = {

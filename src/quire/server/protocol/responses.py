@@ -254,7 +254,7 @@ class ResponsesRequest(Body):
         list[Any] | None, Refused("conversations are not shortened here; send only the items that the model is to see")
     ] = None
     conversation: Annotated[str | dict[str, Any] | None, STATELESS] = None
-    image: Annotated[dict[str, Any] | None, Refused("models are served for text alone")] = None
+    image: Annotated[dict[str, Any] | None, Refused("an image is a part of the input, of type 'input_image'")] = None
     moderation: Annotated[dict[str, Any] | None, NO_MODERATION] = None
     previous_response_id: Annotated[str | None, STATELESS] = None
     prompt: Annotated[dict[str, Any] | None, Refused("no prompts are stored here; give instructions and input")] = None
