@@ -37,7 +37,7 @@ WORDS = "def return self value for in range index list open path if not None els
 
 def main(
     model: Model = None,
-    requests: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 96,
+    requests: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 384,
     words: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 48,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 24,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens of the prompt whose logprobs are asked for.")] = 1024,

@@ -58,8 +58,7 @@ CASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # sampling parameter
         "grammar": {"temperature": 0.8, "structured_outputs": StructuredOutputsParams(regex="[a-z ]*")},
     }
 )
-VOCABULARY = 320  # tokens that a prompt may have
-NUM_LOGITS = 96  # of a row; few, since the arithmetic over a vocabulary is the device's
+VOCABULARY = 96  # few, since the arithmetic over a vocabulary is the device's
 CONTEXT = 100  # tokens of a prompt
 WARM_UP = 8  # steps that are not counted
 MOST_STEPS = 256  # steps until all prompts are computed
@@ -99,7 +98,7 @@ class FakeModel:
 
     def __init__(self, most_rows: int) -> None:
         """most_rows: of the logits."""
-        self._logits = torch.randn(most_rows, NUM_LOGITS, generator=torch.Generator().manual_seed(0))
+        self._logits = torch.randn(most_rows, VOCABULARY, generator=torch.Generator().manual_seed(0))
         self.seconds = 0.0  # time of copying logits, which is the device's
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:  # noqa: ARG002
@@ -218,7 +217,8 @@ def _factory(engine: Engine, tokenizer: Tokenizer) -> Iterator[RequestFactory]:
 
 def _prompt(number: int) -> list[int]:
     """Return one of many prompts that share no block."""
-    return [5 + number % 300, 5 + number // 300, *range(5, 3 + CONTEXT)]
+    count = VOCABULARY - 5
+    return [5 + i % count for i in (number, number // count, *range(CONTEXT - 2))]
 
 
 def _add_prompts(factory: RequestFactory, processor: OutputProcessor, count: int, params: SamplingParams) -> None:
@@ -237,8 +237,10 @@ def _step_seconds(engine: Engine, processor: OutputProcessor, model: FakeModel, 
     try:
         for _ in range(steps):
             model.seconds, start = 0.0, time.perf_counter()
-            list(processor.process(engine.step()))
+            outputs = list(processor.process(engine.step()))
             seconds.append(time.perf_counter() - start - model.seconds)
+            if failed := [event.error for event, _ in outputs if event.error]:
+                raise RuntimeError(f"a step failed: {failed[0]}")
     finally:
         gc.enable()
     return seconds
