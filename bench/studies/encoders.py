@@ -2,10 +2,11 @@
 
     python bench/studies/encoders.py MODEL --peer torch=ENV/bin/python --peer openvino=ENV/bin/python
 
-MODEL is a directory that sentence-transformers reads. A peer is one of its backends (torch, onnx, openvino) and a
-Python that has it; optimum exports the model for the last two. Engines take turns, each in a fresh process, in float32
-and in the dtypes that are named after a colon, as in torch:bfloat16. The medians are of the texts per second of
-all texts at once, and of the seconds of one text at a time.
+MODEL is a directory that sentence-transformers reads; a cross-encoder scores the texts for a query. A peer is one of its
+backends (torch, onnx, openvino) and a Python that has it; optimum exports the model for the last two. Engines take
+turns, each in a fresh process, in float32 and in the dtypes that are named after a colon, as in torch:bfloat16;
+onnx:int8 reads what sentence-transformers' export_dynamic_quantized_onnx_model wrote for avx512_vnni. The medians are of
+the texts per second of all texts at once, and of the seconds of one text at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Annotated, Any
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by".split()
 
+QUERY = "which of the words are in the text"
+
 
 def texts(count: int, shortest: int = 8, longest: int = 256) -> list[str]:
     """Return random texts of between `shortest` and `longest` words, about as many tokens."""
@@ -30,8 +33,12 @@ def texts(count: int, shortest: int = 8, longest: int = 256) -> list[str]:
 
 
 def encoder(engine: str, model: str) -> Callable[[list[str]], Any]:
-    """Return a function that embeds texts. engine: quire or a backend, with a dtype after a colon."""
+    """Return a function that embeds texts, or scores them for a query if the model is a cross-encoder.
+
+    engine: quire or a backend, with a dtype after a colon.
+    """
     name, _, dtype = engine.partition(":")
+    scores = "SequenceClassification" in json.loads(Path(model, "config.json").read_text())["architectures"][0]
     if name == "quire":
         from quire import LLM
 
@@ -39,10 +46,17 @@ def encoder(engine: str, model: str) -> Callable[[list[str]], Any]:
             {"quantization": dtype} if dtype in ("int8", "int4") else {"dtype": dtype or "float32"}
         )
         llm = LLM(model, **quantized)
+        if scores:
+            return lambda given: llm.score(QUERY, given, truncate_prompt_tokens=-1, use_tqdm=False)
         return lambda given: llm.embed(given, truncate_prompt_tokens=-1, use_tqdm=False)
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import CrossEncoder, SentenceTransformer
 
     kwargs = {"torch_dtype": dtype} if dtype else {}
+    if engine == "onnx:int8":
+        kwargs = {"file_name": "onnx/model_qint8_avx512_vnni.onnx"}
+    if scores:
+        ranker = CrossEncoder(model, device="cpu", backend=name, model_kwargs=kwargs)
+        return lambda given: ranker.predict([(QUERY, text) for text in given], batch_size=32)
     peer = SentenceTransformer(model, device="cpu", backend=name, model_kwargs=kwargs)
     return lambda given: peer.encode(given, batch_size=32)
 
