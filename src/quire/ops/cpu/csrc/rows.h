@@ -19,8 +19,11 @@ struct Rows {
 template <class F>
 QUIRE_INLINE float sum_over(int64_t dim, const F& f) {
     V sum[4] = {};
-    int lane = 0;
-    for (int64_t c = 0; c < dim; c += W, lane = (lane + 1) & 3) sum[lane] = sum[lane] + f(c);
+    int64_t c = 0;
+    for (; c + 3 * W < dim; c += 4 * W)  // the inner loops are unrolled, which keeps the sums in registers
+        for (int i = 0; i < 4; i++) sum[i] = sum[i] + f(c + i * W);
+    for (int i = 0; i < 3; i++)
+        if (c + i * W < dim) sum[i] = sum[i] + f(c + i * W);
     return reduce_add((sum[0] + sum[2]) + (sum[1] + sum[3]));
 }
 
