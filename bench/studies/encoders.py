@@ -2,11 +2,11 @@
 
     python bench/studies/encoders.py MODEL --peer torch=ENV/bin/python --peer openvino=ENV/bin/python
 
-MODEL is a directory that sentence-transformers reads; a cross-encoder scores the texts for a query. A peer is one of its
-backends (torch, onnx, openvino) and a Python that has it; optimum exports the model for the last two. Engines take
+MODEL is a directory that sentence-transformers reads; a cross-encoder scores the texts for a query. A peer is one of
+its backends (torch, onnx, openvino) and a Python that has it; optimum exports the model for the last two. Engines take
 turns, each in a fresh process, in float32 and in the dtypes that are named after a colon, as in torch:bfloat16;
-onnx:int8 reads what sentence-transformers' export_dynamic_quantized_onnx_model wrote for avx512_vnni. The medians are of
-the texts per second of all texts at once, and of the seconds of one text at a time.
+onnx:int8 reads what sentence-transformers' export_dynamic_quantized_onnx_model wrote for avx512_vnni. The medians are
+of the texts per second of all texts at once, and of the seconds of one text at a time.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -32,6 +33,8 @@ from quire.frontend.requests import Made
 from quire.frontend.yes_no import ANSWERS, INSTRUCTION, QUESTION, answer_token, asked_output, drawn
 
 T = TypeVar("T")
+SEVERAL = 8  # texts that are worth starting threads for
+TOKENIZERS = 4  # threads
 
 
 class Call(NamedTuple, Generic[T]):
@@ -57,14 +60,14 @@ class Pooled(NamedTuple):
         pooling = self.factory.pooling
         pooling.check("embeds")
         check_dimensions(dimensions, self.factory.vector_size)
-        made = self._requests([self._text(prompt, prompt_name) for prompt in list_prompts(prompts)])
+        made = self._requests(self._texts(list_prompts(prompts), prompt_name))
         return Call(made, lambda outputs: [embedding_output(output, dimensions, pooling) for output in outputs])
 
     def classify(self, prompts: Prompt | Sequence[Prompt]) -> Call[list[ClassificationRequestOutput]]:
         """Make the call of `LLM.classify`."""
         pooling = self.factory.pooling
         pooling.check("classifies")
-        made = self._requests([self._text(prompt, None) for prompt in list_prompts(prompts)])
+        made = self._requests(self._texts(list_prompts(prompts)))
         return Call(made, lambda outputs: [classification_output(output, pooling) for output in outputs])
 
     def score(
@@ -89,7 +92,7 @@ class Pooled(NamedTuple):
         if self.factory.asks:
             return self._asked([(firsts[0] if len(firsts) == 1 else firsts[i], one) for i, one in enumerate(seconds)])
         unit = replace(pooling, normalized=True)
-        made = self._requests([self._text(prompt, None) for prompt in (*firsts, *seconds)])
+        made = self._requests(self._texts([*firsts, *seconds]))
 
         def finish(outputs: list[RequestOutput]) -> list[ScoringRequestOutput]:
             found = [embedding_output(output, None, unit) for output in outputs]
@@ -124,8 +127,16 @@ class Pooled(NamedTuple):
                 made.append(self.factory.generation(self.names(), prompt, one, options, self.factory.constraints(one)))
         return Call(made, lambda found: [asked_output(*both) for both in zip(found[::2], found[1::2], strict=True)])
 
-    def _text(self, prompt: Prompt, prompt_name: str | None) -> TokenizedPrompt:
-        return self.factory.tokenize_text(prompt, prompt_name, self.truncate)
+    def _texts(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> list[TokenizedPrompt]:
+        """Tokenize texts, several at a time: meanwhile the library lets other threads run."""
+
+        def tokenize(prompt: Prompt) -> TokenizedPrompt:
+            return self.factory.tokenize_text(prompt, prompt_name, self.truncate)
+
+        if len(prompts) < SEVERAL:
+            return [tokenize(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(TOKENIZERS) as pool:
+            return list(pool.map(tokenize, prompts))
 
     def _requests(self, prompts: Sequence[TokenizedPrompt]) -> list[Made]:
         priority = [self.priority] * len(prompts) if isinstance(self.priority, int) else self.priority
