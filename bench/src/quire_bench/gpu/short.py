@@ -235,7 +235,7 @@ def _decided(name: str, bench: Bench) -> None:
     bench.row(name, "quire", figures=figures, **counted)
 
 
-DECIDED = ("bits", "reproducible", "narrow_caches", "few_outputs", "captured_exchange", "ranks")
+DECIDED = ("bits", "reproducible", "narrow_caches", "few_outputs", "sections", "captured_exchange", "ranks")
 STAGES: dict[str, Stage] = {
     "suite": Stage(suite, 55, beside=True),
     "exact": Stage(exact, 30, compiles=True),
