@@ -292,11 +292,11 @@ def _compute(
             lo = gl.load(item + 3)
             hi = gl.load(item + 4)
             begin = lo // N * N
-            # Tiles that all rows see; none: 0 and 0.
-            free_begin = (gl.load(item + 5) - begin + N - 1) // N
+            free_begin = (gl.load(item + 5) - begin + N - 1) // N  # tiles that all rows see
             free_end = (gl.load(item + 6) - begin) // N
-            free_begin = gl.where(free_begin < free_end, free_begin, 0)
-            free_end = gl.where(free_begin < free_end, free_end, 0)
+            free = free_begin < free_end
+            free_begin = gl.where(free, free_begin, 0)
+            free_end = gl.where(free, free_end, 0)
             held = (row // G < count) & (row // G < TOKENS)
             limit = gl.where(held, hi, 0)
             start = limit
@@ -349,13 +349,14 @@ def _compute(
             mix, packed, top, total = state
             k_stage, k_phase, v_stage, v_phase = ring
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            if WINDOW and lo % P != 0:  # the keys before lo of its block
-                slot = gl.arange(0, P, layout=gl.SliceLayout(1, PIECE))
-                for h in gl.static_range(HALVES):
-                    piece = v_pieces.index((v_stage * HALVES + h) * PIECES + lo % N // P)
-                    piece.store(gl.where((slot >= lo % P)[:, None], piece.load(PIECE), 0.0))
-                fence_async_shared()
-                gl.thread_barrier()
+            if WINDOW:  # noqa: SIM102 - decided when it is compiled
+                if lo % P != 0:  # the keys before lo of its block, which may hold infinity
+                    slot = gl.arange(0, P, layout=gl.SliceLayout(1, PIECE))
+                    for h in gl.static_range(HALVES):
+                        piece = v_pieces.index((v_stage * HALVES + h) * PIECES + lo % N // P)
+                        piece.store(gl.where((slot >= lo % P)[:, None], piece.load(PIECE), 0.0))
+                    fence_async_shared()
+                    gl.thread_barrier()
             p = _unpack(packed, dtype, gl.DotOperandLayout(0, SUMS, 2))
             mix = warpgroup_mma(p, v_tiles.index(v_stage), mix, is_async=True)
             mix, p = warpgroup_mma_wait(0, deps=(mix, p))
