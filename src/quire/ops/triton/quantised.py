@@ -469,10 +469,11 @@ class IntegerLinear:
         x: Tensor,  # [T, in], of the weight's dtype
     ) -> Tensor:
         """Return the projection: [T, out]."""
-        tile, weight = tile_of(self.tiles, len(x)), self.weight
-        slots = WARPS // tile.warps * processors_of(str(weight.device))
-        sections = sections_of(weight.kind, self.section)
-        divided = divides(tiles_in(len(x), weight.out_size, tile), sections, slots)
+        tile, weight, divided = tile_of(self.tiles, len(x)), self.weight, False
+        if self.section:
+            slots = WARPS // tile.warps * processors_of(str(weight.device))
+            tiles = tiles_in(len(x), weight.out_size, tile)
+            divided = divides(tiles, sections_of(weight.kind, self.section), slots)
         return integer_linear(x, weight, self.bias, self.out_dtype, tile, self.section, divided)
 
 
